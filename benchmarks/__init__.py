@@ -1,0 +1,1 @@
+"""Benchmarks: each answers one question and ends in one JSON line."""
