@@ -1,0 +1,201 @@
+"""Real processes that stand for ranks in tests: a pool that is spawned once and runs many functions.
+
+Each rank has a gloo group over the whole pool as `torch.distributed`'s default group, torch with one thread, and
+runs module-level functions that the test names. The store is hosted here, outside the ranks, so that a rank may be
+killed and the others go on. Ranks are forked from a server that has imported torch already: eight of them start in
+about a second, and they die with the process that started them.
+
+    with RankPool(2) as pool:
+        assert pool.run(rank_plus, 10) == [10, 11]        # def rank_plus(n): return dist.get_rank() + n
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+GROUP_TIMEOUT_S = 30.0
+
+
+class RankDied(NamedTuple):
+    """Stands in the results for a rank whose process ended instead of answering."""
+
+    exitcode: int | None
+
+
+class RankError(Exception):
+    """A rank's function raised, died or did not answer in time; the message has every rank's part."""
+
+
+class _Raised(NamedTuple):
+    text: str
+
+
+class RankPool:
+    """`world_size` processes that run the same function side by side. A context manager.
+
+    Args:
+        world_size: number of ranks.
+        timeout_s: how long `run` and `collect` wait for all ranks before everything is killed.
+        threads: torch threads per rank.
+    """
+
+    def __init__(self, world_size: int, *, timeout_s: float = 60.0, threads: int = 1) -> None:
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "numba"])
+        self._connections: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, self._store.port, rank, world_size, threads)
+            process = context.Process(target=_serve_rank, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self.collect()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process id of every rank, dead or alive."""
+        return [process.pid or -1 for process in self._processes]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank is alive: a pool that lost one is to be replaced."""
+        return all(process.is_alive() for process in self._processes)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call `function(*args)` on every rank at once and return its results by rank.
+
+        The function is a module-level one; arguments and results are pickled. Its rank is `dist.get_rank()`.
+
+        Raises:
+            RankError: a rank raised, died or did not answer within `timeout_s` (then all are killed).
+        """
+        self.start(function, *args)
+        return self.collect(timeout_s=timeout_s)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Send the call to every rank and return at once; `collect` waits for the answers."""
+        call = pickle.dumps((function, args))
+        for connection in self._connections:
+            connection.send_bytes(call)
+
+    def collect(
+        self,
+        *,
+        ranks: Sequence[int] | None = None,
+        may_die: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Wait for the answers of `ranks` (default: all) and return them in that order.
+
+        Args:
+            ranks: whose answers to wait for; others (a stopped one, say) may answer to a later call.
+            may_die: ranks whose death is expected; their result is a `RankDied`.
+            timeout_s: seconds for all of them; default the pool's.
+        """
+        asked = list(range(self.world_size)) if ranks is None else list(ranks)
+        answers = self._receive(asked, time.monotonic() + (timeout_s or self.timeout_s))
+        wrong = {
+            rank: answer
+            for rank, answer in answers.items()
+            if isinstance(answer, _Raised) or (isinstance(answer, RankDied) and rank not in may_die)
+        }
+        if wrong:
+            parts = [a.text if isinstance(a, _Raised) else repr(a) for a in wrong.values()]
+            raise RankError("\n".join(f"rank {r}: {part}" for r, part in zip(wrong, parts, strict=True)))
+        return [answers[rank] for rank in asked]
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to one rank: SIGKILL ends it, SIGSTOP hangs it, SIGCONT wakes it."""
+        os.kill(self.pids[rank], number)
+
+    def close(self) -> None:
+        """End every rank, stopped ones too, and wait until they are gone."""
+        for process in self._processes:
+            process.kill()
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.join(10)
+            connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _receive(self, asked: list[int], deadline: float) -> dict[int, Any]:
+        waiting = {self._connections[rank]: rank for rank in asked}
+        answers: dict[int, Any] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._dump_and_kill()
+                late = sorted(waiting.values())
+                raise RankError(f"ranks {late} of {self.world_size} did not answer in time; all were killed")
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[index]
+                answers[rank] = self._read_answer(rank)
+        return answers
+
+    def _read_answer(self, rank: int) -> Any:
+        try:
+            return pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(10)
+            return RankDied(self._processes[rank].exitcode)
+
+    def _dump_and_kill(self) -> None:
+        """Let every live rank print its stacks to stderr (faulthandler), then end them all."""
+        for process in self._processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal.SIGUSR1)
+                process.join(0.2)
+        self.close()
+
+
+def _serve_rank(connection: Connection, port: int, rank: int, world_size: int, threads: int) -> None:
+    """A rank's life: join the group, then run calls until the pool closes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(threads)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+    )
+    connection.send_bytes(pickle.dumps(None))
+    while True:
+        try:
+            call = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(call))
+
+
+def _answer(call: bytes) -> bytes:
+    try:
+        function, args = pickle.loads(call)
+        return pickle.dumps(function(*args))
+    except Exception:  # noqa: BLE001 - whatever a test's function raises is the test's result
+        return pickle.dumps(_Raised(traceback.format_exc()))
