@@ -1,0 +1,96 @@
+"""Every accepted request, what it has been sent so far, and how it ended: exactly one outcome each (I3).
+
+Open entries hold all that a replay on another rank needs: the prompt, the parameters with the seed that was drawn,
+and the delivered tokens. Closed entries shrink to an outcome, of which a bounded history is kept. In memory only:
+the front's own death ends the service (README, Limits).
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler.request import FinishReason, Request
+
+HISTORY = 4096  # outcomes kept
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """An accepted request that has not ended."""
+
+    request: Request
+    rank: int
+    accepted_s: float  # time.monotonic()
+    delivered_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a request ended."""
+
+    request_id: str
+    rank: int
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    accepted_s: float
+    ended_s: float
+    error: str
+
+
+class Journal:
+    """The record of accepted requests."""
+
+    def __init__(self, history: int = HISTORY) -> None:
+        self._open: dict[str, Entry] = {}
+        self._outcomes: deque[Outcome] = deque(maxlen=history)
+        self._num_accepted = 0
+        self._ended: Counter[FinishReason] = Counter()
+
+    @property
+    def open_entries(self) -> dict[str, Entry]:
+        """The requests that have no outcome yet, by id; not to be changed."""
+        return self._open
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The latest outcomes, oldest first."""
+        return list(self._outcomes)
+
+    @property
+    def num_accepted(self) -> int:
+        """Requests accepted since the start."""
+        return self._num_accepted
+
+    @property
+    def num_ended(self) -> Counter[FinishReason]:
+        """Outcomes since the start, by reason; with the open entries they make up `num_accepted`."""
+        return Counter(self._ended)
+
+    def accept(self, request: Request, rank: int, *, now_s: float) -> None:
+        """Open an entry: from here on the request is owed an outcome."""
+        assert request.request_id not in self._open, f"request {request.request_id} is in the journal already"
+        self._open[request.request_id] = Entry(request=request, rank=rank, accepted_s=now_s)
+        self._num_accepted += 1
+
+    def deliver(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Note tokens that the rank yielded and the client is being sent."""
+        self._open[request_id].delivered_ids.extend(token_ids)
+
+    def close(self, request_id: str, reason: FinishReason, *, now_s: float, error: str = "") -> None:
+        """Give the request its one outcome."""
+        entry = self._open.pop(request_id, None)
+        assert entry is not None, f"request {request_id} is given a second outcome: {reason}"
+        self._ended[reason] += 1
+        self._outcomes.append(
+            Outcome(
+                request_id=request_id,
+                rank=entry.rank,
+                reason=reason,
+                num_prompt_tokens=len(entry.request.prompt_ids),
+                num_output_tokens=len(entry.delivered_ids),
+                accepted_s=entry.accepted_s,
+                ended_s=now_s,
+                error=error,
+            )
+        )
