@@ -1,0 +1,251 @@
+"""Register tiles for CPU kernels: the few vector loops that attention and experts are made of.
+
+Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ..., whatever the number of rows in
+the tile, so a row's bits never depend on the rows beside it (D3 of the design). Library GEMMs break that for
+few rows. The weights are *panels*: 16 output columns side by side, `w[k][16]`, so that one vector load serves
+all rows and no horizontal sum is needed (the outer-product micro-kernel of Goto and van de Geijn, 2008).
+
+The tiles are LLVM vector code emitted through numba's `@intrinsic`, because LLVM's own vectoriser keeps
+neither the accumulators in registers nor the order of additions. They know addresses and strides only: a
+caller owns shapes, types and bounds. They live in `attention` because it is the lower of their two users.
+Rejected: a C extension (needs a compiler on the user's machine), padding rows for a library GEMM (2 to 4 x
+slower at 1 to 8 rows, docs/LOG.md).
+
+Legend: x rows [m, k] float32; w panel [k, 16] float32 or bfloat16; out rows [m, 16] float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16  # output columns of a panel; also the tokens of a KV block
+ROWS = 6  # rows of the largest tile: 12 accumulators of 8 floats fit AVX2's 16 registers
+
+F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32V, I16V, I32V = (ir.VectorType(scalar, LANES) for scalar in (F32, I16, I32))
+LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.428606765330187e-06
+EXP_LOWEST = -87.0  # exp() of less is 0 here; float32's smallest normal is exp(-87.3)
+# Minimax polynomial for exp(r), |r| <= ln(2)/2 (the coefficients of Cephes' expf).
+EXP_TERMS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+
+
+def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(I32V, [0] * LANES))
+
+
+def _constant(value: float) -> ir.Constant:
+    return ir.Constant(F32V, [value] * LANES)
+
+
+def _vector_call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
+    signature = ir.FunctionType(F32V, [F32V] * len(args))
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.v{LANES}f32")
+    return builder.call(function, args)
+
+
+def _load(builder: ir.IRBuilder, address: ir.Value, vector: ir.Type = F32V) -> ir.Value:
+    return builder.load(builder.inttoptr(address, vector.as_pointer()), align=2)
+
+
+def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
+    builder.store(value, builder.inttoptr(address, F32V.as_pointer()), align=4)
+
+
+def _load_weights(builder: ir.IRBuilder, address: ir.Value, bf16: bool) -> ir.Value:
+    if not bf16:
+        return _load(builder, address)
+    wide = builder.zext(_load(builder, address, I16V), I32V)  # bfloat16 is the upper half of a float32
+    return builder.bitcast(builder.shl(wide, ir.Constant(I32V, [16] * LANES)), F32V)
+
+
+def _emit_tile(builder: ir.IRBuilder, args: list[ir.Value], rows: int, bf16: bool, accumulate: bool) -> None:
+    """Emit `out[m, :] (+)= sum_k x[m, k] * w[k, :]`; strides are in bytes."""
+    x, x_stride, w, w_stride, k, out, out_stride = args
+
+    def row_address(base: ir.Value, stride: ir.Value, row: int) -> ir.Value:
+        return builder.add(base, builder.mul(stride, ir.Constant(I64, row)))
+
+    x_rows = [row_address(x, x_stride, row) for row in range(rows)]
+    out_rows = [row_address(out, out_stride, row) for row in range(rows)]
+    first = [_load(builder, address) if accumulate else _constant(0.0) for address in out_rows]
+    entry, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), entry)
+    sums = [builder.phi(F32V) for _ in range(rows)]
+    weights = _load_weights(builder, builder.add(w, builder.mul(index, w_stride)), bf16)
+    offset = builder.mul(index, ir.Constant(I64, 4))
+    following = []
+    for row in range(rows):
+        sums[row].add_incoming(first[row], entry)
+        value = builder.load(builder.inttoptr(builder.add(x_rows[row], offset), F32.as_pointer()), align=4)
+        following.append(_vector_call(builder, "fma", _splat(builder, value), weights, sums[row]))
+    step = builder.add(index, ir.Constant(I64, 1))
+    index.add_incoming(step, builder.block)
+    for total, value in zip(sums, following, strict=True):
+        total.add_incoming(value, builder.block)
+    builder.cbranch(builder.icmp_signed("<", step, k), loop, end)
+    builder.position_at_end(end)
+    for value, address in zip(following, out_rows, strict=True):
+        _store(builder, value, address)
+
+
+def _tile(rows: int, bf16: bool, accumulate: bool) -> Callable[..., None]:
+    def tile(_typing: Any, x: Any, xs: Any, w: Any, ws: Any, k: Any, out: Any, out_stride: Any) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+            _emit_tile(builder, args, rows, bf16, accumulate)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return intrinsic(tile)
+
+
+def _rows_function(bf16: bool, accumulate: bool) -> Any:
+    """Return njit `(x, x_stride, w, w_stride, k, out, out_stride, rows)`: any number of rows; k at least 1."""
+    one, two, three, four, five, six = (_tile(rows, bf16, accumulate) for rows in range(1, ROWS + 1))
+
+    @njit(nogil=True, inline="never", cache=True)
+    def rows_times_panel(x, x_stride, w, w_stride, k, out, out_stride, rows):  # type: ignore[no-untyped-def]
+        while rows >= 6:
+            six(x, x_stride, w, w_stride, k, out, out_stride)
+            x += 6 * x_stride
+            out += 6 * out_stride
+            rows -= 6
+        if rows == 1:
+            one(x, x_stride, w, w_stride, k, out, out_stride)
+        elif rows == 2:
+            two(x, x_stride, w, w_stride, k, out, out_stride)
+        elif rows == 3:
+            three(x, x_stride, w, w_stride, k, out, out_stride)
+        elif rows == 4:
+            four(x, x_stride, w, w_stride, k, out, out_stride)
+        elif rows == 5:
+            five(x, x_stride, w, w_stride, k, out, out_stride)
+
+    return rows_times_panel
+
+
+rows_times_panel_f32 = _rows_function(bf16=False, accumulate=False)
+rows_times_panel_bf16 = _rows_function(bf16=True, accumulate=False)
+add_rows_times_panel_f32 = _rows_function(bf16=False, accumulate=True)
+
+
+def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Emit exp(x) for x <= 88, to 2 ulp; 0 below `EXP_LOWEST` (so that a masked score adds exactly nothing)."""
+    clamped = _vector_call(builder, "maxnum", x, _constant(EXP_LOWEST))
+    n = _vector_call(
+        builder, "floor", _vector_call(builder, "fma", clamped, _constant(LOG2E), _constant(0.5))
+    )
+    r = _vector_call(builder, "fma", n, _constant(-LN2_HIGH), clamped)
+    r = _vector_call(builder, "fma", n, _constant(-LN2_LOW), r)
+    series = _constant(EXP_TERMS[0])
+    for term in EXP_TERMS[1:]:
+        series = _vector_call(builder, "fma", series, r, _constant(term))
+    series = _vector_call(builder, "fma", series, builder.fmul(r, r), builder.fadd(r, _constant(1.0)))
+    exponent = builder.shl(builder.fptosi(n, I32V), ir.Constant(I32V, [23] * LANES))
+    power = builder.bitcast(builder.add(builder.bitcast(series, I32V), exponent), F32V)
+    return builder.select(builder.fcmp_ordered("<", x, _constant(EXP_LOWEST)), _constant(0.0), power)
+
+
+def _tree(
+    builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
+) -> ir.Value:
+    """Fold the lanes as a fixed binary tree; returns the scalar."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        lanes = ir.Constant(I32V, [(lane + width) % LANES for lane in range(LANES)])
+        value = combine(value, builder.shuffle_vector(value, ir.Constant(F32V, ir.Undefined), lanes))
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+@intrinsic
+def softmax_block(_typing: Any, scores: Any, scale: Any, low: Any, high: Any, running_max: Any) -> Any:
+    """Turn 16 raw scores into weights in place: `(scores address, scale, low, high, running max) -> (max, sum)`.
+
+    Lanes outside [low, high) get weight 0. The weights are exp(scale * score - new max).
+    """
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        address, scale, low, high, running = args
+        lane = ir.Constant(I32V, list(range(LANES)))
+        inside = builder.and_(
+            builder.icmp_signed(">=", lane, _splat(builder, builder.trunc(low, I32))),
+            builder.icmp_signed("<", lane, _splat(builder, builder.trunc(high, I32))),
+        )
+        scaled = builder.fmul(_load(builder, address), _splat(builder, scale))
+        scaled = builder.select(inside, scaled, _constant(float("-inf")))
+        top = _tree(builder, scaled, lambda a, b: _vector_call(builder, "maxnum", a, b))
+        top = builder.select(builder.fcmp_ordered(">", top, running), top, running)
+        # A block without a lane inside leaves the maximum at -inf; weigh against 0 then, to stay clear of NaN.
+        empty = builder.fcmp_ordered("==", top, ir.Constant(F32, float("-inf")))
+        base = builder.select(empty, ir.Constant(F32, 0.0), top)
+        weights = emit_exp(builder, builder.fsub(scaled, _splat(builder, base)))
+        _store(builder, weights, address)
+        total = _tree(builder, weights, builder.fadd)
+        return cgutils.pack_array(builder, [top, total])
+
+    return types.UniTuple(types.float32, 2)(
+        types.int64, types.float32, types.int64, types.int64, types.float32
+    ), codegen
+
+
+@intrinsic
+def silu_times(_typing: Any, gate: Any, up: Any, out: Any) -> Any:
+    """16 lanes of `out = gate / (1 + exp(-gate)) * up`; three addresses."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        gate, up = _load(builder, args[0]), _load(builder, args[1])
+        negative = _vector_call(builder, "minnum", builder.fneg(gate), _constant(88.0))
+        divisor = builder.fadd(_constant(1.0), emit_exp(builder, negative))
+        _store(builder, builder.fmul(builder.fdiv(gate, divisor), up), args[2])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_f32(_typing: Any, address: Any) -> Any:
+    """The float32 at an address."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        return builder.load(builder.inttoptr(args[0], F32.as_pointer()), align=4)
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def scale_block(_typing: Any, address: Any, factor: Any) -> Any:
+    """Multiply 16 float32 at an address by a scalar, in place."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        _store(builder, builder.fmul(_load(builder, args[0]), _splat(builder, args[1])), args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+@njit(nogil=True, inline="always")
+def address_of(array):  # type: ignore[no-untyped-def]
+    """The address of an array's first element."""
+    return array.ctypes.data
+
+
+def serial_and_parallel(function: Callable[..., None]) -> tuple[Any, Any]:
+    """Compile a kernel that uses `prange` twice: for one thread without a thread pool, and for several."""
+    return njit(nogil=True, cache=True)(function), njit(nogil=True, cache=True, parallel=True)(function)

@@ -1,0 +1,121 @@
+"""The paged KV cache: what a model's layers write, laid out for the attention kernels.
+
+`transformers` calls `update(key, value, layer)` in every layer; it writes the new rows at the step's places and
+returns its inputs, and the attention organ reads the pages. A block holds `block_tokens` tokens of one layer,
+contiguous, so that it can be exported as bytes. Keys are kept transposed, [head, dim, token], so that a block
+is a panel of `attention.cpu_tiles`; values are [head, token, dim]. Multi-head latent attention keeps its
+latents only: [token, kv_lora_rank + qk_rope_head_dim] (DeepSeek-V2, 2024).
+Paging follows PagedAttention (Kwon et al., 2023). Which block belongs to whom is `kvcache.blocks`' business.
+
+Legend: N blocks, B tokens of a block (16), G KV heads, D key dim, V value dim rounded up to 16, L latent dim,
+T tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numba import njit
+from torch import Tensor
+
+from kvcache.step import Step
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What one layer caches per token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int  # 0 where the layer caches latents: then key_dim is their size
+    latent: bool = False
+
+    @property
+    def padded_value_dim(self) -> int:
+        """The value dim rounded up to the kernels' 16 lanes."""
+        return -(-self.value_dim // 16) * 16
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token, float32."""
+        return self.num_kv_heads * (self.key_dim + self.padded_value_dim) * 4
+
+
+@njit(nogil=True, cache=True)
+def _write_heads(key_GTD, value_GTV, slots, count, keys_NGDB, values_NGBV):  # type: ignore[no-untyped-def]
+    for row in range(count):
+        block, offset = slots[row] // BLOCK_TOKENS, slots[row] % BLOCK_TOKENS
+        if offset == 0:  # a block's tail is read with weight 0, which only a finite value survives
+            keys_NGDB[block] = 0.0
+            values_NGBV[block] = 0.0
+        for head in range(key_GTD.shape[0]):
+            for dim in range(key_GTD.shape[2]):
+                keys_NGDB[block, head, dim, offset] = key_GTD[head, row, dim]
+            for dim in range(value_GTV.shape[2]):
+                values_NGBV[block, head, offset, dim] = value_GTV[head, row, dim]
+
+
+class PagedCache:
+    """All layers' pages of one rank; stands where `transformers` expects a `Cache`."""
+
+    is_compileable = False
+    is_sliding = (False,)
+
+    def __init__(self, shapes: list[LayerShape], num_blocks: int) -> None:
+        """Reserve the pages (zeroed lazily by the operating system)."""
+        self.shapes = shapes
+        self.num_blocks = num_blocks
+        self.step: Step | None = None
+        self.keys: list[Tensor] = []  # [N, G, D, B], or [N, B, L] where latent
+        self.values: list[Tensor] = []  # [N, G, B, V]
+        for shape in shapes:
+            if shape.latent:
+                self.keys.append(torch.zeros(num_blocks, BLOCK_TOKENS, shape.key_dim))
+                self.values.append(torch.empty(0))
+                continue
+            self.keys.append(torch.zeros(num_blocks, shape.num_kv_heads, shape.key_dim, BLOCK_TOKENS))
+            self.values.append(
+                torch.zeros(num_blocks, shape.num_kv_heads, BLOCK_TOKENS, shape.padded_value_dim)
+            )
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_options: Any, **_more: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the step's new rows of one layer.
+
+        Args:
+            key: [1, G, T, D] float32; for a latent layer [1, 1, T, kv_lora_rank].
+            value: [1, G, T, V]; for a latent layer the rotary keys [1, 1, T, qk_rope_head_dim].
+            layer: the layer's index.
+
+        Returns:
+            Its inputs.
+        """
+        step = self.step
+        assert step is not None, "a step must be set before the model runs"
+        slots_T, count = step.cache_slot_T, step.num_tokens
+        if self.shapes[layer].latent:
+            rows = self.keys[layer].view(-1, self.shapes[layer].key_dim)
+            rows[slots_T[:count]] = torch.cat((key[0, 0, :count], value[0, 0, :count]), dim=-1)
+        else:
+            write = (key[0].numpy(), value[0].numpy(), slots_T.numpy(), count)
+            _write_heads(*write, self.keys[layer].numpy(), self.values[layer].numpy())
+        return key, value
+
+    def block_bytes(self, layer: int, block: int) -> bytes:
+        """One block of one layer as contiguous bytes, keys then values."""
+        parts = (
+            self.keys[layer][block],
+            *(() if self.shapes[layer].latent else (self.values[layer][block],)),
+        )
+        return b"".join(part.contiguous().numpy().tobytes() for part in parts)
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Zero: positions come with the step, never from the cache's length."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer: int = 0) -> tuple[int, int]:
+        """Length and offset for a mask that is never built."""
+        return query_length, 0

@@ -1,0 +1,89 @@
+"""One step's packed batch, as the organs see it: which token goes where in the KV cache, and who attends to what.
+
+The tensors are allocated once and refilled in place (D1 of the design), so that a captured graph can be replayed.
+It knows blocks and positions, not requests.
+
+Legend: T tokens of the packed batch, S sequences in it, M blocks a sequence may have.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ROW_MULTIPLE = 8  # batches are padded to this many rows; see `Step.fill`
+
+
+class Span(NamedTuple):
+    """One sequence's part of a step: tokens [start, start + length) of it, on these blocks."""
+
+    start: int
+    length: int
+    block_ids: Sequence[int]  # covering positions [0, start + length)
+
+
+class Step:
+    """The packed batch of one step. Rows past `num_tokens` are padding: not cached, attended to or sampled."""
+
+    def __init__(self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int) -> None:
+        """Allocate for at most so many tokens, sequences, and blocks per sequence."""
+        padded = -(-max(max_tokens, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.block_tokens = block_tokens
+        self.num_tokens = 0
+        self.num_padded = 0
+        self.num_sequences = 0
+        self.position_T = torch.zeros(padded, dtype=torch.int64)
+        self.cache_slot_T = torch.zeros(padded, dtype=torch.int64)  # block * block_tokens + offset
+        self.query_start_S = torch.zeros(
+            max_sequences + 1, dtype=torch.int64
+        )  # rows of sequence s: [s], [s + 1]
+        self.context_S = torch.zeros(max_sequences, dtype=torch.int64)  # its tokens once this step has run
+        self.block_table_SM = torch.zeros(max_sequences, max_blocks, dtype=torch.int64)
+        self._tiles: dict[int, np.ndarray] = {}
+
+    def fill(self, spans: Sequence[Span]) -> None:
+        """Describe a batch; sequences keep their order and their rows follow each other.
+
+        The rows are padded to a multiple of 8 (at least 8: no model family takes zero rows). PyTorch's vectorised
+        loops end in a scalar tail whose exp() differs in the last bit; with full vectors a row's bits do not
+        depend on how many rows there are.
+        """
+        row = 0
+        for index, (start, length, block_ids) in enumerate(spans):
+            self.block_table_SM[index, : len(block_ids)] = torch.as_tensor(block_ids, dtype=torch.int64)
+            positions = torch.arange(start, start + length)
+            blocks = self.block_table_SM[index][positions // self.block_tokens]
+            self.position_T[row : row + length] = positions
+            self.cache_slot_T[row : row + length] = blocks * self.block_tokens + positions % self.block_tokens
+            self.query_start_S[index] = row
+            self.context_S[index] = start + length
+            row += length
+        self.query_start_S[len(spans)] = row
+        self.num_sequences, self.num_tokens = len(spans), row
+        self.num_padded = max(ROW_MULTIPLE, -(-row // ROW_MULTIPLE) * ROW_MULTIPLE)
+        self.position_T[row : self.num_padded] = 0
+        self._tiles.clear()
+
+    def tiles(self, tile_tokens: int) -> np.ndarray:
+        """Cut every sequence's rows into tiles of at most so many query tokens.
+
+        Returns:
+            [tiles, 3] int64: sequence, first query token within its rows, query tokens. Kept until the next fill.
+        """
+        if tile_tokens not in self._tiles:
+            starts = self.query_start_S[: self.num_sequences + 1].tolist()
+            rows = [
+                (sequence, first, min(tile_tokens, end - begin - first))
+                for sequence, (begin, end) in enumerate(pairwise(starts))
+                for first in range(0, end - begin, tile_tokens)
+            ]
+            self._tiles[tile_tokens] = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return self._tiles[tile_tokens]
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of all rows, padding included: [num_padded] int64, a view."""
+        return self.position_T[: self.num_padded]

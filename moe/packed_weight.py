@@ -1,0 +1,105 @@
+"""A weight that modules use like any other, stored in panels for the CPU kernels.
+
+`transformers`' modules call `torch.nn.functional.linear(x, self.weight)` and `embedding(ids, self.weight)`;
+`PackedWeight` answers both through `__torch_function__`, so that nn.Linear, routers and tied embeddings run on
+our kernels without a line of model code replaced. Whatever else is asked of it, it answers as a plain float32
+tensor, correct but slow. Rejected: swapping module classes (routers are not nn.Linear and differ by family).
+
+Legend: T tokens (rows), K input features, N output features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.cpu_tiles import LANES
+from moe.cpu_linear import linear, pack, unpack
+
+CASTS = frozenset({Tensor.to, Tensor.type})
+
+
+@dataclass
+class StepRows:
+    """How many rows of the packed batch are real: a batch is padded, and padding need not be computed."""
+
+    padded: int = 0
+    real: int = 0
+
+
+class PackedWeight(Tensor):
+    """[N, K], presented as float32, held as panels of float32 or bfloat16."""
+
+    panels: Tensor  # [ceil(N / 16), K, 16]
+    step_rows: StepRows
+
+    @staticmethod
+    def __new__(cls, weight_NK: Tensor, step_rows: StepRows) -> "PackedWeight":
+        """Pack a [N, K] weight; `step_rows` is shared by all weights of a model and read at every call."""
+        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, weight_NK.shape, dtype=torch.float32, device=weight_NK.device, requires_grad=False
+        )
+        self.panels = pack(weight_NK)
+        self.step_rows = step_rows
+        return self  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        _types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer linear and embedding with our kernels, casts to float32 with self, the rest unpacked."""
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.linear:
+            return _linear(*args, **kwargs)
+        if function is torch.nn.functional.embedding:
+            return _embedding(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if function.__name__ == "__get__":
+                return function(*args, **kwargs)
+            if function is Tensor.float or (function in CASTS and args[1:] == (torch.float32,)):
+                return args[0]
+            plain = [value.unpacked() if isinstance(value, PackedWeight) else value for value in args]
+            return function(*plain, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> Any:
+        """Refuse: nothing below the Python API may touch a weight that has no plain storage."""
+        raise AssertionError(
+            f"{function} reached a packed weight; __torch_function__ should have unpacked it"
+        )
+
+    def unpacked(self) -> Tensor:
+        """The plain weight: [N, K] float32, a copy."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return unpack(self.panels, self.shape[0]).float()
+
+
+def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        n, k = weight.shape
+        x_TK = x.reshape(-1, k)
+        rows, stepped = x_TK.shape[0], weight.step_rows
+        real = stepped.real if rows == stepped.padded else rows
+        width = weight.panels.shape[0] * LANES
+        out_TN = torch.empty(rows, width)
+        linear(x_TK[:real] if x_TK.stride(1) == 1 else x_TK[:real].contiguous(), weight.panels, n, out_TN)
+        if real < rows:
+            out_TN[real:] = 0.0
+        if width != n:
+            out_TN = out_TN[:, :n].contiguous()
+        if bias is not None:
+            out_TN += bias
+        return out_TN.view(*x.shape[:-1], n)
+
+
+def _embedding(ids: Tensor, weight: PackedWeight, *_options: Any, **_more_options: Any) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        flat = ids.reshape(-1)
+        rows_TK = weight.panels[flat // LANES, :, flat % LANES]
+        return rows_TK.float().view(*ids.shape, weight.shape[1])
