@@ -1,15 +1,27 @@
 """The command line as one frozen value, which serve, worker, engine and front all parse alike.
 
-Every process of a service gets the same arguments, so there is one parser and one validation. Names are vLLM's
-where vLLM has them.
+Every process of a service gets the same arguments, so there is one parser, one validation, and one way back from
+the value to arguments (`arguments_from`). Names are vLLM's where vLLM has them. API keys are the exception: they
+travel to child processes in the environment, because everybody on the machine can read a command line.
 """
 
 import argparse
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 DEMO_MODEL = "demo"
+API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
+
+_LEAST = {  # the smallest value of whole-number flags
+    "data_parallel_size": 1,
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 16,
+    "threads": 1,
+}
 
 
 class OptionsError(ValueError):
@@ -40,15 +52,43 @@ class Options:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `serve`, `worker`, `engine` and `front` share."""
-    add = parser.add_argument
-    add(
+    """Add the arguments that `serve`, `worker`, `engine` and `front` share, in groups."""
+    parser.add_argument(
         "model",
         nargs="?",
         default=DEMO_MODEL,
         metavar="MODEL",
-        help="a Hugging Face model directory, a hub name, or 'demo' (default): the model that WideEP makes itself",
+        help="a Hugging Face model directory, a hub name, or 'demo' (default), the model that WideEP makes itself",
     )
+    _add_http_arguments(parser.add_argument_group("HTTP endpoint"))
+    _add_rank_arguments(parser.add_argument_group("ranks"))
+    _add_limit_arguments(parser.add_argument_group("limits"))
+    _add_memory_arguments(parser.add_argument_group("memory"))
+
+
+def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
+    add(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="names that requests may use for the model; the first is shown (default: MODEL's)",
+    )
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"require this bearer key; may be repeated (also read from {API_KEY_VARIABLE})",
+    )
+
+
+def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--data-parallel-size",
         "-dp",
@@ -56,22 +96,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks on this node, one process each (default: 2 on CPU)",
     )
-    add("--host", default="127.0.0.1", help="address the HTTP endpoint listens on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="its port (default: %(default)s)")
+    add("--threads", type=int, metavar="N", help="threads per rank (default: cores / local ranks)")
     add(
-        "--served-model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names that requests may use for the model (default: MODEL)",
-    )
-    add("--max-model-len", type=int, metavar="TOKENS", help="prompt plus output (default: the model's)")
-    add("--max-num-seqs", type=int, default=64, help="requests a rank runs at once (default: %(default)s)")
-    add(
-        "--max-num-batched-tokens",
-        type=int,
-        default=512,
-        help="tokens a rank runs in one step (default: %(default)s)",
+        "--all2all-backend",
+        default="auto",
+        choices=("auto", "gloo", "shm"),
+        help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise (default: auto)",
     )
     add(
         "--dtype",
@@ -79,6 +109,37 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16"),
         help="type the weights are kept in; CPU computes in float32 (default: %(default)s)",
     )
+    add("--seed", type=int, default=0, help="seed of what no request asks for (default: %(default)s)")
+
+
+def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--max-model-len", type=int, metavar="TOKENS", help="prompt plus output (default: the model's)")
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests a rank runs at once (default: %(default)s)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="tokens a rank runs in one step (default: %(default)s)",
+    )
+    add(
+        "--request-timeout",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="deadline of a request; 0 is none (default: none)",
+    )
+
+
+def _add_memory_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--kv-cache-memory",
         metavar="BYTES",
@@ -88,40 +149,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",
-        help="size the KV cache as this share of free memory instead, in (0, 1]",
+        help="size the KV cache as this share of free memory instead, above 0 and at most 1",
     )
-    add(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="require this bearer key; may be repeated",
-    )
-    add(
-        "--all2all-backend",
-        default="auto",
-        choices=("auto", "gloo", "shm"),
-        help="how ranks exchange tokens (default: shm between ranks of one host, gloo otherwise)",
-    )
-    add("--threads", type=int, metavar="N", help="threads per rank (default: cores / local ranks)")
     add(
         "--no-enable-prefix-caching",
         dest="enable_prefix_caching",
         action="store_false",
         help="do not reuse the KV cache of equal prefixes",
     )
-    add(
-        "--request-timeout",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="deadline per request (default: none)",
-    )
-    add("--seed", type=int, default=0, help="seed of whatever is random and not asked for by a request")
 
 
 def parse_bytes(text: str) -> int:
-    """Read `512M`, `2G`, `1073741824`.
+    """Read a size such as `512M`, `2GiB` or `1073741824`; units are powers of 1024.
 
     Raises:
         OptionsError: the text is not a positive size.
@@ -130,30 +169,47 @@ def parse_bytes(text: str) -> int:
     digits = text.strip().upper().removesuffix("IB").removesuffix("B")
     unit = units.get(digits[-1:], 1)
     try:
-        size = int(float(digits[:-1] if digits[-1:] in units else digits) * unit)
-    except ValueError:
+        size = int(float(digits[:-1] if unit > 1 else digits) * unit)
+    except (ValueError, OverflowError):
         size = 0
     if size <= 0:
         raise OptionsError(f"--kv-cache-memory is {text!r}; give a size such as 512M or 2G")
     return size
 
 
-def options_from(args: argparse.Namespace) -> Options:
+def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Options:
     """Validate parsed arguments.
 
     Raises:
         OptionsError: naming the flag, the value seen and the values allowed.
     """
-    for flag, least in (
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 16),
-        ("threads", 1),
-        ("max_model_len", 1),
-        ("data_parallel_size", 1),
-    ):
-        value = getattr(args, flag)
+    _check_numbers(args)
+    return Options(
+        model=args.model,
+        data_parallel_size=args.data_parallel_size,
+        host=args.host,
+        port=args.port,
+        served_model_names=_served_names(args),
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        dtype=args.dtype,
+        kv_cache_bytes=None if args.kv_cache_memory is None else parse_bytes(args.kv_cache_memory),
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        api_keys=_api_keys(args, environment),
+        all2all_backend=args.all2all_backend,
+        threads=args.threads,
+        enable_prefix_caching=args.enable_prefix_caching,
+        request_timeout_s=args.request_timeout,
+        seed=args.seed,
+    )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name, least in _LEAST.items():
+        value = getattr(args, name)
         if value is not None and value < least:
-            raise OptionsError(f"--{flag.replace('_', '-')} is {value}; it must be at least {least}")
+            raise OptionsError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
     if not 0 <= args.port <= 65535:
         raise OptionsError(f"--port is {args.port}; it must be 0 to 65535")
     share = args.gpu_memory_utilization
@@ -161,27 +217,50 @@ def options_from(args: argparse.Namespace) -> Options:
         raise OptionsError(f"--gpu-memory-utilization is {share}; it must be above 0 and at most 1")
     if share is not None and args.kv_cache_memory is not None:
         raise OptionsError("--kv-cache-memory and --gpu-memory-utilization both size the KV cache; give one")
-    if args.request_timeout < 0:
+    if not (args.request_timeout >= 0 and math.isfinite(args.request_timeout)):
         raise OptionsError(f"--request-timeout is {args.request_timeout}; it must be 0 or more seconds")
-    names = tuple(args.served_model_name) or (
-        Path(args.model).name if os.path.isdir(args.model) else args.model,
-    )
-    return Options(
-        model=args.model,
-        data_parallel_size=args.data_parallel_size,
-        host=args.host,
-        port=args.port,
-        served_model_names=names,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        dtype=args.dtype,
-        kv_cache_bytes=None if args.kv_cache_memory is None else parse_bytes(args.kv_cache_memory),
-        gpu_memory_utilization=share,
-        api_keys=tuple(args.api_key),
-        all2all_backend=args.all2all_backend,
-        threads=args.threads,
-        enable_prefix_caching=args.enable_prefix_caching,
-        request_timeout_s=args.request_timeout,
-        seed=args.seed,
-    )
+
+
+def _served_names(args: argparse.Namespace) -> tuple[str, ...]:
+    if not args.model:
+        raise OptionsError("MODEL is empty; give a model directory, a hub name, or 'demo'")
+    if "" in args.served_model_name:
+        raise OptionsError("--served-model-name has an empty name; give at least one character")
+    if args.served_model_name:
+        return tuple(dict.fromkeys(args.served_model_name))
+    is_directory = args.model != DEMO_MODEL and os.path.isdir(args.model)
+    return (Path(args.model).resolve().name if is_directory else args.model,)
+
+
+def _api_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:
+    for key in args.api_key:
+        if not key or key.split() != [key]:
+            raise OptionsError("--api-key is empty or has white space; give a key without any")
+    return tuple(dict.fromkeys([*args.api_key, *environment.get(API_KEY_VARIABLE, "").split()]))
+
+
+def arguments_from(options: Options) -> list[str]:
+    """Write options as command-line arguments that parse back to the same value, but for the API keys."""
+    flags: dict[str, object] = {
+        "--host": options.host,
+        "--port": options.port,
+        "--data-parallel-size": options.data_parallel_size,
+        "--threads": options.threads,
+        "--all2all-backend": options.all2all_backend,
+        "--dtype": options.dtype,
+        "--seed": options.seed,
+        "--max-model-len": options.max_model_len,
+        "--max-num-seqs": options.max_num_seqs,
+        "--max-num-batched-tokens": options.max_num_batched_tokens,
+        "--request-timeout": options.request_timeout_s,
+        "--kv-cache-memory": options.kv_cache_bytes,
+        "--gpu-memory-utilization": options.gpu_memory_utilization,
+    }
+    arguments = [options.model, *(f"--served-model-name={name}" for name in options.served_model_names)]
+    arguments += [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    return arguments if options.enable_prefix_caching else [*arguments, "--no-enable-prefix-caching"]
+
+
+def environment_from(options: Options) -> dict[str, str]:
+    """Return the environment variables that carry what `arguments_from` leaves out."""
+    return {API_KEY_VARIABLE: " ".join(options.api_keys)}

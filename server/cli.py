@@ -1,0 +1,152 @@
+"""`wideep`: parse the command line and hand over to the process that was asked for.
+
+Each command's module is imported when the command is dispatched (the exception to rule 8 of the house style, for
+start-up time): `wideep --help` answers in a tenth of a second, and the supervisor never loads torch, fastapi or
+transformers. `engine`, `front` and `torchrun` are for WideEP's own use and not shown.
+"""
+# ruff: noqa: PLC0415
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from server.options import Options, OptionsError, add_model_arguments, options_from
+from server.roots import RootError, check_roots
+
+_DESCRIPTION = """\
+Serve Mixture-of-Experts language models with expert parallelism over as many ranks as you have.
+"""
+_EXAMPLES = """\
+examples:
+  wideep serve                         make the demo model once, serve it on 2 ranks at 127.0.0.1:8000
+  wideep serve ./Qwen3-30B-A3B -dp 4   serve a Hugging Face directory on 4 ranks
+  wideep chat                          talk to it in the terminal
+
+`wideep COMMAND --help` explains a command.
+"""
+_SERVE_EXAMPLE = """\
+example:
+  wideep serve ./OLMoE-1B-7B --data-parallel-size 4 --port 8080 --served-model-name olmoe --max-model-len 4096
+"""
+_WORKER_EXAMPLE = """\
+example, the same line on each of two nodes, of which HEAD is one and serves HTTP:
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29400 \\
+      --no-python wideep worker ./Qwen3-30B-A3B --host 0.0.0.0
+"""
+_CHAT_EXAMPLE = """\
+example:
+  wideep chat http://127.0.0.1:8000
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Keeps our line breaks, and takes no abbreviations, which would change their meaning as flags are added."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `wideep` with these arguments (default: the process's) and return the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["torchrun"]:  # its flags are not ours to parse
+        return _run_agent(words[1:])
+    parser = build_parser()
+    args = parser.parse_args(words)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    try:
+        check_roots()
+        if args.command == "chat":
+            return _run_chat(args.url)
+        return _run_service(args, options_from(args))
+    except (OptionsError, RootError) as error:
+        print(f"wideep {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = _Parser(prog="wideep", description=_DESCRIPTION, epilog=_EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"wideep {_version()}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", parser_class=_Parser
+    )
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model on this machine",
+        description="Serve a model on this machine: check it, start the ranks, say when they answer, end them.",
+        epilog=_SERVE_EXAMPLE,
+    )
+    worker = commands.add_parser(
+        "worker",
+        help="one rank of a service on several nodes, started by your torchrun",
+        description="Run one rank of a service on several nodes. torchrun starts it, once per device.",
+        epilog=_WORKER_EXAMPLE,
+    )
+    engine = commands.add_parser("engine", description="One rank's engine; started by `wideep worker`.")
+    front = commands.add_parser("front", description="HTTP and router; started by `wideep worker`.")
+    for command in (serve, worker, engine, front):
+        command.usage = f"{command.prog} [MODEL] [FLAGS]"
+        add_model_arguments(command)
+    front.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that will attach")
+    front.add_argument(
+        "--ready-fd", type=int, metavar="FD", help="where to write the addresses as a JSON line"
+    )
+    front.add_argument(
+        "--ranks-host", default="127.0.0.1", help="address that ranks attach to (default: %(default)s)"
+    )
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a served model in the terminal",
+        description="Talk to a served model.",
+        epilog=_CHAT_EXAMPLE,
+    )
+    chat.add_argument(
+        "url",
+        nargs="?",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the service (default: %(default)s)",
+    )
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("wideep")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "(not installed)"
+
+
+def _run_service(args: argparse.Namespace, options: Options) -> int:
+    if args.command == "serve":
+        from server.serve import run_serve
+
+        return run_serve(options)
+    if args.command == "worker":
+        from server.worker import run_worker
+
+        return run_worker(options)
+    if args.command == "engine":
+        from server.engine_process import run_engine
+
+        return run_engine(options)
+    from server.front import run_front
+
+    return run_front(options, num_ranks=args.ranks, ready_fd=args.ready_fd, ranks_host=args.ranks_host)
+
+
+def _run_chat(url: str) -> int:
+    from server.chat_client import run_chat
+
+    return run_chat(url)
+
+
+def _run_agent(arguments: list[str]) -> int:
+    from server.agent import run_agent
+
+    return run_agent(arguments)

@@ -1,0 +1,167 @@
+"""A worker's place in the service, as torchrun tells it, and which node gets the front process.
+
+torchrun (c10d) gives rank 0 to any node, not to the one whose address the user wrote, and puts MASTER_ADDR on rank
+0's node (seen with torch 2.13). Users expect HTTP on the node that they named, so the front belongs to the node
+whose torchrun agent listens on the rendezvous endpoint's port. We ask the kernel who listens: two agents on one
+host share names and addresses, but a port has one owner. Rejected: comparing host names with the endpoint's, which
+cannot tell those two apart and fails behind NAT.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+_C10D_PORT = 29400  # torchrun's default for an endpoint without a port
+_LISTEN = "0A"  # a TCP state in /proc/net/tcp
+
+
+class PlaceError(RuntimeError):
+    """The environment that torchrun sets is missing or contradicts itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a worker is in the service."""
+
+    rank: int
+    world_size: int  # ranks in all
+    local_rank: int
+    local_world_size: int  # ranks on this node
+    master_addr: str
+    master_port: int
+
+
+class Endpoint(NamedTuple):
+    """Where the store that decides about the front listens."""
+
+    host: str
+    port: int
+
+
+def place_from(environment: Mapping[str, str] = os.environ) -> Place:
+    """Read this worker's place from the variables that torchrun sets.
+
+    Raises:
+        PlaceError: naming what is missing or wrong.
+    """
+    place = Place(
+        rank=_number(environment, "RANK"),
+        world_size=_number(environment, "WORLD_SIZE"),
+        local_rank=_number(environment, "LOCAL_RANK"),
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE"),
+        master_addr=environment.get("MASTER_ADDR", ""),
+        master_port=_number(environment, "MASTER_PORT"),
+    )
+    if not place.master_addr:
+        raise PlaceError(_missing("MASTER_ADDR"))
+    if not place.local_rank < place.local_world_size <= place.world_size or place.rank >= place.world_size:
+        raise PlaceError(
+            f"torchrun's variables contradict each other: RANK={place.rank} WORLD_SIZE={place.world_size} "
+            f"LOCAL_RANK={place.local_rank} LOCAL_WORLD_SIZE={place.local_world_size}"
+        )
+    return place
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name)
+    if text is None:
+        raise PlaceError(_missing(name))
+    if not text.isdigit():
+        raise PlaceError(f"{name} is {text!r}; torchrun sets it to a number")
+    return int(text)
+
+
+def _missing(name: str) -> str:
+    return (
+        f"{name} is not set: `wideep worker` is started by torchrun. On one node use `wideep serve MODEL`; on several "
+        "run `torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HEAD:29400 --no-python "
+        "wideep worker MODEL` on each"
+    )
+
+
+def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the host under which other nodes reach this one if the front belongs here, else None.
+
+    Args:
+        place: this worker's.
+        agent_pid: the torchrun agent, that is this worker's parent.
+        environment: the worker's, which has the agent's PET_ variables.
+
+    Returns:
+        "127.0.0.1" where the service has one node.
+    """
+    if place.world_size == place.local_world_size:
+        return "127.0.0.1"
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not torchrun: no agent that could listen
+        return place.master_addr if place.rank == place.local_rank else None
+    endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
+    host, port = endpoint or Endpoint(place.master_addr, place.master_port)
+    return host if listens_on(agent_pid, port) else None
+
+
+def find_agent() -> int:
+    """Return the pid of the torchrun above this process: its parent, or further up where a script is in between."""
+    pid = os.getppid()
+    while pid > 0:
+        if any(word.endswith(("torchrun", "torch.distributed.run")) for word in _command_line(pid)):
+            return pid
+        pid = int(
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        )  # after the name: state, ppid
+    return os.getppid()
+
+
+def rendezvous_endpoint(command: Sequence[str], environment: Mapping[str, str]) -> Endpoint | None:
+    """Return the c10d rendezvous endpoint of a torchrun command line; None where it has none (static, etcd)."""
+    backend = _torchrun_value(command, environment, "rdzv-backend")
+    text = _torchrun_value(command, environment, "rdzv-endpoint")
+    if backend != "c10d" or not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or not host:  # a bare host, a bare [IPv6] address
+        return Endpoint(text.strip("[]"), _C10D_PORT)
+    return Endpoint(host.strip("[]"), int(port))
+
+
+def _torchrun_value(command: Sequence[str], environment: Mapping[str, str], option: str) -> str:
+    """Return what torchrun was given as `--option` (either spelling, last one wins) or as PET_OPTION."""
+    value = environment.get("PET_" + option.upper().replace("-", "_"), "")
+    spellings = ("--" + option, "--" + option.replace("-", "_"))
+    for argument, following in zip(command, [*command[1:], ""], strict=True):
+        name, equals, attached = argument.partition("=")
+        if name in spellings:
+            value = attached if equals else following
+    return value
+
+
+def _command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+
+
+def listens_on(pid: int, port: int) -> bool:
+    """Return whether process `pid` (of our own user) itself holds a TCP socket that listens on `port`."""
+    inodes = _listening_inodes(pid, port)
+    if not inodes:
+        return False
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except FileNotFoundError:  # closed since we listed it
+            continue
+        if target.startswith("socket:[") and target[8:-1] in inodes:
+            return True
+    return False
+
+
+def _listening_inodes(pid: int, port: int) -> set[str]:
+    """Return the inodes of the sockets that listen on `port` in the network namespace of `pid`."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        for row in path.read_text().splitlines()[1:] if path.exists() else []:
+            fields = row.split()  # sl, local address:port (hex), remote, state, ..., inode is the tenth
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(fields[9])
+    return inodes

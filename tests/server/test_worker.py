@@ -1,0 +1,144 @@
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_checkpoint import write_checkpoint
+from tests.support.service_processes import Service
+
+PROMISED_S = 5.0  # from the wish to stop to the end of the last process
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model")
+
+
+def place(
+    rank: int = 0, local_rank: int = 0, world_size: int = 1, local_world_size: int = 1
+) -> dict[str, str]:
+    """Return the variables that torchrun would set."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+
+
+def start_worker(model: Path, environment: Mapping[str, str], *flags: str) -> Service:
+    return Service(model.parent, ["worker", str(model), "--port=0", *flags], environment)
+
+
+def test_rank_0_starts_the_front_and_tells_its_engine_the_address(model: Path) -> None:
+    environment = {**place(world_size=2, local_world_size=2), "WIDEEP_API_KEY": "from-environment"}
+    with start_worker(model, environment, "--threads=3", "--api-key=secret", "--max-num-seqs=7") as service:
+        engine, front = service.facts("engine-0"), service.facts("front-0")
+        assert json.loads(engine["env"]["WIDEEP_FRONT"])["token"] == "t"
+        assert engine["env"]["OMP_NUM_THREADS"] == "3"
+        assert engine["env"]["WIDEEP_API_KEY"] == "secret from-environment"
+        assert "--threads=3" in engine["argv"]
+        assert "--max-num-seqs=7" in engine["argv"]
+        assert "secret" not in " ".join(engine["argv"] + front["argv"])
+        assert "--ranks 2" in " ".join(front["argv"])
+        assert "--ranks-host 127.0.0.1" in " ".join(front["argv"])
+        service.wait_for_output("serving on 2 ranks at http://127.0.0.1:")
+
+
+def test_other_ranks_start_no_front_and_print_nothing(model: Path) -> None:
+    with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
+        engine = service.facts("engine-1")
+        assert engine["env"]["WIDEEP_FRONT"] is None
+        service.process.send_signal(signal.SIGTERM)
+        assert service.end()[0] == 0
+        assert set(service.pids()) == {"worker-1", "engine-1"}
+        assert service.output() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_ends_everything_with_status_0(model: Path, number: signal.Signals) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(number)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_children_that_ignore_sigterm_are_killed_within_the_bound(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}) as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+@pytest.mark.parametrize("name, called", [("engine-0", "rank 0's engine"), ("front-0", "the front")])
+def test_a_killed_child_is_named_and_ends_everything(model: Path, name: str, called: str) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        victim = service.pids()[name]
+        os.kill(victim, signal.SIGKILL)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (1, True)
+        assert f"{called} (pid {victim}) was killed by SIGKILL" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+@pytest.mark.parametrize("name, called", [("engine-0", "rank 0's engine"), ("front-0", "the front")])
+def test_a_child_that_fails_at_once_is_named_with_its_status(model: Path, name: str, called: str) -> None:
+    with start_worker(model, {**place(), "FAKE_EXIT": f"{name}:7"}) as service:
+        assert service.end()[0] == 1
+        assert f"{called} (pid {service.pid(name)}) ended with status 7" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_an_engine_that_ends_in_order_ends_the_worker_in_order(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_EXIT": "engine-0:0"}) as service:
+        assert service.end()[0] == 0
+        assert "ended with status 0" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_children_die_with_a_worker_killed_by_sigkill(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}) as service:
+        service.wait_for_output("serving on")
+        service.process.kill()
+        assert service.end()[0] == -signal.SIGKILL
+        service.wait_for_nobody(within_s=PROMISED_S)
+
+
+def test_the_reason_goes_into_torchruns_error_file(model: Path, tmp_path: Path) -> None:
+    error_file = tmp_path / "error.json"
+    environment = {**place(), "FAKE_EXIT": "engine-0:7", "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    with start_worker(model, environment) as service:
+        assert service.end()[0] == 1
+    message = json.loads(error_file.read_text())["message"]
+    assert "rank 0's engine" in message["message"]
+    assert message["extraInfo"]["py_callstack"] == message["message"]
+
+
+def test_a_worker_without_torchrun_says_how_it_is_started(model: Path) -> None:
+    with start_worker(model, {}) as service:
+        assert service.end()[0] == 1
+        assert "RANK is not set: `wideep worker` is started by torchrun" in service.output()
+
+
+def test_a_contradicting_number_of_ranks_is_refused(model: Path) -> None:
+    with start_worker(model, place(), "--data-parallel-size=2") as service:
+        assert service.end()[0] == 1
+        assert "--data-parallel-size is 2, but torchrun started 1 workers" in service.output()
+
+
+def test_preflight_errors_come_before_any_child(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with start_worker(model, place()) as service:
+        assert service.end()[0] == 1
+        assert "has no .safetensors weights" in service.output()
+        assert set(service.pids()) == {"worker-0"}

@@ -1,0 +1,65 @@
+"""Stands in for an engine or a front: `fake_child.py engine|front MODEL FLAGS...`, no torch, no model.
+
+It writes ROLE-RANK.json with its pid, arguments and what it was told into $FAKE_DIRECTORY, reports what the real one
+reports, and waits for SIGTERM. FAKE_STUBBORN=1 makes it ignore SIGTERM; FAKE_EXIT=ROLE-RANK:STATUS makes that one
+end with STATUS at once.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+
+class _Health(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Keep quiet."""
+
+
+def _serve(port: int, ready_fd: int) -> None:
+    server = HTTPServer(("127.0.0.1", port), _Health)
+    http = f"http://127.0.0.1:{server.server_port}"
+    os.write(ready_fd, json.dumps({"http": http, "ranks_address": "x:1", "token": "t"}).encode() + b"\n")
+    server.serve_forever()
+
+
+def _report_ready() -> None:
+    front = json.loads(os.environ.get("WIDEEP_FRONT", '{"http": "http://elsewhere:1"}'))
+    descriptor = int(os.environ["WIDEEP_READY_FD"])
+    os.write(descriptor, json.dumps({"http": front["http"]}).encode() + b'\n{"ready": true}\n')
+    while True:
+        signal.pause()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--ready-fd", type=int)
+    args, _ = parser.parse_known_args()
+    stubborn = os.environ.get("FAKE_STUBBORN") == "1"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: os._exit(0))
+    name = f"{args.role}-{os.environ['RANK']}"
+    wanted = ("WIDEEP_FRONT", "OMP_NUM_THREADS", "WIDEEP_API_KEY")
+    known = {"pid": os.getpid(), "argv": sys.argv[1:], "env": {key: os.environ.get(key) for key in wanted}}
+    partial = Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.partial"
+    partial.write_text(json.dumps(known))
+    partial.rename(partial.with_suffix(".json"))
+    victim, _, status = os.environ.get("FAKE_EXIT", "").partition(":")
+    if victim == name:
+        sys.exit(int(status))
+    if args.role == "front":
+        _serve(args.port, args.ready_fd)
+    else:
+        _report_ready()
+
+
+if __name__ == "__main__":
+    main()

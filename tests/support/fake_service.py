@@ -1,0 +1,33 @@
+"""`fake_service.py serve|worker MODEL FLAGS...`: the real serve or worker, with fake engines and fronts below it.
+
+A worker leaves its pid in $FAKE_DIRECTORY/worker-RANK.json, as the fake children do.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from server.cli import build_parser  # noqa: E402
+from server.options import options_from  # noqa: E402
+from server.serve import ServeCommands, run_serve  # noqa: E402
+from server.worker import Commands, run_worker  # noqa: E402
+
+_CHILD = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
+
+
+def main() -> int:
+    options = options_from(build_parser().parse_args(sys.argv[1:]))
+    if sys.argv[1] == "serve":
+        return run_serve(options, commands=ServeCommands(worker=(sys.executable, __file__, "worker")))
+    assert "torch" not in sys.modules, "a worker has imported torch"
+    path = Path(os.environ["FAKE_DIRECTORY"]) / f"worker-{os.environ.get('RANK')}.json"
+    path.write_text(json.dumps({"pid": os.getpid(), "ppid": os.getppid()}))
+    return run_worker(options, commands=Commands(engine=(*_CHILD, "engine"), front=(*_CHILD, "front")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

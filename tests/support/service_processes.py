@@ -1,0 +1,106 @@
+"""Starts a fake service as real processes, finds their pids, and waits for conditions under time-outs."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+_SERVICE = Path(__file__).with_name("fake_service.py")
+TIME_OUT_S = 40.0  # a loaded machine of two cores; nothing waits that long when it works
+
+
+class Service:
+    """A running `fake_service.py` and what its processes left in the directory."""
+
+    def __init__(self, directory: Path, arguments: list[str], environment: Mapping[str, str]) -> None:
+        self.directory = directory
+        self._output = (directory / "output.txt").open("w+")
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("WIDEEP_", "FAKE_"))}
+        self.process = subprocess.Popen(
+            [sys.executable, str(_SERVICE), *arguments],
+            env={**clean, "FAKE_DIRECTORY": str(directory), **environment},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in {self.process.pid, *self.pids().values()}:
+            kill(pid, signal.SIGKILL)
+        self.process.wait(TIME_OUT_S)
+        self._output.close()
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """Wait for what one process says about itself."""
+        path = self.directory / f"{name}.json"
+        wait_until(path.exists, lambda: f"{name} did not start; output:\n{self.output()}")
+        return dict(json.loads(path.read_text()))
+
+    def pid(self, name: str) -> int:
+        return int(self.facts(name)["pid"])
+
+    def pids(self) -> dict[str, int]:
+        """Return the pids of all that have said theirs."""
+        return {path.stem: json.loads(path.read_text())["pid"] for path in self.directory.glob("*-*.json")}
+
+    def output(self) -> str:
+        return (self.directory / "output.txt").read_text()
+
+    def wait_for_output(self, text: str) -> None:
+        wait_until(lambda: text in self.output(), lambda: f"{text!r} not in:\n{self.output()}")
+
+    def end(self) -> tuple[int, float]:
+        """Wait for the process to end; return its exit status and how long that took, in seconds."""
+        started_s = time.monotonic()
+        return self.process.wait(TIME_OUT_S), time.monotonic() - started_s
+
+    def wait_for_nobody(self, within_s: float) -> None:
+        """Check that every process that has said its pid is gone, or goes within this time."""
+        deadline = time.monotonic() + within_s
+        for name, pid in self.pids().items():
+            assert has_ended(pid, deadline - time.monotonic()), f"{name} (pid {pid}) is an orphan"
+
+
+def kill(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def has_ended(pid: int, within_s: float) -> bool:
+    """Wait for the end of a process that need not be our child; a zombie has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], max(0.0, within_s))[0])
+    finally:
+        os.close(descriptor)
+
+
+def wait_until(holds: Callable[[], bool], complaint: Callable[[], str]) -> None:
+    """Wait for a condition that no descriptor announces."""
+    deadline = time.monotonic() + TIME_OUT_S
+    while not holds():
+        assert time.monotonic() < deadline, complaint()
+        select.select([], [], [], 0.01)
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
