@@ -1,0 +1,73 @@
+"""Token ids to text, as they come, never showing half a character.
+
+A token may end inside a UTF-8 character, and what a token looks like may depend on the one before it (a leading
+blank). So the last shown tokens are decoded again with the new ones, and text is shown once it does not end in
+U+FFFD: the window method of Hugging Face's text-generation-inference. Rejected: `tokenizers.decoders.DecodeStream`,
+which raises on some byte sequences and cannot be flushed.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+MAX_BYTES_OF_CHARACTER = 4  # in UTF-8; more pending tokens than this hold more than one character
+CONTEXT_TOKENS = 5  # of the prompt; enough for a leading blank and one character in bytes
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of a token sequence."""
+        ...
+
+
+class Detokenizer:
+    """The text of one growing token sequence."""
+
+    def __init__(
+        self, decoder: Decoder, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
+        self._decoder = decoder
+        self._skip = skip_special_tokens
+        self._shown = list(prompt_ids[-CONTEXT_TOKENS:])  # tokens whose text is out, kept as context
+        self._shown_text = self._decode(self._shown)
+        self._pending: list[int] = []  # tokens whose text is not
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take tokens; return the text that is complete now."""
+        self._pending.extend(token_ids)
+        if not self._pending:
+            return ""
+        text = self._decode(self._shown + self._pending)
+        if not text.endswith(REPLACEMENT):
+            return self._show(text)
+        return self._show_whole_part(text) if len(self._pending) > MAX_BYTES_OF_CHARACTER else ""
+
+    def flush(self) -> str:
+        """Return what was held back, a broken character as U+FFFD: no more tokens come."""
+        return self._show(self._decode(self._shown + self._pending)) if self._pending else ""
+
+    def _show(self, text: str) -> str:
+        """Make the pending tokens the context; return the text that they add."""
+        new = text[len(self._shown_text) :]
+        if new:  # else special tokens: they are no context for a leading blank
+            self._shown = self._pending
+            self._shown_text = self._decode(self._shown)
+        self._pending = []
+        return new
+
+    def _show_whole_part(self, text: str) -> str:
+        """Show what stands before an unfinished character; where nothing does, the bytes are no UTF-8: show all."""
+        for num_held in range(1, MAX_BYTES_OF_CHARACTER):
+            held = self._pending[-num_held:]
+            whole = self._decode(self._shown + self._pending[:-num_held])
+            if not whole.endswith(REPLACEMENT):
+                del self._pending[-num_held:]
+                new = self._show(whole)
+                self._pending = held
+                return new
+        return self._show(text)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._decoder.decode(token_ids, skip_special_tokens=self._skip) if token_ids else ""

@@ -1,0 +1,74 @@
+"""What goes wrong with a request, in OpenAI's shape: {"error": {message, type, param, code}}.
+
+Clients map errors by status; `type` and `code` are vLLM's. An `ApiError` is raised where the trouble is found and
+turned into a response in one place (`app`), or into an event when a stream has begun.
+"""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+
+
+class ApiError(Exception):
+    """A request that is not answered as it asked."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """Return the error object that clients parse."""
+        kind = _TYPES.get(self.status, HTTPStatus(self.status).phrase.replace(" ", "") + "Error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """A 400: the client can mend it; `param` is the field's name."""
+    return ApiError(400, message, param=param)
+
+
+def not_served(model: str, served: tuple[str, ...]) -> ApiError:
+    """A 404 for a model of another name."""
+    names = ", ".join(repr(name) for name in served)
+    return ApiError(404, f"The model {model!r} does not exist. This server has: {names}.", param="model")
+
+
+def too_long(num_prompt_tokens: int, max_model_len: int, max_tokens: int | None, param: str) -> ApiError:
+    """A 400 in the words that clients recognise as a context-window error."""
+    asked = "" if max_tokens is None else f" and {max_tokens} output tokens"
+    return bad_request(
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{num_prompt_tokens} prompt tokens{asked}. Shorten the prompt or ask for fewer output tokens.",
+        param,
+    )
+
+
+def not_ready(reason: str) -> ApiError:
+    """A 503 that clients retry."""
+    return ApiError(503, f"The service is not ready: {reason}.", headers={"Retry-After": "1"})
+
+
+def failed(reason: str) -> ApiError:
+    """A 500: a rank could not serve the request."""
+    return ApiError(500, reason or "The request failed on its rank.")
+
+
+def timed_out(timeout_s: float) -> ApiError:
+    """A 504: the request's deadline passed."""
+    return ApiError(504, f"The request did not end within {timeout_s:g} s (--request-timeout).")

@@ -1,0 +1,162 @@
+"""The front process: one event loop with the HTTP server, the ranks' gRPC server and the journal between them.
+
+Both sockets are bound and announced before anything slow happens, so that ranks and clients find a door while the
+tokenizer loads. torch stays out: this process only tokenizes, and would pay 180 MB for it. A rank that is lost
+ends the front for now, after every open request got its outcome.
+"""
+
+import asyncio
+import errno
+import importlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from scheduler.request import RequestOutput
+from server.errors import ApiError
+from server.journal import Journal
+from server.metrics import Metrics
+from server.options import Options, OptionsError
+from server.parent_death import die_with_parent
+from server.ranks import Ranks, listen
+from server.requests import Requests
+
+LOCAL_HOST = "127.0.0.1"
+_STOP_TIMEOUT_S = 3.0  # for ranks that were asked to stop; the whole service has 5 s
+
+
+def run_front(options: Options, *, num_ranks: int, ready_fd: int | None, ranks_host: str = LOCAL_HOST) -> int:
+    """Serve until told to stop; returns the exit status.
+
+    Args:
+        options: its `model` is a directory; whoever starts the front has resolved other names.
+        ready_fd: where the addresses are announced, closed afterwards; None announces nothing.
+    """
+    die_with_parent()
+    try:
+        listener = bind_http(options.host, options.port)
+    except OptionsError as error:
+        return _complain(str(error))
+    with listener:
+        return asyncio.run(_Front(options, num_ranks).run(listener, ready_fd, ranks_host))
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """Bind and listen.
+
+    Raises:
+        OptionsError: the port is taken or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise OptionsError(f"--host {host!r} is not an address: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)  # at once: bind alone does not claim a port that others may reuse
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise OptionsError(f"port {port} on {host} is in use; choose another with --port") from error
+        raise OptionsError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+class _Front:
+    """What lives in the event loop, and how it ends."""
+
+    def __init__(self, options: Options, num_ranks: int) -> None:
+        self._options = options
+        self._metrics = Metrics(options.served_model_names[0], num_ranks)
+        self._token = secrets.token_urlsafe(32)
+        self._ranks = Ranks(
+            num_ranks,
+            self._token,
+            on_outputs=self._deliver,
+            on_stats=self._metrics.note_stats,
+            on_attached=self._metrics.note_rank,
+            on_lost=self._lose,
+        )
+        self._requests: Requests | None = None  # once the tokenizer is loaded
+        self._fatal: str | None = None
+        self._ending = asyncio.Event()
+
+    async def run(self, listener: socket.socket, ready_fd: int | None, ranks_host: str) -> int:
+        """Serve until a signal or a lost rank; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ending.set)
+        try:
+            rank_server, ranks_address = await listen(self._ranks, ranks_host)
+        except RuntimeError as error:
+            return _complain(f"cannot listen for ranks on --ranks-host {ranks_host}: {error}")
+        if ready_fd is not None:
+            _announce(ready_fd, listener, self._options.host, ranks_address, self._token)
+        slow = _import_http_service()
+        try:
+            http = slow.HttpService(
+                self._options, ranks=self._ranks, journal=Journal(), metrics=self._metrics
+            )
+        except ValueError as error:  # TokenizerError: its class came with the slow import
+            return _complain(str(error))
+        self._requests = http.requests
+        serving = asyncio.create_task(http.serve(listener))
+        await self._ending.wait()
+        self._ranks.stop()
+        http.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
+        http.stop()
+        await serving
+        if self._fatal is None:
+            await self._wait_for_ranks()
+        await rank_server.stop(0)
+        return _complain(self._fatal) if self._fatal else 0
+
+    async def _wait_for_ranks(self) -> None:
+        try:
+            await asyncio.wait_for(self._ranks.wait_until_empty(), _STOP_TIMEOUT_S)
+        except TimeoutError:
+            ranks = ", ".join(map(str, self._ranks.attached))
+            print(f"wideep front: did not hear goodbye from rank {ranks}", file=sys.stderr)
+
+    def _deliver(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
+        assert self._requests is not None, "outputs come only for requests that were submitted"
+        self._requests.deliver(rank, outputs)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """A rank is gone: the first one says why the service ends."""
+        if self._fatal is None and not self._ending.is_set():
+            self._fatal = f"rank {rank} is lost: {reason}"
+        if self._requests is not None:
+            self._requests.fail_all(ApiError(503, f"The service is ending: {self._fatal}."))
+        self._ending.set()
+
+
+def _announce(ready_fd: int, listener: socket.socket, host: str, ranks_address: str, token: str) -> None:
+    """Write the addresses for the supervisor."""
+    port = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    line = json.dumps({"http": f"http://{shown}:{port}", "ranks_address": ranks_address, "token": token})
+    with os.fdopen(ready_fd, "w") as ready:
+        ready.write(line + "\n")
+
+
+def _import_http_service() -> ModuleType:
+    """Import the slow half, with torch hidden: transformers would import it, and needs none of it to tokenize."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: import raises ModuleNotFoundError
+    return importlib.import_module("server.http_service")
+
+
+def _complain(message: str) -> int:
+    """Say why the front ends; returns its exit status."""
+    print(f"wideep front: {message}", file=sys.stderr, flush=True)
+    return 1

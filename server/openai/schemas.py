@@ -1,0 +1,78 @@
+"""What clients may send, as pydantic models. Unknown keys are accepted and ignored, as vLLM does.
+
+A key that is known but not served is refused by name (`params.refuse_unserved`): a wish that is not granted is said
+aloud. None always means: not said.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_CHOICES = 128  # n, and prompts times n
+MAX_STOPS = 128
+MAX_LOGPROBS = 20
+
+
+class StreamOptions(BaseModel):
+    """stream_options."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk
+
+
+class SamplingFields(BaseModel):
+    """What chat and plain completions share."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: Any = None  # a string or a list of them; checked in params
+    user: str | None = None
+    # vLLM's extras
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS)
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class Message(BaseModel):
+    """One message of a chat. Extra keys reach the template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: Any = None  # text, or a list of text parts; checked in chat
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: Any = None  # text, token ids, or a list of either; checked in completions
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    add_special_tokens: bool | None = None

@@ -1,0 +1,139 @@
+"""Answers on their way out: server-sent events, or collected whole; either ends when the client leaves.
+
+A plain ASGI response instead of Starlette's StreamingResponse, for three reasons: an error before the first piece is
+a status and not an event, a client that leaves is noticed while nothing is being sent, and a chunk costs one send.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from scheduler.request import FinishReason, Logprobs
+from server.errors import ApiError
+from server.generations import Answer, ClientGone, Piece
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold the stream back
+]
+
+
+class Chunks(Protocol):
+    """How an endpoint words its stream; each result is one or more whole events."""
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """Word what a choice gained; may be empty."""
+        ...
+
+    def end(self) -> bytes:
+        """Word what comes after the last choice ended, before [DONE]."""
+        ...
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def finish_word(reason: FinishReason | None) -> str | None:
+    """Return OpenAI's word for how a choice ended, None while it goes on."""
+    return None if reason is None else reason.value
+
+
+class EventStream(Response):
+    """Streams an answer as its pieces come."""
+
+    def __init__(self, answer: Answer, chunks: Chunks) -> None:
+        super().__init__()
+        self._answer = answer
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; a failure before its first byte becomes a plain error response."""
+        with _closing_when_gone(self._answer, receive):
+            try:
+                pieces = await self._answer.next()
+            except ApiError as failure:
+                await error_response(failure)(scope, receive, send)
+                return
+            except ClientGone:
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            with contextlib.suppress(
+                ClientGone, OSError
+            ):  # OSError: the server's word for a broken connection
+                await self._send_all(pieces, send)
+
+    async def _send_all(self, pieces: list[tuple[int, Piece]], send: Send) -> None:
+        try:
+            while pieces:
+                body = b"".join(self._chunks.piece(index, piece) for index, piece in pieces)
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                pieces = await self._answer.next()
+            last = self._chunks.end() + DONE
+        except ApiError as failure:
+            last = event(failure.body()) + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def error_response(failure: ApiError) -> Response:
+    """Return an error as a response of its own; plain ASCII, because it may quote half a surrogate pair."""
+    return Response(
+        json.dumps(failure.body()), failure.status, headers=failure.headers, media_type="application/json"
+    )
+
+
+@dataclass(slots=True)
+class Choice:
+    """A whole choice."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
+    """Wait for every choice's end.
+
+    Raises:
+        ApiError: the request failed.
+        ClientGone: the client left first.
+    """
+    choices = [Choice() for _ in answer.generations]
+    with _closing_when_gone(answer, http.receive):
+        while pieces := await answer.next():
+            for index, piece in pieces:
+                choice = choices[index]
+                choice.text.append(piece.text)
+                choice.logprobs += piece.logprobs
+                choice.finish_reason = piece.finish_reason
+                choice.stop_reason = piece.stop_reason
+    return choices
+
+
+@contextlib.contextmanager
+def _closing_when_gone(answer: Answer, receive: Receive) -> Iterator[None]:
+    """Close the answer when the client leaves, and in any case at the end of the block."""
+    watch = asyncio.create_task(_until_gone(answer, receive))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        answer.close()
+
+
+async def _until_gone(answer: Answer, receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answer.close()

@@ -1,0 +1,189 @@
+"""A scripted rank: RankLink and a thread, deterministic tokens, no model.
+
+What it answers is looked up by the prompt's text: the test registers a `Script` under a word that the prompt holds.
+A script may wait for a gate, so that a test decides when a token comes. Everything it is told lands in `requests` and
+`aborted`, which tests wait on.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
+from server.rank_link import RankLink
+from server.wire import RankFacts
+
+TIMEOUT_S = 10.0
+NUM_BLOCKS = 64
+BLOCK_TOKENS = 16
+
+
+@dataclass
+class Script:
+    """How to answer the prompts that hold a word."""
+
+    token_ids: Sequence[int]
+    finish: FinishReason = FinishReason.STOP
+    error: str = ""
+    gates: dict[int, threading.Event] = field(default_factory=dict)  # token number -> what it waits for
+    num_cached_tokens: int = 0
+    tokens_per_step: int = 1
+
+
+class FakeRank:
+    """One rank of a service that answers from scripts."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        token: str,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        max_model_len: int,
+    ) -> None:
+        self.rank = rank
+        self.scripts: dict[str, Script] = {}
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.stopped = threading.Event()
+        self.lost: list[str] = []
+        self._decode = decode
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._step = 0
+        self._ended = False
+        facts = RankFacts(
+            rank=rank,
+            world_size=world_size,
+            host="localhost",
+            pid=1000 + rank,
+            max_model_len=max_model_len,
+            num_blocks=NUM_BLOCKS,
+            block_tokens=BLOCK_TOKENS,
+            max_num_seqs=64,
+        )
+        self.link = RankLink(
+            address,
+            token,
+            facts,
+            on_submit=self._submit,
+            on_abort=self._abort,
+            on_stop=self._stop,
+            on_lost=self._lose,
+        )
+
+    def open(self) -> "FakeRank":
+        """Attach to the front."""
+        self.link.open(TIMEOUT_S)
+        return self
+
+    def close(self, reason: str = "") -> None:
+        """Leave, and end what is being answered."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        for script in self.scripts.values():
+            for gate in script.gates.values():
+                gate.set()
+        self.link.close(reason)
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+
+    def wait_for(self, condition: Callable[["FakeRank"], bool]) -> None:
+        """Wait until the rank has been told what makes `condition` true."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self), TIMEOUT_S), "the rank was not told in time"
+
+    def _submit(self, request: Request) -> None:
+        with self._changed:
+            self.requests.append(request)
+            self._changed.notify_all()
+        thread = threading.Thread(target=self._answer, args=(request,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _abort(self, request_id: str) -> None:
+        with self._changed:
+            self.aborted.append(request_id)
+            self._changed.notify_all()
+
+    def _stop(self) -> None:
+        self.stopped.set()
+        self.link.close()  # on the link's own thread, which close allows
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            self.lost.append(reason)
+            self._changed.notify_all()
+
+    def _script_for(self, request: Request) -> Script:
+        text = self._decode(request.prompt_ids)
+        for word, script in self.scripts.items():
+            if word in text:
+                return script
+        return Script(
+            request.prompt_ids[-request.params.max_tokens :], FinishReason.LENGTH
+        )  # the prompt's end
+
+    def _answer(self, request: Request) -> None:
+        script = self._script_for(request)
+        params = request.params
+        token_ids = list(script.token_ids)[: params.max_tokens]
+        finish = script.finish if len(token_ids) == len(script.token_ids) else FinishReason.LENGTH
+        at = 0
+        while at < len(token_ids):
+            gate = script.gates.get(at)
+            if gate is not None:
+                gate.wait(TIMEOUT_S)
+            if self._ended or request.request_id in self.aborted:
+                self._send(
+                    RequestOutput(
+                        request_id=request.request_id, token_ids=[], finish_reason=FinishReason.ABORT
+                    )
+                )
+                return
+            step = token_ids[at : at + script.tokens_per_step]
+            at += len(step)
+            self._send(
+                RequestOutput(
+                    request_id=request.request_id,
+                    token_ids=step,
+                    logprobs=[]
+                    if params.num_logprobs is None
+                    else [_logprobs(t, params.num_logprobs) for t in step],
+                    num_cached_tokens=script.num_cached_tokens,
+                )
+            )
+        gate = script.gates.get(len(token_ids))
+        if gate is not None:
+            gate.wait(TIMEOUT_S)
+        self._send(
+            RequestOutput(
+                request_id=request.request_id, token_ids=[], finish_reason=finish, error=script.error
+            )
+        )
+
+    def _send(self, output: RequestOutput) -> None:
+        with self._changed:
+            self._step += 1
+            stats = RankStats(
+                rank=self.rank,
+                step=self._step,
+                num_running=1,
+                num_waiting=0,
+                num_free_blocks=NUM_BLOCKS // 4,
+                num_blocks=NUM_BLOCKS,
+                num_step_tokens=1,
+                num_preemptions=0,
+                prefix_query_tokens=10 * self._step,
+                prefix_hit_tokens=self._step,
+            )
+            self.link.send([output], stats)
+
+
+def _logprobs(token_id: int, num_top: int) -> Logprobs:
+    """The chosen token is the likeliest, then the ids after it, half as likely each."""
+    tops = [token_id + place for place in range(num_top)]
+    return Logprobs(token_id, -0.5, tops, [-0.5 - 0.693 * place for place in range(num_top)])

@@ -1,0 +1,114 @@
+"""A real front in a process of its own, with scripted ranks attached from this one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+from tokenizers import Tokenizer
+
+from tests.support.fake_rank import FakeRank, Script
+from tests.support.tiny_tokenizer import MAX_LEN
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 30.0
+
+
+class FrontProcess:
+    """`wideep front` on free ports."""
+
+    def __init__(self, model: Path, *flags: str, num_ranks: int = 2) -> None:
+        self.num_ranks = num_ranks
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self.ranks: list[FakeRank] = []
+        read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front", str(model)]
+        command += ["--port", "0", "--ranks", str(num_ranks), "--ready-fd", str(write_fd), *flags]
+        self.process = subprocess.Popen(
+            command, pass_fds=(write_fd,), stderr=subprocess.PIPE, text=True, cwd=model
+        )
+        os.close(write_fd)
+        with os.fdopen(read_fd) as ready:
+            line = ready.readline()
+        self._stderr: list[str] = []
+        assert self.process.stderr is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
+        assert line, f"the front announced nothing: {self.wait()}"
+        said = json.loads(line)
+        self.url, self.ranks_address, self.token = said["http"], said["ranks_address"], said["token"]
+
+    def _read(self, stream: object) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            self._stderr.append(line)
+
+    def attach(self, rank: int) -> FakeRank:
+        """Attach one rank."""
+        fake = FakeRank(
+            rank, self.num_ranks, self.ranks_address, self.token, decode=self.decode, max_model_len=MAX_LEN
+        )
+        self.ranks.append(fake.open())
+        return fake
+
+    def attach_all(self) -> "FrontProcess":
+        """Attach every rank."""
+        for rank in range(self.num_ranks):
+            self.attach(rank)
+        return self
+
+    def script(self, word: str, answer: str | Sequence[int], **how: object) -> Script:
+        """Let every rank answer prompts that hold `word`."""
+        token_ids = self.encode(answer) if isinstance(answer, str) else answer
+        script = Script(token_ids, **how)  # type: ignore[arg-type]
+        for rank in self.ranks:
+            rank.scripts[word] = script
+        return script
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize as the front does."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special ones shown."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def served(self, word: str) -> FakeRank:
+        """Return the rank that was given a prompt with `word`, waiting until one was."""
+        found: list[FakeRank] = []
+        deadline = threading.Event()
+        for _ in range(200):
+            found = [rank for rank in self.ranks for r in rank.requests if word in self.decode(r.prompt_ids)]
+            if found:
+                return found[0]
+            deadline.wait(0.05)
+        raise AssertionError(f"no rank was given {word!r}")
+
+    def get(self, path: str, **how: object) -> httpx.Response:
+        """GET from the front."""
+        return httpx.get(self.url + path, timeout=TIMEOUT_S, **how)  # type: ignore[arg-type]
+
+    def post(self, path: str, **how: object) -> httpx.Response:
+        """POST to the front."""
+        return httpx.post(self.url + path, timeout=TIMEOUT_S, **how)  # type: ignore[arg-type]
+
+    def wait(self) -> tuple[int, str]:
+        """Wait for the process' end; returns its status and what it said on stderr."""
+        status = self.process.wait(TIMEOUT_S)
+        self._reader.join(TIMEOUT_S)
+        return status, "".join(self._stderr)
+
+    def close(self) -> tuple[int, str]:
+        """Ask it to stop, and wait."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.wait()
+        finally:
+            self.process.kill()
+            for rank in self.ranks:
+                rank.close()
