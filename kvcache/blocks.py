@@ -1,0 +1,135 @@
+"""The block pool: who holds which KV block, and which free ones still remember a prefix.
+
+A block is in one of three places: held (its reference count says by how many), cached (count zero, findable by its
+prefix, evictable) or free (count zero, forgotten). Cached blocks count as free: `acquire` takes forgotten blocks
+first, then evicts the least recently released prefix. Every operation costs O(blocks touched).
+
+The rule that keeps sharing safe: only full, published blocks are ever shared, and a published block is never written
+again. So a block that a sequence writes has exactly one holder.
+
+Leaves go before their parents without a tree: whoever holds a block holds a copy of each block before it, and
+`release` queues a table back to front, so a parent never enters the eviction queue ahead of its child.
+
+Knows ids, not memory: the KV tensors are elsewhere. No torch, no clock: recency is the order of calls.
+Idea: PagedAttention's block manager (vLLM).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvcache.prefix import PrefixIndex
+
+
+class OutOfBlocks(RuntimeError):  # noqa: N818 - it is a state to react to, not a mistake
+    """More blocks were wanted than are free."""
+
+    def __init__(self, wanted: int, free: int, total: int) -> None:
+        super().__init__(f"{wanted} KV blocks wanted, {free} of {total} free; preempt a sequence or wait")
+        self.wanted = wanted
+        self.free = free
+
+
+class BlockPool:
+    """Reference-counted blocks 0 to num_blocks - 1, with prefix reuse."""
+
+    def __init__(self, num_blocks: int, block_tokens: int = 16, *, secret: bytes | None = None) -> None:
+        """Make a pool of free blocks.
+
+        Raises:
+            ValueError: a size is below one.
+        """
+        if num_blocks < 1 or block_tokens < 1:
+            raise ValueError(
+                f"a pool of {num_blocks} blocks of {block_tokens} tokens was asked for; both must be at least 1"
+            )
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._num_holders = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # last out first: its memory is still warm
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._prefixes = PrefixIndex(block_tokens, secret)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `acquire` can hand out: forgotten ones and evictable ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Of the free blocks, those that still remember a prefix."""
+        return len(self._cached)
+
+    def num_holders(self, block_id: int) -> int:
+        """How many sequences hold the block."""
+        return self._num_holders[block_id]
+
+    def is_published(self, block_id: int) -> bool:
+        """Whether the block is full, findable, and so never written again until it is evicted."""
+        return block_id in self._prefixes
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold that many tokens."""
+        return -(-num_tokens // self.block_tokens)
+
+    def acquire(self, num_blocks: int) -> list[int]:
+        """Take blocks to write, each with one holder; all or nothing.
+
+        Raises:
+            OutOfBlocks: fewer are free.
+        """
+        if num_blocks > self.num_free:
+            raise OutOfBlocks(num_blocks, self.num_free, self.num_blocks)
+        block_ids = []
+        for _ in range(num_blocks):
+            block_id = self._free.pop() if self._free else self._evict()
+            self._num_holders[block_id] = 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Add a holder to published blocks, such as `match` returns."""
+        for block_id in block_ids:
+            assert block_id in self._prefixes, f"block {block_id} is shared but was never published"
+            self._cached.pop(block_id, None)
+            self._num_holders[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give back one hold on each block of a table (in table order); published ones stay findable."""
+        for block_id in reversed(block_ids):
+            assert self._num_holders[block_id] > 0, f"block {block_id} is released but nobody holds it"
+            self._num_holders[block_id] -= 1
+            if self._num_holders[block_id] == 0:
+                self._retire(block_id)
+
+    def match(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the blocks of the longest cached prefix of whole blocks; `share` them before anything else."""
+        return self._prefixes.match(token_ids)
+
+    def publish(self, block_id: int, token_ids: Sequence[int], parent_id: int | None) -> None:
+        """Make a held block findable, now that all its tokens are computed.
+
+        Args:
+            block_id: held, full, not published yet; from now on nobody writes it.
+            token_ids: the block's own tokens.
+            parent_id: the block before it in the same table, published; None for the first.
+        """
+        assert self._num_holders[block_id] > 0, f"block {block_id} is published but nobody holds it"
+        self._prefixes.insert(block_id, token_ids, parent_id)
+        for copy_id in self._prefixes.copies(block_id):
+            if copy_id in self._cached:  # nobody holds it, and it is older than this one's children will be
+                del self._cached[copy_id]
+                self._retire(copy_id)
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        self._prefixes.remove(block_id)
+        return block_id
+
+    def _retire(self, block_id: int) -> None:
+        """Put a block without holders where it belongs; a copy of one that others hold is forgotten."""
+        if block_id in self._prefixes:
+            if not self._prefixes.copies(block_id):
+                self._cached[block_id] = None
+                return
+            self._prefixes.remove(block_id)
+        self._free.append(block_id)

@@ -1,0 +1,90 @@
+"""The prefix index: which full blocks hold the KV of which token prefixes.
+
+A full block's key is a hash of its parent block's key and its own token ids, so a key names the whole prefix up to
+the block's end. The hash is a keyed 128-bit BLAKE2b with a secret per index, so nobody can craft two prefixes that
+meet; a hit compares the stored token ids as well, which costs 64 bytes per block.
+
+Two sequences may compute the same prefix side by side. Both blocks are then copies of one entry: a block table
+never changes under a running sequence, and whoever holds a block's child holds a copy of the block. The pool relies
+on that to evict leaves before their parents without keeping a tree.
+
+Knows neither reference counts nor who owns a block. Idea: hashed block chains as in vLLM; rejected: a radix tree over
+tokens (SGLang), which finds the same full blocks with more pointers to keep right.
+"""
+
+import hashlib
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KEY_BYTES = 16
+ROOT_KEY = bytes(KEY_BYTES)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One cached full block: its key, its token ids (uint32, packed) and the blocks that hold it."""
+
+    key: bytes
+    packed_ids: bytes
+    block_ids: list[int]  # never empty; more than one while sequences that computed the same prefix run
+
+
+class PrefixIndex:
+    """Finds blocks by the tokens of the prefix they end."""
+
+    def __init__(self, block_tokens: int, secret: bytes | None = None) -> None:
+        """Make an empty index; `secret` (16 to 64 bytes) keys the hash, None draws one."""
+        self._block_tokens = block_tokens
+        self._secret = os.urandom(KEY_BYTES) if secret is None else secret
+        self._entries: dict[bytes, Entry] = {}
+        self._entry_of: dict[int, Entry] = {}
+
+    def __contains__(self, block_id: int) -> bool:
+        """Whether the block is findable (or is a copy of one that is)."""
+        return block_id in self._entry_of
+
+    def __len__(self) -> int:
+        """Number of distinct cached prefixes."""
+        return len(self._entries)
+
+    def match(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the blocks of the longest cached prefix of whole blocks, first block first."""
+        block_ids: list[int] = []
+        key, size = ROOT_KEY, self._block_tokens
+        for start in range(0, len(token_ids) - size + 1, size):
+            packed_ids = array("I", token_ids[start : start + size]).tobytes()
+            key = self._key(key, packed_ids)
+            entry = self._entries.get(key)
+            if entry is None or entry.packed_ids != packed_ids:
+                break
+            block_ids.append(entry.block_ids[0])
+        return block_ids
+
+    def insert(self, block_id: int, token_ids: Sequence[int], parent_id: int | None) -> None:
+        """Make a full block findable under its parent block's prefix (None: it is a sequence's first)."""
+        assert len(token_ids) == self._block_tokens, (
+            f"block {block_id} has {len(token_ids)} tokens, is not full"
+        )
+        assert block_id not in self._entry_of, f"block {block_id} is already published"
+        parent_key = ROOT_KEY if parent_id is None else self._entry_of[parent_id].key
+        packed_ids = array("I", token_ids).tobytes()
+        key = self._key(parent_key, packed_ids)
+        entry = self._entries.setdefault(key, Entry(key, packed_ids, []))
+        entry.block_ids.append(block_id)
+        self._entry_of[block_id] = entry
+
+    def copies(self, block_id: int) -> list[int]:
+        """Return the other blocks that hold the same prefix."""
+        return [copy_id for copy_id in self._entry_of[block_id].block_ids if copy_id != block_id]
+
+    def remove(self, block_id: int) -> None:
+        """Forget a block; the prefix stays findable while a copy is left."""
+        entry = self._entry_of.pop(block_id)
+        entry.block_ids.remove(block_id)
+        if not entry.block_ids:
+            del self._entries[entry.key]
+
+    def _key(self, parent_key: bytes, packed_ids: bytes) -> bytes:
+        return hashlib.blake2b(parent_key + packed_ids, digest_size=KEY_BYTES, key=self._secret).digest()
