@@ -1,7 +1,7 @@
 """A request and what a rank says about it: the vocabulary that front, scheduler and engine share.
 
 Knows no torch and no wire format. A request is immutable; what a rank learns while it serves one lives in
-`scheduler.policy.Sequence`.
+`scheduler.sequence.Sequence`.
 """
 
 from dataclasses import dataclass, field

@@ -1,0 +1,174 @@
+"""Whatever happens around a request, it gets what it would get alone, once, and every block comes back."""
+
+import random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvcache.blocks import BlockPool
+from scheduler.policy import Scheduler
+from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
+from tests.support.fake_model import VOCABULARY, FakeRank, serve_alone
+
+CUT_SHORT = {FinishReason.ABORT, FinishReason.DEADLINE}
+
+
+def check_outcome(request: Request, outputs: list[RequestOutput], max_model_len: int) -> None:
+    """Exactly one end; the tokens alone would give, or the first of them where the request was cut short."""
+    assert [one.finish_reason is not None for one in outputs].count(True) == 1
+    tokens = [token for one in outputs for token in one.token_ids]
+    if len(request.prompt_ids) >= max_model_len:
+        assert (tokens, outputs[-1].finish_reason) == ([], FinishReason.ERROR)
+        return
+    expected, reason = serve_alone(request, max_model_len)
+    if outputs[-1].finish_reason in CUT_SHORT:
+        assert tokens == expected[: len(tokens)]
+    else:
+        assert (tokens, outputs[-1].finish_reason) == (expected, reason)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, aborts, deadlines, steps planned up to two ahead, in every order."""
+
+    @initialize(
+        num_blocks=st.integers(6, 14),
+        block_tokens=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 5),
+        extra_tokens=st.integers(0, 8),
+        caching=st.booleans(),
+    )
+    def start(
+        self, num_blocks: int, block_tokens: int, max_num_seqs: int, extra_tokens: int, caching: bool
+    ) -> None:
+        self.max_model_len = num_blocks * block_tokens
+        batched = max_num_seqs + extra_tokens
+        pool = BlockPool(num_blocks, block_tokens)
+        scheduler = Scheduler(
+            pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=batched,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=caching,
+        )
+        self.rank = FakeRank(pool, scheduler, batched)
+        self.requests: list[Request] = []
+        self.now_s = 0.0
+
+    @rule(
+        family=st.integers(0, 1),
+        num_shared=st.integers(0, 12),
+        tail=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4),
+        max_tokens=st.integers(1, 10),
+        min_tokens=st.integers(0, 3),
+        num_replayed=st.integers(0, 3),
+        patience_s=st.one_of(st.none(), st.integers(1, 20)),
+        stops=st.booleans(),
+    )
+    def add(
+        self,
+        family: int,
+        num_shared: int,
+        tail: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        num_replayed: int,
+        patience_s: int | None,
+        stops: bool,
+    ) -> None:
+        prompt_ids = tuple([family] * num_shared + tail)
+        request = Request(
+            request_id=f"r{len(self.requests)}",
+            prompt_ids=prompt_ids,
+            params=SamplingParams(
+                max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=(5,) if stops else ()
+            ),
+            arrival_s=self.now_s,
+            deadline_s=None if patience_s is None else self.now_s + patience_s,
+        )
+        if len(prompt_ids) < self.max_model_len:
+            tokens, _ = serve_alone(request, self.max_model_len)
+            replayed_ids = tuple(tokens[: min(num_replayed, len(tokens) - 1)])
+            request = Request(**{**vars(request), "replayed_ids": replayed_ids})
+        self.requests.append(request)
+        self.rank.scheduler.add(request)
+
+    @precondition(lambda self: len(self.rank.launched) < 3)
+    @rule(prefill_budget=st.one_of(st.none(), st.integers(0, 6)))
+    def plan(self, prefill_budget: int | None) -> None:
+        self.rank.plan(prefill_budget)
+
+    @precondition(lambda self: self.rank.launched)
+    @rule()
+    def finish(self) -> None:
+        self.rank.finish()
+
+    @rule(num_steps=st.integers(1, 8))
+    def run_some_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.rank.plan()
+            if self.rank.launched:
+                self.rank.finish()
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 1000))
+    def abort(self, which: int) -> None:
+        output = self.rank.scheduler.abort(self.requests[which % len(self.requests)].request_id)
+        self.rank.collect([output] if output else [])
+
+    @rule(passed_s=st.integers(1, 6))
+    def expire(self, passed_s: int) -> None:
+        self.now_s += passed_s
+        self.rank.collect(self.rank.scheduler.expire(self.now_s))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rank"):
+            return
+        self.rank.drain()
+        for request in self.requests:
+            check_outcome(request, self.rank.outputs[request.request_id], self.max_model_len)
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+test_any_history_gives_each_request_what_it_gets_alone = SchedulerMachine.TestCase
+
+
+def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_same_tokens() -> None:
+    num_preemptions = num_hits = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        depth = 1 + seed % 3
+        pool = BlockPool(16, 4)
+        scheduler = Scheduler(pool, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=60)
+        rank = FakeRank(pool, scheduler, 24)
+        requests: list[Request] = []
+        while len(requests) < 60 or scheduler.has_work:
+            if len(requests) < 60 and rng.random() < 0.4:
+                shared = [rng.randrange(2)] * rng.choice([0, 8, 16])
+                prompt_ids = (*shared, *(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))))
+                params = SamplingParams(
+                    max_tokens=rng.randint(1, 40), stop_token_ids=(6,) if rng.random() < 0.3 else ()
+                )
+                requests.append(
+                    Request(
+                        request_id=str(len(requests)), prompt_ids=prompt_ids, params=params, arrival_s=0.0
+                    )
+                )
+                scheduler.add(requests[-1])
+            if requests and rng.random() < 0.02:
+                output = scheduler.abort(rng.choice(requests).request_id)
+                rank.collect([output] if output else [])
+            planned = rank.plan(rng.choice([None, None, 0, 5]))
+            if rank.launched and (len(rank.launched) >= depth or not planned.items):
+                rank.finish()
+        rank.drain()
+        for request in requests:
+            check_outcome(request, rank.outputs[request.request_id], 60)
+        num_preemptions += scheduler.stats.num_preemptions
+        num_hits += scheduler.stats.prefix_hit_tokens
+    assert num_preemptions > 20 and num_hits > 1000, "the runs were not under the pressure that they test"

@@ -1,0 +1,140 @@
+"""A stand-in for a rank's model: a KV memory that remembers who wrote what, and a next token that depends on all of it.
+
+The fake writes (position, token) rows into blocks as a batch says, then reads a sequence's whole history back
+through its block table. A row lost, shared wrongly or overwritten is found at once, and would change the tokens.
+"""
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass
+
+from kvcache.blocks import BlockPool
+from scheduler.policy import Batch, Scheduled, Scheduler
+from scheduler.request import FinishReason, Request, RequestOutput
+from scheduler.sequence import Sequence, SequenceStatus
+
+VOCABULARY = 7
+
+
+def next_token(token_ids: list[int]) -> int:
+    """A token that depends on every token before it."""
+    digest = hashlib.blake2b(bytes(token_ids), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def serve_alone(request: Request, max_model_len: int) -> tuple[list[int], FinishReason]:
+    """The oracle: what a request must get, by its definition, replayed tokens left out."""
+    generated: list[int] = []
+    params = request.params
+    while True:
+        generated.append(next_token([*request.prompt_ids, *generated]))
+        is_replayed = len(generated) <= len(request.replayed_ids)
+        assert not is_replayed or generated[-1] == request.replayed_ids[len(generated) - 1]
+        if generated[-1] in params.stop_token_ids and len(generated) > params.min_tokens:
+            reason = FinishReason.STOP
+        elif len(generated) == params.max_tokens or len(request.prompt_ids) + len(generated) == max_model_len:
+            reason = FinishReason.LENGTH
+        else:
+            continue
+        return generated[len(request.replayed_ids) :], reason
+
+
+@dataclass
+class Launched:
+    """A batch on the fake device, with the block tables as they were copied there."""
+
+    batch: Batch
+    tables: list[list[int]]
+
+    def written_blocks(self, item_index: int, block_tokens: int) -> set[int]:
+        item = self.batch.items[item_index]
+        return set(self.tables[item_index][item.start // block_tokens : (item.end - 1) // block_tokens + 1])
+
+
+class FakeRank:
+    """Runs a scheduler's batches, up to `depth` planned at once, and checks every rule on the way."""
+
+    def __init__(self, pool: BlockPool, scheduler: Scheduler, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self.scheduler = scheduler
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.launched: deque[Launched] = deque()
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self._rows: dict[tuple[int, int], tuple[int, int]] = {}  # (block, row) -> (position, token)
+
+    def collect(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            earlier = self.outputs.setdefault(output.request_id, [])
+            assert all(one.finish_reason is None for one in earlier), "something was delivered after the end"
+            earlier.append(output)
+
+    def plan(self, prefill_budget: int | None = None) -> Batch:
+        batch = self.scheduler.schedule(prefill_budget=prefill_budget)
+        self._check_budgets(batch, prefill_budget)
+        if batch.items:
+            self.launched.append(Launched(batch, [list(item.sequence.block_ids) for item in batch.items]))
+            self._check_writers()
+        return batch
+
+    def finish(self) -> None:
+        """Run and commit the oldest planned batch."""
+        launched = self.launched.popleft()
+        sampled = [
+            self._run(item, table) for item, table in zip(launched.batch.items, launched.tables, strict=True)
+        ]
+        token_ids = [token for token, item in zip(sampled, launched.batch.items, strict=True) if item.samples]
+        self.collect(self.scheduler.commit(launched.batch, token_ids, [None] * len(token_ids)))
+
+    def drain(self, max_steps: int = 5000) -> None:
+        """Step until nothing is left."""
+        for _ in range(max_steps):
+            if self.launched:
+                self.finish()
+            elif self.scheduler.has_work:
+                self.collect(self.scheduler.expire(float("-inf")))
+                batch = self.plan()
+                assert batch.items or not self.scheduler.has_work, "nothing is planned, yet there is work"
+            else:
+                break
+        else:
+            raise AssertionError("the scheduler does not come to an end")
+        assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
+
+    def tokens_of(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs.get(request_id, []) for token in output.token_ids]
+
+    def end_of(self, request_id: str) -> FinishReason | None:
+        return self.outputs[request_id][-1].finish_reason
+
+    def _run(self, item: Scheduled, table: list[int]) -> int:
+        size = self.pool.block_tokens
+        is_ended = item.sequence.status is SequenceStatus.ENDED
+        known = item.sequence.token_ids + [0] * (
+            item.end if is_ended else 0
+        )  # a pending token may never come
+        for position in range(item.start, item.end):
+            self._rows[table[position // size], position % size] = (position, known[position])
+        history = [self._rows[table[position // size], position % size] for position in range(item.end)]
+        assert is_ended or history == list(enumerate(known[: item.end])), "a sequence saw what is not its own"
+        return next_token([token for _, token in history])
+
+    def _check_budgets(self, batch: Batch, prefill_budget: int | None) -> None:
+        assert batch.num_tokens == sum(item.num_tokens for item in batch.items) <= self.max_num_batched_tokens
+        assert prefill_budget is None or batch.num_prefill_tokens <= prefill_budget
+        assert len({id(item.sequence) for item in batch.items}) == len(batch.items)
+        assert all(item.num_tokens > 0 for item in batch.items)
+        assert all(item.samples for item in batch.items[:-1]), (
+            "one prompt at most is left half done, the latest"
+        )
+
+    def _check_writers(self) -> None:
+        """No block is written by two sequences, by one that shares it, or after it was published."""
+        writer_of: dict[int, Sequence] = {}
+        for launched in self.launched:
+            for index, item in enumerate(launched.batch.items):
+                for block_id in launched.written_blocks(index, self.pool.block_tokens):
+                    assert self.pool.num_holders(block_id) == 1, f"block {block_id} is written while shared"
+                    assert not self.pool.is_published(block_id), (
+                        f"block {block_id} is written after publication"
+                    )
+                    assert writer_of.setdefault(block_id, item.sequence) is item.sequence
