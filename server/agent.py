@@ -9,7 +9,11 @@ the function, because the command line that dispatches here must start without i
 
 import logging
 import os
-import sys
+from pathlib import Path
+
+from server.error_file import ERROR_FILE, FIRST, write_failure
+
+_NO_FILE = "<N/A>"  # torchrun's word for a worker that wrote none
 
 
 def run_agent(arguments: list[str]) -> int:
@@ -25,8 +29,17 @@ def run_agent(arguments: list[str]) -> int:
     )  # its own default without its warning; a worker sets its engine's
     try:
         torchrun(arguments)
-    except (ChildFailedError, SignalException) as error:
-        return 0 if isinstance(error, SignalException) else 1
-    finally:
-        sys.stdout.flush()
+    except SignalException:  # it has passed the signal on and waited for the workers
+        return 0
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.error_file == _NO_FILE and (path := os.environ.get(ERROR_FILE)):
+            ending = (
+                f"killed by {failure.signal_name()}"
+                if failure.exitcode < 0
+                else f"gone, status {failure.exitcode}"
+            )
+            text = f"rank {rank}'s supervisor (pid {failure.pid}) was {ending}"
+            write_failure(Path(path), text, time_ns=FIRST)  # what others report then follows from it
+        return 1
     return 0

@@ -62,7 +62,7 @@ def describe_end(child: Child) -> str:
     who = f"{child.name} (pid {child.process.pid})"
     if status >= 0:
         return f"{who} ended with status {status}" + ("; it said why above" if status else "")
-    name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
+    name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
     hint = "; if nobody did that, the machine may be out of memory" if -status == signal.SIGKILL else ""
     return f"{who} was killed by {name}{hint}"
 
@@ -149,30 +149,32 @@ class MessagePipe:
         return messages
 
 
-def adopt_orphans() -> None:
-    """Make descendants whose parent ends our children, so that `kill_orphans` finds them."""
+def adopt_orphans() -> frozenset[int]:
+    """Make descendants whose parent ends our children from now on; return the pids of the children we have."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    return _children_of(os.getpid())
 
 
-def kill_orphans(*, grace_s: float) -> None:
-    """Wait for all remaining (adopted) children to end, and kill those that have not after `grace_s`.
+def kill_orphans(*, spared: frozenset[int], grace_s: float) -> None:
+    """Wait for all children but the spared to end, and kill those that have not after `grace_s`.
 
     What is killed may leave children of its own to us, so this goes on until none is left.
     """
     deadline = time.monotonic() + grace_s
-    while pids := _children_of(os.getpid()):
-        pidfd = os.pidfd_open(pids[0])  # ours and not reaped, so the pid cannot have been taken by another
+    while pids := _children_of(os.getpid()) - spared:
+        pid = min(pids)
+        pidfd = os.pidfd_open(pid)  # ours and not reaped, so no other process can have the pid
         left_s = max(0.0, deadline - time.monotonic())
         if not select.select([pidfd], [], [], left_s)[0]:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
-        os.waitpid(pids[0], 0)
+        os.waitpid(pid, 0)
 
 
-def _children_of(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as children:
-        return [int(child) for child in children.read().split()]
+def _children_of(pid: int) -> frozenset[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # a child belongs to the thread that started it
+    return frozenset(int(child) for task in tasks for child in task.read_text().split())
 
 
 def say(text: str, *, error: bool = False) -> None:

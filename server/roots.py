@@ -47,8 +47,8 @@ def _find_folder(package: str) -> Path | None:
 
 def _owner_of(package: str, folder: Path) -> str:
     """Name the distribution that put `package` where it is, as ' (distribution X 1.0)'; '' if none did."""
-    for name in importlib.metadata.packages_distributions().get(package, []):
-        distribution = importlib.metadata.distribution(name)
-        if folder.is_relative_to(Path(str(distribution.locate_file(""))).resolve()):
-            return f" (distribution {name} {distribution.version})"
+    for distribution in importlib.metadata.distributions():
+        owns = any(file.parts[0] == package for file in distribution.files or ())
+        if owns and Path(str(distribution.locate_file(package))).resolve() == folder:
+            return f" (distribution {distribution.name} {distribution.version})"
     return ""

@@ -33,6 +33,7 @@ from server.children import (
     start_child,
     stop_children,
 )
+from server.error_file import ERROR_FILE, first_failure
 from server.machine import usable_cores
 from server.model_source import resolve_model
 from server.options import API_KEY_VARIABLE, Options, arguments_from, environment_from
@@ -40,8 +41,8 @@ from server.preflight import PreflightError, check_start
 from server.worker import UNDER_SERVE
 
 DEFAULT_RANKS = 2  # on CPU
-AGENT_GRACE_S = 3.5  # torchrun waits for workers, which kill their children after STOP_GRACE_S
-ORPHAN_GRACE_S = 0.8  # then all that is left is killed: together below the 5 s that the user is promised
+AGENT_GRACE_S = 3.2  # torchrun waits for workers, which kill their children after STOP_GRACE_S
+ORPHAN_GRACE_S = 0.5  # then all that is left is killed: together below the 5 s that the user is promised
 _POLL_S = 0.2  # how often /health is asked during the start
 
 
@@ -69,14 +70,14 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
     except KeyboardInterrupt:
         say("wideep: stopped before the start")
         return 0
-    adopt_orphans()
+    spared = adopt_orphans()
     with StopSignals() as stop_signals, tempfile.TemporaryDirectory(prefix="wideep_") as log_directory:
         agent = _start_agent(options, commands or ServeCommands(), log_directory)
         try:
             return _watch(agent, options, stop_signals.fd, started_s, Path(log_directory))
         finally:
             stop_children([agent], grace_s=AGENT_GRACE_S)
-            kill_orphans(grace_s=ORPHAN_GRACE_S)
+            kill_orphans(spared=spared, grace_s=ORPHAN_GRACE_S)
 
 
 @contextlib.contextmanager
@@ -123,7 +124,12 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str) 
     return start_child(
         "torchrun",
         [*commands.agent, *torchrun_flags, *commands.worker, *arguments_from(options)],
-        environment={**os.environ, **environment_from(options), UNDER_SERVE: "1"},
+        environment={
+            **os.environ,
+            **environment_from(options),
+            UNDER_SERVE: "1",
+            ERROR_FILE: os.path.join(log_directory, "error.json"),
+        },
     )
 
 
@@ -139,30 +145,21 @@ def _watch(agent: Child, options: Options, stop_fd: int, started_s: float, log_d
             say("\nwideep: stopping")
             return 0
         if agent.pidfd in ready_fds:
-            cause = first_failure(log_directory) or _agent_end(agent)
-            say(f"wideep serve: {cause}. The service has ended.", error=True)
+            say(f"wideep serve: {_cause_of_end(agent, log_directory)}. The service has ended.", error=True)
             return 1
         if not is_ready and is_healthy(options.host, options.port):
             is_ready = True
             say(greeting(options, seconds=time.monotonic() - started_s))
 
 
-def _agent_end(agent: Child) -> str:
-    if agent.process.wait() == 0:
-        return "all ranks ended although nobody asked serve to stop"
-    return describe_end(agent)
-
-
-def first_failure(log_directory: Path) -> str | None:
-    """Return the sentence of the worker that failed first, from torchrun's error files; None if none did."""
-    failures = []
-    for path in log_directory.glob("**/error.json"):
-        with contextlib.suppress(
-            ValueError, KeyError, TypeError
-        ):  # half-written, or not by one of our workers
-            content = json.loads(path.read_bytes())
-            failures.append((int(content["time_ns"]), str(content["message"]["message"])))
-    return min(failures)[1] if failures else None
+def _cause_of_end(agent: Child, log_directory: Path) -> str:
+    """Say why the service ended: torchrun was killed, a process failed, or everything ended in order."""
+    status = agent.process.wait()
+    if status < 0:  # then the workers' own reason is only that it is gone
+        return describe_end(agent)
+    if (failure := first_failure(log_directory)) is not None:
+        return failure
+    return "all ranks ended although nobody asked serve to stop" if status == 0 else describe_end(agent)
 
 
 def is_healthy(host: str, port: int) -> bool:

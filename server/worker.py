@@ -13,7 +13,6 @@ import json
 import os
 import selectors
 import signal
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from server.children import (
     start_child,
     stop_children,
 )
+from server.error_file import ERROR_FILE, write_failure
 from server.machine import usable_cores
 from server.model_source import resolve_model
 from server.options import Options, arguments_from, environment_from
@@ -36,7 +36,7 @@ from server.preflight import PreflightError, check_start
 from server.rendezvous import Place, PlaceError, find_agent, front_host, place_from
 
 UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which says itself what happens
-STOP_GRACE_S = 2.5  # from SIGTERM to SIGKILL; serve has promised that all is over in 5 s
+STOP_GRACE_S = 2.2  # from SIGTERM to SIGKILL; serve has promised that all is over in 5 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,14 +212,9 @@ class _Supervisor:
 
 
 def _report(text: str, environment: Mapping[str, str]) -> None:
-    """Say why this worker fails: to serve or torchrun through torchrun's error file, else to the user.
-
-    The file's fields are torchrun's own (torch.distributed.elastic.multiprocessing.errors), so that its table shows
-    our sentence; `time_ns` lets serve find the first of several.
-    """
-    if path := environment.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        content = {"message": {"message": text, "extraInfo": extra}, "time_ns": time.time_ns()}
-        Path(path).write_text(json.dumps(content))
+    """Say why this worker fails: to torchrun through its error file and, unless serve reads that, to the user."""
+    path = environment.get(ERROR_FILE)
+    if path:
+        write_failure(Path(path), text)
     if not path or UNDER_SERVE not in environment:
         say(f"wideep: {text}", error=True)

@@ -1,11 +1,14 @@
 """`fake_service.py serve|worker MODEL FLAGS...`: the real serve or worker, with fake engines and fronts below it.
 
+FAKE_TORCHRUN=1 puts a fake torchrun in between, too.
+
 A worker leaves its pid in $FAKE_DIRECTORY/worker-RANK.json, as the fake children do.
 """
 
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +25,12 @@ _CHILD = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 def main() -> int:
     options = options_from(build_parser().parse_args(sys.argv[1:]))
     if sys.argv[1] == "serve":
-        return run_serve(options, commands=ServeCommands(worker=(sys.executable, __file__, "worker")))
+        commands = ServeCommands(worker=(sys.executable, __file__, "worker"))
+        if os.environ.get("FAKE_TORCHRUN") == "1":
+            commands = replace(
+                commands, agent=(sys.executable, str(Path(__file__).with_name("fake_torchrun.py")))
+            )
+        return run_serve(options, commands=commands)
     assert "torch" not in sys.modules, "a worker has imported torch"
     path = Path(os.environ["FAKE_DIRECTORY"]) / f"worker-{os.environ.get('RANK')}.json"
     path.write_text(json.dumps({"pid": os.getpid(), "ppid": os.getppid()}))

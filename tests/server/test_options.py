@@ -1,0 +1,125 @@
+import argparse
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.options import (
+    Options,
+    OptionsError,
+    add_model_arguments,
+    arguments_from,
+    environment_from,
+    options_from,
+    parse_bytes,
+)
+
+
+def parse(*words: str, environment: dict[str, str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_model_arguments(parser)
+    return options_from(parser.parse_args(words), environment or {})
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    options = parse()
+    assert (options.model, options.host, options.port) == ("demo", "127.0.0.1", 8000)
+    assert (options.max_num_seqs, options.max_num_batched_tokens, options.seed) == (64, 512, 0)
+    assert options.served_model_names == ("demo",)
+    assert options.enable_prefix_caching
+
+
+def test_arguments_parse_back_to_the_same_options() -> None:
+    options = parse(
+        "some/model",
+        *(
+            "--served-model-name",
+            "a",
+            "b c",
+            "-dp",
+            "3",
+            "--threads=2",
+            "--kv-cache-memory",
+            "1.5G",
+            "--dtype",
+        ),
+        *(
+            "bfloat16",
+            "--max-model-len",
+            "99",
+            "--no-enable-prefix-caching",
+            "--request-timeout",
+            "0.1",
+            "--port=0",
+        ),
+        *("--host=::", "--seed=-3", "--all2all-backend=gloo", "--served-model-name=-dash", "--api-key=k"),
+    )
+    assert parse(*arguments_from(options), environment=environment_from(options)) == options
+    assert options.served_model_names == ("a", "b c", "-dash")
+
+
+@given(st.floats(min_value=1e-9, max_value=1.0), st.floats(min_value=0, max_value=1e300))
+def test_floats_survive_the_way_to_a_child(share: float, timeout_s: float) -> None:
+    options = parse(f"--gpu-memory-utilization={share!r}", f"--request-timeout={timeout_s!r}")
+    assert parse(*arguments_from(options)) == options
+
+
+def test_keys_travel_in_the_environment_only() -> None:
+    options = parse("--api-key", "one", "--api-key=two", environment={"WIDEEP_API_KEY": "two three"})
+    assert options.api_keys == ("one", "two", "three")
+    assert not {"one", "two", "three"} & set(arguments_from(options))
+    assert environment_from(options) == {"WIDEEP_API_KEY": "one two three"}
+
+
+def test_the_served_name_of_a_directory_is_its_last_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "olmoe"
+    directory.mkdir()
+    assert parse(f"{directory}/").served_model_names == ("olmoe",)
+    monkeypatch.chdir(directory)
+    assert parse(".").served_model_names == ("olmoe",)
+    assert parse("org/name").served_model_names == ("org/name",)
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["--port=70000"], "--port is 70000; it must be 0 to 65535"),
+        (["--max-num-seqs=0"], "--max-num-seqs is 0; it must be at least 1"),
+        (["--max-num-batched-tokens=15"], "--max-num-batched-tokens is 15; it must be at least 16"),
+        (["--data-parallel-size=0"], "--data-parallel-size is 0"),
+        (["--threads=-1"], "--threads is -1"),
+        (["--max-model-len=0"], "--max-model-len is 0"),
+        (["--gpu-memory-utilization=1.5"], "--gpu-memory-utilization is 1.5"),
+        (["--gpu-memory-utilization=nan"], "--gpu-memory-utilization is nan"),
+        (["--gpu-memory-utilization=1", "--kv-cache-memory=1G"], "both size the KV cache"),
+        (["--request-timeout=-1"], "--request-timeout is -1.0"),
+        (["--request-timeout=nan"], "--request-timeout is nan"),
+        (["--request-timeout=inf"], "--request-timeout is inf"),
+        (["--kv-cache-memory=lots"], "--kv-cache-memory is 'lots'; give a size such as 512M"),
+        (["--api-key="], "--api-key is empty"),
+        (["--api-key=a b"], "--api-key is empty or has white space"),
+        (["--served-model-name="], "--served-model-name has an empty name"),
+        ([""], "MODEL is empty"),
+    ],
+)
+def test_bad_values_are_named(words: list[str], complaint: str) -> None:
+    with pytest.raises(OptionsError) as caught:
+        parse(*words)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("512M", 512 << 20), ("2g", 2 << 30), ("1.5GiB", 3 << 29), ("7", 7), ("3kb", 3072), (" 1T ", 1 << 40)],
+)
+def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1G", "G", "inf", "nan", "1e999", "1 000", "5X"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(OptionsError):
+        parse_bytes(text)
