@@ -26,7 +26,11 @@ RIDGE = 1e-3  # relative to the diagonal of the least squares
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Sizes and constants of the conversion, as measured: perplexity within 5 % of the dense model."""
+    """Sizes and constants of the conversion.
+
+    Chosen by measurement: perplexity +4.7 % over the dense model on mixed text, loads that differ (hottest expert
+    2.4 x the mean) and follow the topic.
+    """
 
     num_experts: int = 32
     experts_per_token: int = 4

@@ -59,10 +59,10 @@ def spherical_kmeans(x_ND: Tensor, *, num_clusters: int, num_rounds: int, seed: 
 
 
 def spread_rows(unit_ND: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Pick `count` rows far from each other, as k-means++ does with cosine distance."""
+    """Pick `count` rows far from each other, as k-means++ does with cosine distance; equal ones if need be."""
     chosen = [unit_ND[torch.randint(len(unit_ND), (1,), generator=generator)][0]]
     distance_N = torch.full((len(unit_ND),), torch.inf)
     for _ in range(count - 1):
-        distance_N = torch.minimum(distance_N, 1 - unit_ND @ chosen[-1]).clamp_min(0)
+        distance_N = torch.minimum(distance_N, 1 - unit_ND @ chosen[-1]).clamp_min(1e-9)
         chosen.append(unit_ND[distance_N.multinomial(1, generator=generator)][0])
     return torch.stack(chosen)
