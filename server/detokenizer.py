@@ -42,7 +42,7 @@ class Detokenizer:
         text = self._decode(self._shown + self._pending)
         if not text.endswith(REPLACEMENT):
             return self._show(text)
-        return self._show_whole_part(text) if len(self._pending) > MAX_BYTES_OF_CHARACTER else ""
+        return self._show_whole_part() if len(self._pending) > MAX_BYTES_OF_CHARACTER else ""
 
     def flush(self) -> str:
         """Return what was held back, a broken character as U+FFFD: no more tokens come."""
@@ -57,17 +57,20 @@ class Detokenizer:
         self._pending = []
         return new
 
-    def _show_whole_part(self, text: str) -> str:
-        """Show what stands before an unfinished character; where nothing does, the bytes are no UTF-8: show all."""
+    def _show_whole_part(self) -> str:
+        """Show what stands before an unfinished character, whose head is at most three tokens long.
+
+        Where no cut leaves whole characters the bytes are no UTF-8, and are shown as such.
+        """
         for num_held in range(1, MAX_BYTES_OF_CHARACTER):
-            held = self._pending[-num_held:]
-            whole = self._decode(self._shown + self._pending[:-num_held])
-            if not whole.endswith(REPLACEMENT):
-                del self._pending[-num_held:]
-                new = self._show(whole)
-                self._pending = held
-                return new
-        return self._show(text)
+            text = self._decode(self._shown + self._pending[:-num_held])
+            if not text.endswith(REPLACEMENT):
+                break
+        held = self._pending[-num_held:]
+        del self._pending[-num_held:]
+        new = self._show(text)
+        self._pending = held
+        return new
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._decoder.decode(token_ids, skip_special_tokens=self._skip) if token_ids else ""
