@@ -104,7 +104,7 @@ def _emit_tile(builder: ir.IRBuilder, args: list[ir.Value], rows: int, bf16: boo
         _store(builder, value, address)
 
 
-def _tile(rows: int, bf16: bool, accumulate: bool) -> Callable[..., None]:
+def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
     def tile(_typing: Any, x: Any, xs: Any, w: Any, ws: Any, k: Any, out: Any, out_stride: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
             _emit_tile(builder, args, rows, bf16, accumulate)

@@ -1,7 +1,7 @@
 """The attention organ: what `transformers`' attention modules call instead of eager or SDPA attention.
 
-Registered once under `NAME`, with a mask function that builds no mask: causality and sliding windows are the
-kernels' business. The pages come from the model's `PagedCache`, which has written the step's keys and values by
+Registered once under `NAME`, and without a mask function, for which `transformers` builds no mask: causality and
+sliding windows are the kernels' business. The pages come from the model's `PagedCache`, which has written the step's keys and values by
 the time this is called. Multi-head latent attention caches latents; its history is expanded through the
 module's own `expand_kv` into scratch pages, and then read like any other.
 """
@@ -9,8 +9,7 @@ module's own `expand_kv` into scratch pages, and then read like any other.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.cpu_attention import paged_attention
@@ -20,7 +19,7 @@ from kvcache.step import Span, Step
 NAME = "wideep_paged"
 
 
-def _expanded(module: nn.Module, cache: PagedCache, layer: int) -> tuple[PagedCache, Step]:
+def _expanded(module: Any, cache: PagedCache, layer: int) -> tuple[PagedCache, Step]:
     """Expand the latents of the step's sequences into one-layer scratch pages with block tables of their own."""
     step, latents = cache.step, cache.keys[layer]
     assert step is not None
@@ -51,7 +50,7 @@ def _expanded(module: nn.Module, cache: PagedCache, layer: int) -> tuple[PagedCa
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -100,4 +99,3 @@ def attend(
 def register() -> None:
     """Make the organ known to `transformers` under `NAME`; may be called again."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *_args, **_kwargs: None)

@@ -115,7 +115,3 @@ class PagedCache:
     def get_seq_length(self, layer: int = 0) -> int:
         """Zero: positions come with the step, never from the cache's length."""
         return 0
-
-    def get_mask_sizes(self, query_length: int, layer: int = 0) -> tuple[int, int]:
-        """Length and offset for a mask that is never built."""
-        return query_length, 0

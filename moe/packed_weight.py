@@ -38,12 +38,12 @@ class PackedWeight(Tensor):
     @staticmethod
     def __new__(cls, weight_NK: Tensor, step_rows: StepRows) -> "PackedWeight":
         """Pack a [N, K] weight; `step_rows` is shared by all weights of a model and read at every call."""
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(
             cls, weight_NK.shape, dtype=torch.float32, device=weight_NK.device, requires_grad=False
         )
         self.panels = pack(weight_NK)
         self.step_rows = step_rows
-        return self  # type: ignore[no-any-return]
+        return self
 
     @classmethod
     def __torch_function__(

@@ -1,0 +1,77 @@
+"""A Hugging Face checkpoint on disk: names, shapes, and reads that are counted.
+
+Reads are lazy (memory-mapped safetensors), whole tensors or rows of the first dimension, so that a rank touches
+only what it keeps. It knows nothing of models; `moe.loader` maps names to parameters.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded; the message lists what is wrong with it."""
+
+
+class Checkpoint:
+    """The tensors of a directory, single file or sharded."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open all shards and read their headers.
+
+        Raises:
+            CheckpointError: no safetensors, a shard that the index names is missing, or a damaged file.
+        """
+        self.directory = directory
+        self.bytes_read = 0  # of tensor data, counted per read
+        self._shards: dict[str, Any] = {}  # tensor name -> open file
+        for path in self._paths():
+            try:
+                shard: Any = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+            self._shards.update(dict.fromkeys(shard.keys(), shard))
+
+    def _paths(self) -> list[Path]:
+        index = self.directory / INDEX_NAME
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            missing = [name for name in names if not (self.directory / name).is_file()]
+            if missing:
+                raise CheckpointError(f"{index} names files that are not there: {', '.join(missing[:8])}")
+            return [self.directory / name for name in names]
+        paths = sorted(self.directory.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(f"{self.directory} holds no .safetensors files; other formats are not read")
+        return paths
+
+    def names(self) -> list[str]:
+        """All tensor names, in no particular order."""
+        return list(self._shards)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, from the header."""
+        return tuple(self._shards[name].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor, in its own dtype."""
+        return self._counted(self._shards[name].get_tensor(name))
+
+    def read_row(self, name: str, row: int) -> Tensor:
+        """Read row `row` of the first dimension, kept as a dimension of 1."""
+        return self._counted(self._shards[name].get_slice(name)[row : row + 1])
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
+            raise CheckpointError(
+                f"{self.directory} holds {tensor.dtype} tensors; quantised checkpoints are not served yet: "
+                f"give one in bfloat16, float16 or float32"
+            )
+        return tensor.to(torch.float32) if tensor.dtype is torch.float16 else tensor

@@ -1,0 +1,130 @@
+"""The experts organ: what `transformers`' experts modules call instead of looping over their own weights.
+
+One call per MoE layer and step: logical experts to physical slots, dispatch, grouped GEMM over this rank's
+slots, combine. Gate functions are the modules' own (`_apply_gate`); the common one, silu(gate) * up, has a fused
+kernel. The module is given its `ExpertLayer` when the model is built; nothing is looked up globally.
+
+Legend: T tokens, D hidden dim, K choices per token, S slots of this rank, P pairs (row, choice) on this rank,
+I intermediate dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from attention.cpu_tiles import LANES
+from dispatch.dispatcher import Dispatcher
+from kvcache.step import ROW_MULTIPLE, Step
+from moe.cpu_linear import grouped_linear, pack, silu_and_mul
+
+NAME = "wideep_experts"
+
+
+@dataclass
+class SlotTensors:
+    """One named weight of all slots of a layer, packed, with its optional bias."""
+
+    out_dim: int
+    packed_S: Tensor  # [S, panels, in_dim, 16]
+    bias_SN: Tensor | None  # [S, out_dim] float32
+
+    @classmethod
+    def empty(cls, slots: int, out_dim: int, in_dim: int, dtype: torch.dtype) -> "SlotTensors":
+        """Reserve zeroed slots."""
+        panels = -(-out_dim // LANES)
+        return cls(out_dim, torch.zeros(slots, panels, in_dim, LANES, dtype=dtype), None)
+
+    def put(self, slot: int, weight_NK: Tensor) -> None:
+        """Store one expert's weight [out_dim, in_dim] in a slot."""
+        self.packed_S[slot] = pack(weight_NK.to(self.packed_S.dtype))
+
+    def apply(self, x_PK: Tensor, slot_offsets: Tensor) -> Tensor:
+        """Multiply rows sorted by slot; returns [P, out_dim] float32, contiguous."""
+        out_PN = grouped_linear(x_PK, self.packed_S, slot_offsets)
+        if out_PN.shape[1] != self.out_dim:
+            out_PN = out_PN[:, : self.out_dim].contiguous()
+        if self.bias_SN is not None:
+            out_PN += torch.repeat_interleave(
+                self.bias_SN, slot_offsets.diff(), dim=0, output_size=len(out_PN)
+            )
+        return out_PN
+
+    @property
+    def num_bytes(self) -> int:
+        """Resident bytes."""
+        biases = 0 if self.bias_SN is None else self.bias_SN.numel() * 4
+        return self.packed_S.numel() * self.packed_S.element_size() + biases
+
+
+@dataclass
+class ExpertLayer:
+    """This rank's slots of one MoE layer, and the way from logical experts to everybody's slots."""
+
+    up: SlotTensors  # gate_up_proj, or up_proj where the family has no gate
+    down: SlotTensors
+    expert_slot_E: Tensor  # [E] int64: physical slot of each logical expert
+    dispatcher: Dispatcher
+    step: Step
+    load_E: Tensor = field(init=False)  # [E] int64: choices of this rank's tokens so far
+
+    def __post_init__(self) -> None:
+        """Start counting."""
+        self.load_E = torch.zeros_like(self.expert_slot_E)
+
+    def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Serve one layer; collective. Rows past the step's tokens are padding and come back as zero.
+
+        Args:
+            module: the experts module, for its gate function.
+            hidden_TD: [T, D] float32.
+            ids_TK: [T, K] int64 logical experts. weights_TK: [T, K], routing weights.
+
+        Returns:
+            [T, D] float32, new.
+        """
+        rows = self.step.num_tokens
+        ids_TK = ids_TK[:rows]
+        self.load_E += torch.bincount(ids_TK.flatten(), minlength=len(self.load_E))
+        sent = self.dispatcher.dispatch(hidden_TD[:rows], self.expert_slot_E[ids_TK])
+        y_PD = self._slots(module, sent.x_NH[sent.row_P], sent.slot_offsets)
+        out_TD = torch.zeros_like(hidden_TD)
+        out_TD[:rows] = self.dispatcher.combine(y_PD, weights_TK[:rows].float(), sent)
+        return out_TD
+
+    def _slots(self, module: Any, x_PD: Tensor, slot_offsets: Tensor) -> Tensor:
+        raised_PN = self.up.apply(x_PD, slot_offsets)
+        gate = getattr(module._apply_gate, "__func__", None)
+        if not module.has_gate:
+            lowered_PI = _on_full_vectors(module.act_fn, raised_PN)
+        elif (
+            gate is _default_apply_gate
+            and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
+            and self.up.out_dim % (2 * LANES) == 0
+        ):
+            lowered_PI = silu_and_mul(raised_PN)
+        else:
+            lowered_PI = _on_full_vectors(module._apply_gate, raised_PN)
+        return self.down.apply(lowered_PI, slot_offsets)
+
+
+def _on_full_vectors(function: Callable[[Tensor], Tensor], x_PN: Tensor) -> Tensor:
+    """Apply an elementwise function with rows padded, so that no row falls in a scalar tail (see `Step.fill`)."""
+    missing = -len(x_PN) % ROW_MULTIPLE
+    padded = torch.cat((x_PN, x_PN.new_zeros(missing, x_PN.shape[1]))) if missing else x_PN
+    return function(padded)[: len(x_PN)].contiguous()
+
+
+def serve_experts(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Answer an experts module's forward with its `ExpertLayer`."""
+    layer: ExpertLayer = module.expert_layer
+    return layer.run(module, hidden_TD, ids_TK, weights_TK)
+
+
+def register() -> None:
+    """Make the organ known to `transformers` under `NAME`; may be called again."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, serve_experts)

@@ -1,0 +1,194 @@
+"""Build a model to serve: `transformers`' own modules with our three organs, and this rank's share of weights.
+
+Built on the meta device, checked against the checkpoint's headers, then materialised. A model's forward takes a
+packed batch [1, T] described by a `Step`; see `Model.forward`.
+
+Legend: T tokens (padded rows), V vocabulary, R rows whose logits are wanted.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from attention import organ as attention_organ
+from dispatch.dispatcher import Dispatcher
+from expert_placement.placement import Placement, linear_placement
+from kvcache.paged_cache import LayerShape, PagedCache
+from kvcache.step import Step
+from moe import experts as experts_organ
+from moe.checkpoint import Checkpoint
+from moe.experts import ExpertLayer, SlotTensors
+from moe.families import cache_shapes, check_config, experts_modules
+from moe.loader import Loader, LoadPlan, Report
+from moe.packed_weight import StepRows
+
+
+class Skeleton:
+    """A model on the meta device: what it needs and holds is known, nothing is read or allocated yet."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the configuration and build the modules.
+
+        Raises:
+            UnsupportedModelError: the model cannot be served, and why.
+        """
+        attention_organ.register()
+        experts_organ.register()
+        self.directory = directory
+        config = AutoConfig.from_pretrained(directory)
+        check_config(config)
+        with torch.device("meta"):
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self.model.eval()
+        self.model.set_attn_implementation(attention_organ.NAME)
+        self.model.set_experts_implementation(experts_organ.NAME)
+        self.experts = experts_modules(self.model)
+        self.num_experts = int(next(iter(self.experts.values())).num_experts)
+        self.cache_shapes: list[LayerShape] = cache_shapes(self.model)
+
+    def placement(self, num_ranks: int) -> Placement:
+        """The placement a service starts with."""
+        return linear_placement(len(self.experts), self.num_experts, num_ranks)
+
+
+class Model:
+    """One rank's model: run a packed batch, get logits."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        *,
+        dispatcher: Dispatcher,
+        placement: Placement,
+        rank: int,
+        step: Step,
+        dtype: str = "auto",
+        report: Report = lambda _stage, _fraction: None,
+    ) -> None:
+        """Load this rank's weights.
+
+        Args:
+            skeleton: consumed.
+            dispatcher: of the group whose ranks the placement speaks of.
+            placement: the slots of all ranks.
+            rank: this one.
+            step: refilled by the caller before every forward.
+            dtype: auto, float32 or bfloat16; what weights are kept in. Computation is float32.
+            report: called with (stage, fraction).
+
+        Raises:
+            CheckpointError: listing what does not fit.
+        """
+        self.skeleton, self.step, self.placement = skeleton, step, placement
+        self.checkpoint = Checkpoint(skeleton.directory)
+        self._rows = StepRows()
+        self._net = skeleton.model
+        parameters = {
+            f"{name}.{leaf}": int(module.num_experts)
+            for name, module in skeleton.experts.items()
+            for leaf in dict(module.named_parameters(recurse=False))
+        }
+        plan = LoadPlan(self._net, self.checkpoint, parameters)
+        loader = Loader(self._net, self.checkpoint, plan, dtype)
+        with torch.no_grad():
+            loader.load_plain(self._rows, report)
+            self.layers = self._load_experts(loader, dispatcher, rank, report)
+            _restore_buffers(self._net)
+
+    def _load_experts(
+        self, loader: Loader, dispatcher: Dispatcher, rank: int, report: Report
+    ) -> list[ExpertLayer]:
+        local, expert_slot = self.placement.local(rank), torch.from_numpy(self.placement.expert_slot())
+        layers = []
+        for index, (name, module) in enumerate(self.skeleton.experts.items()):
+            tensors = {}
+            for leaf in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+                tensors[leaf] = _load_slots(loader, module, f"{name}.{leaf}", local[index])
+            for leaf in [*dict(module.named_parameters(recurse=False))]:
+                delattr(module, leaf)
+            up, down = tensors.values()
+            layer = ExpertLayer(up, down, expert_slot[index], dispatcher, self.step)
+            module.expert_layer = layer
+            layers.append(layer)
+            report("experts", (index + 1) / len(self.skeleton.experts))
+        return layers
+
+    @torch.inference_mode()
+    def forward(self, token_T: Tensor, cache: PagedCache, logits_R: Tensor) -> Tensor:
+        """Run the step that `step` and `cache.step` describe; collective over the dispatcher's group.
+
+        Args:
+            token_T: [num_padded] int64 token ids; rows past the step's tokens are any valid id.
+            cache: written at the step's places.
+            logits_R: [R] int64 rows whose logits are wanted.
+
+        Returns:
+            [R, V] float32 logits, new.
+        """
+        self._rows.padded, self._rows.real = self.step.num_padded, self.step.num_tokens
+        cache.step = self.step
+        output: Any = self._net(
+            input_ids=token_T[None],
+            position_ids=self.step.positions[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_R,
+            pages=cache,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    @property
+    def lm_head(self) -> Tensor:
+        """The output projection, [V, D]."""
+        weight: Tensor = self._net.get_output_embeddings().weight
+        return weight
+
+    @property
+    def expert_bytes(self) -> int:
+        """Resident bytes of this rank's slots, empty ones included."""
+        return sum(layer.up.num_bytes + layer.down.num_bytes for layer in self.layers)
+
+
+def _load_slots(loader: Loader, module: Any, target: str, local_experts: Any) -> SlotTensors:
+    """Load one weight (and its bias) of all of this rank's slots in one layer."""
+    shape = getattr(module, target.rpartition(".")[2]).shape
+    in_dim, out_dim = (shape[1], shape[2]) if module.is_transposed else (shape[2], shape[1])
+    slots: SlotTensors | None = None
+    for slot, tensor in loader.load_experts(target, local_experts):
+        weight = loader.stored(tensor.T if module.is_transposed else tensor)
+        slots = slots or SlotTensors.empty(len(local_experts), out_dim, in_dim, weight.dtype)
+        slots.put(slot, weight)
+    slots = slots or SlotTensors.empty(len(local_experts), out_dim, in_dim, torch.float32)
+    if module.has_bias:
+        slots.bias_SN = torch.zeros(len(local_experts), out_dim)
+        for slot, bias in loader.load_experts(f"{target}_bias", local_experts):
+            slots.bias_SN[slot] = bias
+    return slots
+
+
+def _restore_buffers(model: PreTrainedModel) -> None:
+    """Recompute the buffers that no checkpoint has (rotary frequencies), which the meta device dropped."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not lost:
+            continue
+        for name in lost:
+            module._buffers[name] = torch.empty_like(getattr(module, name), device="cpu")
+        model._init_weights(module)
+    stranded = [
+        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta
+    ]
+    assert not stranded, f"not materialised: {stranded}"
+
+
+def set_threads(count: int) -> None:
+    """Give this process's kernels so many threads; PyTorch's own small operations stay on one."""
+    torch.set_num_threads(1)
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))

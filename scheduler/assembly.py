@@ -1,0 +1,110 @@
+"""Put an engine together: the composition root of one rank.
+
+Everything that may be wrong with settings, model or memory is found before weights are read. The groups that
+transport and mailbox use are made here and given away; nothing else keeps them (D8 of the design).
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from dispatch.dispatcher import Dispatcher
+from dispatch.mailbox import open_mailbox
+from dispatch.transports.choose import open_transport
+from kvcache.blocks import BlockPool
+from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
+from kvcache.step import Step
+from moe.model import Model, Skeleton, set_threads
+from moe.warmup import compile_kernels
+from scheduler.config import EngineConfig, model_length
+from scheduler.doorbell import Doorbell
+from scheduler.engine import Engine
+from scheduler.lockstep import Header, LockStep
+from scheduler.policy import Scheduler
+from scheduler.runner import Runner
+from scheduler.sizing import num_blocks
+
+Report = Callable[[str, float], None]
+
+
+class Assembled(NamedTuple):
+    """An engine and what there is to know about it."""
+
+    engine: Engine
+    scheduler: Scheduler
+    runner: Runner
+    model: Model
+    max_model_len: int
+    num_blocks: int
+    transport: str  # which, and why
+
+
+def assemble(
+    config: EngineConfig, doorbell: Doorbell, report: Report = lambda _stage, _fraction: None
+) -> Assembled:
+    """Build one rank's engine; collective over the default group where there is more than one rank.
+
+    Args:
+        config: the settings.
+        doorbell: wakes this job's ranks.
+        report: called with (stage, fraction) while weights load.
+
+    Raises:
+        UnsupportedModelError, ConfigError, KVMemoryError, SchedulerLimitsError, CheckpointError,
+        TransportUnavailable: each says what to change.
+    """
+    set_threads(config.threads)
+    skeleton = Skeleton(config.directory)
+    length = model_length(skeleton.model.config, config.max_model_len)
+    blocks = num_blocks(
+        skeleton.cache_shapes,
+        kv_cache_bytes=config.kv_cache_bytes,
+        max_model_len=length,
+        max_num_seqs=config.max_num_seqs,
+    )
+    scheduler = Scheduler(
+        BlockPool(blocks, block_tokens=BLOCK_TOKENS),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_model_len=length,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    step = Step(
+        max_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_sequences=config.max_num_seqs,
+        max_blocks=-(-length // BLOCK_TOKENS),
+        block_tokens=BLOCK_TOKENS,
+    )
+    placement = skeleton.placement(config.world_size)
+    group, mailbox_group = _groups(config)
+    transport = open_transport(config.all2all_backend, group, timeout_s=config.timeout_s, epoch=config.epoch)
+    model = Model(
+        skeleton,
+        dispatcher=Dispatcher(transport, slots_per_rank=placement.slots_per_rank),
+        placement=placement,
+        rank=config.rank,
+        step=step,
+        dtype=config.dtype,
+        report=report,
+    )
+    compile_kernels(model)
+    runner = Runner(model, PagedCache(skeleton.cache_shapes, blocks))
+    mailbox = open_mailbox(
+        config.all2all_backend, mailbox_group, width=len(Header._fields), timeout_s=config.timeout_s
+    )
+    lockstep = LockStep(mailbox, epoch=config.epoch, timeout_s=config.timeout_s)
+    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell)
+    chosen = f"{transport.name}, as {transport.reason}"
+    return Assembled(engine, scheduler, runner, model, length, blocks, chosen)
+
+
+def _groups(config: EngineConfig) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Make the transport's and the mailbox's groups: they run side by side, so they need one each."""
+    if config.world_size == 1:
+        return None, None
+    timeout = timedelta(seconds=config.timeout_s)
+    ranks = list(range(config.world_size))
+    first, second = (dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(2))
+    return first, second

@@ -1,0 +1,45 @@
+"""What an engine is told at start: one frozen value, checked before any weight is read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """An engine setting that this model or machine cannot serve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One rank's settings; equal on all ranks but for `rank` and what follows from it."""
+
+    directory: Path
+    kv_cache_bytes: int  # this rank's
+    rank: int = 0
+    world_size: int = 1
+    max_model_len: int | None = None  # tokens; None: the model's
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    all2all_backend: str = "auto"
+    threads: int = 1
+    timeout_s: float = 30.0  # of every collective
+    epoch: int = 0
+
+
+def model_length(config: Any, wanted: int | None) -> int:
+    """The longest sequence to serve, in tokens.
+
+    Raises:
+        ConfigError: more is wanted than the model has positions for.
+    """
+    positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if wanted is not None and positions and wanted > positions:
+        raise ConfigError(
+            f"--max-model-len is {wanted}; this model has {positions} positions "
+            f"(max_position_embeddings); give {positions} or less"
+        )
+    if not (wanted or positions):
+        raise ConfigError("the model does not say how long a sequence may be; give --max-model-len")
+    return wanted or positions

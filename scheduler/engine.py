@@ -1,0 +1,120 @@
+"""A rank's engine: the step loop that all ranks walk together.
+
+Requests arrive from other threads into an inbox; the loop alone touches scheduler and model. A step is: agree on
+what all ranks do, take what arrived, plan, post the header of the next step, run, commit, hand out. An idle rank
+runs the step too, on padded rows, because the others' tokens need its experts; when nobody has anything all sleep.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from scheduler.doorbell import Doorbell
+from scheduler.lockstep import Decision, LockStep
+from scheduler.policy import Scheduler
+from scheduler.request import RankStats, Request, RequestOutput
+from scheduler.runner import Runner
+
+OnStep = Callable[[list[RequestOutput], RankStats], None]
+
+
+class Engine:
+    """One rank. `submit`, `abort` and `stop` may be called from any thread; `run` blocks its own."""
+
+    def __init__(
+        self,
+        rank: int,
+        scheduler: Scheduler,
+        runner: Runner,
+        lockstep: LockStep,
+        doorbell: Doorbell,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Compose; nothing runs before `run`."""
+        self._rank, self._scheduler, self._runner = rank, scheduler, runner
+        self._lockstep, self._doorbell, self._clock = lockstep, doorbell, clock
+        self._lock = threading.Lock()
+        self._inbox: deque[Request | str] = deque()  # requests, and ids to abort, in order of arrival
+        self._sleeping_step: int | None = None
+        self._is_stopping = False
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its outputs come through `run`'s callback."""
+        self._deliver(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request. Unknown and ended ones are ignored: their end has been told already."""
+        self._deliver(request_id)
+
+    def stop(self) -> None:
+        """End all ranks' loops at the same step."""
+        self._is_stopping = True
+        self._deliver(None)
+
+    def _deliver(self, item: Request | str | None) -> None:
+        with self._lock:
+            if item is not None:
+                self._inbox.append(item)
+            if self._sleeping_step is not None:
+                self._doorbell.ring(self._sleeping_step)
+
+    def run(self, on_step: OnStep) -> None:
+        """Walk steps until some rank stops; collective.
+
+        Args:
+            on_step: called after every step with what it yielded, and before every sleep; must not block.
+
+        Raises:
+            LockStepError, dispatch errors: another rank is lost or out of step.
+        """
+        self._post()
+        while True:
+            decision = self._lockstep.agree()
+            if decision is Decision.STOP:
+                return
+            if decision is Decision.SLEEP:
+                on_step([], self._stats(0))
+                self._sleep()
+                self._post()
+                continue
+            self._step(on_step)
+
+    def _step(self, on_step: OnStep) -> None:
+        outputs = self._take_inbox()
+        outputs += self._scheduler.expire(self._clock())
+        batch = self._scheduler.schedule()
+        self._post()
+        sampled = self._runner.run(batch)
+        outputs += self._scheduler.commit(batch, sampled.token_ids, sampled.logprobs)
+        on_step(outputs, self._stats(batch.num_tokens))
+
+    def _post(self) -> None:
+        has_work = self._scheduler.has_work or bool(self._inbox)
+        self._lockstep.post(has_work=has_work, is_stopping=self._is_stopping)
+
+    def _sleep(self) -> None:
+        with self._lock:
+            self._sleeping_step = self._lockstep.step
+            if self._inbox or self._is_stopping:
+                self._doorbell.ring(self._lockstep.step)
+        self._doorbell.wait(self._lockstep.step)
+        with self._lock:
+            self._sleeping_step = None
+
+    def _take_inbox(self) -> list[RequestOutput]:
+        outputs = []
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Request):
+                self._scheduler.add(item)
+            elif (ended := self._scheduler.abort(item)) is not None:
+                outputs.append(ended)
+        return outputs
+
+    def _stats(self, num_step_tokens: int) -> RankStats:
+        stats = self._scheduler.stats
+        return RankStats(
+            rank=self._rank, step=self._lockstep.step, num_step_tokens=num_step_tokens, **stats._asdict()
+        )

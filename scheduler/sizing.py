@@ -1,0 +1,39 @@
+"""How many KV blocks a rank's memory budget holds."""
+
+from collections.abc import Sequence
+
+from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
+
+
+class KVMemoryError(ValueError):
+    """The memory given to the KV cache does not hold one sequence of the wanted length."""
+
+
+def num_blocks(
+    shapes: Sequence[LayerShape],
+    *,
+    kv_cache_bytes: int,
+    max_model_len: int,
+    max_num_seqs: int,
+) -> int:
+    """Choose the size of a rank's block pool.
+
+    Args:
+        shapes: what each layer caches.
+        kv_cache_bytes: the rank's budget.
+        max_model_len: tokens one sequence may have; at least one such sequence must fit.
+        max_num_seqs: sequences at once; more than all of them need is not reserved.
+
+    Raises:
+        KVMemoryError: naming what is needed and what is there.
+    """
+    block_bytes = sum(shape.token_bytes for shape in shapes) * BLOCK_TOKENS
+    blocks_of_one = -(-max_model_len // BLOCK_TOKENS)
+    blocks = min(kv_cache_bytes // block_bytes, blocks_of_one * max_num_seqs)
+    if blocks < blocks_of_one:
+        raise KVMemoryError(
+            f"a request of --max-model-len {max_model_len} tokens needs {blocks_of_one * block_bytes / 2**20:.0f} MiB "
+            f"of KV cache and the rank has {kv_cache_bytes / 2**20:.0f} MiB; give --kv-cache-memory more, or "
+            f"--max-model-len {kv_cache_bytes // block_bytes * BLOCK_TOKENS} or less"
+        )
+    return blocks

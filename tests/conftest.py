@@ -1,0 +1,25 @@
+"""Fixtures that tests of several packages share: rank pools are spawned once per session and size."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.ranks import RankPool
+
+PoolOf = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="session")
+def pool_of() -> Iterator[PoolOf]:
+    """Return `pool_of(world_size)`: a running pool, replaced if an earlier test broke it."""
+    pools: dict[int, RankPool] = {}
+
+    def pool_of_size(world_size: int) -> RankPool:
+        pool = pools.get(world_size)
+        if pool is None or not pool.is_whole:
+            pools[world_size] = pool = RankPool(world_size, timeout_s=120.0)
+        return pool
+
+    yield pool_of_size
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,100 @@
+"""I1: every family we name gives transformers' own tokens, at 1, 2 and 4 ranks, prompts of all lengths together."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import PoolOf
+from tests.support.families import FAMILIES, VOCABULARY, write_checkpoint
+from tests.support.serving import build, own_share, request, serve, teacher_forced
+
+STEPS = 48
+TOLERANCE = 1e-4
+PROMPT_LENGTHS = (3, 17, 40, 9, 26)
+
+
+class Oracle(NamedTuple):
+    """What transformers says, in eager float32."""
+
+    directory: Path
+    prompts: list[list[int]]
+    sequences: list[list[int]]  # prompt and 48 greedy tokens
+    logits: list[np.ndarray]  # [tokens, V] each, teacher-forced
+
+
+class RankAnswer(NamedTuple):
+    """One rank's share, in the order in which prompts were dealt."""
+
+    sequences: list[list[int]]
+    logits: list[np.ndarray]
+    permuted_logits: list[np.ndarray]  # the control: top-k ids permuted
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """A family's checkpoint on disk and its greedy continuations."""
+    directory = tmp_path_factory.mktemp(request.param)
+    model = write_checkpoint(request.param, directory)
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    sequences, logits = [], []
+    with torch.inference_mode():
+        for prompt in prompts:
+            generated = model.generate(
+                torch.tensor([prompt]), max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            sequences.append(generated[0].tolist())
+            logits.append(model(generated).logits[0].numpy())
+    return Oracle(directory, prompts, sequences, logits)
+
+
+def answer(directory: Path, prompts: list[list[int]], sequences: list[list[int]]) -> RankAnswer:
+    """Serve this rank's prompts, then run its teacher-forced sequences with right and with permuted routing."""
+    built = build(directory, max_model_len=128, max_num_batched_tokens=512)
+    own = own_share(list(enumerate(prompts)))
+    served = serve(built, [request(str(index), prompt, max_tokens=STEPS) for index, prompt in own])
+    made = [prompt + served.token_ids[str(index)] for index, prompt in own]
+    logits = teacher_forced(built, own_share(sequences))
+    for layer in built.model.layers:
+        layer.expert_slot_E = layer.expert_slot_E.roll(1)
+    return RankAnswer(made, logits, teacher_forced(built, own_share(sequences)))
+
+
+def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    """The largest difference of any logit."""
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_greedy_tokens_and_logits_equal_transformers(
+    oracle: Oracle, world_size: int, pool_of: PoolOf
+) -> None:
+    arguments = (oracle.directory, oracle.prompts, oracle.sequences)
+    answers = pool_of(world_size).run(answer, *arguments)
+    for rank, found in enumerate(answers):
+        share = slice(rank, None, world_size)
+        if not oracle.prompts[share]:
+            continue
+        assert worst(found.logits, oracle.logits[share]) < TOLERANCE
+        assert worst(found.permuted_logits, oracle.logits[share]) > 100 * TOLERANCE, (
+            "the control did not fail"
+        )
+        for ours, theirs, logits in zip(
+            found.sequences, oracle.sequences[share], oracle.logits[share], strict=True
+        ):
+            assert_equal_tokens(ours, theirs, logits)
+
+
+def assert_equal_tokens(ours: list[int], theirs: list[int], logits: np.ndarray) -> None:
+    """Tokens are equal, or first differ where the oracle's own two best are closer than the tolerance."""
+    assert len(ours) == len(theirs)
+    differing = [position for position, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+    if differing:
+        second, first = np.sort(logits[differing[0] - 1])[-2:]
+        assert first - second < TOLERANCE, (
+            f"token {differing[0]} is {ours[differing[0]]}, not {theirs[differing[0]]}"
+        )

@@ -1,0 +1,115 @@
+"""Tiny seeded checkpoints of the MoE families we name, written to disk by `transformers` itself.
+
+Weights are drawn wide, so that logits differ by far more than rounding; every family keeps what is special about
+it: node-limited groups, shared experts, sinks, sliding windows, partial rotary, QK norms, biases.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 256
+COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.12,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 1.5,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 32},
+    "qwen2_moe": {"num_experts": 10, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 8, "intermediate_size": 32, "num_key_value_heads": 4},
+    "deepseek_v2": MLA,
+    "deepseek_v3": {**MLA, "num_experts_per_tok": 3, "topk_method": "noaux_tc"},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "intermediate_size": 32,
+        "sliding_window": 8,
+        "max_position_embeddings": 131072,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "minimax_m2": {"num_local_experts": 8, "intermediate_size": 32, "rotary_dim": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+    },
+    "dots1": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "granitemoe": {
+        "num_local_experts": 8,
+        "intermediate_size": 32,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def make_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """Build the oracle: `transformers`' eager model in float32, with seeded weights."""
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.set_experts_implementation("eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "correction_bias" in name or name.endswith(("bias", "sinks")) or not tensor.isfinite().all():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    return model
+
+
+def write_checkpoint(family: str, directory: Path, seed: int = 0, **options: Any) -> PreTrainedModel:
+    """Write a family's checkpoint and return its oracle. `options` go to save_pretrained (max_shard_size)."""
+    model = make_model(family, seed)
+    model.save_pretrained(directory, **options)
+    return model

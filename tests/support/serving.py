@@ -1,0 +1,98 @@
+"""Engines in tests: the real step loop on every rank of a pool, fed with prompts and run until all are served."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kvcache.paged_cache import PagedCache
+from kvcache.step import Span
+from scheduler.assembly import Assembled, assemble
+from scheduler.config import EngineConfig
+from scheduler.engine import Engine
+from scheduler.request import RankStats, Request, RequestOutput, SamplingParams
+
+
+class StopDoorbell:
+    """Where all ranks would sleep, they stop instead."""
+
+    engine: Engine
+
+    def ring(self, step: int) -> None:
+        """Nobody sleeps."""
+
+    def wait(self, step: int) -> None:
+        """Stop instead of sleeping."""
+        self.engine.stop()
+
+
+@dataclass
+class Served:
+    """What one rank delivered, by request id."""
+
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    stats: list[RankStats] = field(default_factory=list)
+
+
+def build(directory: Path, **settings: Any) -> Assembled:
+    """Assemble this rank's engine; alone unless `torch.distributed` is up in a pool."""
+    if dist.is_initialized():
+        settings = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), **settings}
+    doorbell = StopDoorbell()
+    built = assemble(
+        EngineConfig(**{"directory": directory, "kv_cache_bytes": 8 << 20, **settings}), doorbell
+    )
+    doorbell.engine = built.engine
+    return built
+
+
+def serve(built: Assembled, requests: Sequence[Request]) -> Served:
+    """Run a rank's requests to their ends; collective."""
+    served = Served()
+
+    def on_step(outputs: list[RequestOutput], stats: RankStats) -> None:
+        served.outputs += outputs
+        served.stats.append(stats)
+        for output in outputs:
+            served.token_ids.setdefault(output.request_id, []).extend(output.token_ids)
+
+    for request in requests:
+        built.engine.submit(request)
+    built.engine.run(on_step)
+    return served
+
+
+def request(request_id: str, prompt_ids: Sequence[int], **params: Any) -> Request:
+    """A greedy request unless `params` say otherwise."""
+    values = {"temperature": 0.0, "max_tokens": 48, **params}
+    return Request(
+        request_id=request_id, prompt_ids=tuple(prompt_ids), params=SamplingParams(**values), arrival_s=0.0
+    )
+
+
+def own_share(items: Sequence[Any]) -> list[Any]:
+    """This rank's items of a list that is dealt out in turn."""
+    if not dist.is_initialized():
+        return list(items)
+    return list(items[dist.get_rank() :: dist.get_world_size()])
+
+
+def teacher_forced(built: Assembled, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Run whole sequences in one step and return every row's logits, [tokens, V] each; collective."""
+    step, cache = built.runner.step, PagedCache(built.model.skeleton.cache_shapes, 64)
+    spans, used = [], 0
+    for sequence in sequences:
+        blocks = -(-len(sequence) // step.block_tokens)
+        spans.append(Span(0, len(sequence), range(used, used + blocks)))
+        used += blocks
+    step.fill(spans)
+    tokens = torch.zeros(step.num_padded, dtype=torch.int64)
+    tokens[: step.num_tokens] = torch.tensor([token for sequence in sequences for token in sequence])
+    logits = built.model.forward(tokens, cache, torch.arange(step.num_tokens)).numpy()
+    ends = np.cumsum([len(sequence) for sequence in sequences])
+    return np.split(logits, ends[:-1]) if sequences else []
