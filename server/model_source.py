@@ -1,6 +1,6 @@
 """Turn what the user calls the model into a directory: the demo model, a directory, or a name on the hub.
 
-The two imports inside functions are for start-up time: neither is needed when MODEL is a directory, and the demo
+The imports inside functions are for start-up time: none is needed when MODEL is a directory, and the demo
 model's maker may import torch.
 """
 # ruff: noqa: PLC0415
@@ -22,15 +22,22 @@ def resolve_model(name: str) -> Path:
         PreflightError: there is no such model, or it cannot be had from here.
     """
     if name == DEMO_MODEL:
-        from moe.demo_model import ensure_demo_model
-
-        return ensure_demo_model()
+        return _make_demo_model()
     path = Path(name).expanduser()
     if path.exists():
         return path.resolve()
     if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
         raise PreflightError(f"the model path {name} does not exist")
     return _download(name)
+
+
+def _make_demo_model() -> Path:
+    from moe.demo_model import DemoModelError, ensure_demo_model
+
+    try:
+        return ensure_demo_model()
+    except DemoModelError as error:
+        raise PreflightError(f"the demo model could not be made: {error}") from error
 
 
 def _download(name: str) -> Path:

@@ -7,6 +7,7 @@ host share names and addresses, but a port has one owner. Rejected: comparing ho
 cannot tell those two apart and fails behind NAT.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _C10D_PORT = 29400  # torchrun's default for an endpoint without a port
+_TORCHRUN = ("torchrun", "torch.distributed.run", "distributed/run.py", "torch.distributed.launch")
 _LISTEN = "0A"  # a TCP state in /proc/net/tcp
 
 
@@ -104,12 +106,11 @@ def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os
 def find_agent() -> int:
     """Return the pid of the torchrun above this process: its parent, or further up where a script is in between."""
     pid = os.getppid()
-    while pid > 0:
-        if any(word.endswith(("torchrun", "torch.distributed.run")) for word in _command_line(pid)):
-            return pid
-        pid = int(
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-        )  # after the name: state, ppid
+    with contextlib.suppress(OSError):  # the kernel may hide other users' processes, or one has just ended
+        while pid > 0:
+            if any(word.endswith(_TORCHRUN) for word in _command_line(pid)):
+                return pid
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # state, ppid
     return os.getppid()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import moe.demo_model
 from server.cli import build_parser
 from server.machine import available_bytes, usable_cores
 from server.model_source import resolve_model
@@ -197,6 +198,14 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(
         "'org/name' is neither a directory here nor to be had from the hub (OSError: no route to the hub)"
         in complaint
     )
+
+
+def test_a_demo_model_that_cannot_be_made_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise moe.demo_model.DemoModelError("the disk is full")
+
+    monkeypatch.setattr(moe.demo_model, "ensure_demo_model", fail)
+    assert complaint_of(lambda: resolve_model("demo")) == "the demo model could not be made: the disk is full"
 
 
 def test_a_directory_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
