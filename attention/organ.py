@@ -80,6 +80,8 @@ def attend(
         raise NotImplementedError("attention with soft-capped scores is not served")
     layer, step = int(module.layer_idx), pages.step
     assert step is not None, "a step must be set before the model runs"
+    if not step.num_tokens:  # this rank only keeps the others company
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     if pages.shapes[layer].latent:
         pages, step = _expanded(module, pages, layer)
         layer = 0

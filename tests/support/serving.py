@@ -1,5 +1,6 @@
 """Engines in tests: the real step loop on every rank of a pool, fed with prompts and run until all are served."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +18,22 @@ from scheduler.engine import Engine
 from scheduler.request import RankStats, Request, RequestOutput, SamplingParams
 
 
-class StopDoorbell:
-    """Where all ranks would sleep, they stop instead."""
+class WaveDoorbell:
+    """Where all ranks would sleep, each submits its next wave of requests instead, and stops after the last."""
 
     engine: Engine
+    waves: deque[list[Request]]
 
     def ring(self, step: int) -> None:
         """Nobody sleeps."""
 
     def wait(self, step: int) -> None:
-        """Stop instead of sleeping."""
-        self.engine.stop()
+        """Submit or stop instead of sleeping."""
+        if not self.waves:
+            self.engine.stop()
+            return
+        for request in self.waves.popleft():
+            self.engine.submit(request)
 
 
 @dataclass
@@ -43,16 +49,20 @@ def build(directory: Path, **settings: Any) -> Assembled:
     """Assemble this rank's engine; alone unless `torch.distributed` is up in a pool."""
     if dist.is_initialized():
         settings = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), **settings}
-    doorbell = StopDoorbell()
+    doorbell = WaveDoorbell()
     built = assemble(
         EngineConfig(**{"directory": directory, "kv_cache_bytes": 8 << 20, **settings}), doorbell
     )
     doorbell.engine = built.engine
+    built.engine.waves = doorbell.waves = deque()  # type: ignore[attr-defined]
     return built
 
 
-def serve(built: Assembled, requests: Sequence[Request]) -> Served:
-    """Run a rank's requests to their ends; collective."""
+def serve(built: Assembled, *waves: Sequence[Request]) -> Served:
+    """Run this rank's requests to their ends, wave after wave, and end the engine; collective.
+
+    All ranks must have the same number of waves.
+    """
     served = Served()
 
     def on_step(outputs: list[RequestOutput], stats: RankStats) -> None:
@@ -61,8 +71,7 @@ def serve(built: Assembled, requests: Sequence[Request]) -> Served:
         for output in outputs:
             served.token_ids.setdefault(output.request_id, []).extend(output.token_ids)
 
-    for request in requests:
-        built.engine.submit(request)
+    built.engine.waves.extend(list(wave) for wave in waves)  # type: ignore[attr-defined]
     built.engine.run(on_step)
     return served
 

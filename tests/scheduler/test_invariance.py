@@ -1,0 +1,118 @@
+"""I2: the same request gives the same bits whatever runs beside it, however it is cut, and on how many ranks.
+
+Compared are tokens and the float bits of their logprobs, for greedy and seeded requests, against one rank that
+serves each request alone in one chunk.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scheduler.request import Request, RequestOutput
+from tests.conftest import PoolOf
+from tests.support.families import VOCABULARY, write_checkpoint
+from tests.support.serving import build, own_share, request, serve
+
+FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+Answers = dict[str, list[tuple[int, float]]]  # request id to (token, logprob) of every position
+
+
+def requests() -> list[Request]:
+    """Greedy and seeded requests of many lengths; some share long prefixes."""
+    generator = torch.Generator().manual_seed(3)
+    shared = torch.randint(3, VOCABULARY, (40,), generator=generator).tolist()
+    made = []
+    for index, length in enumerate((1, 5, 16, 17, 33, 50, 7, 64)):
+        tail = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        prompt = shared + tail if index % 2 else tail
+        params = {"temperature": 0.9, "seed": index, "top_p": 0.95} if index % 3 else {"temperature": 0.0}
+        made.append(request(f"{index}", prompt, max_tokens=20, num_logprobs=0, **params))
+    return made
+
+
+def answers_of(directory: Path, alone: bool, rounds: int, **settings: Any) -> Answers:
+    """Serve this rank's share of the requests; `rounds` > 1 asks again, which hits the prefix cache."""
+    built = build(directory, **{"max_model_len": 160, **settings})
+    share = own_share(requests())
+    waves = [[one] for one in share] if alone else [share] * rounds
+    answers = _collect(serve(built, *waves).outputs)
+    if rounds > 1:
+        assert built.scheduler.stats.prefix_hit_tokens > 0
+    assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
+    return answers
+
+
+def _collect(outputs: list[RequestOutput]) -> Answers:
+    """Gather every request's positions; of a request that was asked twice, the second answer."""
+    answers: Answers = {}
+    ended: set[str] = set()
+    for output in outputs:
+        if output.request_id in ended:
+            ended.discard(output.request_id)
+            answers[output.request_id] = []
+        rows = [(entry.token_id, entry.logprob) for entry in output.logprobs]
+        answers.setdefault(output.request_id, []).extend(rows)
+        if output.finish_reason is not None:
+            ended.add(output.request_id)
+    return answers
+
+
+def answers_on_rank(directory: Path, rounds: int, settings: dict[str, Any]) -> Answers:
+    """What a pool's rank runs."""
+    return answers_of(directory, False, rounds, **settings)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served_alone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Answers]:
+    """A checkpoint, and every request served alone by one rank without a prefix cache."""
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, directory)
+    return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 23, "max_num_seqs": 8},
+        {"kv_cache_bytes": 0},
+    ],
+    ids=["full batch", "chunks of 16", "chunks of 23", "preemption"],
+)
+def test_batch_chunks_prefix_hits_and_preemption_change_no_bit(
+    served_alone: tuple[Path, Answers], settings: dict[str, Any]
+) -> None:
+    directory, alone = served_alone
+    if settings.get("kv_cache_bytes") == 0:
+        settings = {"kv_cache_bytes": smallest_cache(directory)}
+    assert answers_of(directory, False, 2, **settings) == alone
+
+
+def smallest_cache(directory: Path) -> int:
+    """Bytes for 12 blocks: one request of the longest length and little more."""
+    built = build(directory, max_model_len=160)
+    return sum(shape.token_bytes for shape in built.model.skeleton.cache_shapes) * 16 * 12
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_ranks_and_transports_change_no_bit(
+    served_alone: tuple[Path, Answers], world_size: int, backend: str, pool_of: PoolOf
+) -> None:
+    directory, alone = served_alone
+    parts = pool_of(world_size).run(answers_on_rank, directory, 1, {"all2all_backend": backend})
+    assert {key: value for part in parts for key, value in part.items()} == alone
+
+
+def test_the_comparison_sees_a_single_changed_weight(served_alone: tuple[Path, Answers]) -> None:
+    directory, alone = served_alone
+    built = build(directory, max_model_len=160)
+    slots = built.model.layers[0].down
+    slots.packed_S += torch.from_numpy(np.full(1, 1e-4, np.float32))
+    assert _collect(serve(built, requests()).outputs) != alone
