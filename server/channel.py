@@ -1,6 +1,7 @@
 """gRPC settings that both ends of a rank's stream share.
 
-A dead process closes its connection at once; keep-alive pings are for a host or a cable that vanished silently.
+A dead process closes its connection at once; keep-alive pings are for a host or a cable that
+vanished silently, and patient, because a machine with too few cores may leave a process without time for seconds.
 """
 
 METADATA_KEY = "authorization"
@@ -9,11 +10,11 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 256 << 20),  # bytes; a prompt of a million tokens takes about 4 MB
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.enable_http_proxy", 0),  # ranks are reached directly, whatever http_proxy says
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 4_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.so_reuseport", 0),  # two fronts must not share one port unnoticed
 )
 

@@ -101,10 +101,11 @@ class _Front:
             return _complain(f"cannot listen for ranks on --ranks-host {ranks_host}: {error}")
         if ready_fd is not None:
             _announce(ready_fd, listener, self._options.host, ranks_address, self._token)
-        slow = _import_http_service()
+        slow = await asyncio.to_thread(_import_http_service)  # meanwhile ranks attach
         try:
+            tokenizer = await asyncio.to_thread(slow.Tokenizer, self._options.model)
             http = slow.HttpService(
-                self._options, ranks=self._ranks, journal=Journal(), metrics=self._metrics
+                self._options, tokenizer, ranks=self._ranks, journal=Journal(), metrics=self._metrics
             )
         except ValueError as error:  # TokenizerError: its class came with the slow import
             return _complain(str(error))

@@ -37,13 +37,10 @@ _KEEP_ALIVE_S = 60  # between requests of one client; shorter makes pooled clien
 class HttpService:
     """Requests in over HTTP; the ranks' outputs back out."""
 
-    def __init__(self, options: Options, *, ranks: Ranks, journal: Journal, metrics: Metrics) -> None:
-        """Load the tokenizer and put the application together.
-
-        Raises:
-            TokenizerError: the model's directory has none that loads.
-        """
-        tokenizer = Tokenizer(options.model)
+    def __init__(
+        self, options: Options, tokenizer: Tokenizer, *, ranks: Ranks, journal: Journal, metrics: Metrics
+    ) -> None:
+        """Put the application together."""
         router = Router(ranks.num_ranks)
         self.requests = Requests(
             decoder=tokenizer,

@@ -13,7 +13,7 @@ from scheduler.request import FinishReason, Logprobs, RankStats, Request, Reques
 from server.rank_link import RankLink
 from server.wire import RankFacts
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 NUM_BLOCKS = 64
 BLOCK_TOKENS = 16
 
@@ -134,18 +134,12 @@ class FakeRank:
         finish = script.finish if len(token_ids) == len(script.token_ids) else FinishReason.LENGTH
         at = 0
         while at < len(token_ids):
-            gate = script.gates.get(at)
-            if gate is not None:
-                gate.wait(TIMEOUT_S)
-            if self._ended or request.request_id in self.aborted:
-                self._send(
-                    RequestOutput(
-                        request_id=request.request_id, token_ids=[], finish_reason=FinishReason.ABORT
-                    )
-                )
+            if not self._may_go_on(request, script, at):
                 return
             step = token_ids[at : at + script.tokens_per_step]
             at += len(step)
+            # As engines do, the last token brings the end along, unless the test wants to decide when it comes.
+            ends = at == len(token_ids) and at not in script.gates
             self._send(
                 RequestOutput(
                     request_id=request.request_id,
@@ -154,16 +148,30 @@ class FakeRank:
                     if params.num_logprobs is None
                     else [_logprobs(t, params.num_logprobs) for t in step],
                     num_cached_tokens=script.num_cached_tokens,
+                    finish_reason=finish if ends else None,
+                    error=script.error if ends else "",
                 )
             )
-        gate = script.gates.get(len(token_ids))
+            if ends:
+                return
+        if self._may_go_on(request, script, len(token_ids)):
+            self._send(
+                RequestOutput(
+                    request_id=request.request_id, token_ids=[], finish_reason=finish, error=script.error
+                )
+            )
+
+    def _may_go_on(self, request: Request, script: Script, at: int) -> bool:
+        """Wait at a gate; answer an abort."""
+        gate = script.gates.get(at)
         if gate is not None:
             gate.wait(TIMEOUT_S)
-        self._send(
-            RequestOutput(
-                request_id=request.request_id, token_ids=[], finish_reason=finish, error=script.error
+        if self._ended or request.request_id in self.aborted:
+            self._send(
+                RequestOutput(request_id=request.request_id, token_ids=[], finish_reason=FinishReason.ABORT)
             )
-        )
+            return False
+        return True
 
     def _send(self, output: RequestOutput) -> None:
         with self._changed:

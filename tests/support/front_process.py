@@ -16,7 +16,7 @@ from tests.support.fake_rank import FakeRank, Script
 from tests.support.tiny_tokenizer import MAX_LEN
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class FrontProcess:

@@ -1,0 +1,280 @@
+"""POST /v1/chat/completions through the official client: whole answers and streams."""
+
+import asyncio
+import threading
+from typing import Any
+
+import openai
+import pytest
+
+from scheduler.request import FinishReason
+from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.tiny_tokenizer import MAX_LEN
+
+TEXT = "hello wörld 😀!"
+
+
+def chat(client: openai.OpenAI, word: str, **how: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": word}], **how)
+
+
+def text_of(chunks: list[Any], index: int = 0) -> str:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+def test_a_whole_answer_has_text_usage_and_one_finish_reason(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    script = front.script("w-whole", TEXT, num_cached_tokens=3)
+    answer = chat(client, "w-whole")
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == "tiny"
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
+    sent = front.served("w-whole").requests[-1]
+    assert answer.usage.prompt_tokens == len(sent.prompt_ids)
+    assert answer.usage.completion_tokens == len(script.token_ids)
+    assert answer.usage.total_tokens == len(sent.prompt_ids) + len(script.token_ids)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_the_prompt_is_the_chat_template_s(front: FrontProcess, client: openai.OpenAI) -> None:
+    client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "system", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "w-parts"}, {"type": "text", "text": "two"}],
+            },
+        ],
+        max_completion_tokens=1,
+    )
+    request = front.served("w-parts").requests[-1]
+    expected = "<|start|>system\nbe brief<|end|>\n<|start|>user\nw-parts\ntwo<|end|>\n<|start|>assistant\n"
+    assert front.decode(request.prompt_ids) == expected
+    assert list(request.prompt_ids).count(0) == 3, "special tokens are single ids"
+
+
+def test_a_stream_has_the_role_first_one_finish_reason_and_usage_last(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    front.script("w-stream", TEXT)
+    chunks = list(chat(client, "w-stream", stream=True, stream_options={"include_usage": True}))
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].delta.role for chunk in chunks[1:-1]] == [None] * (len(chunks) - 2)
+    assert text_of(chunks) == TEXT
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    assert reasons == ["stop"]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(front.encode(TEXT))
+
+
+def test_the_wire_is_what_openai_documents(front: FrontProcess) -> None:
+    front.script("w-wire", "ok")
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "w-wire"}], "stream": True}
+    response = front.post("/v1/chat/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith("data: {") for event in events[:-2])
+    assert "usage" not in response.text, "only when asked for"
+
+
+def test_each_token_is_sent_when_it_comes_and_no_character_is_broken(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    token_ids = front.encode(TEXT)
+    gates = {number: threading.Event() for number in range(len(token_ids) + 1)}
+    front.script("w-gated", token_ids, gates=gates)
+    gates[0].set()  # headers come with the first piece
+    chunks = iter(chat(client, "w-gated", stream=True))
+    contents = (chunk.choices[0].delta.content for chunk in chunks)
+    shown = ""
+    for number in range(len(token_ids)):
+        gates[number].set()
+        whole = front.decode(token_ids[: number + 1])
+        if not whole.endswith("\ufffd"):
+            piece = next(content for content in contents if content)
+            assert shown + piece == whole, "exactly this token's text, before the next token is let go"
+            shown = whole
+    gates[len(token_ids)].set()
+    assert shown == TEXT and not any(contents)
+
+
+def test_usage_in_every_chunk_when_asked_for(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("w-continuous", "abc")
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(chat(client, "w-continuous", stream=True, stream_options=options))
+    assert all(chunk.usage is not None for chunk in chunks)
+    assert chunks[-2].usage.completion_tokens == 3
+
+
+def test_n_choices_are_n_requests_with_seeds_in_a_row(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("w-n", "same")
+    answer = chat(client, "w-n", n=3, seed=41)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in answer.choices] == ["same"] * 3
+    sent = [r for rank in front.ranks for r in rank.requests if "w-n" in front.decode(r.prompt_ids)]
+    assert sorted(request.params.seed for request in sent) == [41, 42, 43]
+    assert answer.usage.prompt_tokens == len(sent[0].prompt_ids), "a prompt counts once"
+    assert answer.usage.completion_tokens == 3 * len(front.encode("same"))
+    chunks = list(chat(client, "w-n", n=3, stream=True))
+    assert [text_of(chunks, index) for index in range(3)] == ["same"] * 3
+    reasons = [(c.index, c.finish_reason) for chunk in chunks for c in chunk.choices if c.finish_reason]
+    assert sorted(reasons) == [(0, "stop"), (1, "stop"), (2, "stop")]
+
+
+def test_sampling_parameters_reach_the_rank(front: FrontProcess, client: openai.OpenAI) -> None:
+    chat(
+        client,
+        "w-params",
+        max_completion_tokens=5,
+        temperature=0.3,
+        top_p=0.8,
+        presence_penalty=-1.5,
+        frequency_penalty=1.25,
+        seed=-1,
+        extra_body={
+            "top_k": 3,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
+            "min_tokens": 2,
+            "stop_token_ids": [77],
+        },
+    )
+    params = front.served("w-params").requests[-1].params
+    assert (params.max_tokens, params.min_tokens, params.seed) == (5, 2, 2**64 - 1)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.3, 0.8, 3, 0.05)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-1.5, 1.25, 1.1)
+    assert params.stop_token_ids == (1, 77) and params.num_logprobs is None
+
+
+def test_defaults_reach_to_the_context_s_end_and_come_from_the_checkpoint(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    front.script("w-default", "ok")
+    chat(client, "w-default")
+    chat(client, "w-default")
+    first, second = [
+        r for rank in front.ranks for r in rank.requests if "w-default" in front.decode(r.prompt_ids)
+    ]
+    assert first.params.max_tokens == MAX_LEN - len(first.prompt_ids)
+    assert (first.params.temperature, first.params.top_k) == (1.0, 7), "top_k is in generation_config.json"
+    assert first.params.seed != second.params.seed, "drawn, and recorded, when the client gives none"
+    chat(client, "w-eosless", max_tokens=1, extra_body={"ignore_eos": True})
+    assert front.served("w-eosless").requests[-1].params.stop_token_ids == ()
+
+
+def test_max_tokens_ends_with_length(client: openai.OpenAI) -> None:
+    assert chat(client, "w-length", max_tokens=2).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_ends_the_answer_at_the_rank_too(
+    front: FrontProcess, client: openai.OpenAI, streamed: bool
+) -> None:
+    word = f"w-stop{streamed}"
+    more = threading.Event()
+    front.script(word, "one<EN two<END> three", gates={15: more}, finish=FinishReason.LENGTH)
+    if streamed:
+        chunks = list(chat(client, word, stream=True, stop=["<END>", "zzz"]))
+        assert text_of(chunks) == "one<EN two"
+        assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["stop"]
+    else:
+        answer = chat(client, word, stop="<END>")
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("one<EN two", "stop")
+        assert answer.choices[0].stop_reason == "<END>"
+    rank = front.served(word)
+    request_id = rank.requests[-1].request_id
+    rank.wait_for(lambda told: request_id in told.aborted)
+    more.set()
+
+
+def test_a_stop_token_is_counted_and_not_shown(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("w-eos", [*front.encode("hi!"), 1])
+    answer = chat(client, "w-eos", extra_body={"skip_special_tokens": False})
+    assert (answer.choices[0].message.content, answer.usage.completion_tokens) == ("hi!", 4)
+    assert answer.choices[0].stop_reason is None
+    mark = front.encode("!")
+    front.script("w-own", [*front.encode("hi"), *mark])
+    answer = chat(client, "w-own", extra_body={"stop_token_ids": mark})
+    assert (answer.choices[0].message.content, answer.choices[0].stop_reason) == ("hi", mark[0])
+    answer = chat(client, "w-own", extra_body={"stop_token_ids": mark, "include_stop_str_in_output": True})
+    assert answer.choices[0].message.content == "hi!"
+
+
+def test_logprobs_come_with_their_alternatives(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("w-logprobs", "hé")
+    answer = chat(client, "w-logprobs", logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in content) == "hé".encode()
+    assert [entry.logprob for entry in content] == [-0.5] * 3
+    assert [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
+    assert content[0].top_logprobs[0].token == content[0].token == "h"
+    streamed = list(chat(client, "w-logprobs", logprobs=True, stream=True))
+    entries = [e for c in streamed if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    assert [entry.token for entry in entries] == [entry.token for entry in content]
+    assert all(entry.top_logprobs == [] for entry in entries)
+
+
+def test_a_client_that_hangs_up_frees_its_place_at_the_rank(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    never = threading.Event()
+    front.script("w-hangup", "abc", gates={1: never})
+    with chat(client, "w-hangup", stream=True) as stream:
+        next(iter(stream))
+    rank = front.served("w-hangup")
+    rank.wait_for(lambda told: rank.requests[-1].request_id in told.aborted)
+    never.set()
+
+
+def test_a_client_that_stops_waiting_for_a_whole_answer_frees_its_place(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    never = threading.Event()
+    front.script("w-impatient", "abc", gates={0: never})
+    with pytest.raises(openai.APITimeoutError):
+        chat(client, "w-impatient", timeout=0.3, n=2)
+    for rank in front.ranks:
+        ids = [r.request_id for r in rank.requests if "w-impatient" in front.decode(r.prompt_ids)]
+        rank.wait_for(lambda told, ids=ids: set(ids) <= set(told.aborted))  # type: ignore[misc]
+    never.set()
+
+
+def test_a_failure_at_the_rank_is_a_status_or_an_event(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("w-fails", "", finish=FinishReason.ERROR, error="out of luck")
+    with pytest.raises(openai.InternalServerError, match="out of luck"):
+        chat(client, "w-fails")
+    with pytest.raises(openai.InternalServerError, match="out of luck"):
+        chat(client, "w-fails", stream=True)
+    front.script(
+        "w-breaks", "ab", finish=FinishReason.ERROR, error="out of luck", gates={1: threading.Event()}
+    )
+    stream = chat(client, "w-breaks", stream=True)
+    next(iter(stream))
+    front.served("w-breaks").scripts["w-breaks"].gates[1].set()
+    with pytest.raises(openai.APIError, match="out of luck"):
+        list(stream)
+
+
+def test_many_streams_at_once_each_get_their_own_text(front: FrontProcess) -> None:
+    words = [f"w-many{number:02d}" for number in range(40)]
+    for word in words:
+        front.script(word, f"{word} é😀 done")
+
+    async def one(client: openai.AsyncOpenAI, word: str) -> str:
+        stream = await client.chat.completions.create(
+            model="org/tiny-alias", messages=[{"role": "user", "content": word}], stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=front.url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
+        ) as client:
+            return await asyncio.gather(*(one(client, word) for word in words))
+
+    assert asyncio.run(all_of_them()) == [f"{word} é😀 done" for word in words]

@@ -1,0 +1,153 @@
+"""POST /v1/completions, /v1/models and the operators' routes, through the official client where it has them."""
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.front_process import FrontProcess
+from tests.support.tiny_tokenizer import MAX_LEN
+
+
+def test_a_prompt_is_completed_without_a_template(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-plain", " and more")
+    answer = client.completions.create(model="tiny", prompt="c-plain")
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" and more", "stop")
+    request = front.served("c-plain").requests[-1]
+    assert front.decode(request.prompt_ids) == "c-plain"
+    assert request.params.max_tokens == 16, "OpenAI's default here"
+
+
+def test_the_four_forms_of_a_prompt(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-forms", "ok")
+    ids = front.encode("c-forms")
+    for prompt, num_choices in (
+        ("c-forms", 1),
+        (["c-forms", "c-forms 2"], 2),
+        (ids, 1),
+        ([ids, ids, ids], 3),
+    ):
+        answer = client.completions.create(model="tiny", prompt=prompt)  # type: ignore[arg-type]
+        assert [choice.index for choice in answer.choices] == list(range(num_choices))
+        assert {choice.text for choice in answer.choices} == {"ok"}
+        assert answer.usage is not None and answer.usage.completion_tokens == 2 * num_choices
+
+
+def test_every_prompt_has_n_choices_in_a_row(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-first", "one")
+    front.script("c-second", "two")
+    answer = client.completions.create(model="tiny", prompt=["c-first", "c-second"], n=2, seed=5)
+    assert [choice.text for choice in answer.choices] == ["one", "one", "two", "two"]
+    for word in ("c-first", "c-second"):
+        sent = [r for rank in front.ranks for r in rank.requests if word in front.decode(r.prompt_ids)]
+        assert sorted(request.params.seed for request in sent) == [5, 6], "as if it had been sent alone"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(front.encode("c-first")) + len(front.encode("c-second"))
+
+
+@pytest.mark.parametrize("prompt", ["c-echo", ["c-echo"], None])
+def test_echo_puts_the_prompt_before_the_answer(
+    front: FrontProcess, client: openai.OpenAI, prompt: str | list[str] | None
+) -> None:
+    front.script("c-echo", "!")
+    sent = front.encode("c-echo") if prompt is None else prompt
+    answer = client.completions.create(model="tiny", prompt=sent, echo=True)
+    assert answer.choices[0].text == "c-echo!"
+    stream = client.completions.create(model="tiny", prompt=sent, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "c-echo!"
+
+
+def test_logprobs_hold_the_chosen_token_and_offsets(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-logprobs", "hé!")
+    answer = client.completions.create(model="tiny", prompt="c-logprobs", logprobs=0)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs is not None
+    assert logprobs.tokens[0] == "h" and logprobs.tokens[-1] == "!"
+    assert logprobs.token_logprobs == [-0.5] * 4
+    assert [set(top) for top in logprobs.top_logprobs] == [{token} for token in logprobs.tokens]
+    assert logprobs.text_offset == [0, 1, 2, 3]
+    chunks = client.completions.create(model="tiny", prompt="c-logprobs", logprobs=2, stream=True)
+    pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [offset for piece in pieces for offset in piece.text_offset or []] == [0, 1, 2, 3]
+
+
+def test_a_streamed_completion_ends_with_its_usage(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-stream", "streamed")
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt="c-stream", stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "streamed"
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["stop"]
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_models_are_listed_by_every_name(client: openai.OpenAI) -> None:
+    models = client.models.list().data
+    assert [model.id for model in models] == ["tiny", "org/tiny-alias"]
+    assert client.models.retrieve("org/tiny-alias").max_model_len == MAX_LEN  # type: ignore[attr-defined]
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("gpt-4")
+    assert caught.value.body["type"] == "NotFoundError"  # type: ignore[index]
+
+
+def test_the_operators_routes_answer(front: FrontProcess) -> None:
+    assert front.get("/health").status_code == 200
+    assert front.get("/ping").status_code == 200
+    assert set(front.get("/version").json()) == {"version"}
+
+
+def test_metrics_have_vllm_s_names_and_count(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-metrics", "abcd", num_cached_tokens=1)
+
+    def samples() -> dict[str, float]:
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(front.get("/metrics").text):
+            for sample in family.samples:
+                if "le" not in sample.labels:
+                    found[sample.name] = found.get(sample.name, 0) + sample.value
+        return found
+
+    before = samples()
+    client.completions.create(model="tiny", prompt="c-metrics")
+    list(client.completions.create(model="tiny", prompt="c-metrics", stream=True))
+    after = samples()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    num_prompt = len(front.encode("c-metrics"))
+    assert grown["vllm:prompt_tokens_total"] == 2 * num_prompt
+    assert grown["vllm:generation_tokens_total"] == 8
+    assert grown["vllm:request_success_total"] == 2
+    for name in (
+        "time_to_first_token_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_decode_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",
+        "request_params_n",
+        "request_params_max_tokens",
+    ):
+        assert grown[f"vllm:{name}_count"] == 2, name
+    assert grown["vllm:inter_token_latency_seconds_count"] <= 6
+    assert grown["vllm:prefix_cache_queries_total"] == 10 * grown["vllm:prefix_cache_hits_total"] > 0
+    assert grown["http_requests_total"] >= 2 and grown["http_request_duration_seconds_count"] >= 2
+    assert after["vllm:kv_cache_usage_perc"] == 2 * 0.75, "two ranks"
+    assert {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:num_preemptions_total",
+        "vllm:iteration_tokens_total_count",
+        "vllm:cache_config_info",
+    } <= set(after)
+
+
+def test_metrics_answer_head_and_label_routes_not_paths(front: FrontProcess) -> None:
+    assert httpx.head(front.url + "/metrics").status_code == 200
+    front.get("/no/such/path/at/all")
+    text = front.get("/metrics").text
+    assert "/no/such" not in text
+    assert 'handler="/v1/completions"' in text
