@@ -2,8 +2,8 @@
 
 Each rank has a gloo group over the whole pool as `torch.distributed`'s default group, torch with one thread, and
 runs module-level functions that the test names. The store is hosted here, outside the ranks, so that a rank may be
-killed and the others go on. Ranks are forked from a server that has imported torch already: eight of them start in
-about a second, and they die with the process that started them.
+killed and the others go on. Ranks are forked from a server that has imported torch and loaded the compiled kernels
+(`preload`): eight of them start in about a second, and they die with the process that started them.
 
     with RankPool(2) as pool:
         assert pool.run(rank_plus, 10) == [10, 11]        # def rank_plus(n): return dist.get_rank() + n
@@ -58,7 +58,7 @@ class RankPool:
         self.timeout_s = timeout_s
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "numba"])
+        context.set_forkserver_preload(["tests.support.preload"])
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world_size):

@@ -1,0 +1,39 @@
+"""What can go wrong between ranks, by name. All are local: the rank that raises may be the only one that does."""
+
+
+class DispatchError(Exception):
+    """Base of every error of this package that is not the caller's bad input (that is a ValueError)."""
+
+
+class PeerLost(DispatchError):  # noqa: N818 - the name says what happened
+    """A peer's process is gone, closed its transport, or lost its connection.
+
+    Attributes:
+        rank: the peer that is lost, as far as this rank knows.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} is lost: {reason}")
+        self.rank = rank
+
+
+class DispatchTimeout(DispatchError):  # noqa: N818
+    """A peer is alive, or seems to be, and did not send in time.
+
+    Attributes:
+        rank: the first rank that was waited for.
+    """
+
+    def __init__(self, rank: int, timeout_s: float, doing: str) -> None:
+        super().__init__(
+            f"rank {rank} sent nothing for {timeout_s:g} s during {doing}; it is hung or far behind"
+        )
+        self.rank = rank
+
+
+class RanksDisagree(DispatchError):  # noqa: N818
+    """Two ranks made a call with different sizes, or not the same call: the group is out of step."""
+
+
+class TransportUnavailable(DispatchError):  # noqa: N818
+    """The transport that was asked for cannot work here; the message says why, on every rank alike."""

@@ -1,0 +1,176 @@
+"""What compiled code needs and numba does not offer: atomics, futexes, a clock and memory by address.
+
+Everything takes and returns int64. An address is the caller's promise: nothing is checked here.
+Loads acquire and stores release, as the C++ memory model means them; `fence` is sequentially consistent.
+Linux only (futex(2)); x86-64 and aarch64.
+
+Numba's cache looks at the file that holds the cached function only: after a change here, delete `__pycache__`.
+"""
+
+import platform
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+CACHE_LINE_BYTES = 64
+_MACHINE = platform.machine()
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(_MACHINE, -1)  # asm/unistd.h
+_FUTEX_WAIT = 0  # linux/futex.h; not the PRIVATE forms, as the waiters are processes
+_FUTEX_WAKE = 1
+_CLOCK_MONOTONIC = 1
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+compiled: Callable[[_Function], _Function] = njit(cache=True, nogil=True)
+"""Compile for int64 arguments, cached on disk; other threads run meanwhile."""
+inlined: Callable[[_Function], _Function] = njit(cache=True, nogil=True, inline="always")
+_emitted: Callable[[Callable[..., Any]], Any] = intrinsic
+
+_I64 = types.int64
+_syscall = types.ExternalFunction("syscall", _I64(_I64, _I64, _I64, _I64, _I64, _I64, _I64))
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, _I64))
+
+
+def is_supported() -> bool:
+    """Whether this machine has what this module needs."""
+    return platform.system() == "Linux" and _SYS_FUTEX >= 0
+
+
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, ir.IntType(64).as_pointer())
+
+
+@_emitted
+def load(typing_context: Any, address: Any) -> Any:
+    """Load the word at `address`, acquire."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_word(builder, args[0]), "acquire", 8, typ=ir.IntType(64))
+
+    return _I64(_I64), emit
+
+
+@_emitted
+def store(typing_context: Any, address: Any, value: Any) -> Any:
+    """Store `value` at `address`, release."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(_I64, _I64), emit
+
+
+@_emitted
+def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
+    """Add `value` to the word at `address`, sequentially consistent, and return what was there."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
+
+    return _I64(_I64, _I64), emit
+
+
+@_emitted
+def fence(typing_context: Any) -> Any:
+    """Order every access before it with every access after it, for all processes."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@_emitted
+def pause(typing_context: Any) -> Any:
+    """Tell the core that this is a spin loop."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if _MACHINE == "x86_64":  # an LLVM intrinsic, as numba's code generator takes no inline assembly
+            signature_of = ir.FunctionType(ir.VoidType(), [])
+            builder.call(
+                cgutils.get_or_insert_function(builder.module, signature_of, "llvm.x86.sse2.pause"), []
+            )
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@_emitted
+def copy(typing_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
+    """memcpy. The ranges do not overlap."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target = builder.inttoptr(args[0], cgutils.voidptr_t)
+        origin = builder.inttoptr(args[1], cgutils.voidptr_t)
+        cgutils.raw_memcpy(builder, target, origin, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(_I64, _I64, _I64), emit
+
+
+@_emitted
+def pointer(typing_context: Any, address: Any) -> Any:
+    """Turn an address into what `carray` takes."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(_I64), emit
+
+
+@inlined
+def words(address: int, count: int) -> Any:
+    """View `count` int64 at `address`."""
+    return carray(pointer(address), (count,), types.int64)
+
+
+@inlined
+def int32s(address: int, count: int) -> Any:
+    """View `count` int32 at `address`."""
+    return carray(pointer(address), (count,), types.int32)
+
+
+@inlined
+def floats(address: int, count: int) -> Any:
+    """View `count` float32 at `address`."""
+    return carray(pointer(address), (count,), types.float32)
+
+
+@inlined
+def uint16s(address: int, count: int) -> Any:
+    """View `count` uint16 at `address`."""
+    return carray(pointer(address), (count,), types.uint16)
+
+
+@compiled
+def now_ns(scratch: int) -> int:
+    """Read the monotonic clock; `scratch` is the address of two words."""
+    _clock_gettime(types.int32(_CLOCK_MONOTONIC), scratch)
+    clock = words(scratch, 2)
+    return int(clock[0] * 1_000_000_000 + clock[1])
+
+
+@compiled
+def futex_wait(address: int, seen: int, timeout_ns: int, scratch: int) -> None:
+    """Sleep until woken, unless the low 32 bits at `address` are no longer those of `seen`; or time out."""
+    timespec = words(scratch, 2)
+    timespec[0] = timeout_ns // 1_000_000_000
+    timespec[1] = timeout_ns % 1_000_000_000
+    _syscall(_SYS_FUTEX, address, _FUTEX_WAIT, seen & 0xFFFFFFFF, scratch, 0, 0)
+
+
+@compiled
+def futex_wake(address: int) -> None:
+    """Wake whoever sleeps on `address`."""
+    _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+
+
+def compile_all(*functions: Callable[..., Any]) -> None:
+    """Have functions of int64 arguments compiled, or read from the cache, so that no peer waits for that later."""
+    for function in functions:
+        function.compile((_I64,) * function.py_func.__code__.co_argcount)  # type: ignore[attr-defined]

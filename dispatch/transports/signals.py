@@ -1,0 +1,158 @@
+"""Flags between processes in shared memory: post a numbered message to every peer, wait for every peer's.
+
+Per (receiver, sender, parity of the number) there is one line with its flag and a few words of payload; the flag is
+the number, stored last. Numbers only grow, so nothing is ever cleared. Two parities are enough: a peer posts n+2 only
+after it has this rank's n+1, which this rank posts when it is done with n.
+
+A waiter spins for a bounded time, then sleeps on its doorbell (futex). A sender rings only where somebody sleeps;
+the two fences make sure that either the sender sees the sleeper or the sleeper sees the flag (Dekker).
+
+Layout, in words of LINE_BYTES: per rank a block of [state, doorbell, sleeping, flags of (parity, sender)...].
+"""
+
+from typing import Any
+
+from dispatch.native import (
+    compiled,
+    fence,
+    fetch_add,
+    futex_wait,
+    futex_wake,
+    inlined,
+    load,
+    now_ns,
+    pause,
+    store,
+    words,
+)
+
+LINE_BYTES = 128  # two cache lines: cores fetch neighbours in pairs
+PAYLOAD_WORDS = LINE_BYTES // 8 - 1
+_STATE, _DOORBELL, _SLEEPING, _FLAGS = 0, 1, 2, 3
+_SPINS_PER_CLOCK = 32
+
+
+@inlined
+def block_bytes(R: int) -> int:
+    """Bytes of one rank's block."""
+    return LINE_BYTES * (_FLAGS + 2 * R)
+
+
+@inlined
+def _line(base: int, R: int, rank: int, index: int) -> int:
+    return base + rank * block_bytes(R) + index * LINE_BYTES
+
+
+@inlined
+def _flag(base: int, R: int, receiver: int, sender: int, number: int) -> int:
+    return _line(base, R, receiver, _FLAGS + (number & 1) * R + sender)
+
+
+@compiled
+def payload(base: int, R: int, receiver: int, sender: int, number: int) -> int:
+    """Address of the payload that `sender` gives `receiver` with message `number`."""
+    return _flag(base, R, receiver, sender, number) + 8
+
+
+@compiled
+def post(base: int, R: int, rank: int, number: int) -> None:
+    """Set this rank's flag at every peer, after the payload and all else it wrote, and wake who sleeps."""
+    for peer in range(R):
+        if peer != rank:
+            store(_flag(base, R, peer, rank, number), number)
+    fence()
+    for peer in range(R):
+        if peer != rank and load(_line(base, R, peer, _SLEEPING)) != 0:
+            ring(base, R, peer)
+
+
+@compiled
+def ring(base: int, R: int, peer: int) -> None:
+    """Wake a peer that sleeps, or keep it from falling asleep."""
+    fetch_add(_line(base, R, peer, _DOORBELL), 1)
+    futex_wake(_line(base, R, peer, _DOORBELL))
+
+
+@compiled
+def set_state(base: int, R: int, rank: int, state: int) -> None:
+    """Tell every peer that this rank has left: 0 is alive, what else it means is the caller's."""
+    store(_line(base, R, rank, _STATE), state)
+    fence()
+    for peer in range(R):
+        if peer != rank:
+            ring(base, R, peer)
+
+
+@compiled
+def state_of(base: int, R: int, rank: int) -> int:
+    """What a rank last set as its state."""
+    return int(load(_line(base, R, rank, _STATE)))
+
+
+@compiled
+def missing(base: int, R: int, rank: int, number: int) -> int:
+    """Return the first peer whose message has not come, or -1."""
+    for peer in range(R):
+        if peer != rank and load(_flag(base, R, rank, peer, number)) < number:
+            return peer
+    return -1
+
+
+@compiled
+def wait_all(base: int, R: int, rank: int, number: int, spin_ns: int, slice_ns: int, scratch: int) -> int:
+    """Wait until every peer's message is there: spin for `spin_ns`, then sleep, at most `slice_ns` in all.
+
+    Returns -1, or a peer that is still missing when the slice is over or when that peer has left.
+    `scratch`: address of two words.
+    """
+    begin, late = 0, missing(base, R, rank, number)
+    while late >= 0:
+        for _ in range(_SPINS_PER_CLOCK):
+            pause()
+            if load(_flag(base, R, rank, late, number)) >= number:
+                break
+        late = missing(base, R, rank, number)
+        now = now_ns(scratch)
+        begin = now if begin == 0 else begin
+        if late >= 0 and (now - begin >= slice_ns or load(_line(base, R, late, _STATE)) != 0):
+            return late
+        if late >= 0 and now - begin >= spin_ns:
+            _sleep(base, R, rank, number, slice_ns - (now - begin), scratch)
+            late = missing(base, R, rank, number)
+    return -1
+
+
+@compiled
+def _sleep(base: int, R: int, rank: int, number: int, timeout_ns: int, scratch: int) -> None:
+    """Sleep until rung, unless nothing is missing by now."""
+    doorbell, sleeping = _line(base, R, rank, _DOORBELL), _line(base, R, rank, _SLEEPING)
+    seen = load(doorbell)
+    store(sleeping, 1)
+    fence()
+    late = missing(base, R, rank, number)
+    if late >= 0 and load(_line(base, R, late, _STATE)) == 0:
+        futex_wait(doorbell, seen, timeout_ns, scratch)
+    store(sleeping, 0)
+
+
+@compiled
+def write_payload(base: int, R: int, rank: int, number: int, values: int, count: int) -> None:
+    """Give the same `count` words to every peer with message `number`; `post` publishes them."""
+    source = words(values, count)
+    for peer in range(R):
+        target: Any = words(payload(base, R, peer, rank, number), count)
+        for i in range(count):
+            target[i] = source[i]
+
+
+@compiled
+def read_payloads(base: int, R: int, rank: int, number: int, values: int, count: int) -> None:
+    """Copy every rank's words, this rank's too, to `values` [R, count]."""
+    for peer in range(R):
+        source = words(payload(base, R, rank, peer, number), count)
+        target = words(values + 8 * count * peer, count)
+        for i in range(count):
+            target[i] = source[i]
+
+
+KERNELS = (post, set_state, state_of, wait_all, write_payload, read_payloads)

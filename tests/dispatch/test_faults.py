@@ -1,0 +1,145 @@
+"""A peer that is killed, stopped or gone gives every survivor a named error, and nothing is left behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dispatch.dispatcher import Dispatcher
+from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
+from dispatch.transports.choose import open_transport
+from tests.dispatch.conftest import PoolOf
+
+VICTIM = 2
+STOP_TIMEOUT_S = 3.0  # long enough that nobody times out on a busy machine before the victim stops
+ENOUGH_S = 15.0  # below the 30 s time-out, and much for a busy machine: it takes 0.1 s on an idle one
+
+
+class Outcome(NamedTuple):
+    """What a survivor saw."""
+
+    error: str
+    rank: int
+    seconds: float
+
+
+def lose_a_rank(name: str, number: int, moment: str, timeout_s: float) -> Outcome:
+    """Run two layers; then the victim gets the signal before its dispatch or before its combine."""
+    dispatcher = Dispatcher(open_transport(name, dist.group.WORLD, timeout_s=timeout_s), slots_per_rank=2)
+    x_TH, slots_TK, weights_TK = torch.ones(4, 64), torch.arange(24).view(4, 6) % 6, torch.ones(4, 6)
+    begin = time.monotonic()
+    try:
+        for layer in range(3):
+            if (layer, moment, dist.get_rank()) == (2, "dispatch", VICTIM):
+                os.kill(os.getpid(), number)
+            begin = time.monotonic()
+            dispatched = dispatcher.dispatch(x_TH, slots_TK)
+            if (layer, moment, dist.get_rank()) == (2, "combine", VICTIM):
+                os.kill(os.getpid(), number)
+            dispatcher.combine(dispatched.x_NH[dispatched.row_P], weights_TK, dispatched)
+    except (PeerLost, DispatchTimeout) as error:
+        return Outcome(type(error).__name__, error.rank, time.monotonic() - begin)
+    finally:
+        dispatcher.close()
+    return Outcome("none", -1, 0.0)
+
+
+@pytest.mark.parametrize(("name", "moment"), [("shm", "dispatch"), ("shm", "combine"), ("gloo", "combine")])
+def test_a_killed_peer_is_lost_to_every_survivor_long_before_the_timeout(
+    pool_of: PoolOf, name: str, moment: str
+) -> None:
+    pool = pool_of(3)
+    pool.start(lose_a_rank, name, signal.SIGKILL, moment, 30.0)
+    for outcome in pool.collect(may_die=[VICTIM])[:VICTIM]:
+        assert (outcome.error, outcome.rank) == ("PeerLost", VICTIM)
+        assert outcome.seconds < ENOUGH_S
+    assert not [entry for entry in os.listdir("/dev/shm") if "wideep" in entry]
+
+
+@pytest.mark.parametrize(("name", "moment"), [("shm", "combine"), ("gloo", "dispatch")])
+def test_a_stopped_peer_times_out_on_every_survivor(pool_of: PoolOf, name: str, moment: str) -> None:
+    pool = pool_of(3)
+    pool.start(lose_a_rank, name, signal.SIGSTOP, moment, STOP_TIMEOUT_S)
+    outcomes = pool.collect(ranks=[0, 1])
+    pool.close()  # the stopped rank cannot be used again
+    for outcome in outcomes:
+        assert (outcome.error, outcome.rank) == ("DispatchTimeout", VICTIM)
+        assert outcome.seconds < STOP_TIMEOUT_S + ENOUGH_S
+
+
+def leave_early() -> str:
+    """Rank 1 closes its transport while rank 0 waits for it."""
+    dispatcher = Dispatcher(open_transport("shm", dist.group.WORLD, timeout_s=30), slots_per_rank=2)
+    if dist.get_rank() == 1:
+        dispatcher.close()
+        return "closed"
+    try:
+        dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]]))
+    except PeerLost as error:
+        return str(error)
+    finally:
+        dispatcher.close()
+    return "no error"
+
+
+def test_a_peer_that_closes_is_lost_at_once(pool_of: PoolOf) -> None:
+    assert pool_of(2).run(leave_early) == ["rank 1 is lost: it has closed its transport", "closed"]
+
+
+def use_after_close(name: str) -> str:
+    dispatcher = Dispatcher(open_transport(name, dist.group.WORLD), slots_per_rank=2)
+    dispatcher.close()
+    try:
+        dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]]))
+    except DispatchError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+def test_a_closed_transport_says_so(pool_of: PoolOf, name: str) -> None:
+    assert pool_of(2).run(use_after_close, name) == ["the transport is closed"] * 2
+
+
+def count_mappings_after_use() -> tuple[int, int, int]:
+    """(mappings while open, mappings once closed, descriptors gained)."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    transport = open_transport("shm", dist.group.WORLD)
+    during = Path("/proc/self/maps").read_text().count("memfd:wideep")
+    dist.barrier()
+    transport.close()
+    after = Path("/proc/self/maps").read_text().count("memfd:wideep")
+    return during, after, len(os.listdir("/proc/self/fd")) - descriptors
+
+
+def test_closing_returns_memory_and_descriptors(pool_of: PoolOf) -> None:
+    pool_of(2).run(count_mappings_after_use)  # the first use may open what stays (sockets of the group)
+    assert pool_of(2).run(count_mappings_after_use) == [(1, 0, 0)] * 2
+
+
+def run_many_small_exchanges(name: str, count: int) -> int:
+    """Hammer the flags: ranks drift apart at random, so that both spinning and sleeping waits happen."""
+    dispatcher = Dispatcher(open_transport(name, dist.group.WORLD, timeout_s=20), slots_per_rank=1)
+    R, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    wrong = 0
+    for index in range(count):
+        T = int(torch.randint(0, 3, (1,), generator=generator))
+        x_TH = torch.full((T, 2), float(index * R + rank))
+        dispatched = dispatcher.dispatch(x_TH, torch.arange(R).expand(T, R))
+        expected = set(range(index * R, index * R + R))
+        wrong += not set(dispatched.x_NH.flatten().int().tolist()) <= expected
+        combined = dispatcher.combine(dispatched.x_NH[dispatched.row_P], torch.ones(T, R), dispatched)
+        wrong += not torch.equal(combined, x_TH * R)
+    dispatcher.close()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_many_small_exchanges_never_mix_up(pool_of: PoolOf, world_size: int) -> None:
+    assert pool_of(world_size).run(run_many_small_exchanges, "shm", 400) == [0] * world_size

@@ -1,0 +1,103 @@
+"""The mailbox: every rank collects every rank's values of the same round, or a named error."""
+
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
+from dispatch.mailbox import MAX_WIDTH, LocalMailbox, open_mailbox
+from tests.dispatch.conftest import PoolOf
+
+
+def run_rounds(name: str, count: int, width: int) -> list[list[list[int]]]:
+    mailbox = open_mailbox(name, dist.group.WORLD, width=width)
+    rounds = []
+    for index in range(count):
+        mailbox.post([index * 100 + dist.get_rank()] * (width - 1) + [-index])
+        rounds.append(mailbox.collect(10.0))
+    mailbox.close()
+    return rounds
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("shm", 2), ("shm", 4), ("gloo", 2), ("gloo", 4)])
+def test_every_rank_collects_the_same_round(pool_of: PoolOf, name: str, world_size: int) -> None:
+    width = MAX_WIDTH if world_size == 2 else 6
+    want = [
+        [[index * 100 + rank] * (width - 1) + [-index] for rank in range(world_size)] for index in range(50)
+    ]
+    assert pool_of(world_size).run(run_rounds, name, 50, width) == [want] * world_size
+
+
+def post_does_not_wait(name: str) -> list[list[int]]:
+    """Rank 0 posts; only then, told through the store, does rank 1 post."""
+    store = dist.distributed_c10d._get_default_store()
+    mailbox = open_mailbox(name, dist.group.WORLD, width=1)
+    if dist.get_rank() == 1:
+        store.wait([f"posted-{name}"])
+    mailbox.post([dist.get_rank()])
+    store.set(f"posted-{name}", "yes")
+    collected = mailbox.collect(10.0)
+    mailbox.close()
+    return collected
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+def test_posting_does_not_wait_for_anybody(pool_of: PoolOf, name: str) -> None:
+    assert pool_of(2).run(post_does_not_wait, name) == [[[0], [1]]] * 2
+
+
+def lose_rank_one(name: str, number: int, timeout_s: float) -> str:
+    mailbox = open_mailbox(name, dist.group.WORLD, width=2)
+    mailbox.post([1, 2])
+    mailbox.collect(10.0)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), number)
+    mailbox.post([3, 4])
+    try:
+        mailbox.collect(timeout_s)
+    except (PeerLost, DispatchTimeout) as error:
+        return f"{type(error).__name__} {error.rank}"
+    finally:
+        mailbox.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+def test_a_killed_peer_is_lost(pool_of: PoolOf, name: str) -> None:
+    pool = pool_of(2)
+    pool.start(lose_rank_one, name, signal.SIGKILL, 30.0)
+    assert pool.collect(may_die=[1], timeout_s=25.0)[0] == "PeerLost 1"
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+def test_a_stopped_peer_times_out(pool_of: PoolOf, name: str) -> None:
+    pool = pool_of(2)
+    pool.start(lose_rank_one, name, signal.SIGSTOP, 0.5)
+    assert pool.collect(ranks=[0]) == ["DispatchTimeout 1"]
+    pool.close()
+
+
+def test_one_rank_collects_what_it_posted() -> None:
+    mailbox = open_mailbox("auto", None, width=2)
+    mailbox.post([1, -5])
+    assert mailbox.collect(0.0) == [[1, -5]]
+
+
+def test_post_and_collect_alternate() -> None:
+    mailbox = LocalMailbox(1)
+    with pytest.raises(DispatchError, match="collect without a post"):
+        mailbox.collect(0.0)
+    mailbox.post([1])
+    with pytest.raises(DispatchError, match="before the round before was collected"):
+        mailbox.post([2])
+
+
+def test_bad_sizes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="width is 0; it must be 1 to 15"):
+        open_mailbox("auto", None, width=0)
+    with pytest.raises(ValueError, match="values has 1 entries; this mailbox was opened for 2"):
+        LocalMailbox(2).post([1])
+    with pytest.raises(ValueError, match="mailbox is 'mpi'"):
+        open_mailbox("mpi", None, width=1)

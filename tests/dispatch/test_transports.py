@@ -1,0 +1,167 @@
+"""Every backend and number of ranks gives the bits of the single-process oracle."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dispatch.dispatcher import Dispatcher
+from dispatch.errors import RanksDisagree, TransportUnavailable
+from dispatch.transports import segment
+from dispatch.transports.choose import open_transport
+from dispatch.transports.shm import MAX_REGION_BYTES, SEGMENT_BYTES, fitting_region_bytes
+from tests.dispatch.conftest import PoolOf
+from tests.dispatch.exchange import run_layers
+from tests.dispatch.oracle import RankCase, make_cases, simulate
+
+S = 4
+BACKENDS = [(name, world_size) for world_size in (2, 4, 8) for name in ("shm", "gloo")]
+
+
+def edge_layers(R: int) -> list[list[RankCase]]:
+    """Layers that differ in the ways that matter, edges by name."""
+    uneven = [(5 * rank + 3) % 9 for rank in range(R)]
+    return [
+        make_cases(1, uneven),
+        make_cases(2, [0] * R),  # nobody has tokens
+        make_cases(3, [7] + [0] * (R - 1)),  # one rank has all tokens
+        make_cases(4, uneven, no_choice=1.0),  # padded rows only
+        make_cases(5, [6] * R, only_slot=R * S - 1, no_choice=0.0),  # all tokens to one slot, repeated
+        make_cases(6, uneven, choices=R + 3, no_choice=0.0),  # more choices than ranks
+        make_cases(7, uneven, choices=1, hidden=33),
+        make_cases(8, uneven, dtype=torch.bfloat16, hidden=7),
+        make_cases(9, uneven, dtype=torch.float16),
+        make_cases(10, uneven, dtype=torch.float64),
+        make_cases(11, [40] * R, hidden=256),  # the largest so far: buffers grow in mid-life
+        *[make_cases(seed, [(seed + rank) % 5 for rank in range(R)]) for seed in range(12, 20)],
+    ]
+
+
+def check(pool_of: PoolOf, name: str, layers: list[list[RankCase]], region_bytes: int | None = None) -> None:
+    results = pool_of(len(layers[0])).run(run_layers, name, layers, S, region_bytes)
+    for index, cases in enumerate(layers):
+        for rank, want in enumerate(simulate(cases, S)):
+            for field, ours, oracle in zip(want._fields, results[rank][index], want, strict=True):
+                assert torch.equal(ours, oracle), f"{name}: layer {index}, rank {rank}, {field}"
+
+
+@pytest.mark.parametrize(("name", "world_size"), BACKENDS)
+def test_all_backends_give_the_oracles_bits(pool_of: PoolOf, name: str, world_size: int) -> None:
+    check(pool_of, name, edge_layers(world_size))
+
+
+@pytest.mark.parametrize(("name", "world_size"), BACKENDS[:4])
+def test_large_messages_give_the_oracles_bits(pool_of: PoolOf, name: str, world_size: int) -> None:
+    """Messages of up to 40 KB through regions of 1 KB: some pairs need many rounds, some one, some none."""
+    layers = [
+        make_cases(1, [40] * world_size, hidden=256),
+        make_cases(2, [0] * (world_size - 1) + [60], hidden=256),
+        make_cases(3, [1] * world_size),
+        make_cases(4, [30] + [1] * (world_size - 1), hidden=256, no_choice=0.7),
+        make_cases(5, [9] * world_size, only_slot=0, hidden=256),
+        make_cases(6, [2] * world_size, hidden=16),
+    ]
+    check(pool_of, name, layers, region_bytes=1024)
+
+
+def open_and_describe(name: str) -> tuple[str, str, int]:
+    transport = open_transport(name, dist.group.WORLD, epoch=3)
+    transport.close()
+    transport.close()
+    return transport.name, transport.reason, transport.epoch
+
+
+def test_auto_takes_shared_memory_on_one_host(pool_of: PoolOf) -> None:
+    reason = "all ranks are on one host and map the same memory"
+    assert pool_of(2).run(open_and_describe, "auto") == [("shm", reason, 3)] * 2
+
+
+def open_on_two_hosts(name: str) -> tuple[str, str]:
+    """Give rank 1 another host name, as if it ran elsewhere."""
+    true_hostname = segment.socket.gethostname
+    if dist.get_rank() == 1:
+        segment.socket.gethostname = lambda: "elsewhere"
+    try:
+        transport = open_transport(name, dist.group.WORLD)
+    except TransportUnavailable as error:
+        return "refused", str(error)
+    finally:
+        segment.socket.gethostname = true_hostname
+    return transport.name, transport.reason
+
+
+def test_auto_takes_gloo_between_hosts_and_says_why(pool_of: PoolOf) -> None:
+    for name, reason in pool_of(2).run(open_on_two_hosts, "auto"):
+        assert name == "gloo"
+        assert "ranks [1] are not on the host of rank 0" in reason
+
+
+def test_shm_between_hosts_is_refused_on_every_rank(pool_of: PoolOf) -> None:
+    for name, reason in pool_of(2).run(open_on_two_hosts, "shm"):
+        assert name == "refused"
+        assert "ranks [1] are not on the host of rank 0" in reason
+
+
+def open_with_little_memory(name: str) -> str:
+    """Pretend that little memory is left. Never ask for much instead: it would be taken from the whole machine."""
+    true_available = segment.available_bytes
+    segment.available_bytes = lambda: 1 << 20
+    try:
+        return open_transport(name, dist.group.WORLD).reason
+    except TransportUnavailable as error:
+        return f"refused: {error}"
+    finally:
+        segment.available_bytes = true_available
+
+
+def test_too_little_memory_is_refused_with_the_sizes(pool_of: PoolOf) -> None:
+    for message in pool_of(2).run(open_with_little_memory, "shm"):
+        assert message.startswith("refused: ")
+        assert "bytes are needed, more than half of the 1048576 that are available" in message
+
+
+def test_auto_takes_gloo_when_memory_is_short(pool_of: PoolOf) -> None:
+    for reason in pool_of(2).run(open_with_little_memory, "auto"):
+        assert "more than half of the 1048576" in reason
+
+
+def disagree(name: str, wrong: str) -> str:
+    transport = open_transport(name, dist.group.WORLD, timeout_s=5)
+    dispatcher = Dispatcher(transport, slots_per_rank=S + (transport.rank if wrong == "slots" else 0))
+    hidden = 8 + (transport.rank if wrong == "hidden" else 0)
+    choices = 2 + (transport.rank if wrong == "choices" else 0)
+    try:
+        dispatcher.dispatch(torch.zeros(3, hidden), torch.zeros(3, choices, dtype=torch.int64))
+    except RanksDisagree as error:
+        return str(error)
+    finally:
+        dispatcher.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize("wrong", ["hidden", "choices", "slots"])
+def test_ranks_that_disagree_get_a_named_error(pool_of: PoolOf, name: str, wrong: str) -> None:
+    first, second = pool_of(2).run(disagree, name, wrong)
+    assert "rank 1 made another call than rank 0's dispatch with H=8, K=2" in first
+    assert "rank 0 made another call than rank 1's dispatch" in second
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ValueError, match="'nccl'; it must be one of auto, local, gloo, shm"):
+        open_transport("nccl", None)
+
+
+def test_regions_stay_within_the_segment() -> None:
+    assert fitting_region_bytes(2) == MAX_REGION_BYTES
+    for world_size in (4, 8, 16):
+        region = fitting_region_bytes(world_size)
+        assert region % 64 == 0
+        assert 2 * world_size * (world_size - 1) * region <= SEGMENT_BYTES
+
+
+def test_nothing_is_left_in_dev_shm(pool_of: PoolOf) -> None:
+    before = set(os.listdir("/dev/shm"))
+    pool_of(2).run(open_and_describe, "shm")
+    assert set(os.listdir("/dev/shm")) <= before
