@@ -61,6 +61,7 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         """Args: on_lost(rank, reason) is called when a stream ends that was not asked to stop."""
         self.num_ranks = num_ranks
         self.attached: dict[int, AttachedRank] = {}
+        self._left = asyncio.Event()
         self._secret = bearer(token).encode()
         self._on_outputs = on_outputs
         self._on_stats = on_stats
@@ -89,7 +90,8 @@ class Ranks(FrontServicer):  # type: ignore[misc]
     async def wait_until_empty(self) -> None:
         """Wait until every rank has left."""
         while self.attached:
-            await asyncio.sleep(0.01)
+            self._left.clear()
+            await self._left.wait()
 
     def _post(self, rank: int, message: pb.ToRank) -> None:
         try:
@@ -154,6 +156,7 @@ class Ranks(FrontServicer):  # type: ignore[misc]
 
     def _lose(self, rank: int, reason: str) -> None:
         stream = self.attached.pop(rank, None)
+        self._left.set()
         if stream is not None and not stream.asked_to_stop:
             self._on_lost(rank, reason)
 
