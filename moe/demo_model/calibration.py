@@ -1,11 +1,12 @@
 """Calibration: text that every Python installation has, and what the dense model's MLPs get to see of it.
 
 Three sorts of text, 4,096 tokens in all: prose (the language reference in `pydoc_data.topics`), code (sources of
-the standard library), and chat (the dense model's own greedy answers to our prompts). More tokens did not help
-(11,264 gave a perplexity 1.4 % higher); half of them are chat, which is
-what the model is for (a quarter: chat perplexity +9.1 % over dense instead of +6.9 %, code +1.5 % instead of
-+2.1 %, prose alike). The text depends on the Python version, so the model made under 3.11 may
-differ from the one made under 3.12; with one Python and one machine it is the same to the byte.
+the standard library), and chat (the dense model's own greedy answers to our prompts). Half of it is chat, which is
+what the model is for: with a quarter, perplexity over dense was +9.1 % instead of +6.9 % on chat, +1.5 % instead of
++2.1 % on code. More tokens did not help: with 11,264 it was 1.4 % higher.
+
+The text depends on the Python version, so the models made under 3.11 and 3.12 may differ a little. One Python on
+one machine gives the same bytes.
 """
 
 from collections.abc import Callable
