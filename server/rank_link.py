@@ -31,7 +31,8 @@ class RankLink:
     """One rank's stream to the front. Opened once, closed once.
 
     Callbacks run on the link's reader thread: `on_submit` and `on_abort` hand over and return, `on_stop` means the
-    front asks for an orderly end, `on_lost` that the front is gone, at most once and never after `close`.
+    front asks for an orderly end, `on_lost` that the front is gone: at most once, and never after `close` or a stop,
+    when that is expected.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class RankLink:
         self._stats: RankStats | None = None
         self._goodbye: str | None = None  # the reason, once closing
         self._end_writer = False
+        self._end_expected = False  # by either side
         self._refusal: str | None = None  # why the stream ended, once it has
         self._welcome = threading.Event()
         self._channel: grpc.Channel | None = None
@@ -106,6 +108,7 @@ class RankLink:
     def close(self, reason: str = "") -> None:
         """Send what is queued, then goodbye with `reason` (empty: asked to stop), and disconnect."""
         with self._changed:
+            self._end_expected = True
             if self._goodbye is None:
                 self._goodbye = reason
             self._changed.notify()
@@ -148,6 +151,7 @@ class RankLink:
         elif kind == "abort":
             self._on_abort(message.abort.request_id)
         elif kind == "stop":
+            self._end_expected = True
             self._on_stop()
         elif kind == "welcome":
             self._welcome.set()
@@ -157,12 +161,12 @@ class RankLink:
         with self._changed:
             first = not self._end_writer
             self._end_writer = True
-            welcomed, closing = self._welcome.is_set(), self._goodbye is not None
+            welcomed = self._welcome.is_set()
             self._refusal = self._refusal or reason
             self._outputs = []
             self._changed.notify()
         self._welcome.set()
-        if first and welcomed and not closing:
+        if first and welcomed and not self._end_expected:
             self._on_lost(reason)
 
     def _shut(self) -> None:

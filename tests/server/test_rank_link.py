@@ -58,7 +58,7 @@ class FrontEnd:
         )
         self._server, self.address = asyncio.run_coroutine_threadsafe(
             listen(self.ranks, "127.0.0.1"), self.loop
-        ).result(5)
+        ).result(30)
 
     def say(self, function: object, *args: object, **kwargs: object) -> None:
         """Call a method of `Ranks` in the loop."""
@@ -66,7 +66,7 @@ class FrontEnd:
 
     def close(self) -> None:
         """Stop the server and its loop."""
-        asyncio.run_coroutine_threadsafe(self._server.stop(0), self.loop).result(5)
+        asyncio.run_coroutine_threadsafe(self._server.stop(0), self.loop).result(30)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5)
         self.loop.close()
@@ -96,10 +96,10 @@ def link_to(
 def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: FrontEnd) -> None:
     heard: Queue[tuple[object, ...]] = Queue()
     link = link_to(front, heard)
-    link.open(5)
-    assert front.events.get(timeout=5) == ("attached", FACTS)
+    link.open(30)
+    assert front.events.get(timeout=30) == ("attached", FACTS)
     front.say(front.ranks.submit, 0, REQUEST, now_s=0.0)
-    kind, request = heard.get(timeout=5)
+    kind, request = heard.get(timeout=30)
     assert kind == "submit" and isinstance(request, Request)
     assert replace(request, arrival_s=0.0) == REQUEST
     output = RequestOutput(
@@ -111,21 +111,21 @@ def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: F
         error="",
     )
     link.send([output], STATS)
-    assert front.events.get(timeout=5) == ("stats", STATS)
-    assert front.events.get(timeout=5) == ("outputs", 0, [output])
+    assert front.events.get(timeout=30) == ("stats", STATS)
+    assert front.events.get(timeout=30) == ("outputs", 0, [output])
     link.close()
 
 
 def test_a_deadline_travels_as_time_that_is_left(front: FrontEnd) -> None:
     heard: Queue[tuple[object, ...]] = Queue()
     link = link_to(front, heard)
-    link.open(5)
+    link.open(30)
     front.say(front.ranks.submit, 0, replace(REQUEST, deadline_s=130.0), now_s=100.0)
-    request = heard.get(timeout=5)[1]
+    request = heard.get(timeout=30)[1]
     assert isinstance(request, Request) and request.deadline_s is not None
     assert 29 < request.deadline_s - time.monotonic() <= 30
     front.say(front.ranks.submit, 0, replace(REQUEST, deadline_s=50.0), now_s=100.0)
-    request = heard.get(timeout=5)[1]
+    request = heard.get(timeout=30)[1]
     assert isinstance(request, Request) and request.deadline_s is not None, (
         "a deadline passed is not no deadline"
     )
@@ -135,26 +135,44 @@ def test_a_deadline_travels_as_time_that_is_left(front: FrontEnd) -> None:
 def test_abort_and_stop_reach_the_rank_and_a_stop_is_no_loss(front: FrontEnd) -> None:
     heard: Queue[tuple[object, ...]] = Queue()
     link = link_to(front, heard)
-    link.open(5)
-    front.events.get(timeout=5)
+    link.open(30)
+    front.events.get(timeout=30)
     front.say(front.ranks.abort, 0, "r1")
-    assert heard.get(timeout=5) == ("abort", "r1")
+    assert heard.get(timeout=30) == ("abort", "r1")
     front.say(front.ranks.stop)
-    assert heard.get(timeout=5) == ("stop",)
+    assert heard.get(timeout=30) == ("stop",)
     link.send([RequestOutput(request_id="last", token_ids=[])])
     link.close()
-    assert front.events.get(timeout=5)[0] == "outputs"
-    asyncio.run_coroutine_threadsafe(front.ranks.wait_until_empty(), front.loop).result(5)
+    assert front.events.get(timeout=30)[0] == "outputs"
+    asyncio.run_coroutine_threadsafe(front.ranks.wait_until_empty(), front.loop).result(30)
     assert front.events.empty()
     assert heard.empty(), "closing is not losing"
 
 
-def test_goodbye_with_a_reason_is_a_loss_that_names_it(front: FrontEnd) -> None:
+@pytest.mark.parametrize(
+    ("reason", "heard"), [("out of memory", "out of memory"), ("", "it left without being asked")]
+)
+def test_goodbye_is_a_loss_that_says_why_unless_a_stop_was_asked_for(
+    front: FrontEnd, reason: str, heard: str
+) -> None:
     link = link_to(front, Queue())
-    link.open(5)
-    front.events.get(timeout=5)
-    link.close("out of memory")
-    assert front.events.get(timeout=5) == ("lost", 0, "out of memory")
+    link.open(30)
+    front.events.get(timeout=30)
+    link.close(reason)
+    assert front.events.get(timeout=30) == ("lost", 0, heard)
+
+
+def test_a_front_that_leaves_after_its_stop_is_not_lost(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    link = link_to(front, heard)
+    link.open(30)
+    front.say(front.ranks.stop)
+    assert heard.get(timeout=30) == ("stop",)
+    asyncio.run_coroutine_threadsafe(front._server.stop(0), front.loop).result(30)
+    assert link._reader is not None
+    link._reader.join(5)
+    assert heard.empty()
+    link.close()
 
 
 @pytest.mark.parametrize(
@@ -170,24 +188,24 @@ def test_a_rank_that_does_not_belong_is_refused_with_a_reason(
 ) -> None:
     heard: Queue[tuple[object, ...]] = Queue()
     with pytest.raises(LinkError, match=words):
-        link_to(front, heard, token=token, facts=replace(FACTS, **changes)).open(5)
+        link_to(front, heard, token=token, facts=replace(FACTS, **changes)).open(30)
     assert heard.empty()
 
 
 def test_a_rank_number_attaches_once(front: FrontEnd) -> None:
     first = link_to(front, Queue())
-    first.open(5)
+    first.open(30)
     with pytest.raises(LinkError, match="already attached"):
-        link_to(front, Queue()).open(5)
+        link_to(front, Queue()).open(30)
     first.close()
 
 
 def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:
     heard: Queue[tuple[object, ...]] = Queue()
     link = link_to(front, heard)
-    link.open(5)
-    asyncio.run_coroutine_threadsafe(front._server.stop(0), front.loop).result(5)
-    assert heard.get(timeout=5)[0] == "lost"
+    link.open(30)
+    asyncio.run_coroutine_threadsafe(front._server.stop(0), front.loop).result(30)
+    assert heard.get(timeout=30)[0] == "lost"
     link.send([RequestOutput(request_id="r", token_ids=[1])])  # harmless
     link.close()
     assert heard.empty(), "lost is said once"
@@ -209,13 +227,13 @@ def test_no_front_is_an_error_that_names_the_address() -> None:
 
 def test_what_a_busy_stream_cannot_write_is_merged_and_loses_nothing(front: FrontEnd) -> None:
     link = link_to(front, Queue())
-    link.open(5)
-    front.events.get(timeout=5)
+    link.open(30)
+    front.events.get(timeout=30)
     for number in range(5_000):
         link.send([RequestOutput(request_id="r", token_ids=[number])])
     link.close()
     tokens: list[int] = []
     while len(tokens) < 5_000:
-        outputs = front.events.get(timeout=5)[2]
+        outputs = front.events.get(timeout=30)[2]
         tokens += [token for output in outputs for token in output.token_ids]  # type: ignore[attr-defined]
     assert tokens == list(range(5_000))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,9 +57,10 @@ class FrontProcess:
         return fake
 
     def attach_all(self) -> "FrontProcess":
-        """Attach every rank."""
+        """Attach every rank; returns when the front answers."""
         for rank in range(self.num_ranks):
             self.attach(rank)
+        assert self.get("/health").status_code == 200
         return self
 
     def script(self, word: str, answer: str | Sequence[int], **how: object) -> Script:
@@ -79,13 +81,12 @@ class FrontProcess:
 
     def served(self, word: str) -> FakeRank:
         """Return the rank that was given a prompt with `word`, waiting until one was."""
-        found: list[FakeRank] = []
-        deadline = threading.Event()
-        for _ in range(200):
-            found = [rank for rank in self.ranks for r in rank.requests if word in self.decode(r.prompt_ids)]
-            if found:
-                return found[0]
-            deadline.wait(0.05)
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            for rank in self.ranks:
+                if any(word in self.decode(request.prompt_ids) for request in list(rank.requests)):
+                    return rank
+            threading.Event().wait(0.02)
         raise AssertionError(f"no rank was given {word!r}")
 
     def get(self, path: str, **how: object) -> httpx.Response:
