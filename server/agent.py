@@ -9,8 +9,11 @@ the function, because the command line that dispatches here must start without i
 
 import logging
 import os
+import signal
+import socket
 from pathlib import Path
 
+from server.children import describe_status
 from server.error_file import ERROR_FILE, FIRST, write_failure
 
 _NO_FILE = "<N/A>"  # torchrun's word for a worker that wrote none
@@ -24,22 +27,25 @@ def run_agent(arguments: list[str]) -> int:
 
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # its own default without its warning; a worker sets its engine's
+    # Its table of failures names the host, which nobody sees here, and DNS may take 20 s to not know it.
+    socket.getfqdn = lambda name="": name or socket.gethostname()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # its own default, without its warning
     try:
         torchrun(arguments)
     except SignalException:  # it has passed the signal on and waited for the workers
         return 0
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.error_file == _NO_FILE and (path := os.environ.get(ERROR_FILE)):
-            ending = (
-                f"killed by {failure.signal_name()}"
-                if failure.exitcode < 0
-                else f"gone, status {failure.exitcode}"
-            )
-            text = f"rank {rank}'s supervisor (pid {failure.pid}) was {ending}"
-            write_failure(Path(path), text, time_ns=FIRST)  # what others report then follows from it
+        for rank, failure in error.failures.items():
+            if (
+                failure.error_file == _NO_FILE and failure.exitcode != -signal.SIGTERM
+            ):  # that is torchrun's doing
+                _write_supervisor_end(rank, failure.pid, failure.exitcode)
         return 1
     return 0
+
+
+def _write_supervisor_end(rank: int, pid: int, status: int) -> None:
+    """Say for a supervisor that could not say it how it ended; what others report follows from it."""
+    if path := os.environ.get(ERROR_FILE):
+        ending = describe_status(f"rank {rank}'s supervisor", pid, status)
+        write_failure(Path(path), ending, time_ns=FIRST)

@@ -58,13 +58,17 @@ def start_child(
 
 def describe_end(child: Child) -> str:
     """Say in one line how an ended child ended: name, pid, and the signal or exit status."""
-    status = child.process.wait()
-    who = f"{child.name} (pid {child.process.pid})"
+    return describe_status(child.name, child.process.pid, child.process.wait())
+
+
+def describe_status(name: str, pid: int, status: int) -> str:
+    """Say in one line how a process ended; `status` is an exit status or, below 0, a signal's number."""
+    who = f"{name} (pid {pid})"
     if status >= 0:
         return f"{who} ended with status {status}" + ("; it said why above" if status else "")
-    name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
+    signal_name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
     hint = "; if nobody did that, the machine may be out of memory" if -status == signal.SIGKILL else ""
-    return f"{who} was killed by {name}{hint}"
+    return f"{who} was killed by {signal_name}{hint}"
 
 
 def stop_children(children: Iterable[Child], *, grace_s: float) -> None:

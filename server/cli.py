@@ -8,9 +8,10 @@ transformers. `engine`, `front` and `torchrun` are for WideEP's own use and not 
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from server.options import Options, OptionsError, add_model_arguments, options_from
 from server.roots import RootError, check_roots
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `wideep` with these arguments (default: the process's) and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["torchrun"]:  # its flags are not ours to parse
-        return _run_agent(words[1:])
+        _run_agent(words[1:])
     parser = build_parser()
     args = parser.parse_args(words)
     if args.command is None:
@@ -146,7 +147,9 @@ def _run_chat(url: str) -> int:
     return run_chat(url)
 
 
-def _run_agent(arguments: list[str]) -> int:
+def _run_agent(arguments: list[str]) -> NoReturn:
     from server.agent import run_agent
 
-    return run_agent(arguments)
+    status = run_agent(arguments)
+    sys.stdout.flush()
+    os._exit(status)  # nothing is left to do, and taking torch down takes a busy machine seconds

@@ -9,6 +9,7 @@ serves a laptop and a cluster alike (DESIGN.md D7).
 import contextlib
 import http.client
 import json
+import math
 import os
 import select
 import shlex
@@ -43,7 +44,8 @@ from server.worker import UNDER_SERVE
 DEFAULT_RANKS = 2  # on CPU
 AGENT_GRACE_S = 3.2  # torchrun waits for workers, which kill their children after STOP_GRACE_S
 ORPHAN_GRACE_S = 0.5  # then all that is left is killed: together below the 5 s that the user is promised
-_POLL_S = 0.2  # how often /health is asked during the start
+FAILURE_GRACE_S = 1.5  # torchrun's, to end by itself and name a supervisor that was killed
+_POLL_S = 0.2  # how often /health is asked during the start, and failures are looked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,30 +136,38 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str) 
 
 
 def _watch(agent: Child, options: Options, stop_fd: int, started_s: float, log_directory: Path) -> int:
-    """Wait for the first of: a stop signal, the service's end; greet in between, once it answers."""
+    """Wait for the first of: a stop signal, the service's end; greet in between, once it answers.
+
+    torchrun may take long to end after a failure (it gives each worker 30 s), so serve looks for failures itself.
+    """
     poll = select.poll()
     poll.register(stop_fd, select.POLLIN)
     poll.register(agent.pidfd, select.POLLIN)
     is_ready = False
-    while True:
-        ready_fds = {fd for fd, _ in poll.poll(None if is_ready else _POLL_S * 1000)}
+    given_up_s = math.inf
+    while time.monotonic() < given_up_s:
+        ready_fds = {fd for fd, _ in poll.poll(_POLL_S * 1000)}
         if stop_fd in ready_fds:
             say("\nwideep: stopping")
             return 0
         if agent.pidfd in ready_fds:
-            say(f"wideep serve: {_cause_of_end(agent, log_directory)}. The service has ended.", error=True)
-            return 1
+            break
+        if given_up_s == math.inf and first_failure(log_directory) is not None:
+            given_up_s = time.monotonic() + FAILURE_GRACE_S
         if not is_ready and is_healthy(options.host, options.port):
             is_ready = True
             say(greeting(options, seconds=time.monotonic() - started_s))
+    say(f"wideep serve: {_cause_of_end(agent, log_directory)}. The service has ended.", error=True)
+    return 1
 
 
 def _cause_of_end(agent: Child, log_directory: Path) -> str:
-    """Say why the service ended: torchrun was killed, a process failed, or everything ended in order."""
-    status = agent.process.wait()
-    if status < 0:  # then the workers' own reason is only that it is gone
-        return describe_end(agent)
-    if (failure := first_failure(log_directory)) is not None:
+    """Say why the service ends: torchrun was killed, a process failed, or everything ended in order."""
+    status = agent.process.poll()
+    failure = first_failure(log_directory)
+    if failure is not None and (
+        status is None or status >= 0
+    ):  # else the workers know only that torchrun is gone
         return failure
     return "all ranks ended although nobody asked serve to stop" if status == 0 else describe_end(agent)
 

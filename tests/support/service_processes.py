@@ -43,8 +43,13 @@ class Service:
     def facts(self, name: str) -> dict[str, Any]:
         """Wait for what one process says about itself."""
         path = self.directory / f"{name}.json"
-        wait_until(path.exists, lambda: f"{name} did not start; output:\n{self.output()}")
+        wait_until(
+            lambda: path.exists() or self._has_ended(), lambda: f"{name} did not start:\n{self.output()}"
+        )
         return dict(json.loads(path.read_text()))
+
+    def _has_ended(self) -> bool:
+        return self.process.poll() is not None
 
     def pid(self, name: str) -> int:
         return int(self.facts(name)["pid"])
@@ -57,7 +62,8 @@ class Service:
         return (self.directory / "output.txt").read_text()
 
     def wait_for_output(self, text: str) -> None:
-        wait_until(lambda: text in self.output(), lambda: f"{text!r} not in:\n{self.output()}")
+        wait_until(lambda: text in self.output() or self._has_ended(), lambda: "waited for output in vain")
+        assert text in self.output(), f"{text!r} not in:\n{self.output()}"
 
     def end(self) -> tuple[int, float]:
         """Wait for the process to end; return its exit status and how long that took, in seconds."""
