@@ -2,7 +2,7 @@
 
 Works on addresses, so that a call costs a microsecond and rows go straight into a transport's windows and out of
 them. This rank's own rows never travel: they are read from where they are. Every argument is an int64; addresses end
-in no suffix. `Table` names the rows of the [NUM_TABLES, R] int64 scratch that the passes share.
+in no suffix. `tables` is the [NUM_TABLES, R] int64 scratch that the passes of one dispatch and its combine share.
 
 A message to a rank, all parts 64-byte aligned:
     header: 8 words (HEADER_*), then for dispatch: local slots int32 [rows, K], then rows [rows, row_bytes];
@@ -13,7 +13,6 @@ compares bits).
 Legend as in `layout`.
 """
 
-from enum import IntEnum
 from typing import Any
 
 from dispatch.native import compiled, copy, floats, inlined, int32s, uint16s, words
@@ -23,23 +22,13 @@ HEADER_BYTES = 64
 HEADER_ROWS, HEADER_PAIRS, HEADER_ROW_BYTES, HEADER_CHOICES, HEADER_CALL, HEADER_SLOTS = 0, 1, 2, 3, 4, 5
 
 
-class Table(IntEnum):
-    """Rows of the scratch, each with one int64 per rank."""
-
-    ROW_COUNTS = 0  # rows for each rank
-    PAIR_COUNTS = 1  # answers that will come back from each rank
-    SEND_BYTES = 2  # message sizes of this dispatch
-    RECV_ROWS = 3  # rows from each rank
-    RECV_PAIRS = 4  # answers to send to each rank
-    CURSOR = 5
-    LAST_TOKEN = 6
-    ANSWER_SEND_BYTES = 7
-    ANSWER_RECV_BYTES = 8
-
-
-NUM_TABLES = len(Table)
-_ROW_COUNTS, _PAIR_COUNTS, _SEND_BYTES, _RECV_ROWS = 0, 1, 2, 3
-_RECV_PAIRS, _CURSOR, _LAST_TOKEN, _ANSWER_SEND, _ANSWER_RECV = 4, 5, 6, 7, 8
+# Rows of the scratch, each with one int64 per rank.
+_ROW_COUNTS = 0  # rows for each rank
+_PAIR_COUNTS = 1  # answers that will come back from each rank
+_RECV_ROWS = 2  # rows from each rank
+_RECV_PAIRS = 3  # answers to send to each rank
+_CURSOR, _LAST_TOKEN = 4, 5
+NUM_TABLES = 6
 
 
 @inlined
@@ -55,7 +44,16 @@ def _rows_at(num_rows: int, K: int) -> int:
 
 @compiled
 def plan(
-    slots: int, T: int, K: int, S: int, R: int, rank: int, row_bytes: int, tables: int, choices: int
+    slots: int,
+    T: int,
+    K: int,
+    S: int,
+    R: int,
+    rank: int,
+    row_bytes: int,
+    tables: int,
+    send_bytes: int,
+    choices: int,
 ) -> int:
     """Count rows and pairs per rank, size the messages, and note for each choice its rank and answer.
 
@@ -63,7 +61,7 @@ def plan(
     Returns -1, or the flat index of the first slot id out of range.
     """
     row_counts, pair_counts = _table(tables, R, _ROW_COUNTS), _table(tables, R, _PAIR_COUNTS)
-    last_token, send_bytes = _table(tables, R, _LAST_TOKEN), _table(tables, R, _SEND_BYTES)
+    last_token, sizes = _table(tables, R, _LAST_TOKEN), words(send_bytes, R)
     for r in range(R):
         row_counts[r] = pair_counts[r] = 0
         last_token[r] = -1
@@ -81,7 +79,7 @@ def plan(
         choice[2 * i], choice[2 * i + 1] = to, pair_counts[to]
         pair_counts[to] += 1
     for r in range(R):
-        send_bytes[r] = 0 if r == rank else _rows_at(row_counts[r], K) + row_counts[r] * row_bytes
+        sizes[r] = 0 if r == rank else _rows_at(row_counts[r], K) + row_counts[r] * row_bytes
     return -1
 
 
@@ -206,9 +204,9 @@ def unpack(
 
 
 @compiled
-def size_answers(row_bytes: int, R: int, rank: int, tables: int) -> None:
+def size_answers(row_bytes: int, R: int, rank: int, tables: int, send_bytes: int, recv_bytes: int) -> None:
     """Size the messages of a combine, both ways: answers carry a header and no metadata."""
-    sends, receives = _table(tables, R, _ANSWER_SEND), _table(tables, R, _ANSWER_RECV)
+    sends, receives = words(send_bytes, R), words(recv_bytes, R)
     for r in range(R):
         sends[r] = HEADER_BYTES + _table(tables, R, _RECV_PAIRS)[r] * row_bytes
         receives[r] = HEADER_BYTES + _table(tables, R, _PAIR_COUNTS)[r] * row_bytes

@@ -19,7 +19,7 @@ from dispatch import layout
 from dispatch.buffers import GrowingBuffer
 from dispatch.errors import RanksDisagree
 from dispatch.native import compile_all
-from dispatch.transport import Transport
+from dispatch.transport import RankTable, Transport
 
 _SUMS = {torch.float32: kernels.sum_answers_float32, torch.bfloat16: kernels.sum_answers_bfloat16}
 
@@ -59,14 +59,10 @@ class Dispatcher:
         self.slots_per_rank = slots_per_rank
         R = transport.world_size
         self._shape = (slots_per_rank, R, transport.rank)
-        self._table = torch.zeros(kernels.NUM_TABLES, R, dtype=torch.int64)
-        rows = self._table.numpy()
-        self._send_bytes = rows[kernels.Table.SEND_BYTES]
-        self._answer_send = rows[kernels.Table.ANSWER_SEND_BYTES]
-        self._answer_recv = rows[kernels.Table.ANSWER_RECV_BYTES]
-        self._tables = self._table.data_ptr()
-        self._send_at: int = transport.send_addresses.ctypes.data
-        self._recv_at: int = transport.recv_addresses.ctypes.data
+        self._counts = torch.zeros(kernels.NUM_TABLES, R, dtype=torch.int64)
+        self._tables = self._counts.data_ptr()
+        self._send_bytes, self._answer_send, self._answer_recv = RankTable(R), RankTable(R), RankTable(R)
+        self._send_at, self._recv_at = transport.send_addresses.address, transport.recv_addresses.address
         self._slot_offsets = torch.zeros(slots_per_rank + 1, dtype=torch.int64)
         self._offsets_at = self._slot_offsets.data_ptr()
         self._rows, self._scratch = GrowingBuffer(torch.uint8), GrowingBuffer(torch.uint8)
@@ -97,7 +93,9 @@ class Dispatcher:
         row_bytes = H * x_TH.element_size()
         x, slots = x_TH.data_ptr(), slots_TK.data_ptr()
         choices, own_tokens = self._choices.reserve(2 * T * K), self._own_tokens.reserve(T)
-        bad = kernels.plan(slots, T, K, S, R, rank, row_bytes, self._tables, choices)
+        bad = kernels.plan(
+            slots, T, K, S, R, rank, row_bytes, self._tables, self._send_bytes.address, choices
+        )
         if bad >= 0:
             self._refuse_slot(slots_TK, bad)
         self._call += 2
@@ -167,7 +165,9 @@ class Dispatcher:
         y_PH, T, K, H = y_PH.contiguous(), handle.num_tokens, handle.num_choices, handle.hidden
         _, R, rank = self._shape
         row_bytes, y = H * y_PH.element_size(), y_PH.data_ptr()
-        kernels.size_answers(row_bytes, R, rank, self._tables)
+        kernels.size_answers(
+            row_bytes, R, rank, self._tables, self._answer_send.address, self._answer_recv.address
+        )
         self.transport.open_windows(self._answer_send)
         answers, call = self._pair_of_answer.address, handle.call + 1
         kernels.pack_answers(y, row_bytes, R, rank, self._tables, self._send_at, answers, call)
@@ -178,7 +178,9 @@ class Dispatcher:
         out_TH = torch.empty(T, H, dtype=handle.dtype)
         if handle.dtype not in _SUMS:
             return self._sum_any(y_PH, weights_TK, handle)
-        weights_TK = weights_TK.to(torch.float32).contiguous()
+        if weights_TK.dtype != torch.float32:
+            weights_TK = weights_TK.float()
+        weights_TK = weights_TK.contiguous()
         _SUMS[handle.dtype](
             y, weights_TK.data_ptr(), self._choices.address, T, K, H, R, rank, self._tables,
             self._recv_at, answers, self._scratch.reserve(8 * H), out_TH.data_ptr(),

@@ -14,7 +14,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-RankTable = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+class RankTable:
+    """An int64 per rank, with its address: numpy takes a microsecond to say it, which is asked for in every call."""
+
+    __slots__ = ("address", "values")
+
+    def __init__(self, world_size: int) -> None:
+        self.values: Any = np.zeros(world_size, dtype=np.int64)
+        self.address: int = self.values.ctypes.data
 
 
 class Transport(Protocol):
@@ -61,8 +69,3 @@ class Transport(Protocol):
     def close(self) -> None:
         """Local. Release what it holds and let waiting peers know. May be called twice."""
         ...
-
-
-def rank_table(world_size: int) -> Any:
-    """Return a zeroed int64 table with one entry per rank."""
-    return np.zeros(world_size, dtype=np.int64)

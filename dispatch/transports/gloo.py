@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree
-from dispatch.transport import RankTable, rank_table
+from dispatch.transport import RankTable
 
 _PREFIX_BYTES = 64  # size, number and epoch in front of each message, and room to keep the rest aligned
 _GRAIN_BYTES = 4096
@@ -35,7 +35,7 @@ class GlooTransport:
         self._timeout_s = timeout_s
         self._patience = timedelta(seconds=timeout_s)
         self._number = 0
-        self.send_addresses, self.recv_addresses = rank_table(self.world_size), rank_table(self.world_size)
+        self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self._outgoing = {peer: _Message() for peer in self._peers}
         self._incoming = {peer: _Message() for peer in self._peers}
@@ -43,8 +43,8 @@ class GlooTransport:
     def open_windows(self, send_bytes: RankTable) -> None:
         """See `Transport`."""
         for peer, message in self._outgoing.items():
-            message.reserve(max(int(send_bytes[peer]), message.first_bytes))
-            self.send_addresses[peer] = message.body_address
+            message.reserve(max(int(send_bytes.values[peer]), message.first_bytes))
+            self.send_addresses.values[peer] = message.body_address
 
     def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Transport`."""
@@ -53,7 +53,7 @@ class GlooTransport:
         self._number += 1
         works = [(peer, self._start_receive(peer, recv_bytes)) for peer in self._peers]
         sends = [
-            (peer, self._start_send(peer, int(send_bytes[peer]), recv_bytes is not None))
+            (peer, self._start_send(peer, int(send_bytes.values[peer]), recv_bytes is not None))
             for peer in self._peers
         ]
         rests = []
@@ -66,7 +66,7 @@ class GlooTransport:
             for work in started:
                 self._finish(peer, work)
         for peer in self._peers:
-            self.recv_addresses[peer] = self._incoming[peer].body_address
+            self.recv_addresses.values[peer] = self._incoming[peer].body_address
 
     def close(self) -> None:
         """See `Transport`. The group stays its owner's to destroy."""
@@ -74,7 +74,7 @@ class GlooTransport:
 
     def _start_receive(self, peer: int, recv_bytes: RankTable | None) -> Any:
         message = self._incoming[peer]
-        first = message.first_bytes if recv_bytes is None else int(recv_bytes[peer])
+        first = message.first_bytes if recv_bytes is None else int(recv_bytes.values[peer])
         message.reserve(first)
         return self._call("recv", message.memory[: _PREFIX_BYTES + first], peer)
 
@@ -101,9 +101,9 @@ class GlooTransport:
                 f"of {self.epoch}"
             )
         if recv_bytes is not None:
-            if size != recv_bytes[peer]:
+            if size != recv_bytes.values[peer]:
                 raise RanksDisagree(
-                    f"rank {peer} sent {size} bytes where {int(recv_bytes[peer])} are expected"
+                    f"rank {peer} sent {size} bytes where {int(recv_bytes.values[peer])} are expected"
                 )
             return []
         first = message.first_bytes

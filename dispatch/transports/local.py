@@ -1,6 +1,6 @@
 """One rank: nothing travels, so there is nothing to do. Its rows are read where they are."""
 
-from dispatch.transport import RankTable, rank_table
+from dispatch.transport import RankTable
 
 
 class LocalTransport:
@@ -12,7 +12,7 @@ class LocalTransport:
 
     def __init__(self, *, epoch: int = 0, reason: str = "there is one rank") -> None:
         self.epoch, self.reason = epoch, reason
-        self.send_addresses, self.recv_addresses = rank_table(1), rank_table(1)
+        self.send_addresses, self.recv_addresses = RankTable(1), RankTable(1)
 
     def open_windows(self, send_bytes: RankTable) -> None:
         """See `Transport`."""

@@ -11,14 +11,13 @@ windows of the number before.
 """
 
 import logging
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, RanksDisagree
 from dispatch.native import compile_all, compiled, copy, inlined, words
-from dispatch.transport import RankTable, rank_table
+from dispatch.transport import RankTable
 from dispatch.transports import signals
 from dispatch.transports.segment import SharedSegment
 
@@ -51,12 +50,9 @@ class ShmTransport:
         self._region_bytes = region_bytes or fitting_region_bytes(self.world_size)
         compile_all(*KERNELS)
         self._segment = SharedSegment(group, 2 * pairs * self._region_bytes, timeout_s=timeout_s)
-        self.send_addresses, self.recv_addresses = rank_table(self.world_size), rank_table(self.world_size)
-        self._found_bytes = rank_table(self.world_size)
+        self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
+        self._found = RankTable(self.world_size)
         self._outgoing, self._incoming = _Staging(), _Staging()
-        self._send_table: int = self.send_addresses.ctypes.data
-        self._recv_table: int = self.recv_addresses.ctypes.data
-        self._found_table: int = self._found_bytes.ctypes.data
         self._place = (
             self._segment.base,
             self._segment.start,
@@ -71,23 +67,25 @@ class ShmTransport:
         """See `Transport`."""
         if not self._is_open:
             raise DispatchError("the transport is closed")
-        sizes: int = send_bytes.ctypes.data
+        sizes = send_bytes.address
         staged = place_windows(
-            *self._place, self._number + 1, sizes, self._outgoing.address, self._send_table
+            *self._place, self._number + 1, sizes, self._outgoing.address, self.send_addresses.address
         )
         if staged > self._outgoing.capacity:
             self._outgoing.grow(staged)
-            place_windows(*self._place, self._number + 1, sizes, self._outgoing.address, self._send_table)
+            place_windows(
+                *self._place, self._number + 1, sizes, self._outgoing.address, self.send_addresses.address
+            )
 
     def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Transport`."""
-        sizes: int = send_bytes.ctypes.data
-        expected: int = 0 if recv_bytes is None else recv_bytes.ctypes.data
+        sizes = send_bytes.address
+        expected = 0 if recv_bytes is None else recv_bytes.address
         self._number += 1
-        post_round(*self._place, self._number, 0, sizes, self._send_table)
+        post_round(*self._place, self._number, 0, sizes, self.send_addresses.address)
         self._segment.wait(self._number, "an exchange")
         rounds = find_windows(
-            *self._place, self._number, sizes, expected, self._found_table, self._recv_table
+            *self._place, self._number, sizes, expected, self._found.address, self.recv_addresses.address
         )
         if rounds < 0:
             self._disagree(-rounds - 1, recv_bytes)
@@ -102,19 +100,20 @@ class ShmTransport:
 
     def _exchange_rounds(self, sizes: int, rounds: int) -> None:
         """Take the chunks of large messages out of their regions, round by round."""
-        self._incoming.grow(stage_windows(*self._place, self._found_table, 0, self._recv_table))
-        stage_windows(*self._place, self._found_table, self._incoming.address, self._recv_table)
-        take_chunks(*self._place, self._number, 0, self._found_table, self._recv_table)
+        self._incoming.grow(stage_windows(*self._place, self._found.address, 0, self.recv_addresses.address))
+        stage_windows(*self._place, self._found.address, self._incoming.address, self.recv_addresses.address)
+        take_chunks(*self._place, self._number, 0, self._found.address, self.recv_addresses.address)
         for index in range(1, rounds):
             self._number += 1
-            post_round(*self._place, self._number, index, sizes, self._send_table)
+            post_round(*self._place, self._number, index, sizes, self.send_addresses.address)
             self._segment.wait(self._number, f"round {index + 1} of {rounds} of an exchange")
-            take_chunks(*self._place, self._number, index, self._found_table, self._recv_table)
+            take_chunks(*self._place, self._number, index, self._found.address, self.recv_addresses.address)
 
-    def _disagree(self, peer: int, expected: Any) -> None:
-        found = int(self._found_bytes[peer])
+    def _disagree(self, peer: int, expected: RankTable | None) -> None:
+        assert expected is not None, "sizes were checked against none"
+        found = int(self._found.values[peer])
         raise RanksDisagree(
-            f"rank {peer} sent {found} bytes where rank {self.rank} expects {int(expected[peer])}"
+            f"rank {peer} sent {found} bytes where rank {self.rank} expects {int(expected.values[peer])}"
         )
 
 
