@@ -12,7 +12,6 @@ Legend: T rows of the batch, H query heads, G KV heads, D key dim, V value dim, 
 
 import math
 
-import numba
 import numpy as np
 import torch
 from numba import prange
@@ -127,7 +126,7 @@ def paged_attention(
             f"got {block_tokens} and {value_dim}"
         )
     out_THV = torch.zeros(tokens, heads, value_dim)
-    kernel = _attend_serial if numba.get_num_threads() == 1 else _attend_parallel
+    kernel = _attend_parallel if step.is_parallel else _attend_serial
     kernel(
         query_HTD.data_ptr(),
         (query_HTD.stride(1) * 4, query_HTD.stride(0) * 4),

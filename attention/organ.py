@@ -45,6 +45,7 @@ def _expanded(module: Any, cache: PagedCache, layer: int) -> tuple[PagedCache, S
     narrow = Step(
         max_tokens=step.num_tokens, max_sequences=len(spans), max_blocks=used, block_tokens=BLOCK_TOKENS
     )
+    narrow.is_parallel = step.is_parallel
     narrow.fill(spans)
     return scratch, narrow
 

@@ -28,10 +28,16 @@ class Span(NamedTuple):
 class Step:
     """The packed batch of one step. Rows past `num_tokens` are padding: not cached, attended to or sampled."""
 
-    def __init__(self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int) -> None:
-        """Allocate for at most so many tokens, sequences, and blocks per sequence."""
+    def __init__(
+        self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int, threads: int = 1
+    ) -> None:
+        """Allocate for at most so many tokens, sequences, and blocks per sequence.
+
+        `threads` is how many the CPU kernels that run this step may use.
+        """
         padded = -(-max(max_tokens, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
         self.block_tokens = block_tokens
+        self.is_parallel = threads > 1
         self.num_tokens = 0
         self.num_padded = 0
         self.num_sequences = 0

@@ -8,7 +8,6 @@ This file knows pointers and shapes, not modules; `packed_weight` puts it under 
 Legend: T tokens (rows), K input features, N output features, P pairs (row, expert choice), S slots.
 """
 
-import numba
 import torch
 from numba import njit, prange
 from torch import Tensor
@@ -99,23 +98,18 @@ _grouped_serial, _grouped_parallel = serial_and_parallel(_grouped)
 _silu_serial, _silu_parallel = serial_and_parallel(_silu_and_mul)
 
 
-def linear(x_TK: Tensor, packed: Tensor, n: int, out_TN: Tensor) -> None:
+def linear(x_TK: Tensor, packed: Tensor, out_TN: Tensor, *, parallel: bool) -> None:
     """Write `x @ weight.T` into `out`.
 
     Args:
         x_TK: [T, K] float32; rows may be strided, columns not.
-        packed: [ceil(n / 16), K, 16] from `pack`.
-        n: output features.
-        out_TN: [T, ceil(n / 16) * 16] float32 contiguous; columns past n are overwritten too.
+        packed: [panels, K, 16] from `pack`.
+        out_TN: [T, panels * 16] float32 contiguous, T or more rows.
+        parallel: use all of this process's threads.
     """
     panels, k, _ = packed.shape
-    assert (
-        x_TK.shape[1] == k
-        and x_TK.stride(1) == 1
-        and out_TN.stride(0) == panels * LANES
-        and n <= out_TN.shape[1]
-    )
-    kernel = _linear_serial if numba.get_num_threads() == 1 else _linear_parallel
+    assert x_TK.shape[1] == k and x_TK.stride(1) == 1 and out_TN.stride(0) == panels * LANES
+    kernel = _linear_parallel if parallel else _linear_serial
     kernel(
         x_TK.data_ptr(),
         x_TK.stride(0) * 4,
@@ -129,20 +123,21 @@ def linear(x_TK: Tensor, packed: Tensor, n: int, out_TN: Tensor) -> None:
     )
 
 
-def grouped_linear(x_PK: Tensor, packed_S: Tensor, slot_offsets: Tensor) -> Tensor:
+def grouped_linear(x_PK: Tensor, packed_S: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
     """Apply every slot's weight to its own rows.
 
     Args:
         x_PK: [P, K] float32 contiguous, rows sorted by slot.
         packed_S: [S, panels, K, 16] from `pack`.
         slot_offsets: [S + 1] int64; rows [offsets[s], offsets[s + 1]) belong to slot s.
+        parallel: use all of this process's threads.
 
     Returns:
         [P, panels * 16] float32, new.
     """
     _, panels, k, _ = packed_S.shape
     out_PN = torch.empty(x_PK.shape[0], panels * LANES)
-    kernel = _grouped_serial if numba.get_num_threads() == 1 else _grouped_parallel
+    kernel = _grouped_parallel if parallel else _grouped_serial
     kernel(
         x_PK.data_ptr(),
         packed_S.data_ptr(),
@@ -155,10 +150,10 @@ def grouped_linear(x_PK: Tensor, packed_S: Tensor, slot_offsets: Tensor) -> Tens
     return out_PN
 
 
-def silu_and_mul(gate_up_PN: Tensor) -> Tensor:
+def silu_and_mul(gate_up_PN: Tensor, *, parallel: bool) -> Tensor:
     """Return `silu(gate) * up` for [P, 2 * I] = [gate | up] float32 contiguous, I a multiple of 16."""
     rows, double = gate_up_PN.shape
     out_PI = torch.empty(rows, double // 2)
-    kernel = _silu_serial if numba.get_num_threads() == 1 else _silu_parallel
+    kernel = _silu_parallel if parallel else _silu_serial
     kernel(gate_up_PN.data_ptr(), out_PI.data_ptr(), rows, double // 2)
     return out_PI

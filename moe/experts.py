@@ -43,9 +43,9 @@ class SlotTensors:
         """Store one expert's weight [out_dim, in_dim] in a slot."""
         self.packed_S[slot] = pack(weight_NK.to(self.packed_S.dtype))
 
-    def apply(self, x_PK: Tensor, slot_offsets: Tensor) -> Tensor:
+    def apply(self, x_PK: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
         """Multiply rows sorted by slot; returns [P, out_dim] float32, contiguous."""
-        out_PN = grouped_linear(x_PK, self.packed_S, slot_offsets)
+        out_PN = grouped_linear(x_PK, self.packed_S, slot_offsets, parallel=parallel)
         if out_PN.shape[1] != self.out_dim:
             out_PN = out_PN[:, : self.out_dim].contiguous()
         if self.bias_SN is not None:
@@ -97,7 +97,8 @@ class ExpertLayer:
         return out_TD
 
     def _slots(self, module: Any, x_PD: Tensor, slot_offsets: Tensor) -> Tensor:
-        raised_PN = self.up.apply(x_PD, slot_offsets)
+        parallel = self.step.is_parallel
+        raised_PN = self.up.apply(x_PD, slot_offsets, parallel=parallel)
         gate = getattr(module._apply_gate, "__func__", None)
         if not module.has_gate:
             lowered_PI = _on_full_vectors(module.act_fn, raised_PN)
@@ -106,10 +107,10 @@ class ExpertLayer:
             and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
             and self.up.out_dim % (2 * LANES) == 0
         ):
-            lowered_PI = silu_and_mul(raised_PN)
+            lowered_PI = silu_and_mul(raised_PN, parallel=parallel)
         else:
             lowered_PI = _on_full_vectors(module._apply_gate, raised_PN)
-        return self.down.apply(lowered_PI, slot_offsets)
+        return self.down.apply(lowered_PI, slot_offsets, parallel=parallel)
 
 
 def _on_full_vectors(function: Callable[[Tensor], Tensor], x_PN: Tensor) -> Tensor:

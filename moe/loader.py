@@ -25,8 +25,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from kvcache.step import Step
 from moe.checkpoint import Checkpoint, CheckpointError
-from moe.packed_weight import PackedWeight, StepRows
+from moe.packed_weight import PackedWeight
 
 EXPERT_INDEX = re.compile(r"experts\.(\d+)\.")
 ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"\.masked_bias$")
@@ -167,11 +168,11 @@ class Loader:
         made = converter.convert(target, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def load_plain(self, step_rows: StepRows, report: Report) -> None:
+    def load_plain(self, step: Step, report: Report) -> None:
         """Load everything that is not an expert; matrices become `PackedWeight`s, the rest float32 parameters."""
         for done, (target, source) in enumerate(self._plan.plain.items()):
             for name, tensor in self._convert(target, source, self._checkpoint.read).items():
-                self._assign(name, tensor, step_rows)
+                self._assign(name, tensor, step)
             report("weights", (done + 1) / len(self._plan.plain))
         for target, original in (getattr(self._model, "all_tied_weights_keys", None) or {}).items():
             if target not in self._plan.plain:
@@ -211,7 +212,7 @@ class Loader:
         path, _, leaf = name.rpartition(".")
         return self._model.get_submodule(path), leaf
 
-    def _assign(self, name: str, tensor: Tensor, step_rows: StepRows) -> None:
+    def _assign(self, name: str, tensor: Tensor, step: Step) -> None:
         owner, leaf = self._owner(name)
         wanted = tuple(getattr(owner, leaf).shape)
         if tuple(tensor.shape) != wanted:
@@ -220,6 +221,6 @@ class Loader:
             owner._buffers[leaf] = tensor.to(getattr(owner, leaf).dtype)
         elif leaf == "weight" and tensor.dim() == 2:
             del owner._parameters[leaf]
-            owner.weight = PackedWeight(self.stored(tensor), step_rows)
+            owner.weight = PackedWeight(self.stored(tensor), step)
         else:
             owner._parameters[leaf] = nn.Parameter(tensor.float(), requires_grad=False)

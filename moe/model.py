@@ -24,7 +24,6 @@ from moe.checkpoint import Checkpoint
 from moe.experts import ExpertLayer, SlotTensors
 from moe.families import cache_shapes, check_config, experts_modules
 from moe.loader import Loader, LoadPlan, Report
-from moe.packed_weight import StepRows
 
 
 class Skeleton:
@@ -85,7 +84,6 @@ class Model:
         """
         self.skeleton, self.step, self.placement = skeleton, step, placement
         self.checkpoint = Checkpoint(skeleton.directory)
-        self._rows = StepRows()
         self._net = skeleton.model
         parameters = {
             f"{name}.{leaf}": int(module.num_experts)
@@ -95,7 +93,7 @@ class Model:
         plan = LoadPlan(self._net, self.checkpoint, parameters)
         loader = Loader(self._net, self.checkpoint, plan, dtype)
         with torch.no_grad():
-            loader.load_plain(self._rows, report)
+            loader.load_plain(step, report)
             self.layers = self._load_experts(loader, dispatcher, rank, report)
             _restore_buffers(self._net)
 
@@ -129,7 +127,6 @@ class Model:
         Returns:
             [R, V] float32 logits, new.
         """
-        self._rows.padded, self._rows.real = self.step.num_padded, self.step.num_tokens
         cache.step = self.step
         output: Any = self._net(
             input_ids=token_T[None],

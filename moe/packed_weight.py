@@ -9,40 +9,32 @@ Legend: T tokens (rows), K input features, N output features.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.cpu_tiles import LANES
+from kvcache.step import Step
 from moe.cpu_linear import linear, pack, unpack
 
 CASTS = frozenset({Tensor.to, Tensor.type})
-
-
-@dataclass
-class StepRows:
-    """How many rows of the packed batch are real: a batch is padded, and padding need not be computed."""
-
-    padded: int = 0
-    real: int = 0
 
 
 class PackedWeight(Tensor):
     """[N, K], presented as float32, held as panels of float32 or bfloat16."""
 
     panels: Tensor  # [ceil(N / 16), K, 16]
-    step_rows: StepRows
+    step: Step
 
     @staticmethod
-    def __new__(cls, weight_NK: Tensor, step_rows: StepRows) -> "PackedWeight":
-        """Pack a [N, K] weight; `step_rows` is shared by all weights of a model and read at every call."""
+    def __new__(cls, weight_NK: Tensor, step: Step) -> "PackedWeight":
+        """Pack a [N, K] weight; `step` is the model's, which says how many rows of a batch are real."""
         self = Tensor._make_wrapper_subclass(
             cls, weight_NK.shape, dtype=torch.float32, device=weight_NK.device, requires_grad=False
         )
         self.panels = pack(weight_NK)
-        self.step_rows = step_rows
+        self.step = step
         return self
 
     @classmethod
@@ -84,11 +76,12 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tens
     with torch._C.DisableTorchFunctionSubclass():
         n, k = weight.shape
         x_TK = x.reshape(-1, k)
-        rows, stepped = x_TK.shape[0], weight.step_rows
-        real = stepped.real if rows == stepped.padded else rows
+        rows, step = x_TK.shape[0], weight.step
+        real = step.num_tokens if rows == step.num_padded else rows  # padding is not computed
         width = weight.panels.shape[0] * LANES
         out_TN = torch.empty(rows, width)
-        linear(x_TK[:real] if x_TK.stride(1) == 1 else x_TK[:real].contiguous(), weight.panels, n, out_TN)
+        x_TK = x_TK[:real] if x_TK.stride(1) == 1 else x_TK[:real].contiguous()
+        linear(x_TK, weight.panels, out_TN, parallel=step.is_parallel)
         if real < rows:
             out_TN[real:] = 0.0
         if width != n:

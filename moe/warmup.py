@@ -15,13 +15,13 @@ from moe.model import Model
 @torch.inference_mode()
 def compile_kernels(model: Model) -> None:
     """Run every kernel once on tiny inputs of the types this model uses; local."""
+    parallel = model.step.is_parallel
     slots = model.layers[0].up
-    slots.apply(
-        torch.zeros(0, slots.packed_S.shape[2]), torch.zeros(len(slots.packed_S) + 1, dtype=torch.int64)
-    )
-    silu_and_mul(torch.zeros(1, 32))
+    offsets = torch.zeros(len(slots.packed_S) + 1, dtype=torch.int64)
+    slots.apply(torch.zeros(0, slots.packed_S.shape[2]), offsets, parallel=parallel)
+    silu_and_mul(torch.zeros(1, 32), parallel=parallel)
     shape = LayerShape(num_kv_heads=1, key_dim=16, value_dim=16)
-    step = Step(max_tokens=1, max_sequences=1, max_blocks=1, block_tokens=16)
+    step = Step(max_tokens=1, max_sequences=1, max_blocks=1, block_tokens=16, threads=1 + parallel)
     step.fill([Span(0, 1, [0])])
     cache = PagedCache([shape], 1)
     cache.step = step

@@ -76,6 +76,7 @@ def assemble(
         max_sequences=config.max_num_seqs,
         max_blocks=-(-length // BLOCK_TOKENS),
         block_tokens=BLOCK_TOKENS,
+        threads=config.threads,
     )
     placement = skeleton.placement(config.world_size)
     group, mailbox_group = _groups(config)
