@@ -25,7 +25,7 @@ class Service:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("WIDEEP_", "FAKE_"))}
         self.process = subprocess.Popen(
             [sys.executable, str(_SERVICE), *arguments],
-            env={**clean, "FAKE_DIRECTORY": str(directory), **environment},
+            env={**clean, "FAKE_DIRECTORY": str(directory), "TMPDIR": str(directory), **environment},
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
