@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
+from dispatch.errors import TransportUnavailable
 from dispatch.mailbox import open_mailbox
 from dispatch.transports.choose import open_transport
 from kvcache.blocks import BlockPool
@@ -67,12 +68,12 @@ def assemble(
     scheduler = Scheduler(
         BlockPool(blocks, block_tokens=BLOCK_TOKENS),
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=length,
         enable_prefix_caching=config.enable_prefix_caching,
     )
     step = Step(
-        max_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_tokens=config.max_num_batched_tokens,
         max_sequences=config.max_num_seqs,
         max_blocks=-(-length // BLOCK_TOKENS),
         block_tokens=BLOCK_TOKENS,
@@ -105,7 +106,9 @@ def _groups(config: EngineConfig) -> tuple[dist.ProcessGroup | None, dist.Proces
     """Make the transport's and the mailbox's groups: they run side by side, so they need one each."""
     if config.world_size == 1:
         return None, None
-    timeout = timedelta(seconds=config.timeout_s)
-    ranks = list(range(config.world_size))
-    first, second = (dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(2))
+    timeout, ranks = timedelta(seconds=config.timeout_s), list(range(config.world_size))
+    try:
+        first, second = (dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(2))
+    except RuntimeError as error:  # all that gloo says of a peer that is gone
+        raise TransportUnavailable(f"rank {config.rank} could not meet the others: {error}") from error
     return first, second

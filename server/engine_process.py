@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from dispatch.errors import DispatchError
+from dispatch.errors import DispatchError, TransportUnavailable
 from moe.checkpoint import CheckpointError
 from moe.families import UnsupportedModelError
 from scheduler.assembly import Assembled, assemble
@@ -63,7 +63,17 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     front = _front(store, environment)
     supervisor = _Supervisor(environment)
     supervisor.tell(http=front["http"])
-    if place.world_size > 1:
+    _join(place, store)
+    doorbell = StoreDoorbell(*(PrefixStore("doorbell", _store(place)) for _ in range(2)))
+    built = assemble(_config(options, place), doorbell, _Progress() if place.rank == 0 else _silent)
+    _walk(built, options, place, front, supervisor)
+
+
+def _join(place: Place, store: Store) -> None:
+    """Meet the other ranks; they may still be on their way."""
+    if place.world_size == 1:
+        return
+    try:
         dist.init_process_group(
             "gloo",
             store=PrefixStore("group", store),
@@ -71,9 +81,8 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
             world_size=place.world_size,
             timeout=timedelta(seconds=JOIN_TIMEOUT_S),
         )
-    doorbell = StoreDoorbell(*(PrefixStore("doorbell", _store(place)) for _ in range(2)))
-    built = assemble(_config(options, place), doorbell, _Progress() if place.rank == 0 else _silent)
-    _walk(built, options, place, front, supervisor)
+    except RuntimeError as error:  # all that gloo says of a peer that is gone
+        raise TransportUnavailable(f"rank {place.rank} could not meet the others: {error}") from error
 
 
 def _walk(

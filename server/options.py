@@ -48,7 +48,6 @@ class Options:
     threads: int | None  # per rank; None: cores / local ranks
     enable_prefix_caching: bool
     request_timeout_s: float  # 0 is none
-    seed: int
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +108,6 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "float32", "bfloat16"),
         help="type the weights are kept in; CPU computes in float32 (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="seed of what no request asks for (default: %(default)s)")
 
 
 def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
@@ -201,7 +199,6 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         threads=args.threads,
         enable_prefix_caching=args.enable_prefix_caching,
         request_timeout_s=args.request_timeout,
-        seed=args.seed,
     )
 
 
@@ -248,7 +245,6 @@ def arguments_from(options: Options) -> list[str]:
         "--threads": options.threads,
         "--all2all-backend": options.all2all_backend,
         "--dtype": options.dtype,
-        "--seed": options.seed,
         "--max-model-len": options.max_model_len,
         "--max-num-seqs": options.max_num_seqs,
         "--max-num-batched-tokens": options.max_num_batched_tokens,

@@ -25,7 +25,7 @@ def parse(*words: str, environment: dict[str, str] | None = None) -> Options:
 def test_defaults_are_those_of_the_design() -> None:
     options = parse()
     assert (options.model, options.host, options.port) == ("demo", "127.0.0.1", 8000)
-    assert (options.max_num_seqs, options.max_num_batched_tokens, options.seed) == (64, 512, 0)
+    assert (options.max_num_seqs, options.max_num_batched_tokens) == (64, 512)
     assert options.served_model_names == ("demo",)
     assert options.enable_prefix_caching
 
@@ -53,7 +53,7 @@ def test_arguments_parse_back_to_the_same_options() -> None:
             "0.1",
             "--port=0",
         ),
-        *("--host=::", "--seed=-3", "--all2all-backend=gloo", "--served-model-name=-dash", "--api-key=k"),
+        *("--host=::", "--all2all-backend=gloo", "--served-model-name=-dash", "--api-key=k"),
     )
     assert parse(*arguments_from(options), environment=environment_from(options)) == options
     assert options.served_model_names == ("a", "b c", "-dash")
