@@ -1,0 +1,77 @@
+"""A closed loop: so many clients, each of which sends its next request when its last one has been answered.
+
+The loop knows neither HTTP nor models: it drives anything that completes a prompt and says when tokens came. The
+same code runs in the client of our service and inside the process of a peer, so that both are timed alike. A closed
+loop was preferred to a fixed arrival rate because it has no rate to tune per peer.
+"""
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Timing(NamedTuple):
+    """One request, in seconds of one process's clock."""
+
+    start_s: float
+    arrivals_s: list[float]  # of tokens, or of pieces of text where a character takes several tokens
+    num_tokens: int
+
+
+Complete = Callable[[list[int]], Awaitable[Timing]]
+
+
+async def closed_loop(complete: Complete, prompts: Sequence[list[int]], concurrency: int) -> list[Timing]:
+    """Complete all prompts with at most `concurrency` at once; timings are in the order of the ends."""
+    waiting = iter(prompts)
+    timings: list[Timing] = []
+
+    async def client() -> None:
+        for prompt in waiting:
+            timings.append(await complete(prompt))
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(min(concurrency, len(prompts))):
+            clients.create_task(client())
+    return timings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """What a run's timings come to."""
+
+    tokens_per_s: float  # output tokens, from the first request's start to the last one's end
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p50_ms: float  # between arrivals within a request
+    itl_p99_ms: float
+
+
+def summarise(timings: Sequence[Timing]) -> Latency:
+    """Reduce timings, of which there is at least one.
+
+    Raises:
+        ValueError: there is none, or a request brought nothing.
+    """
+    if not timings or not all(timing.arrivals_s for timing in timings):
+        raise ValueError("a request brought no token")
+    wall_s = max(each.arrivals_s[-1] for each in timings) - min(each.start_s for each in timings)
+    first_s = [each.arrivals_s[0] - each.start_s for each in timings]
+    gaps_s = [later - earlier for each in timings for earlier, later in pairwise(each.arrivals_s)] or [0.0]
+    return Latency(
+        tokens_per_s=round(sum(each.num_tokens for each in timings) / wall_s, 1),
+        ttft_p50_ms=round(percentile(first_s, 50) * 1e3, 1),
+        ttft_p99_ms=round(percentile(first_s, 99) * 1e3, 1),
+        itl_p50_ms=round(percentile(gaps_s, 50) * 1e3, 1),
+        itl_p99_ms=round(percentile(gaps_s, 99) * 1e3, 1),
+    )
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile (1 to 99), interpolated between neighbours; of one value, that value."""
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

@@ -1,0 +1,129 @@
+"""What a tree of processes costs: memory and CPU from /proc, and the CPU that everybody else used meanwhile.
+
+Memory is PSS, in which a page that n processes share counts 1/n for each, so that a sum over processes is what the
+service takes from the machine; a sum of RSS counts shared libraries once per process. CPU that others used tells
+which measurements to distrust: two threads that meet in every layer lose far more than the core that was taken.
+"""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+PROC = Path("/proc")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+SAMPLE_S = 1.0  # walking the page tables of 2 GB takes some 10 ms, so not much more often
+QUIET_CORES = 0.1  # above this much CPU of others a row is noisy
+
+
+def tree(root: int) -> list[int]:
+    """Return a process and all its descendants that live now."""
+    pids = [root]
+    for pid in pids:  # grows while it is walked
+        pids += _children(pid)
+    return pids
+
+
+def pss_bytes(pid: int) -> int:
+    """Return a process's proportional set size; 0 when it has ended."""
+    return _kib(PROC / str(pid) / "smaps_rollup", "Pss")
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """Return the most resident memory a process ever had; 0 when it has ended."""
+    return _kib(PROC / str(pid) / "status", "VmHWM")
+
+
+def command_of(pid: int) -> list[str]:
+    """Return a process's command line; empty when it has ended."""
+    return _read(PROC / str(pid) / "cmdline").split("\0")[:-1]
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process and of the children it has reaped; 0 when it has ended."""
+    fields = _read(PROC / str(pid) / "stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / TICKS_PER_S if fields else 0.0
+
+
+def busy_s() -> float:
+    """Return the CPU time of the whole machine, time stolen by the hypervisor included."""
+    fields = (PROC / "stat").read_text().splitlines()[0].split()
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[1:9])
+    return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a tree used between two moments."""
+
+    peak_pss_bytes: int
+    own_cores: float  # CPU seconds per second, the benchmark's own process included
+    other_cores: float  # likewise, of everybody else, kernel and hypervisor included
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether others used so much CPU that the row should not count."""
+        return self.other_cores > QUIET_CORES
+
+
+class Watch:
+    """A context that samples a tree's memory from a thread; `usage` is there when it ends."""
+
+    usage: Usage
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._peak_pss_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._started_s, self._before = time.monotonic(), (busy_s(), self._own_s())
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall_s = time.monotonic() - self._started_s
+        busy, own = busy_s() - self._before[0], self._own_s() - self._before[1]
+        self._stop.set()
+        self._thread.join()
+        self.usage = Usage(
+            peak_pss_bytes=self._peak_pss_bytes,
+            own_cores=round(own / wall_s, 2),
+            other_cores=round(max(0.0, busy - own) / wall_s, 2),
+        )
+
+    def _own_s(self) -> float:
+        return sum(map(cpu_s, {*tree(self._root), os.getpid()}))
+
+    def _sample(self) -> None:
+        while True:
+            total = sum(map(pss_bytes, tree(self._root)))
+            self._peak_pss_bytes = max(self._peak_pss_bytes, total)
+            if self._stop.wait(SAMPLE_S):
+                return
+
+
+def _children(pid: int) -> Iterator[int]:
+    try:
+        threads = os.listdir(PROC / str(pid) / "task")
+    except OSError:  # it has ended
+        return
+    for thread in threads:  # a child belongs to the thread that started it
+        yield from map(int, _read(PROC / str(pid) / "task" / thread / "children").split())
+
+
+def _kib(path: Path, name: str) -> int:
+    match = re.search(rf"^{name}:\s+(\d+) kB", _read(path), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended
+        return ""

@@ -1,0 +1,205 @@
+"""How fast does the service serve, beside `transformers` continuous batching on the same machine?
+
+A closed loop at several concurrencies, prompts of 128 and answers of 64 tokens, greedy, streamed: over HTTP from our
+service (1 rank with 2 threads, 2 ranks with 1 thread each), in its own process from the peer. All are loaded at once
+and take turns round by round with the same prompts; before any time is taken their greedy tokens must be equal. The
+peer runs with the fastest of its settings at each concurrency, found in its warm-up.
+
+Expected bound: a decode step reads every active weight once, so at concurrency 1 tokens/s is at most memory bandwidth
+over active bytes (19 GB/s over 172 MB of the random model: 110); with a large batch, operations over rate.
+A row during which others used more than 0.1 core is marked noisy (~) and counts only where no quiet one is.
+
+Run: `make bench-serve` or `python -m benchmarks.serve [--models demo,random] [--concurrency 1,4,16,32] [--rounds 3]
+[--requests-per-level 4,8,32,64] [--ranks 1x2,2x1] [--no-static] [--quick] [--save]`.
+"""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.closed_loop import summarise
+from benchmarks.processes import Watch
+from benchmarks.prompts import Prompts
+from benchmarks.random_model import ensure_random_model
+from benchmarks.serve_options import BenchOptions, Layout, OptionsError, parse_options
+from benchmarks.serve_table import print_level, print_summary, summary_of
+from benchmarks.service import Service, ServiceError
+from benchmarks.transformers_peer import PeerError, Setting, TransformersPeer, fastest
+from moe.demo_model import ensure_demo_model
+from server.tokenizer import Tokenizer
+
+PEER = "transformers"
+CHECKED_PROMPTS = 3
+CHECKED_TOKENS = 32
+WARM_UP_TOKENS = 16
+
+
+class CheckError(RuntimeError):
+    """Two programs gave different tokens; nothing was timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """One model, loaded by everybody."""
+
+    services: dict[str, Service]  # by the layout's name
+    peer: TransformersPeer
+    prompts: Prompts
+    tokenizer: Tokenizer
+    options: BenchOptions
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    try:
+        options = parse_options(arguments)
+    except OptionsError as error:
+        print(f"benchmarks.serve: {error}", file=sys.stderr)
+        return 2
+    card = environment_card()
+    print_card(card)
+    try:
+        models = {name: measure_model(name, options) for name in options.models}
+    except (CheckError, ServiceError, PeerError) as error:
+        print(f"benchmarks.serve: {error}", file=sys.stderr)
+        return 1
+    result = {"benchmark": "serve", "environment": card, "options": asdict(options), "models": models}
+    if options.save:
+        print(f"written to {save_result('serve', result).relative_to(Path(__file__).parents[1])}")
+    print_tail(result)
+    return 0
+
+
+def measure_model(name: str, options: BenchOptions) -> dict[str, Any]:
+    """Load a model everywhere, check it, measure every level, and return rows and summaries."""
+    directory = ensure_demo_model() if name == "demo" else ensure_random_model()
+    print(f"== {name}: loading {', '.join([*map(str, options.layouts), PEER])}", flush=True)
+    with everything_running(directory, options) as bench:
+        check_tokens(bench)
+        print(f"   greedy tokens are equal ({CHECKED_PROMPTS} prompts, {CHECKED_TOKENS} tokens)", flush=True)
+        levels = [measure_level(bench, *level) for level in options.levels]
+    summary = [summary_of(level) for level in levels]
+    print_summary(name, summary)
+    return {"levels": levels, "summary": summary}
+
+
+@contextlib.contextmanager
+def everything_running(directory: Path, options: BenchOptions) -> Iterator[Bench]:
+    """Start the services and the peer, one after the other, and end them."""
+    tokenizer = Tokenizer(str(directory))
+    with contextlib.ExitStack() as stack:
+        services = {
+            str(layout): stack.enter_context(
+                Service(str(directory), _service_flags(layout, options), stack.enter_context(_log()))
+            )
+            for layout in options.layouts
+        }
+        peer = TransformersPeer(
+            directory,
+            threads=options.peer_threads,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            log=stack.enter_context(_log()),
+        )
+        stack.enter_context(peer)
+        prompts = Prompts(
+            lambda text: tokenizer.encode(text, add_special_tokens=False), options.prompt_tokens
+        )
+        yield Bench(services=services, peer=peer, prompts=prompts, tokenizer=tokenizer, options=options)
+
+
+def _log() -> Any:
+    return tempfile.NamedTemporaryFile(prefix="wideep_bench_", suffix=".log")
+
+
+def _service_flags(layout: Layout, options: BenchOptions) -> list[str]:
+    return [
+        f"--data-parallel-size={layout.ranks}",
+        f"--threads={layout.threads}",
+        f"--max-model-len={options.max_model_len}",
+        f"--max-num-seqs={options.max_num_seqs}",
+        "--dtype=float32",
+    ]
+
+
+def check_tokens(bench: Bench) -> None:
+    """Compare every service's greedy tokens with the peer's.
+
+    Raises:
+        CheckError: naming the service, the place and the tokens there.
+    """
+    bench.peer.configure(bench.options.peer_settings[0])
+    for prompt in bench.prompts.take(CHECKED_PROMPTS):
+        theirs = [
+            bench.tokenizer.token_bytes(token).decode(errors="replace")
+            for token in bench.peer.tokens(prompt, CHECKED_TOKENS)
+        ]
+        for name, service in bench.services.items():
+            ours = service.tokens(prompt, CHECKED_TOKENS)
+            for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+                if our != their:
+                    raise CheckError(
+                        f"{name} and {PEER} differ at token {place} ({our!r} and {their!r}) after a prompt that "
+                        f"ends in {bench.tokenizer.decode(prompt[-12:], skip_special_tokens=False)!r}"
+                    )
+
+
+def measure_level(bench: Bench, concurrency: int, num_requests: int) -> dict[str, Any]:
+    """Warm up, then let everybody take turns at one concurrency."""
+    options = bench.options
+    setting, tried = warm_up(bench, concurrency)
+    rows: list[dict[str, Any]] = []
+    for round_number in range(options.rounds):
+        prompts = bench.prompts.take(num_requests)
+        names = [*bench.services, PEER]
+        turn = round_number % len(names)  # nobody always follows the same other
+        for name in names[turn:] + names[:turn]:
+            row = measure_row(bench, name, prompts, concurrency)
+            rows.append({"round": round_number, **row})
+    static = (
+        bench.peer.static(bench.prompts.take(concurrency), options.output_tokens) if options.static else None
+    )
+    level = {
+        "concurrency": concurrency,
+        "requests": num_requests,
+        "peer_setting": str(setting),
+        "peer_settings_tried": tried,
+        "peer_static_tokens_per_s": None if static is None else round(static, 1),
+        "rows": rows,
+    }
+    print_level(level)
+    return level
+
+
+def warm_up(bench: Bench, concurrency: int) -> tuple[Setting, dict[str, float]]:
+    """Run some requests everywhere, and find the peer's fastest setting for this concurrency."""
+    settings = bench.options.peer_settings
+    lots = [bench.prompts.take(concurrency) for _ in settings]
+    for service in bench.services.values():
+        service.run(lots[0], WARM_UP_TOKENS, concurrency)
+    return fastest(bench.peer, settings, lots, WARM_UP_TOKENS, concurrency)
+
+
+def measure_row(bench: Bench, name: str, prompts: Sequence[list[int]], concurrency: int) -> dict[str, Any]:
+    """Measure one program once."""
+    program = bench.peer if name == PEER else bench.services[name]
+    with Watch(program.process.pid) as watch:
+        timings = program.run(prompts, bench.options.output_tokens, concurrency)
+    usage = watch.usage
+    return {
+        "program": name,
+        **asdict(summarise(timings)),
+        "peak_pss_mib": round(usage.peak_pss_bytes / 2**20),
+        "own_cores": usage.own_cores,
+        "other_cores": usage.other_cores,
+        "noisy": usage.is_noisy,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
