@@ -21,13 +21,12 @@ class DispatchTimeout(DispatchError):  # noqa: N818
     """A peer is alive, or seems to be, and did not send in time.
 
     Attributes:
-        rank: the first rank that was waited for.
+        rank: the first rank that was waited for; None where the transport does not say (gloo, above two ranks).
     """
 
-    def __init__(self, rank: int, timeout_s: float, doing: str) -> None:
-        super().__init__(
-            f"rank {rank} sent nothing for {timeout_s:g} s during {doing}; it is hung or far behind"
-        )
+    def __init__(self, rank: int | None, timeout_s: float, doing: str) -> None:
+        who = "a peer" if rank is None else f"rank {rank}"
+        super().__init__(f"{who} sent nothing for {timeout_s:g} s during {doing}; it is hung or far behind")
         self.rank = rank
 
 

@@ -108,7 +108,9 @@ class GlooMailbox:
     def __init__(self, group: dist.ProcessGroup, width: int) -> None:
         self.width = width
         self._group: dist.ProcessGroup | None = group
-        self._peer = 1 if dist.get_rank(group) == 0 else 0  # gloo's collectives do not say who failed
+        self._peer = (
+            1 if dist.get_rank(group) == 0 else 0
+        )  # gloo's collectives do not say who failed: a guess
         self._incoming = [torch.zeros(width, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
         self._work: Any = None
 

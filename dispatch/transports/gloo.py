@@ -1,13 +1,16 @@
 """torch.distributed with gloo: works wherever ranks can connect.
 
-One send and one receive per peer, not `all_to_all_single`: that is faster for small messages (2 ranks, 4 KB: 0.23 ms
-against 0.31) and an error names the peer. The receiver of a dispatch does not know its size, and asking first would
-cost a second round trip; so the first transfer of a pair has a length that both sides know, taken from the size of
-the pair's last such message, and only what does not fit follows in a second one.
+One all-to-all per exchange. One send and receive per peer would say who failed, and is faster on an idle machine (2
+ranks, 4 KB: 0.23 ms against 0.31), but costs a whole scheduler tick (4 ms) where ranks share their cores with
+anything else; so who failed is asked for afterwards.
 
-After a time-out gloo closes all of this rank's connections: the group is of no more use then.
+The receiver of a dispatch does not know its size, and asking first would cost a second round trip. So every pair's
+part of the all-to-all has a length that both sides know, taken from the size of the pair's last such message; only
+what does not fit follows, between the two.
+After a time-out gloo closes all connections of a rank: the group is of no more use then.
 """
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +21,17 @@ import torch.distributed as dist
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree
 from dispatch.transport import RankTable
 
+_ALIGNMENT = 64
 _PREFIX_BYTES = 64  # size, number and epoch in front of each message, and room to keep the rest aligned
-_GRAIN_BYTES = 4096
-_TAG = 0x57E9  # of all our messages: gloo keeps those of a pair in order
+_GRAIN_BYTES = 1024
+_TAG_REST, _TAG_PROBE = 0x57E9, 0x57EA
+_NEARLY = (
+    0.9  # a connection that closes when the time-out is nearly over was closed by another rank's time-out
+)
 
 
 class GlooTransport:
-    """See `Transport`. `group` is a gloo group that nobody else uses for send and receive."""
+    """See `Transport`. `group` is a gloo group that runs nothing else meanwhile."""
 
     name = "gloo"
 
@@ -33,132 +40,166 @@ class GlooTransport:
         self.epoch, self.reason = epoch, reason
         self._group: dist.ProcessGroup | None = group
         self._timeout_s = timeout_s
-        self._patience = timedelta(seconds=timeout_s)
+        self._options = dist.AllToAllOptions()
+        self._options.timeout = timedelta(seconds=timeout_s)
         self._number = 0
         self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        self._outgoing = {peer: _Message() for peer in self._peers}
-        self._incoming = {peer: _Message() for peer in self._peers}
+        self._first_sent = [
+            _first_bytes(0)
+        ] * self.world_size  # lengths of the next parts whose size is not known
+        self._first_received = [_first_bytes(0)] * self.world_size
+        self._outgoing, self._incoming = _AlignedBytes(), _AlignedBytes()
+        self._messages = {peer: _AlignedBytes() for peer in self._peers}  # as kernels write them
+        self._large_received = {peer: _AlignedBytes() for peer in self._peers}  # those longer than their part
 
     def open_windows(self, send_bytes: RankTable) -> None:
         """See `Transport`."""
-        for peer, message in self._outgoing.items():
-            message.reserve(max(int(send_bytes.values[peer]), message.first_bytes))
-            self.send_addresses.values[peer] = message.body_address
+        if self._group is None:
+            raise DispatchError("the transport is closed")
+        self._sizes = [int(size) for size in send_bytes.values]
+        for peer, message in self._messages.items():
+            message.reserve(_PREFIX_BYTES + self._sizes[peer])
+            self.send_addresses.values[peer] = message.address + _PREFIX_BYTES
 
     def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Transport`."""
-        if self._group is None:
-            raise DispatchError("the transport is closed")
         self._number += 1
-        works = [(peer, self._start_receive(peer, recv_bytes)) for peer in self._peers]
-        sends = [
-            (peer, self._start_send(peer, int(send_bytes.values[peer]), recv_bytes is not None))
-            for peer in self._peers
-        ]
-        rests = []
-        for peer, work in works:
-            self._finish(peer, work)
-            rests += self._check_prefix(peer, recv_bytes)
+        sent, received = self._part_lengths(recv_bytes)
+        self._outgoing.reserve(sum(sent))
+        self._incoming.reserve(sum(received))
+        self._fill_parts(sent)
+        self._all_to_all(sent, received)
+        rests = self._take_parts(received, recv_bytes)
+        for peer in self._peers:
+            if self._sizes[peer] + _PREFIX_BYTES > sent[peer]:
+                rest = self._messages[peer].memory[sent[peer] : _PREFIX_BYTES + self._sizes[peer]]
+                rests.append((peer, self._start("send", rest, peer)))
         for peer, work in rests:
             self._finish(peer, work)
-        for peer, started in sends:
-            for work in started:
-                self._finish(peer, work)
-        for peer in self._peers:
-            self.recv_addresses.values[peer] = self._incoming[peer].body_address
 
     def close(self) -> None:
         """See `Transport`. The group stays its owner's to destroy."""
         self._group = None
 
-    def _start_receive(self, peer: int, recv_bytes: RankTable | None) -> Any:
-        message = self._incoming[peer]
-        first = message.first_bytes if recv_bytes is None else int(recv_bytes.values[peer])
-        message.reserve(first)
-        return self._call("recv", message.memory[: _PREFIX_BYTES + first], peer)
+    def _part_lengths(self, recv_bytes: RankTable | None) -> tuple[list[int], list[int]]:
+        """Return each peer's part both ways, prefix included; nothing for this rank."""
+        if recv_bytes is None:
+            sent, received = list(self._first_sent), list(self._first_received)
+        else:
+            sent = [_aligned(_PREFIX_BYTES + size) for size in self._sizes]
+            received = [_aligned(_PREFIX_BYTES + int(size)) for size in recv_bytes.values]
+        sent[self.rank] = received[self.rank] = 0
+        return sent, received
 
-    def _start_send(self, peer: int, size: int, is_known: bool) -> list[Any]:
-        message = self._outgoing[peer]
-        message.prefix[:3] = size, self._number, self.epoch
-        first = size if is_known else message.first_bytes
-        works = [self._call("send", message.memory[: _PREFIX_BYTES + first], peer)]
-        if size > first:
-            works.append(
-                self._call("send", message.memory[_PREFIX_BYTES + first : _PREFIX_BYTES + size], peer)
-            )
-        if not is_known:
-            message.expect_again(size)
-        return works
+    def _fill_parts(self, sent: list[int]) -> None:
+        at = 0
+        for peer in self._peers:
+            message = self._messages[peer]
+            message.words[:3] = self._sizes[peer], self._number, self.epoch
+            length = min(sent[peer], _PREFIX_BYTES + self._sizes[peer])
+            self._outgoing.bytes[at : at + length] = message.bytes[:length]
+            at += sent[peer]
 
-    def _check_prefix(self, peer: int, recv_bytes: RankTable | None) -> list[tuple[int, Any]]:
-        """Check that the message is of this exchange; start to receive what did not fit."""
-        message = self._incoming[peer]
-        size, number, epoch = (int(word) for word in message.prefix[:3])
+    def _take_parts(self, received: list[int], recv_bytes: RankTable | None) -> list[tuple[int, Any]]:
+        """Find each message, and start to receive what did not fit."""
+        at, rests = 0, []
+        for peer in self._peers:
+            size = self._read_prefix(peer, self._incoming.words[at // 8 :], recv_bytes)
+            if _PREFIX_BYTES + size <= received[peer]:
+                self.recv_addresses.values[peer] = self._incoming.address + at + _PREFIX_BYTES
+            else:
+                large, length = self._large_received[peer], received[peer]
+                large.reserve(_PREFIX_BYTES + size)
+                large.bytes[:length] = self._incoming.bytes[at : at + length]
+                self.recv_addresses.values[peer] = large.address + _PREFIX_BYTES
+                rest = large.memory[length : _PREFIX_BYTES + size]
+                rests.append((peer, self._start("recv", rest, peer)))
+            if recv_bytes is None:
+                self._first_received[peer] = _first_bytes(size)
+                self._first_sent[peer] = _first_bytes(self._sizes[peer])
+            at += received[peer]
+        return rests
+
+    def _read_prefix(self, peer: int, words: Any, recv_bytes: RankTable | None) -> int:
+        size, number, epoch = (int(word) for word in words[:3])
         if (number, epoch) != (self._number, self.epoch):
-            raise RanksDisagree(
-                f"rank {peer} is at exchange {number} of epoch {epoch}, rank {self.rank} at {self._number} "
-                f"of {self.epoch}"
-            )
-        if recv_bytes is not None:
-            if size != recv_bytes.values[peer]:
-                raise RanksDisagree(
-                    f"rank {peer} sent {size} bytes where {int(recv_bytes.values[peer])} are expected"
-                )
-            return []
-        first = message.first_bytes
-        message.expect_again(size)
-        if size <= first:
-            return []
-        message.reserve(size, keep=first)
-        return [
-            (peer, self._call("recv", message.memory[_PREFIX_BYTES + first : _PREFIX_BYTES + size], peer))
-        ]
+            here = f"rank {self.rank} at {self._number} of {self.epoch}"
+            raise RanksDisagree(f"rank {peer} is at exchange {number} of epoch {epoch}, {here}")
+        if recv_bytes is not None and size != recv_bytes.values[peer]:
+            expected = int(recv_bytes.values[peer])
+            raise RanksDisagree(f"rank {peer} sent {size} bytes where rank {self.rank} expects {expected}")
+        return size
 
-    def _call(self, verb: str, memory: torch.Tensor, peer: int) -> Any:
+    def _all_to_all(self, sent: list[int], received: list[int]) -> None:
+        assert self._group is not None, "open_windows comes first"
+        outgoing, incoming = self._outgoing.memory[: sum(sent)], self._incoming.memory[: sum(received)]
+        begin = time.monotonic()
         try:
-            return getattr(self._group, verb)([memory], peer, _TAG)
+            self._group.alltoall_base(incoming, outgoing, received, sent, self._options).wait()
         except RuntimeError as error:
-            raise self._named(peer, error) from error
+            text = _first_line(error)
+            if _is_timeout(text) or time.monotonic() - begin > _NEARLY * self._timeout_s:
+                only = self._peers[0] if self.world_size == 2 else None
+                raise DispatchTimeout(only, self._timeout_s, "an exchange over gloo") from error
+            raise PeerLost(self._find_lost(), text) from error
+
+    def _find_lost(self) -> int:
+        """Ask the connections: gloo refuses a receive from a peer whose connection is closed. Local."""
+        self._probes = []  # what the others accept stays pending, for as long as this object lives
+        for peer in self._peers:
+            try:
+                probe = torch.empty(1, dtype=torch.uint8)
+                self._probes.append((probe, self._group.recv([probe], peer, _TAG_PROBE)))  # type: ignore[union-attr]
+            except RuntimeError:
+                return peer
+        return self._peers[0]
+
+    def _start(self, verb: str, memory: torch.Tensor, peer: int) -> Any:
+        try:
+            return getattr(self._group, verb)([memory], peer, _TAG_REST)
+        except RuntimeError as error:
+            raise PeerLost(peer, _first_line(error)) from error
 
     def _finish(self, peer: int, work: Any) -> None:
         try:
-            work.wait(self._patience)
+            work.wait(self._options.timeout)
         except RuntimeError as error:
-            raise self._named(peer, error) from error
-
-    def _named(self, peer: int, error: RuntimeError) -> DispatchError:
-        text = str(error).split("\n")[0]
-        if "imed out" in text or "imeout" in text:
-            return DispatchTimeout(peer, self._timeout_s, "an exchange over gloo")
-        return PeerLost(peer, text)
+            if _is_timeout(_first_line(error)):
+                raise DispatchTimeout(peer, self._timeout_s, "an exchange over gloo") from error
+            raise PeerLost(peer, _first_line(error)) from error
 
 
-class _Message:
-    """Memory for one peer's messages in one direction; grows only. The body is 64-byte aligned."""
+class _AlignedBytes:
+    """Private memory that only grows, 64-byte aligned, seen as a tensor, as bytes and as words."""
 
     def __init__(self) -> None:
-        self._bytes = np.empty(0, dtype=np.uint8)
-        self.capacity = -1
-        self.first_bytes = 0
-        self.expect_again(0)
-        self.reserve(self.first_bytes)
+        self._capacity = 0
 
-    def reserve(self, num_bytes: int, keep: int = 0) -> None:
-        """Make room for a body of `num_bytes`, keeping the prefix and the first `keep` bytes of it."""
-        if num_bytes <= self.capacity:
-            return
-        capacity = num_bytes * 5 // 4
-        store = np.empty(capacity + 2 * _PREFIX_BYTES, dtype=np.uint8)
-        skip = -store.ctypes.data % _PREFIX_BYTES
-        fresh = store[skip : skip + _PREFIX_BYTES + capacity]
-        if self.capacity >= 0:
-            fresh[: _PREFIX_BYTES + keep] = self._bytes[: _PREFIX_BYTES + keep]
-        self._bytes, self.capacity = fresh, capacity
-        self.memory = torch.from_numpy(fresh)
-        self.prefix = fresh[:_PREFIX_BYTES].view(np.int64)
-        self.body_address: int = fresh.ctypes.data + _PREFIX_BYTES
+    def reserve(self, num_bytes: int) -> None:
+        """Make room; contents are undefined when it grew."""
+        if num_bytes > self._capacity:
+            self._capacity = _aligned(num_bytes * 5 // 4)
+            store = np.empty(self._capacity + _ALIGNMENT, dtype=np.uint8)
+            skip = -store.ctypes.data % _ALIGNMENT
+            self.bytes: Any = store[skip : skip + self._capacity]
+            self.words: Any = self.bytes.view(np.int64)
+            self.memory = torch.from_numpy(self.bytes)
+            self.address: int = self.bytes.ctypes.data
 
-    def expect_again(self, size: int) -> None:
-        """Choose the length of the next first transfer; sender and receiver choose alike."""
-        self.first_bytes = (size + size // 4 + _GRAIN_BYTES) // _GRAIN_BYTES * _GRAIN_BYTES
+
+def _aligned(num_bytes: int) -> int:
+    return (num_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def _first_bytes(last_size: int) -> int:
+    """Choose the length of a pair's next part from its last size; sender and receiver choose alike."""
+    return (_PREFIX_BYTES + last_size + last_size // 4 + _GRAIN_BYTES) // _GRAIN_BYTES * _GRAIN_BYTES
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).split("\n")[0]
+
+
+def _is_timeout(text: str) -> bool:
+    return "imed out" in text or "imeout" in text

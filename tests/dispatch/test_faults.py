@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     """What a survivor saw."""
 
     error: str
-    rank: int
+    rank: int | None
     seconds: float
 
 
@@ -68,7 +68,8 @@ def test_a_stopped_peer_times_out_on_every_survivor(pool_of: PoolOf, name: str, 
     outcomes = pool.collect(ranks=[0, 1])
     pool.close()  # the stopped rank cannot be used again
     for outcome in outcomes:
-        assert (outcome.error, outcome.rank) == ("DispatchTimeout", VICTIM)
+        assert outcome.error == "DispatchTimeout"
+        assert outcome.rank == (VICTIM if name == "shm" else None)  # gloo's all-to-all does not say who
         assert outcome.seconds < STOP_TIMEOUT_S + ENOUGH_S
 
 
