@@ -14,7 +14,10 @@ slower at 1 to 8 rows, docs/LOG.md).
 Legend: x rows [m, k] float32; w panel [k, 16] float32 or bfloat16; out rows [m, 16] float32.
 """
 
+import zlib
 from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from llvmlite import ir
@@ -119,7 +122,7 @@ def _rows_function(bf16: bool, accumulate: bool) -> Any:
     """Return njit `(x, x_stride, w, w_stride, k, out, out_stride, rows)`: any number of rows; k at least 1."""
     one, two, three, four, five, six = (_tile(rows, bf16, accumulate) for rows in range(1, ROWS + 1))
 
-    @njit(nogil=True, inline="never", cache=True)
+    @njit(nogil=True)
     def rows_times_panel(x, x_stride, w, w_stride, k, out, out_stride, rows):  # type: ignore[no-untyped-def]
         while rows >= 6:
             six(x, x_stride, w, w_stride, k, out, out_stride)
@@ -247,5 +250,21 @@ def address_of(array):  # type: ignore[no-untyped-def]
 
 
 def serial_and_parallel(function: Callable[..., None]) -> tuple[Any, Any]:
-    """Compile a kernel that uses `prange` twice: for one thread without a thread pool, and for several."""
-    return njit(nogil=True, cache=True)(function), njit(nogil=True, cache=True, parallel=True)(function)
+    """Compile a kernel that uses `prange` twice: for one thread without a thread pool, and for several.
+
+    numba caches compiled code by a function's name and source file, blind to options and to the tiles inlined from
+    this file, so that each variant gets a name with both in it.
+    """
+    tiles = zlib.crc32(Path(__file__).read_bytes())
+    serial, parallel = (_renamed(function, f"{kind}_{tiles:08x}") for kind in ("serial", "parallel"))
+    return njit(nogil=True, cache=True)(serial), njit(nogil=True, cache=True, parallel=True)(parallel)
+
+
+def _renamed(function: Callable[..., None], suffix: str) -> FunctionType:
+    assert isinstance(function, FunctionType)
+    name = f"{function.__name__}_{suffix}"
+    copy = FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    copy.__qualname__, copy.__module__ = name, function.__module__
+    return copy

@@ -48,6 +48,12 @@ class Step:
         )  # rows of sequence s: [s], [s + 1]
         self.context_S = torch.zeros(max_sequences, dtype=torch.int64)  # its tokens once this step has run
         self.block_table_SM = torch.zeros(max_sequences, max_blocks, dtype=torch.int64)
+        self._position, self._cache_slot = (
+            self.position_T.numpy(),
+            self.cache_slot_T.numpy(),
+        )  # the same memory
+        self._query_start, self._context = self.query_start_S.numpy(), self.context_S.numpy()
+        self._table = self.block_table_SM.numpy()
         self._tiles: dict[int, np.ndarray] = {}
 
     def fill(self, spans: Sequence[Span]) -> None:
@@ -57,20 +63,23 @@ class Step:
         loops end in a scalar tail whose exp() differs in the last bit; with full vectors a row's bits do not
         depend on how many rows there are.
         """
-        row = 0
-        for index, (start, length, block_ids) in enumerate(spans):
-            self.block_table_SM[index, : len(block_ids)] = torch.as_tensor(block_ids, dtype=torch.int64)
-            positions = torch.arange(start, start + length)
-            blocks = self.block_table_SM[index][positions // self.block_tokens]
-            self.position_T[row : row + length] = positions
-            self.cache_slot_T[row : row + length] = blocks * self.block_tokens + positions % self.block_tokens
-            self.query_start_S[index] = row
-            self.context_S[index] = start + length
-            row += length
-        self.query_start_S[len(spans)] = row
-        self.num_sequences, self.num_tokens = len(spans), row
-        self.num_padded = max(ROW_MULTIPLE, -(-row // ROW_MULTIPLE) * ROW_MULTIPLE)
-        self.position_T[row : self.num_padded] = 0
+        count = len(spans)
+        starts = np.array([span.start for span in spans], dtype=np.int64)
+        lengths = np.array([span.length for span in spans], dtype=np.int64)
+        for row, span in zip(self._table, spans, strict=False):
+            row[: len(span.block_ids)] = span.block_ids
+        self._query_start[0] = 0
+        np.cumsum(lengths, out=self._query_start[1 : count + 1])
+        np.add(starts, lengths, out=self._context[:count])
+        tokens = int(self._query_start[count])
+        sequence_T = np.repeat(np.arange(count), lengths)
+        position_T = np.arange(tokens) + np.repeat(starts - self._query_start[:count], lengths)
+        block_T = self._table[sequence_T, position_T // self.block_tokens]
+        self._cache_slot[:tokens] = block_T * self.block_tokens + position_T % self.block_tokens
+        self.num_sequences, self.num_tokens = count, tokens
+        self.num_padded = max(ROW_MULTIPLE, -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE)
+        self._position[:tokens] = position_T
+        self._position[tokens : self.num_padded] = 0
         self._tiles.clear()
 
     def tiles(self, tile_tokens: int) -> np.ndarray:

@@ -8,6 +8,7 @@ This file knows pointers and shapes, not modules; `packed_weight` puts it under 
 Legend: T tokens (rows), K input features, N output features, P pairs (row, expert choice), S slots.
 """
 
+import numba
 import torch
 from numba import njit, prange
 from torch import Tensor
@@ -72,18 +73,19 @@ def _linear(x, x_stride, w, k, panels, out, out_stride, rows, bf16):  # type: ig
             )
 
 
-def _grouped(x, w, slot_offsets, k, panels, out, bf16):  # type: ignore[no-untyped-def]
-    # Panel-major order: whatever share of the range a thread gets, it holds the same part of every slot's work.
+def _grouped(x, w, slot_offsets, k, panels, out, bf16, shares):  # type: ignore[no-untyped-def]
+    # A task is one share of a slot's panels: contiguous memory, and every thread gets the same part of each slot.
     num_slots = slot_offsets.shape[0] - 1
     panel_bytes = k * LANES * (2 if bf16 else 4)
     out_stride = panels * LANES * 4
-    for task in prange(panels * num_slots):
-        panel, slot = task // num_slots, task % num_slots
+    for task in prange(shares * num_slots):
+        share, slot = task // num_slots, task % num_slots
         begin, rows = slot_offsets[slot], slot_offsets[slot + 1] - slot_offsets[slot]
         if rows > 0:
-            weights = w + (slot * panels + panel) * panel_bytes
-            result = out + begin * out_stride + panel * LANES * 4
-            _panel(x + begin * k * 4, k * 4, weights, k, result, out_stride, rows, bf16)
+            for panel in range(share * panels // shares, (share + 1) * panels // shares):
+                weights = w + (slot * panels + panel) * panel_bytes
+                result = out + begin * out_stride + panel * LANES * 4
+                _panel(x + begin * k * 4, k * 4, weights, k, result, out_stride, rows, bf16)
 
 
 def _silu_and_mul(gate_up, out, rows, dim):  # type: ignore[no-untyped-def]
@@ -146,6 +148,7 @@ def grouped_linear(x_PK: Tensor, packed_S: Tensor, slot_offsets: Tensor, *, para
         panels,
         out_PN.data_ptr(),
         packed_S.dtype is torch.bfloat16,
+        numba.get_num_threads() if parallel else 1,
     )
     return out_PN
 
