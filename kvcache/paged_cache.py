@@ -14,6 +14,7 @@ T tokens.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
@@ -57,6 +58,11 @@ def _write_heads(key_GTD, value_GTV, slots, count, keys_NGDB, values_NGBV):  # t
                 values_NGBV[block, head, offset, dim] = value_GTV[head, row, dim]
 
 
+def _lazy_zeros(*shape: int) -> Tensor:
+    """Zeros that take memory when they are first written; torch.zeros would touch every page at once."""
+    return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+
+
 class PagedCache:
     """All layers' pages of one rank; stands where `transformers` expects a `Cache`."""
 
@@ -72,12 +78,12 @@ class PagedCache:
         self.values: list[Tensor] = []  # [N, G, B, V]
         for shape in shapes:
             if shape.latent:
-                self.keys.append(torch.zeros(num_blocks, BLOCK_TOKENS, shape.key_dim))
+                self.keys.append(_lazy_zeros(num_blocks, BLOCK_TOKENS, shape.key_dim))
                 self.values.append(torch.empty(0))
                 continue
-            self.keys.append(torch.zeros(num_blocks, shape.num_kv_heads, shape.key_dim, BLOCK_TOKENS))
+            self.keys.append(_lazy_zeros(num_blocks, shape.num_kv_heads, shape.key_dim, BLOCK_TOKENS))
             self.values.append(
-                torch.zeros(num_blocks, shape.num_kv_heads, BLOCK_TOKENS, shape.padded_value_dim)
+                _lazy_zeros(num_blocks, shape.num_kv_heads, BLOCK_TOKENS, shape.padded_value_dim)
             )
 
     def update(
