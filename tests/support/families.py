@@ -94,9 +94,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(family: str, seed: int = 0) -> PreTrainedModel:
+def make_model(family: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """Build the oracle: `transformers`' eager model in float32, with seeded weights."""
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **settings})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.set_experts_implementation("eager")
@@ -108,8 +108,10 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def write_checkpoint(family: str, directory: Path, seed: int = 0, **options: Any) -> PreTrainedModel:
+def write_checkpoint(
+    family: str, directory: Path, seed: int = 0, *, vocab_size: int = VOCABULARY, **options: Any
+) -> PreTrainedModel:
     """Write a family's checkpoint and return its oracle. `options` go to save_pretrained (max_shard_size)."""
-    model = make_model(family, seed)
+    model = make_model(family, seed, vocab_size=vocab_size)
     model.save_pretrained(directory, **options)
     return model

@@ -97,9 +97,11 @@ def has_ended(pid: int, within_s: float) -> bool:
         os.close(descriptor)
 
 
-def wait_until(holds: Callable[[], bool], complaint: Callable[[], str]) -> None:
+def wait_until(
+    holds: Callable[[], bool], complaint: Callable[[], str], *, within_s: float = TIME_OUT_S
+) -> None:
     """Wait for a condition that no descriptor announces."""
-    deadline = time.monotonic() + TIME_OUT_S
+    deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline, complaint()
         select.select([], [], [], 0.01)

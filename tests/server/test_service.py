@@ -1,0 +1,143 @@
+"""The whole service with real engines: one command, official client, bad input, and what happens when a part dies."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import BadRequestError, NotFoundError, OpenAI
+
+from tests.support.real_service import RealService, write_tiny_model
+from tests.support.service_processes import free_port, has_ended
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE with a tokenizer."""
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
+    """`wideep serve` on two ranks."""
+    log = tmp_path_factory.mktemp("service") / "output.txt"
+    with RealService.serve(model, log) as running:
+        yield running.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def client(service: RealService) -> Iterator[OpenAI]:
+    """The official client."""
+    with OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def complete(client: OpenAI, prompt: str, **options: object) -> str:
+    """The text of a greedy completion."""
+    options = {"max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}, **options}
+    return client.completions.create(model="tiny", prompt=prompt, **options).choices[0].text  # type: ignore[call-overload, no-any-return]
+
+
+def test_a_streamed_answer_equals_the_whole_one(client: OpenAI) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 20, "temperature": 0}
+    whole = client.chat.completions.create(**options)  # type: ignore[call-overload]
+    stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
+
+
+def test_answers_are_the_same_alone_and_among_many(client: OpenAI) -> None:
+    prompts = [f"{index} the cat sat " * (1 + index % 5) for index in range(16)]
+    alone = [complete(client, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda prompt: complete(client, prompt), prompts)) == alone
+
+
+def test_a_repeated_prompt_reports_its_cached_tokens(client: OpenAI) -> None:
+    prompt = "the mat the cat " * 20
+    for _ in range(2):
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens >= 16
+
+
+def test_seeded_samples_repeat_and_seeds_differ(client: OpenAI) -> None:
+    first, again, other = (complete(client, "hello", temperature=1.0, seed=seed) for seed in (5, 5, 6))
+    assert first == again != other
+
+
+def test_nonsense_is_refused_by_name_and_costs_nobody_else_anything(
+    client: OpenAI, service: RealService
+) -> None:
+    expected = complete(client, "the cat")
+    with pytest.raises(NotFoundError):
+        client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(BadRequestError, match="maximum context length"):
+        client.completions.create(model="tiny", prompt="x" * 3000)
+    for body in (b"{", b"[]", b'{"model": "tiny"}', b'{"model": "tiny", "prompt": "x", "temperature": -1}'):
+        answer = httpx.post(f"{service.url}/v1/completions", content=body)
+        assert answer.status_code in (400, 422)
+        assert answer.json()["error"]["message"]
+    assert complete(client, "the cat") == expected
+
+
+def test_a_client_that_leaves_frees_its_blocks(client: OpenAI, service: RealService) -> None:
+    stream = client.completions.create(
+        model="tiny", prompt="hello", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    complete(client, "the cat", max_tokens=8)  # a few steps later
+    metrics = httpx.get(f"{service.url}/metrics").text
+    running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
+    assert running
+    assert all(float(line.split()[-1]) == 0 for line in running)
+
+
+def test_ctrl_c_ends_every_process_with_status_0(model: Path, tmp_path: Path) -> None:
+    with RealService.serve(model, tmp_path / "output.txt") as service:
+        service.wait_ready()
+        below = service.descendants()
+        service.processes[0].send_signal(signal.SIGINT)
+        assert service.wait_ended() == [0]
+        assert all(has_ended(pid, 2) for pid in below)
+
+
+def test_a_killed_engine_ends_the_service_with_a_message(model: Path, tmp_path: Path) -> None:
+    with RealService.serve(model, tmp_path / "output.txt") as service:
+        service.wait_ready()
+        below = service.descendants()
+        os.kill(service.find("engine"), signal.SIGKILL)
+        assert service.wait_ended() == [1]
+        assert all(has_ended(pid, 2) for pid in below)
+        assert "engine" in service.output()
+        assert "SIGKILL" in service.output()
+
+
+def test_two_torchrun_agents_serve_together_and_both_print_the_address(model: Path, tmp_path: Path) -> None:
+    port, rendezvous = free_port(), free_port()
+    wideep = tmp_path / "wideep"
+    wideep.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -P {Path(__file__).parents[2] / "server" / "__main__.py"} "$@"\n'
+    )
+    wideep.chmod(0o755)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{rendezvous}", "--no-python", str(wideep)),
+        *("worker", str(model), "--port", str(port), "--kv-cache-memory", "16M"),
+    ]
+    with RealService(port, [command, command], tmp_path / "output.txt") as service:
+        service.wait_ready()
+        with OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+            assert complete(client, "the cat") == complete(client, "the cat")
+    assert service.output().count(service.url) >= 2
