@@ -55,13 +55,11 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float,
     pages: PagedCache,
-    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    softcap: float | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend the packed batch to the paged cache.
@@ -71,15 +69,15 @@ def attend(
         query: [1, H, T, D] float32. key, value: the step's own rows, already cached; only their shape is used.
         scaling: factor on the scores.
         pages: the cache, passed through `model.forward(pages=...)`.
-        sliding_window, s_aux: tokens a row sees; sink logits [H].
-        softcap: refused; no family we serve has it.
+        s_aux: sink logits [H].
+        attention_mask, options: not read. What changes results among them is refused before a model is loaded
+            (`moe.rehearsal`); the window comes with the cache's shapes, because that is where the mask says it.
 
     Returns:
         [1, T, H, V] float32, and no attention weights.
     """
-    if softcap is not None:
-        raise NotImplementedError("attention with soft-capped scores is not served")
     layer, step = int(module.layer_idx), pages.step
+    window = pages.shapes[layer].window
     assert step is not None, "a step must be set before the model runs"
     if not step.num_tokens:  # this rank only keeps the others company
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -93,7 +91,7 @@ def attend(
         pages.values[layer],
         step,
         scale=scaling,
-        window=sliding_window or 0,
+        window=window,
         sinks_H=s_aux,
     )
     return out_THV[None, ..., : value.shape[-1]], None

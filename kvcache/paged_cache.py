@@ -26,12 +26,13 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What one layer caches per token."""
+    """What one layer caches per token, and how far back it looks."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int  # 0 where the layer caches latents: then key_dim is their size
     latent: bool = False
+    window: int = 0  # tokens a row attends to, itself included; 0 is all
 
     @property
     def padded_value_dim(self) -> int:

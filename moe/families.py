@@ -1,27 +1,75 @@
-"""What a model must be for us to serve it, and what its layers cache; read off its modules, not its name.
+"""What a model must be for us to serve it, read off its configuration and modules, not its name.
 
 There is no list of supported families: a model fits when its experts go through `transformers`' experts
-interface and every layer's attention goes through its attention interface with keys and values per token.
+interface and every layer's attention goes through its attention interface with keys and values per token (which
+`moe.rehearsal` finds out).
 """
 
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from kvcache.paged_cache import LayerShape
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "hybrid")
+BATCH_WIDE_ROTARY = ("dynamic", "longrope")
 
 
 class UnsupportedModelError(ValueError):
     """A model that cannot be served; the message says why."""
 
 
+def read_config(directory: Path) -> Any:
+    """Read a model directory's configuration.
+
+    Raises:
+        UnsupportedModelError: there is none, it is damaged, or `transformers` does not know the model.
+    """
+    if not (directory / "config.json").is_file():
+        raise UnsupportedModelError(f"{directory} is not a model directory: it has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot use {directory / 'config.json'}: {_first_line(error)} (code that comes with a "
+            f"checkpoint is not run)"
+        ) from error
+    check_config(config)
+    return config
+
+
+def build_on_meta(config: Any) -> PreTrainedModel:
+    """Build a model's modules without their weights.
+
+    Raises:
+        UnsupportedModelError: `transformers` has no causal language model for it, or its values do not fit.
+    """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(
+            f"{config.model_type} is not a model that transformers can run as a causal language model; give a "
+            f"decoder-only text model"
+        )
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{config.model_type} cannot be built from its config.json: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+    return model.eval()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 def check_config(config: Any) -> None:
     """Refuse what the configuration already rules out.
 
     Raises:
-        UnsupportedModelError: recurrent layers, sparse-index attention, an encoder-decoder, or quantised weights.
+        UnsupportedModelError: recurrent layers, sparse-index attention, an encoder-decoder, a rotary embedding
+            that depends on the whole batch, or quantised weights.
     """
     name = config.model_type
     recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind in RECURRENT})
@@ -42,15 +90,27 @@ def check_config(config: Any) -> None:
             f"{name} is quantised ({config.quantization_config.get('quant_method', 'unknown method')}); "
             f"give a checkpoint in bfloat16, float16 or float32"
         )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedModelError(f"{name} soft-caps its attention scores, which the kernels do not have")
+    rotary = sorted(rotary_types(config) & set(BATCH_WIDE_ROTARY))
+    if rotary:
+        raise UnsupportedModelError(
+            f"{name} has rotary embeddings of type {rotary[0]}, which change with the longest sequence of a "
+            f"batch: a request's answer would depend on the requests beside it"
+        )
+
+
+def rotary_types(config: Any) -> set[str]:
+    """Return the kinds of rotary embedding of a configuration, whose parameters may be per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return {part["rope_type"] for part in parts if "rope_type" in part}
 
 
 def experts_modules(model: PreTrainedModel) -> dict[str, Any]:
     """Find the experts modules, by name, in layer order.
 
     Raises:
-        UnsupportedModelError: there are none (not a MoE, or experts outside the interface).
+        UnsupportedModelError: there are none (not a MoE, or experts outside the interface), or they hold what the
+            experts organ does not serve.
     """
     found = {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated")}
     if not found:
@@ -59,37 +119,26 @@ def experts_modules(model: PreTrainedModel) -> dict[str, Any]:
             f"Mixture-of-Experts model, or its experts do not use the experts interface"
         )
     for name, module in found.items():
-        if getattr(module, "has_post_expert_norm", False):
-            raise UnsupportedModelError(
-                f"{name} normalises each expert's output, which the experts organ does not do"
-            )
+        _check_experts(name, module)
+    counts = sorted({int(module.num_experts) for module in found.values()})
+    if len(counts) > 1:
+        raise UnsupportedModelError(
+            f"{model.config.model_type} has layers of {' and '.join(map(str, counts))} experts; all layers must "
+            f"have as many"
+        )
     return found
 
 
-def cache_shapes(model: PreTrainedModel) -> list[LayerShape]:
-    """What each layer caches per token, in layer order.
-
-    Raises:
-        UnsupportedModelError: a layer without an attention that caches keys and values per token.
-    """
-    shapes: dict[int, LayerShape] = {}
-    for module in model.modules():
-        layer = getattr(module, "layer_idx", None)
-        if layer is None or not hasattr(module, "scaling"):
-            continue
-        if hasattr(module, "expand_kv"):
-            latent = module.kv_lora_rank + module.qk_rope_head_dim
-            shapes[layer] = LayerShape(num_kv_heads=1, key_dim=latent, value_dim=0, latent=True)
-        elif hasattr(module, "k_proj") and hasattr(module, "v_proj"):
-            dim = module.head_dim
-            heads = module.k_proj.out_features // dim
-            shapes[layer] = LayerShape(
-                num_kv_heads=heads, key_dim=dim, value_dim=module.v_proj.out_features // heads
-            )
-    layers = model.config.num_hidden_layers
-    odd = sorted(set(range(layers)) - set(shapes))
-    if odd:
+def _check_experts(name: str, module: Any) -> None:
+    if getattr(module, "has_post_expert_norm", False):
         raise UnsupportedModelError(
-            f"{model.config.model_type}: layers {odd[:8]} have no attention that caches keys and values per token"
+            f"{name} normalises each expert's output, which the experts organ does not do"
         )
-    return [shapes[layer] for layer in range(layers)]
+    wanted = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"}
+    if module.has_bias:
+        wanted |= {f"{leaf}_bias" for leaf in wanted}
+    held = {leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())}
+    if held != wanted:
+        raise UnsupportedModelError(
+            f"{name} holds {', '.join(sorted(held))}; the experts organ serves {', '.join(sorted(wanted))}"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 import numba
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attention import organ as attention_organ
 from dispatch.dispatcher import Dispatcher
@@ -22,8 +22,9 @@ from kvcache.step import Step
 from moe import experts as experts_organ
 from moe.checkpoint import Checkpoint
 from moe.experts import ExpertLayer, SlotTensors
-from moe.families import cache_shapes, check_config, experts_modules
+from moe.families import build_on_meta, experts_modules, read_config
 from moe.loader import Loader, LoadPlan, Report
+from moe.rehearsal import rehearse
 
 
 class Skeleton:
@@ -38,16 +39,12 @@ class Skeleton:
         attention_organ.register()
         experts_organ.register()
         self.directory = directory
-        config = AutoConfig.from_pretrained(directory)
-        check_config(config)
-        with torch.device("meta"):
-            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        self.model.eval()
-        self.model.set_attn_implementation(attention_organ.NAME)
-        self.model.set_experts_implementation(experts_organ.NAME)
+        self.model: PreTrainedModel = build_on_meta(read_config(directory))
         self.experts = experts_modules(self.model)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
-        self.cache_shapes: list[LayerShape] = cache_shapes(self.model)
+        self.cache_shapes: list[LayerShape] = rehearse(self.model)
+        self.model.set_attn_implementation(attention_organ.NAME)
+        self.model.set_experts_implementation(experts_organ.NAME)
 
     def placement(self, num_ranks: int) -> Placement:
         """The placement a service starts with."""

@@ -1,0 +1,243 @@
+"""Run a model once on the meta device, to learn what its layers ask of our organs before a byte of it is read.
+
+A family may ask for more than the organs do: a bias on the attention scores, chosen blocks, a recurrent state in
+the cache, a mask of its own. Served anyway it would answer wrongly, without an error. So the skeleton's forward
+runs on a handful of rows with organs that only take notes: what every layer caches, what its mask lets a row
+see, which keywords it passes. The mask is the authority on windows (phimoe slides its mask and passes no
+`sliding_window`); it is read off `transformers`' mask functions by asking them about chosen pairs of tokens.
+Rejected: a list of supported families (late for each new one), and trusting configuration fields.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcache.paged_cache import LayerShape
+from kvcache.step import ROW_MULTIPLE
+from moe.families import UnsupportedModelError
+
+NAME = "wideep_rehearsal"
+# Attention keywords that the organ serves, and those that change no result at inference.
+SERVED = frozenset({"sliding_window", "s_aux"})
+WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "use_cache",
+    }
+)
+# What a family's own code may raise on a batch that it is not made for.
+FOREIGN_ERRORS = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class MissingStateError(UnsupportedModelError, AttributeError):
+    """A layer wants more of its cache than keys and values; an AttributeError too, for the sake of `hasattr`."""
+
+
+class Sight(NamedTuple):
+    """What a mask lets a row see: the last `window` tokens, itself included; 0 is all; None is something else."""
+
+    window: int | None
+
+
+class Attended(NamedTuple):
+    """One layer's call of attention."""
+
+    is_latent: bool
+    window: int
+
+
+class Notes:
+    """Stands where the cache will, and keeps what the layers do with it and with attention."""
+
+    is_compileable = False
+    is_sliding = (False,)
+
+    def __init__(self, model_type: str) -> None:
+        """`model_type` is for messages."""
+        self.model_type = model_type
+        self.cached: dict[int, tuple[torch.Size, torch.Size]] = {}  # key and value shapes given to `update`
+        self.attended: dict[int, Attended] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what only caches with a state of another kind have."""
+        raise MissingStateError(
+            f"{self.model_type} asks its cache for {name!r}: it keeps more than keys and values per token, which "
+            f"the paged KV cache cannot hold"
+        )
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_options: Any, **_more: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Note what a layer caches; returns its inputs."""
+        if layer in self.cached:
+            raise UnsupportedModelError(f"{self.model_type}: layer {layer} caches keys and values twice")
+        self.cached[layer] = (key.shape, value.shape)
+        return key, value
+
+    def get_seq_length(self, layer_idx: int | None = 0) -> int:
+        """Nothing is cached yet."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int | None = 0) -> int:
+        """Likewise."""
+        return 0
+
+    def get_mask_sizes(self, _rows: Any, layer_idx: int | None = 0) -> tuple[int, int]:
+        """Keys that a mask covers, and where they start."""
+        return ROW_MULTIPLE, 0
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, mask: Sight | None, options: dict[str, Any]
+    ) -> None:
+        """Note one layer's attention.
+
+        Raises:
+            UnsupportedModelError: it asks for something that the attention organ does not do.
+        """
+        layer, where = int(module.layer_idx), f"{self.model_type}: the attention of layer {module.layer_idx}"
+        asked = {name for name, option in options.items() if option is not None}
+        unknown = sorted(asked - SERVED - WITHOUT_EFFECT)
+        if unknown or options.get("is_causal") is False:
+            raise UnsupportedModelError(
+                f"{where} wants {', '.join(unknown) or 'is_causal=False'}, which the attention kernels do not have"
+            )
+        if not isinstance(mask, Sight):
+            raise UnsupportedModelError(
+                f"{where} builds its mask itself; only masks that transformers makes are known to be causal"
+            )
+        if mask.window is None:
+            raise UnsupportedModelError(f"{where} has a mask that is neither causal nor a sliding window")
+        sinks = options.get("s_aux")
+        if sinks is not None and sinks.shape != query.shape[1:2]:
+            raise UnsupportedModelError(f"{where} has sinks of shape {list(sinks.shape)}, not one per head")
+        if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
+            raise UnsupportedModelError(
+                f"{where} has queries {list(query.shape)} and keys {list(key.shape)}, which do not go together"
+            )
+        if layer not in self.cached or layer in self.attended:
+            raise UnsupportedModelError(
+                f"{where} reads keys and values of another layer, or runs twice; every layer must cache its own"
+            )
+        self.attended[layer] = Attended(hasattr(module, "expand_kv"), mask.window)
+
+    def shapes(self, num_layers: int) -> list[LayerShape]:
+        """Return what each layer caches per token, in layer order.
+
+        Raises:
+            UnsupportedModelError: layers without an attention that caches keys and values per token.
+        """
+        odd = sorted(set(range(num_layers)) ^ set(self.attended))
+        if odd:
+            raise UnsupportedModelError(
+                f"{self.model_type}: layers {odd[:8]} have no attention that caches keys and values per token"
+            )
+        return [self._shape(layer) for layer in range(num_layers)]
+
+    def _shape(self, layer: int) -> LayerShape:
+        key, value = self.cached[layer]
+        attended = self.attended[layer]
+        if attended.is_latent:
+            return LayerShape(
+                num_kv_heads=1, key_dim=key[3] + value[3], value_dim=0, latent=True, window=attended.window
+            )
+        return LayerShape(num_kv_heads=key[1], key_dim=key[3], value_dim=value[3], window=attended.window)
+
+
+def sight_of(mask_function: Callable[..., Any], local_size: int) -> Sight:
+    """Ask a mask function of `transformers` what it shows.
+
+    Args:
+        mask_function: `(batch, head, query position, key position) -> visible`, on tensors.
+        local_size: the window it may have, in tokens; 0 for none.
+    """
+    rows = sorted({0, 1, 63, local_size, local_size + 1, 2 * local_size + 3, 5000})
+    edges = (0, 1, 2, local_size - 1, local_size, local_size + 1, 4000)
+    pairs = [(row, row - back) for row in rows for back in edges if row >= back]
+    pairs += [(row, key) for row in rows for key in (0, row + 1)]
+    query, key = torch.tensor(pairs).T
+    seen = mask_function(0, 0, query, key)
+    for window in {0, local_size}:
+        wanted = (key <= query) & ((key > query - window) | (window == 0))
+        if isinstance(seen, Tensor) and seen.device == wanted.device and torch.equal(seen, wanted):
+            return Sight(window)
+    return Sight(None)
+
+
+def _make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_options: Any) -> Sight:
+    with torch.device("cpu"):
+        return sight_of(mask_function, local_size or 0)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Sight | None = None,
+    *,
+    scaling: float,
+    pages: Notes,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    pages.attend(module, query, key, attention_mask, options)
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _serve_experts(_module: Any, hidden_TD: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
+    return torch.empty_like(hidden_TD)
+
+
+@torch.no_grad()
+def rehearse(model: PreTrainedModel) -> list[LayerShape]:
+    """Run a model on meta and return what its layers cache and see; leaves the rehearsal's organs set.
+
+    Raises:
+        UnsupportedModelError: the model wants something that the organs do not do; the message says what.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _make_mask)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _serve_experts)
+    model.set_attn_implementation(NAME)
+    model.set_experts_implementation(NAME)
+    model_type = model.config.model_type
+    notes = Notes(model_type)
+    rows = torch.zeros(1, ROW_MULTIPLE, dtype=torch.int64, device="meta")
+    try:
+        logits = model(
+            input_ids=rows,
+            position_ids=rows,
+            past_key_values=notes,
+            use_cache=True,
+            logits_to_keep=rows[0, :2],
+            pages=notes,
+        ).logits
+    except UnsupportedModelError:
+        raise
+    except FOREIGN_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{model_type} does not run on a packed batch with a paged cache "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
+        ) from error
+    if logits.shape != (1, 2, model.config.vocab_size):
+        raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")
+    return notes.shapes(model.config.num_hidden_layers)
