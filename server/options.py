@@ -207,6 +207,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise OptionsError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    if args.max_num_batched_tokens < args.max_num_seqs:
+        raise OptionsError(
+            f"--max-num-batched-tokens is {args.max_num_batched_tokens}; it must be at least --max-num-seqs "
+            f"({args.max_num_seqs}), so that every running request gets its token in every step"
+        )
     if not 0 <= args.port <= 65535:
         raise OptionsError(f"--port is {args.port}; it must be 0 to 65535")
     share = args.gpu_memory_utilization

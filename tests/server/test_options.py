@@ -89,6 +89,7 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--port=70000"], "--port is 70000; it must be 0 to 65535"),
         (["--max-num-seqs=0"], "--max-num-seqs is 0; it must be at least 1"),
         (["--max-num-batched-tokens=15"], "--max-num-batched-tokens is 15; it must be at least 16"),
+        (["--max-num-batched-tokens=32"], "it must be at least --max-num-seqs (64)"),
         (["--data-parallel-size=0"], "--data-parallel-size is 0"),
         (["--threads=-1"], "--threads is -1"),
         (["--max-model-len=0"], "--max-model-len is 0"),
