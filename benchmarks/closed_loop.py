@@ -33,9 +33,8 @@ async def closed_loop(complete: Complete, prompts: Sequence[list[int]], concurre
         for prompt in waiting:
             timings.append(await complete(prompt))
 
-    async with asyncio.TaskGroup() as clients:
-        for _ in range(min(concurrency, len(prompts))):
-            clients.create_task(client())
+    # Not a TaskGroup: the first failure is to be raised as it is, not in a group of everybody's.
+    await asyncio.gather(*(client() for _ in range(min(concurrency, len(prompts)))))
     return timings
 
 

@@ -14,6 +14,7 @@ Run: `make bench-serve` or `python -m benchmarks.serve [--models demo,random] [-
 """
 
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     card = environment_card()
     print_card(card)
+    # A kill unwinds as Ctrl-C does, so that what was started is ended.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         models = {name: measure_model(name, options) for name in options.models}
     except (CheckError, ServiceError, PeerError) as error:

@@ -76,9 +76,18 @@ class Service:
             self.process.wait()
 
     def run(self, prompts: Sequence[list[int]], num_tokens: int, concurrency: int) -> list[Timing]:
-        """Stream a completion of `num_tokens` greedy tokens for each prompt, in a closed loop."""
+        """Stream a completion of `num_tokens` greedy tokens for each prompt, in a closed loop.
+
+        Raises:
+            ServiceError: the service has ended, or refused or failed a request.
+        """
         complete = functools.partial(stream_completion, self.port, num_tokens=num_tokens)
-        return asyncio.run(closed_loop(complete, prompts, concurrency))
+        try:
+            return asyncio.run(closed_loop(complete, prompts, concurrency))
+        except OSError as error:
+            raise ServiceError(
+                f"the service broke a connection ({error}); it said:\n{self._said()}"
+            ) from error
 
     def tokens(self, prompt: list[int], num_tokens: int) -> list[str]:
         """Return the greedy tokens after a prompt, spelled."""
@@ -92,10 +101,13 @@ class Service:
         while not is_healthy(HOST, self.port):
             waited_s = time.monotonic() - self._started_s
             if self.process.poll() is not None or waited_s > START_TIMEOUT_S:
-                self._log.flush()
-                log = Path(self._log.name).read_text(errors="replace")
-                raise ServiceError(f"the service did not answer within {waited_s:.0f} s; it said:\n{log}")
+                raise ServiceError(
+                    f"the service did not answer within {waited_s:.0f} s; it said:\n{self._said()}"
+                )
             time.sleep(_POLL_S)
+
+    def _said(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")
 
 
 async def stream_completion(port: int, prompt: list[int], *, num_tokens: int) -> Timing:
@@ -135,7 +147,10 @@ async def _post(port: int, body: bytes) -> tuple[int, list[tuple[float, bytes]]]
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         writer.write(head.encode() + body)
-        status = int((await reader.readline()).split()[1])
+        head_words = (await reader.readline()).split()
+        if not head_words:
+            raise ConnectionResetError("no answer before the connection's end")
+        status = int(head_words[1])
         while (await reader.readline()).strip():
             pass  # headers
         lines = []

@@ -31,6 +31,14 @@ def test_clients_send_every_prompt_once_and_never_more_at_once(concurrency: int,
     assert sorted(counter.seen) == prompts
 
 
+def test_a_failure_is_raised_as_it_is() -> None:
+    async def fail(_: list[int]) -> Timing:
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        asyncio.run(closed_loop(fail, [[1], [2]], 2))
+
+
 def test_summary_has_rates_and_gaps_in_milliseconds() -> None:
     timings = [Timing(0.0, [0.1, 0.2, 0.5], 3), Timing(1.0, [1.3, 1.4, 2.0], 3)]
     latency = summarise(timings)
