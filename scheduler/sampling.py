@@ -8,18 +8,19 @@ Order of filters as in vLLM: penalties, temperature, top-k, top-p, min-p.
 Legend: R rows (one per sampled token), V vocabulary.
 """
 
-from collections import Counter
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from scheduler.request import Logprobs, SamplingParams
 from scheduler.sequence import Sequence
 
-FIRST_CANDIDATES = 256  # of the likeliest tokens looked at for top-p before widening by 8
+CHUNK = 256  # tokens whose weights are summed before any of them is looked at alone
+
+
+Row = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
 class Sampled(NamedTuple):
@@ -39,14 +40,12 @@ def sample(logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
     greedy_R = logits_RV.argmax(dim=-1).tolist()
     token_ids: list[int] = []
     logprobs: list[Logprobs | None] = []
-    for row, sequence in enumerate(sequences):
-        params = sequence.request.params
-        raw_V = logits_RV[row]
-        if params.num_logprobs is not None:
-            raw_V = raw_V.clone()
-        token = greedy_R[row] if _is_plain_greedy(sequence) else _choose(logits_RV[row], sequence)
+    for logits_V, greedy, sequence in zip(logits_RV.numpy(), greedy_R, sequences, strict=True):
+        count = sequence.request.params.num_logprobs
+        measured = None if count is None else _Logprobs(logits_V, count)
+        token = greedy if _is_plain_greedy(sequence) else _choose(logits_V, sequence)
         token_ids.append(token)
-        logprobs.append(None if params.num_logprobs is None else _logprobs(raw_V, token, params.num_logprobs))
+        logprobs.append(None if measured is None else measured.of(token))
     return Sampled(token_ids, logprobs)
 
 
@@ -56,58 +55,68 @@ def _is_plain_greedy(sequence: Sequence) -> bool:
     return params.temperature == 0 and not penalised and sequence.num_output_tokens >= params.min_tokens
 
 
-def _choose(logits_V: Tensor, sequence: Sequence) -> int:
+def _choose(logits_V: Row, sequence: Sequence) -> int:
     params = sequence.request.params
     _penalise(logits_V, sequence)
     if sequence.num_output_tokens < params.min_tokens and params.stop_token_ids:
-        logits_V[list(params.stop_token_ids)] = float("-inf")
+        logits_V[list(params.stop_token_ids)] = -np.inf
     if params.temperature == 0:
         return int(logits_V.argmax())
-    weights, ids = _candidates(logits_V / params.temperature, params)
-    mass = np.cumsum(weights)
-    draw = _uniform(params.seed, sequence.num_output_tokens) * mass[-1]
-    index = min(int(np.searchsorted(mass, draw, side="right")), len(mass) - 1)
-    return int(index if ids is None else ids[index])
+    weights_V = np.exp((logits_V - logits_V.max()) * np.float32(1.0 / params.temperature))
+    draw = _uniform(params.seed, sequence.num_output_tokens)
+    if not params.top_k and params.top_p >= 1.0 and params.min_p <= 0.0:
+        return _draw(weights_V, draw)
+    ids = _candidates(weights_V, params)
+    return int(ids[_draw(weights_V[ids], draw)])
 
 
-def _penalise(logits_V: Tensor, sequence: Sequence) -> None:
+def _penalise(logits_V: Row, sequence: Sequence) -> None:
     """Apply presence and frequency penalties to generated tokens, repetition to all; in place."""
     params = sequence.request.params
     if params.presence_penalty or params.frequency_penalty:
-        counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
-        ids = torch.tensor(list(counts), dtype=torch.int64)
-        number = torch.tensor(list(counts.values()), dtype=torch.float32)
-        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * number
+        generated = sequence.token_ids[sequence.num_prompt_tokens :]
+        ids, counts = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
+        logits_V[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
     if params.repetition_penalty != 1.0:
-        ids = torch.tensor(sorted(set(sequence.token_ids)), dtype=torch.int64)
-        seen = logits_V[ids]
-        logits_V[ids] = torch.where(
-            seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty
-        )
+        ids = np.unique(np.array(sequence.token_ids, dtype=np.int64))
+        seen, factor = logits_V[ids], np.float32(params.repetition_penalty)
+        logits_V[ids] = np.where(seen > 0, seen / factor, seen * factor)
 
 
-def _candidates(scaled_V: Tensor, params: SamplingParams) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the unnormalised weights (float64) that may be drawn, and their ids; ids None: all, in order.
+def _candidates(weights_V: Row, params: SamplingParams) -> np.ndarray:
+    """Return the ids that top-k, top-p and min-p leave, likeliest first.
 
-    With top-k, top-p or min-p the candidates come likeliest first.
+    Only what can be among them is sorted: tokens lighter than (1 - top_p) / V of the mass are together lighter than
+    1 - top_p, so the nucleus ends before them.
     """
-    weights_V = (scaled_V - scaled_V.max()).exp().double()
-    if not params.top_k and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return weights_V.numpy(), None
-    total = float(weights_V.sum())
-    size = weights_V.numel()
-    count = min(size, params.top_k or FIRST_CANDIDATES)
-    while True:
-        top, ids = weights_V.topk(count)
-        weights = top.numpy()
-        mass = float(weights.sum()) if params.top_k else total
-        keep = np.cumsum(weights) - weights < params.top_p * mass  # the one that crosses top_p stays
-        keep &= weights >= params.min_p * weights[0]
-        if params.top_k or count == size or not keep[-1]:
-            break
-        count = min(size, count * 8)
+    least = params.min_p * weights_V.max()
+    if params.top_k:
+        count = min(params.top_k, weights_V.size)
+        ids = np.argpartition(weights_V, weights_V.size - count)[weights_V.size - count :]
+        ids.sort()
+    else:
+        light = (1.0 - params.top_p) * weights_V.sum(dtype=np.float64) / weights_V.size
+        ids = np.flatnonzero(weights_V >= max(least, np.float32(light)))
+    ids = ids[np.argsort(-weights_V[ids], kind="stable")]
+    weights = weights_V[ids].astype(np.float64)
+    mass = weights.sum() if params.top_k else weights_V.sum(dtype=np.float64)
+    keep = np.cumsum(weights) - weights < params.top_p * mass  # the one that crosses top_p stays
+    keep &= weights >= least
     keep[0] = True
-    return weights[keep], ids.numpy()[keep]
+    kept: np.ndarray = ids[keep]
+    return kept
+
+
+def _draw(weights: Row, uniform: float) -> int:
+    """Return the index at which the running sum of the weights passes `uniform` times their sum."""
+    chunks = np.add.reduceat(weights, np.arange(0, weights.size, CHUNK), dtype=np.float64)
+    ends = np.cumsum(chunks)
+    wanted = uniform * ends[-1]
+    chunk = min(int(np.searchsorted(ends, wanted, side="right")), chunks.size - 1)
+    inside = weights[chunk * CHUNK : (chunk + 1) * CHUNK].astype(np.float64)
+    index = np.searchsorted(np.cumsum(inside), wanted - (ends[chunk] - chunks[chunk]), side="right")
+    last = int(np.flatnonzero(inside)[-1])  # rounding must not step past the last token that has any weight
+    return chunk * CHUNK + min(int(index), last)
 
 
 def _uniform(seed: int, position: int) -> float:
@@ -115,7 +124,20 @@ def _uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 
-def _logprobs(logits_V: Tensor, token: int, count: int) -> Logprobs:
-    logprobs_V = logits_V.log_softmax(-1)
-    top, ids = logprobs_V.topk(count) if count else (logprobs_V[:0], torch.empty(0, dtype=torch.int64))
-    return Logprobs(token, float(logprobs_V[token]), ids.tolist(), top.tolist())
+class _Logprobs:
+    """A row's log-probabilities, taken before penalties change it."""
+
+    def __init__(self, logits_V: Row, count: int) -> None:
+        top = logits_V.max()
+        self._base = float(top) + float(np.log(np.exp(logits_V - top).sum(dtype=np.float64)))
+        self._logits_V = logits_V.copy()
+        self._count = min(count, logits_V.size)
+
+    def of(self, token: int) -> Logprobs:
+        """The chosen token's, and those of the likeliest."""
+        ids = np.empty(0, dtype=np.int64)
+        if self._count:
+            ids = np.argpartition(self._logits_V, -self._count)[-self._count :]
+            ids = ids[np.lexsort((ids, -self._logits_V[ids]))]
+        logprobs = (self._logits_V[ids] - self._base).tolist()
+        return Logprobs(token, float(self._logits_V[token]) - self._base, ids.tolist(), logprobs)
