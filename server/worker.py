@@ -104,6 +104,9 @@ class _Supervisor:
             **environment,
             **environment_from(options),
             "OMP_NUM_THREADS": str(options.threads),
+            # A spinning thread burns its whole time slice when another process has the core: steps of 500 ms
+            # instead of 60 (docs/LOG.md). Sleeping costs 10 us per parallel region.
+            "OMP_WAIT_POLICY": "PASSIVE",
         }
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
