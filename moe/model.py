@@ -23,7 +23,8 @@ from moe import experts as experts_organ
 from moe.checkpoint import Checkpoint
 from moe.experts import ExpertLayer, SlotTensors
 from moe.families import build_on_meta, experts_modules, read_config
-from moe.loader import Loader, LoadPlan, Report
+from moe.load_plan import LoadPlan
+from moe.loader import Loader, Report
 from moe.rehearsal import rehearse
 
 
