@@ -118,11 +118,20 @@ def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
     return intrinsic(tile)
 
 
+def _renamed(function: Callable[..., None], suffix: str) -> FunctionType:
+    assert isinstance(function, FunctionType)
+    name = f"{function.__name__}_{suffix}"
+    copy = FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    copy.__qualname__, copy.__module__ = name, function.__module__
+    return copy
+
+
 def _rows_function(bf16: bool, accumulate: bool) -> Any:
     """Return njit `(x, x_stride, w, w_stride, k, out, out_stride, rows)`: any number of rows; k at least 1."""
     one, two, three, four, five, six = (_tile(rows, bf16, accumulate) for rows in range(1, ROWS + 1))
 
-    @njit(nogil=True)
     def rows_times_panel(x, x_stride, w, w_stride, k, out, out_stride, rows):  # type: ignore[no-untyped-def]
         while rows >= 6:
             six(x, x_stride, w, w_stride, k, out, out_stride)
@@ -140,7 +149,9 @@ def _rows_function(bf16: bool, accumulate: bool) -> Any:
         elif rows == 5:
             five(x, x_stride, w, w_stride, k, out, out_stride)
 
-    return rows_times_panel
+    # A name of its own for each: numba's symbols are a name and a number that differs from process to process, so
+    # that kernels cached by different processes would call each other's tiles, of the wrong type.
+    return njit(nogil=True)(_renamed(rows_times_panel, f"bf16_{bf16}_accumulate_{accumulate}"))
 
 
 rows_times_panel_f32 = _rows_function(bf16=False, accumulate=False)
@@ -258,13 +269,3 @@ def serial_and_parallel(function: Callable[..., None]) -> tuple[Any, Any]:
     tiles = zlib.crc32(Path(__file__).read_bytes())
     serial, parallel = (_renamed(function, f"{kind}_{tiles:08x}") for kind in ("serial", "parallel"))
     return njit(nogil=True, cache=True)(serial), njit(nogil=True, cache=True, parallel=True)(parallel)
-
-
-def _renamed(function: Callable[..., None], suffix: str) -> FunctionType:
-    assert isinstance(function, FunctionType)
-    name = f"{function.__name__}_{suffix}"
-    copy = FunctionType(
-        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
-    )
-    copy.__qualname__, copy.__module__ = name, function.__module__
-    return copy
