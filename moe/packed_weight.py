@@ -13,12 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from attention.cpu_tiles import LANES
 from kvcache.step import Step
 from moe.cpu_linear import linear, pack, unpack
 
 CASTS = frozenset({Tensor.to, Tensor.type})
+# Getters that tell about a tensor without its values; all others (T, mT, data) want them.
+ABOUT = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "device", "dtype", "grad", "grad_fn", "is_cuda", "is_leaf", "is_meta", "is_sparse", "layout", "ndim",
+        "requires_grad", "shape",
+    )
+)  # fmt: skip
 
 
 class PackedWeight(Tensor):
@@ -52,12 +61,12 @@ class PackedWeight(Tensor):
         if function is torch.nn.functional.embedding:
             return _embedding(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if function.__name__ == "__get__":
+            if function in ABOUT:
                 return function(*args, **kwargs)
             if function is Tensor.float or (function in CASTS and args[1:] == (torch.float32,)):
                 return args[0]
-            plain = [value.unpacked() if isinstance(value, PackedWeight) else value for value in args]
-            return function(*plain, **kwargs)
+            plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
+            return function(*plain_args, **plain_kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> Any:
@@ -72,15 +81,30 @@ class PackedWeight(Tensor):
             return unpack(self.panels, self.shape[0]).float()
 
 
-def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def _plain(value: Any) -> Any:
+    return value.unpacked() if isinstance(value, PackedWeight) else value
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if (
+        not isinstance(weight, PackedWeight)
+        or input.dtype is not torch.float32
+        or input.shape[-1:] != weight.shape[1:]
+    ):
+        plain = [_plain(value) for value in (input, weight, bias)]
+        return torch.nn.functional.linear(*plain)  # answers, or refuses, as torch does
     with torch._C.DisableTorchFunctionSubclass():
         n, k = weight.shape
-        x_TK = x.reshape(-1, k)
+        x_TK = input.reshape(-1, k)
         rows, step = x_TK.shape[0], weight.step
-        real = step.num_tokens if rows == step.num_padded else rows  # padding is not computed
+        # Padding is not computed. The packed batch comes as [T, K] or [1, T, K]; what has more dimensions is
+        # something else that may happen to have as many rows (the latents that MLA expands).
+        real = step.num_tokens if rows == step.num_padded and input.dim() <= 3 else rows
         width = weight.panels.shape[0] * LANES
         out_TN = torch.empty(rows, width)
-        x_TK = x_TK[:real] if x_TK.stride(1) == 1 else x_TK[:real].contiguous()
+        x_TK = (
+            x_TK[:real] if x_TK.stride(1) == 1 else x_TK[:real].clone(memory_format=torch.contiguous_format)
+        )
         linear(x_TK, weight.panels, out_TN, parallel=step.is_parallel)
         if real < rows:
             out_TN[real:] = 0.0
@@ -88,7 +112,7 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tens
             out_TN = out_TN[:, :n].contiguous()
         if bias is not None:
             out_TN += bias
-        return out_TN.view(*x.shape[:-1], n)
+        return out_TN.view(*input.shape[:-1], n)
 
 
 def _embedding(ids: Tensor, weight: PackedWeight, *_options: Any, **_more_options: Any) -> Tensor:
