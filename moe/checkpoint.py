@@ -41,7 +41,7 @@ class Checkpoint:
     def _paths(self) -> list[Path]:
         index = self.directory / INDEX_NAME
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = _indexed(index)
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:
                 raise CheckpointError(f"{index} names files that are not there: {', '.join(missing[:8])}")
@@ -59,8 +59,12 @@ class Checkpoint:
         """A tensor's shape, from the header."""
         return tuple(self._shards[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """A tensor's dtype, from the header, as safetensors writes it (F32, BF16, F8_E4M3)."""
+        return str(self._shards[name].get_slice(name).get_dtype())
+
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor, in its own dtype."""
+        """Read a whole tensor, in its own dtype; float16 becomes float32."""
         return self._counted(self._shards[name].get_tensor(name))
 
     def read_row(self, name: str, row: int) -> Tensor:
@@ -69,9 +73,12 @@ class Checkpoint:
 
     def _counted(self, tensor: Tensor) -> Tensor:
         self.bytes_read += tensor.numel() * tensor.element_size()
-        if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
-            raise CheckpointError(
-                f"{self.directory} holds {tensor.dtype} tensors; quantised checkpoints are not served yet: "
-                f"give one in bfloat16, float16 or float32"
-            )
         return tensor.to(torch.float32) if tensor.dtype is torch.float16 else tensor
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names."""
+    try:
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error

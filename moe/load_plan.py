@@ -1,13 +1,20 @@
 """Which tensors of a checkpoint make which parameters of a model, from names and headers alone.
 
 Names and layouts are `transformers`' business: its conversion mapping says how the tensors of a checkpoint
-become the parameters of a model (per-expert tensors merged, gate and up concatenated, old names).
+become the parameters of a model (per-expert tensors merged, gate and up concatenated, old names). What they
+would make is found by running the same conversions on meta tensors, so that one error lists everything that is
+wrong with a checkpoint, of all experts and not only this rank's, before a byte is read.
 """
 
+import copy
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -21,7 +28,8 @@ from moe.checkpoint import Checkpoint, CheckpointError
 
 EXPERT_INDEX = re.compile(r"experts\.(\d+)\.")
 ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"\.masked_bias$")
-LISTED = 8  # names an error lists before it counts the rest
+QUANTISED = re.compile(r"F8|F6|F4|[UI](8|16|32)$")  # of safetensors' dtypes
+LISTED = 50  # names an error lists before it counts the rest
 
 
 @dataclass
@@ -29,9 +37,22 @@ class Source:
     """The checkpoint tensors that become one parameter (of one expert, for per-expert layouts)."""
 
     converter: WeightConverter | None = None
-    names: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # (tensor name, the converter's source pattern)
+    names: list[tuple[str, str]] = field(default_factory=list)  # (tensor, the converter's source pattern)
+
+    def absent(self) -> list[str]:
+        """The converter's source patterns that no tensor stands for."""
+        if self.converter is None:
+            return []
+        return sorted(set(self.converter.source_patterns) - {pattern for _, pattern in self.names})
+
+
+class Part(NamedTuple):
+    """A source, what it makes, and the shape that this must have."""
+
+    target: str
+    source: Source
+    expert: int | None
+    wanted: tuple[int, ...]
 
 
 class LoadPlan:
@@ -46,7 +67,7 @@ class LoadPlan:
             num_experts: experts of every expert parameter, by parameter name.
 
         Raises:
-            CheckpointError: listing missing, unexpected and wrong-shaped tensors.
+            CheckpointError: quantised tensors; or listing missing, unexpected and wrong-shaped tensors.
         """
         self.plain: dict[str, Source] = defaultdict(Source)
         self.experts: dict[str, dict[int, Source]] = defaultdict(lambda: defaultdict(Source))
@@ -56,13 +77,13 @@ class LoadPlan:
         transforms = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-        unexpected = [
-            name for name in sorted(checkpoint.names(), key=dot_natural_key) if not self._place(name)
-        ]
+        names = sorted(checkpoint.names(), key=dot_natural_key)
+        self._refuse_quantised(names)
+        unexpected = [name for name in names if not self._place(name)] + self._twice()
         problems = [
-            *self._listed("missing", self._missing()),
-            *self._listed("unexpected", self._not_ignored(unexpected, "_keys_to_ignore_on_load_unexpected")),
-            *self._listed("of the wrong shape", self._mismatched()),
+            *_listed("missing", self._missing()),
+            *_listed("unexpected", self._not_ignored(unexpected, "_keys_to_ignore_on_load_unexpected")),
+            *_listed("of the wrong shape", self._mismatched()),
         ]
         if problems:
             raise CheckpointError(
@@ -73,6 +94,27 @@ class LoadPlan:
         """A parameter's shape in the model."""
         return tuple(self._meta[target].shape)
 
+    def convert(self, target: str, source: Source, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Read a source's tensors and run its conversion; returns the parameters it makes, by name."""
+        if source.converter is None:
+            return {target: read(source.names[0][0])}
+        converter = copy.deepcopy(source.converter)
+        for name, pattern in source.names:
+            tensor = read(name)
+            converter.add_tensor(target, name, pattern, lambda tensor=tensor: tensor)
+        made = converter.convert(target, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def _refuse_quantised(self, names: list[str]) -> None:
+        found = Counter(self._checkpoint.dtype(name) for name in names)
+        bad = [dtype for dtype in found if QUANTISED.match(dtype)]
+        if bad:
+            listed = ", ".join(f"{found[dtype]} of type {dtype}" for dtype in bad)
+            raise CheckpointError(
+                f"{self._checkpoint.directory} holds quantised tensors ({listed}), which are not served yet: give "
+                f"a checkpoint in bfloat16, float16 or float32"
+            )
+
     def _place(self, name: str) -> bool:
         """Put a checkpoint tensor where it belongs; False when nothing takes it."""
         prefix = self._model.base_model_prefix
@@ -82,29 +124,57 @@ class LoadPlan:
         if target not in self._meta:
             return False
         source = self.plain[target] if target not in self._num_experts else self._expert_source(target, name)
+        if source is None:
+            return False
         if pattern is not None and source.converter is None:
             source.converter = next(c for c in self._converters if pattern in c.source_patterns)
         source.names.append((name, pattern or name))
         return True
 
-    def _expert_source(self, target: str, name: str) -> Source:
+    def _expert_source(self, target: str, name: str) -> Source | None:
         index = EXPERT_INDEX.search(name)
         if index is None:
             return self.fused.setdefault(target, Source())
-        return self.experts[target][int(index.group(1))]
+        expert = int(index.group(1))
+        return self.experts[target][expert] if expert < self._num_experts[target] else None
+
+    def _twice(self) -> list[str]:
+        """Tensors for what another tensor makes already."""
+        spare = [
+            name
+            for target in self.fused
+            for source in self.experts.get(target, {}).values()
+            for name, _ in source.names
+        ]
+        per_expert = [source for sources in self.experts.values() for source in sources.values()]
+        for source in (*self.plain.values(), *self.fused.values(), *per_expert):
+            if source.converter is None:
+                spare += [name for name, _ in source.names[1:]]
+        for source in per_expert:
+            patterns = [pattern for _, pattern in source.names]
+            spare += [name for at, (name, pattern) in enumerate(source.names) if pattern in patterns[:at]]
+        return spare
 
     def _missing(self) -> list[str]:
         tied = set(getattr(self._model, "all_tied_weights_keys", None) or {})
         missing = []
         for name in self._meta:
             if name in self._num_experts and name not in self.fused:
-                absent = sorted(set(range(self._num_experts[name])) - set(self.experts[name]))
-                missing += [f"{name} of expert {expert}" for expert in absent]
+                missing += self._missing_experts(name)
             elif name not in self._num_experts and name not in self.plain and name not in tied:
                 missing.append(name)
         produced = {target for source in self.plain.values() for target in self._outputs(source)}
         missing = [name for name in missing if name not in produced]
         return self._not_ignored(missing, "_keys_to_ignore_on_load_missing")
+
+    def _missing_experts(self, target: str) -> list[str]:
+        sources, missing = self.experts.get(target, {}), []
+        for expert in range(self._num_experts[target]):
+            if expert not in sources:
+                missing.append(f"{target} of expert {expert}")
+            elif absent := sources[expert].absent():
+                missing.append(f"{', '.join(absent)} for {target} of expert {expert}")
+        return missing
 
     def _outputs(self, source: Source) -> list[str]:
         """All parameters of a one-to-many conversion; the plan is keyed by the first."""
@@ -113,21 +183,66 @@ class LoadPlan:
         name, pattern = source.names[0]
         return [name.replace(pattern, target, 1) for target in source.converter.target_patterns]
 
-    def _mismatched(self) -> list[str]:
-        wrong = []
+    def _parts(self) -> Iterator[Part]:
         for target, source in (*self.plain.items(), *self.fused.items()):
-            seen, wanted = self._checkpoint.shape(source.names[0][0]), tuple(self._meta[target].shape)
-            if source.converter is None and seen != wanted:
-                wrong.append(f"{target}: {list(seen)} instead of {list(wanted)}")
+            yield Part(target, source, None, self.shape(target))
+        for target, sources in self.experts.items():
+            for expert, source in sources.items():
+                if not source.absent():
+                    yield Part(target, source, expert, (1, *self.shape(target)[1:]))
+
+    def _mismatched(self) -> list[str]:
+        """What does not make its parameter; equal shapes under equal conversions are tried once."""
+        wrong, fitting = [], set()
+        for part in self._parts():
+            shapes = [self._checkpoint.shape(name) for name, _ in part.source.names]
+            if part.source.converter is None:
+                fits = shapes[0] == part.wanted
+            else:
+                patterns = tuple(pattern for _, pattern in part.source.names)
+                key = (id(part.source.converter), patterns, tuple(shapes), part.wanted)
+                fits = key in fitting or self._fits(part)
+                if fits:
+                    fitting.add(key)
+            if not fits:
+                wrong.append(_mismatch(part, shapes))
         return wrong
+
+    def _fits(self, part: Part) -> bool:
+        """Try a conversion on meta tensors."""
+
+        def read(name: str) -> Tensor:
+            return torch.empty(self._checkpoint.shape(name), device="meta")
+
+        try:
+            made = self.convert(part.target, part.source, read)
+        except (
+            IndexError,
+            RuntimeError,
+            ValueError,
+        ):  # torch's and transformers' words for shapes that clash
+            return False
+        if part.expert is not None:
+            return tuple(made[part.target].shape) == part.wanted
+        return all(
+            name in self._meta and tensor.shape == self._meta[name].shape for name, tensor in made.items()
+        )
 
     def _not_ignored(self, names: list[str], attribute: str) -> list[str]:
         patterns = (*(getattr(self._model, attribute, None) or ()), *ALWAYS_IGNORED)
         return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
-    @staticmethod
-    def _listed(what: str, names: list[str]) -> list[str]:
-        if not names:
-            return []
-        rest = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        return [f"  {what}: {', '.join(names[:LISTED])}{rest}"]
+
+def _mismatch(part: Part, shapes: list[tuple[int, ...]]) -> str:
+    if part.source.converter is None:
+        return f"{part.source.names[0][0]}: {list(shapes[0])} instead of {list(part.wanted)}"
+    seen = [f"{name} {list(shape)}" for (name, _), shape in zip(part.source.names, shapes, strict=True)]
+    wanted = part.wanted if part.expert is None else part.wanted[1:]
+    return f"{' and '.join(seen[:4])}, to make {part.target} {list(wanted)}"
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    rest = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return [f"  {what}: {', '.join(names[:LISTED])}{rest}"]
