@@ -37,13 +37,12 @@ def sample(logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
         logits_RV: [R, V] float32; rows may be changed in place.
         sequences: R, as they stand before this token.
     """
-    greedy_R = logits_RV.argmax(dim=-1).tolist()
     token_ids: list[int] = []
     logprobs: list[Logprobs | None] = []
-    for logits_V, greedy, sequence in zip(logits_RV.numpy(), greedy_R, sequences, strict=True):
+    for logits_V, sequence in zip(logits_RV.numpy(), sequences, strict=True):
         count = sequence.request.params.num_logprobs
         measured = None if count is None else _Logprobs(logits_V, count)
-        token = greedy if _is_plain_greedy(sequence) else _choose(logits_V, sequence)
+        token = int(logits_V.argmax()) if _is_plain_greedy(sequence) else _choose(logits_V, sequence)
         token_ids.append(token)
         logprobs.append(None if measured is None else measured.of(token))
     return Sampled(token_ids, logprobs)
