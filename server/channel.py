@@ -14,7 +14,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),  # an end that gets pings without data never hangs up for it
     ("grpc.so_reuseport", 0),  # two fronts must not share one port unnoticed
 )
 
