@@ -43,7 +43,7 @@ def test_many_pings_without_a_message_between_them_do_not_end_the_stream() -> No
 
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=FAST) as channel:
         answers = FrontStub(channel).Attach(say_hello_and_wait())
-        assert not front.ended.wait(1.5), "the stream ended after some 30 pings"
+        assert not front.ended.wait(8), "the stream ended over pings alone"  # gRPC spaces them by a second
         leave.set()
         assert len(list(answers)) == 1
     server.stop(0).wait(5)
