@@ -8,7 +8,6 @@ surviving it is the supervisors' business (D8 of the design).
 
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -90,13 +89,11 @@ def _walk(
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
     engine = built.engine
-    lost: list[str] = []
 
     def on_lost(reason: str) -> None:
-        # The other ranks must not wait for this one to notice; the supervisors end the service.
-        lost.append(reason)
+        # The step loop may be waiting for other ranks; the supervisors end the service all the same.
         print(f"rank {place.rank}: {reason}", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
 
     link = RankLink(
         front["ranks_address"],
