@@ -1,5 +1,8 @@
-"""One front with two scripted ranks per test module."""
+"""One front with two scripted ranks per test module; two nodes in network namespaces per test."""
 
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,3 +33,25 @@ def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
     """The official client, which must not hide failures by trying again."""
     with openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as made:
         yield made
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Make two network namespaces joined by a cable, 10.213.7.1 and 10.213.7.2."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and the `ip` program to make network namespaces")
+    names = [f"wideep-{os.getpid()}-{node}" for node in (1, 2)]
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip -n {names[0]} link add veth0 type veth peer name veth0 netns {names[1]}"]
+    for node, name in enumerate(names, start=1):
+        commands += [f"ip -n {name} addr add 10.213.7.{node}/24 dev veth0"]
+        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "veth0")]
+    try:
+        for command in commands:
+            answer = subprocess.run(command.split(), capture_output=True, text=True, timeout=10)
+            if answer.returncode:
+                pytest.skip(f"cannot make network namespaces here: {answer.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)

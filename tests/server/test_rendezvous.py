@@ -1,10 +1,8 @@
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,28 +171,6 @@ def test_a_static_rendezvous_has_the_front_on_node_rank_0(tmp_path: Path) -> Non
     ]
     lines = run_agents(common, [["--node-rank=1"], ["--node-rank=0"]])
     assert {(line.node, line.host) for line in lines} == {("0", "None"), ("1", "127.0.0.1")}
-
-
-@pytest.fixture
-def namespaces() -> Iterator[list[str]]:
-    """Make two network namespaces joined by a cable, 10.213.7.1 and 10.213.7.2."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and the `ip` program to make network namespaces")
-    names = [f"wideep-{os.getpid()}-{node}" for node in (1, 2)]
-    commands = [f"ip netns add {name}" for name in names]
-    commands += [f"ip -n {names[0]} link add veth0 type veth peer name veth0 netns {names[1]}"]
-    for node, name in enumerate(names, start=1):
-        commands += [f"ip -n {name} addr add 10.213.7.{node}/24 dev veth0"]
-        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "veth0")]
-    try:
-        for command in commands:
-            answer = subprocess.run(command.split(), capture_output=True, text=True, timeout=10)
-            if answer.returncode:
-                pytest.skip(f"cannot make network namespaces here: {answer.stderr.strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
 
 
 def test_of_two_nodes_the_one_with_the_endpoint_has_the_front(namespaces: list[str], tmp_path: Path) -> None:
