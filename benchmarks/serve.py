@@ -10,7 +10,7 @@ over active bytes (19 GB/s over 172 MB of the random model: 110); with a large b
 A row during which others used more than 0.1 core is marked noisy (~) and counts only where no quiet one is.
 
 Run: `make bench-serve` or `python -m benchmarks.serve [--models demo,random] [--concurrency 1,4,16,32] [--rounds 3]
-[--requests-per-level 4,8,32,64] [--ranks 1x2,2x1] [--no-static] [--quick] [--save]`.
+[--requests-per-level 4,8,32,32] [--ranks 1x2,2x1] [--static] [--quick] [--save]`.
 """
 
 import contextlib
@@ -164,19 +164,28 @@ def measure_level(bench: Bench, concurrency: int, num_requests: int) -> dict[str
         for name in names[turn:] + names[:turn]:
             row = measure_row(bench, name, prompts, concurrency)
             rows.append({"round": round_number, **row})
-    static = (
-        bench.peer.static(bench.prompts.take(concurrency), options.output_tokens) if options.static else None
-    )
     level = {
         "concurrency": concurrency,
         "requests": num_requests,
         "peer_setting": str(setting),
         "peer_settings_tried": tried,
-        "peer_static_tokens_per_s": None if static is None else round(static, 1),
+        "static": measure_static(bench, concurrency) if options.static else None,
         "rows": rows,
     }
     print_level(level)
     return level
+
+
+def measure_static(bench: Bench, concurrency: int) -> dict[str, Any]:
+    """Measure one `generate` call of the peer on a batch of this size."""
+    prompts = bench.prompts.take(concurrency)
+    with Watch(bench.peer.process.pid) as watch:
+        tokens_per_s = bench.peer.static(prompts, bench.options.output_tokens)
+    return {
+        "tokens_per_s": round(tokens_per_s, 1),
+        "other_cores": watch.usage.other_cores,
+        "noisy": watch.usage.is_noisy,
+    }
 
 
 def warm_up(bench: Bench, concurrency: int) -> tuple[Setting, dict[str, float]]:

@@ -71,6 +71,7 @@ def print_summary(name: str, summary: Sequence[dict[str, Any]]) -> None:
             cells = "".join(f"{value:>{_WIDTH}}" for value in values)
             mark = "~" if entry["noisy"] else " "
             print(f"{level['concurrency']:>8}  {program:<18}{cells}  {mark}{entry['times_peer']:.2f}")
-        if level["peer_static_tokens_per_s"] is not None:
-            print(f"{'':>8}  {'generate (static)':<18}{level['peer_static_tokens_per_s']:>{_WIDTH}}")
+        if level["static"] is not None:
+            mark = " ~" if level["static"]["noisy"] else ""
+            print(f"{'':>8}  {'generate (static)':<18}{level['static']['tokens_per_s']:>{_WIDTH}}{mark}")
     print(flush=True)

@@ -12,6 +12,7 @@ Run: `python -m benchmarks.startup [--ranks 1,2,4] [--repeats 3] [--save]`.
 """
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_card(card)
     tokenizer = Tokenizer(str(ensure_demo_model()))
     rows = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill unwinds as Ctrl-C does
     try:
         for repeat in range(args.repeats):
             for ranks in map(int, args.ranks.split(",")):

@@ -126,7 +126,7 @@ def fastest(
 ) -> tuple[Setting, dict[str, float]]:
     """Try settings, one lot of prompts for each; leave the peer at the fastest, and return it and all rates.
 
-    The first lot is run twice, so that the first setting does not pay for everybody's cold caches.
+    One prompt is run before, so that the first setting does not pay for everybody's cold caches.
     """
     rates: dict[Setting, float] = {}
     peer.configure(settings[0])
