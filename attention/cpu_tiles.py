@@ -225,8 +225,10 @@ def silu_times(_typing: Any, gate: Any, up: Any, out: Any) -> Any:
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
         gate, up = _load(builder, args[0]), _load(builder, args[1])
-        negative = _vector_call(builder, "minnum", builder.fneg(gate), _constant(88.0))
-        divisor = builder.fadd(_constant(1.0), emit_exp(builder, negative))
+        # Below -88 exp(-gate) would overflow and silu is 1e-36 and less; NaN stays NaN.
+        low = builder.fcmp_ordered("<", gate, _constant(-88.0))
+        gate = builder.select(low, _constant(-88.0), gate)
+        divisor = builder.fadd(_constant(1.0), emit_exp(builder, builder.fneg(gate)))
         _store(builder, builder.fmul(builder.fdiv(gate, divisor), up), args[2])
         return context.get_dummy_value()
 
