@@ -55,8 +55,14 @@ class SlotTensors:
         return out_PN
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of one expert's weight and bias, the padding of panels left out."""
+        weight = self.out_dim * self.packed_S.shape[2] * self.packed_S.element_size()
+        return weight + (0 if self.bias_SN is None else self.out_dim * 4)
+
+    @property
     def num_bytes(self) -> int:
-        """Resident bytes."""
+        """Bytes reserved: all slots, empty ones and the padding of panels included."""
         biases = 0 if self.bias_SN is None else self.bias_SN.numel() * 4
         return self.packed_S.numel() * self.packed_S.element_size() + biases
 

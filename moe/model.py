@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from attention import organ as attention_organ
 from dispatch.dispatcher import Dispatcher
-from expert_placement.placement import Placement, linear_placement
+from expert_placement.placement import EMPTY, Placement, linear_placement
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
 from moe import experts as experts_organ
@@ -80,7 +80,7 @@ class Model:
         Raises:
             CheckpointError: listing what does not fit.
         """
-        self.skeleton, self.step, self.placement = skeleton, step, placement
+        self.skeleton, self.step, self.placement, self._rank = skeleton, step, placement, rank
         self.checkpoint = Checkpoint(skeleton.directory)
         self._net = skeleton.model
         parameters = {
@@ -145,7 +145,16 @@ class Model:
 
     @property
     def expert_bytes(self) -> int:
-        """Resident bytes of this rank's slots, empty ones included."""
+        """Bytes of the experts that this rank holds, as they are kept; `reserved_expert_bytes` has the rest too."""
+        held = (self.placement.local(self._rank) != EMPTY).sum(axis=1).tolist()
+        return sum(
+            count * (layer.up.slot_bytes + layer.down.slot_bytes)
+            for count, layer in zip(held, self.layers, strict=True)
+        )
+
+    @property
+    def reserved_expert_bytes(self) -> int:
+        """Bytes that this rank's slots take, empty ones and the kernels' padding included."""
         return sum(layer.up.num_bytes + layer.down.num_bytes for layer in self.layers)
 
 
