@@ -46,17 +46,17 @@ class LayerShape:
 
 
 @njit(nogil=True, cache=True)
-def _write_heads(key_GTD, value_GTV, slots, count, keys_NGDB, values_NGBV):  # type: ignore[no-untyped-def]
+def _write_heads(key_TGD, value_TGV, slots, count, keys_NGDB, values_NGBV):  # type: ignore[no-untyped-def]
     for row in range(count):
         block, offset = slots[row] // BLOCK_TOKENS, slots[row] % BLOCK_TOKENS
         if offset == 0:  # a block's tail is read with weight 0, which only a finite value survives
             keys_NGDB[block] = 0.0
             values_NGBV[block] = 0.0
-        for head in range(key_GTD.shape[0]):
-            for dim in range(key_GTD.shape[2]):
-                keys_NGDB[block, head, dim, offset] = key_GTD[head, row, dim]
-            for dim in range(value_GTV.shape[2]):
-                values_NGBV[block, head, offset, dim] = value_GTV[head, row, dim]
+        for head in range(key_TGD.shape[1]):
+            for dim in range(key_TGD.shape[2]):
+                keys_NGDB[block, head, dim, offset] = key_TGD[row, head, dim]
+            for dim in range(value_TGV.shape[2]):
+                values_NGBV[block, head, offset, dim] = value_TGV[row, head, dim]
 
 
 def _lazy_zeros(*shape: int) -> Tensor:
@@ -107,8 +107,11 @@ class PagedCache:
             rows = self.keys[layer].view(-1, self.shapes[layer].key_dim)
             rows[slots_T[:count]] = torch.cat((key[0, 0, :count], value[0, 0, :count]), dim=-1)
         else:
-            write = (key[0].numpy(), value[0].numpy(), slots_T.numpy(), count)
-            _write_heads(*write, self.keys[layer].numpy(), self.values[layer].numpy())
+            # Modules project token by token, so this transposes back to what is contiguous already: one layout, and
+            # one compiled kernel, for all families.
+            key_TGD, value_TGV = (rows[0].transpose(0, 1).contiguous().numpy() for rows in (key, value))
+            pages = self.keys[layer].numpy(), self.values[layer].numpy()
+            _write_heads(key_TGD, value_TGV, slots_T.numpy(), count, *pages)
         return key, value
 
     def block_bytes(self, layer: int, block: int) -> bytes:
