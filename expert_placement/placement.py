@@ -33,7 +33,13 @@ class Placement:
                 f"a multiple of the {self.num_ranks} ranks"
             )
         for layer, row in enumerate(self.slot_expert):
-            counts = np.bincount(row[row != EMPTY], minlength=self.num_experts)
+            held = row[row != EMPTY]
+            strange = np.unique(held[(held < 0) | (held >= self.num_experts)]).tolist()
+            if strange:
+                raise ValueError(
+                    f"layer {layer}: slots hold experts {strange[:8]}, which are not 0 to {self.num_experts - 1}"
+                )
+            counts = np.bincount(held, minlength=self.num_experts)
             wrong = np.flatnonzero(counts != 1).tolist()
             if wrong:
                 raise ValueError(
