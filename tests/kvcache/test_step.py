@@ -1,0 +1,102 @@
+"""A step's batch against a plain description of it."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kvcache.step import ROW_MULTIPLE, Span, Step
+
+
+def make_step() -> Step:
+    """Room for 100 tokens of 6 sequences with 8 blocks each."""
+    return Step(max_tokens=100, max_sequences=6, max_blocks=8, block_tokens=16)
+
+
+def assert_describes(step: Step, spans: list[Span]) -> None:
+    """Every row, one at a time."""
+    rows = [
+        (position, span.block_ids[position // 16] * 16 + position % 16)
+        for span in spans
+        for position in range(span.start, span.start + span.length)
+    ]
+    assert (step.num_sequences, step.num_tokens) == (len(spans), len(rows))
+    assert step.num_padded % ROW_MULTIPLE == 0 and step.num_padded - len(rows) < max(
+        ROW_MULTIPLE, len(rows) or 99
+    )
+    assert step.num_padded >= ROW_MULTIPLE, "no model family takes zero rows"
+    assert step.positions.tolist() == [position for position, _ in rows] + [0] * (step.num_padded - len(rows))
+    assert step.cache_slot_T[: len(rows)].tolist() == [slot for _, slot in rows]
+    assert step.context_S[: len(spans)].tolist() == [span.start + span.length for span in spans]
+    starts = step.query_start_S[: len(spans) + 1].tolist()
+    assert [end - start for start, end in pairwise(starts)] == [span.length for span in spans]
+    for index, span in enumerate(spans):
+        assert step.block_table_SM[index, : len(span.block_ids)].tolist() == list(span.block_ids)
+
+
+def test_prefill_chunks_and_decodes_share_a_step() -> None:
+    step = make_step()
+    spans = [Span(0, 20, [3, 1]), Span(37, 1, [0, 2, 5]), Span(16, 17, [7, 4, 6])]
+    step.fill(spans)
+    assert_describes(step, spans)
+
+
+def test_an_empty_step_is_all_padding() -> None:
+    step = make_step()
+    step.fill([Span(0, 20, [3, 1])])
+    step.fill([])
+    assert_describes(step, [])
+    assert step.tiles(4).shape == (0, 3)
+
+
+def test_a_step_is_refilled_in_place_and_forgets_the_last() -> None:
+    step, generator = make_step(), random.Random(0)
+    addresses = {
+        name: value.data_ptr() for name, value in vars(step).items() if isinstance(value, torch.Tensor)
+    }
+    for _ in range(50):
+        spans = []
+        for _ in range(generator.randrange(7)):
+            start = generator.randrange(100)
+            length = generator.randint(1, min(16, 128 - start))
+            spans.append(Span(start, length, generator.sample(range(40), -(-(start + length) // 16))))
+        step.fill(spans)
+        assert_describes(step, spans)
+    assert addresses == {
+        name: value.data_ptr() for name, value in vars(step).items() if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("tile_tokens", [1, 4, 7, 64])
+def test_tiles_cover_every_query_token_once_and_never_mix_sequences(tile_tokens: int) -> None:
+    step = make_step()
+    lengths = [20, 1, 7, 8]
+    step.fill([Span(0, length, range(2)) for length in lengths])
+    covered: list[list[int]] = [[] for _ in lengths]
+    for sequence, first, count in step.tiles(tile_tokens).tolist():
+        assert 1 <= count <= tile_tokens
+        covered[sequence] += range(first, first + count)
+    assert covered == [list(range(length)) for length in lengths]
+    assert step.tiles(tile_tokens) is step.tiles(tile_tokens), "kept until the next fill"
+    step.fill([Span(0, 2, [0])])
+    assert step.tiles(tile_tokens)[:, 2].sum() == 2
+
+
+def test_pytorch_loops_over_padded_rows_have_no_tail_that_rounds_otherwise() -> None:
+    """What the padding is for: one column is the hardest, as it has the fewest elements."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    column = torch.randn(64 * ROW_MULTIPLE, 1, generator=torch.Generator().manual_seed(0)) * 3
+    for function in (
+        torch.sigmoid,
+        torch.nn.functional.silu,
+        torch.nn.functional.softplus,
+        torch.exp,
+        torch.tanh,
+    ):
+        whole = function(column)
+        for rows in (ROW_MULTIPLE, 3 * ROW_MULTIPLE):
+            parts = torch.cat([function(part) for part in column[: 63 * ROW_MULTIPLE].split(rows)])
+            assert torch.equal(parts, whole[: 63 * ROW_MULTIPLE])
+    torch.set_num_threads(threads)
