@@ -1,0 +1,186 @@
+"""The order of the house (DESIGN.md): imports point down, and what the simulator runs needs no torch.
+
+Everything is read from the syntax trees, so that imports inside functions and for type checking count as well.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from server.roots import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ("kvcache", "dispatch", "expert_placement")
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "server": ("scheduler", "moe", "attention", *BASE),
+    "scheduler": ("moe", "attention", *BASE),
+    "moe": ("attention", *BASE),
+    "attention": BASE,
+    **dict.fromkeys(BASE, ()),
+}
+WITHOUT_TORCH = [
+    "scheduler.policy",
+    "scheduler.request",
+    "scheduler.sequence",
+    "kvcache.blocks",
+    "server.worker",
+]
+# Imports inside functions, by file, and why they are there.
+DEFERRED = {
+    "server/cli.py": "each command loads what it needs: `wideep --help` and the supervisor load no torch",
+    "server/agent.py": "torchrun's own code is loaded in the process that becomes torchrun",
+    "server/model_source.py": "a directory needs neither the demo model's maker nor a hub's client",
+}
+
+
+class Import(NamedTuple):
+    """One module that a file imports."""
+
+    file: Path
+    line: int
+    module: str
+    inside: str  # the function that it is in, or nothing
+
+    def __str__(self) -> str:
+        """A place to jump to."""
+        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def files() -> list[Path]:
+    """All source files of the seven packages."""
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """A file's module name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def path_of(module: str) -> Path | None:
+    """The file of a module of ours, None where there is no such module."""
+    base = ROOT.joinpath(*module.split("."))
+    candidates = (base.with_suffix(".py"), base / "__init__.py")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every import of a file; `from package import module` counts as both."""
+    scopes: list[tuple[ast.AST, str]] = [(ast.parse(path.read_text()), "")]
+    while scopes:
+        node, inside = scopes.pop()
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            scopes.append((child, getattr(child, "name", "lambda") if is_function else inside))
+            if isinstance(child, ast.Import):
+                yield from (Import(path, child.lineno, alias.name, inside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert not child.level, f"{path}:{child.lineno}: relative imports are not used here"
+                names = [child.module or "", *(f"{child.module}.{alias.name}" for alias in child.names)]
+                yield from (
+                    Import(path, child.lineno, name, inside)
+                    for name in names
+                    if name == child.module or path_of(name)
+                )
+
+
+def top(module: str) -> str:
+    """The top-level package of a module."""
+    return module.partition(".")[0]
+
+
+def closure(module: str) -> dict[str, list[str]]:
+    """All modules that importing one executes, each with the way to it: functions' own imports come later."""
+    ways = {module: [module]}
+    waiting = [module]
+    while waiting:
+        current = waiting.pop()
+        path = path_of(current)
+        found = [entry.module for entry in imports_of(path) if not entry.inside] if path else []
+        parts = current.split(".")
+        found += [".".join(parts[:length]) for length in range(1, len(parts))]  # packages run first
+        for name in found:
+            if name not in ways:
+                ways[name] = [*ways[current], name]
+                waiting.append(name)
+    return ways
+
+
+def ways_to_torch(module: str) -> list[str]:
+    """How importing a module would load torch, or what is built on it."""
+    heavy = {"torch", "transformers", "safetensors", "triton"}
+    return [" > ".join(way) for name, way in closure(module).items() if top(name) in heavy]
+
+
+def test_the_order_names_all_seven_packages() -> None:
+    assert set(MAY_IMPORT) == set(PACKAGES)
+    assert len(files()) > 50
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        str(entry)
+        for path in files()
+        for entry in imports_of(path)
+        if top(entry.module) in PACKAGES
+        and top(entry.module) != top(module_of(path))
+        and top(entry.module) not in MAY_IMPORT[top(module_of(path))]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_packages_import_no_tests_and_no_benchmarks() -> None:
+    wrong = [
+        str(entry)
+        for path in files()
+        for entry in imports_of(path)
+        if top(entry.module) in ("tests", "benchmarks")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_our_own_imports_exist() -> None:
+    wrong = [
+        str(entry)
+        for path in files()
+        for entry in imports_of(path)
+        if top(entry.module) in PACKAGES
+        and path_of(entry.module) is None
+        and not (ROOT / entry.module.replace(".", "/")).is_dir()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [*WITHOUT_TORCH, *(module_of(path) for path in sorted((ROOT / "expert_placement").rglob("*.py")))],
+)
+def test_what_must_do_without_torch_does(module: str) -> None:
+    assert path_of(module), f"{module} is gone; name its successor here"
+    assert not ways_to_torch(module)
+
+
+def test_the_check_for_torch_finds_it_where_it_is() -> None:
+    assert any(way.startswith("scheduler.runner > ") for way in ways_to_torch("scheduler.runner"))
+
+
+def test_importing_the_policy_and_the_placement_leaves_torch_out() -> None:
+    code = (
+        "import sys, scheduler.policy, expert_placement.placement, kvcache.blocks\n"
+        "sys.exit(', '.join(sorted({'torch', 'transformers'} & set(sys.modules))) or None)"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert child.returncode == 0, child.stderr
+
+
+def test_imports_inside_functions_are_few_and_have_reasons() -> None:
+    inside = [entry for path in files() for entry in imports_of(path) if entry.inside]
+    places = {str(entry.file.relative_to(ROOT)) for entry in inside}
+    assert not [str(entry) for entry in inside if str(entry.file.relative_to(ROOT)) not in DEFERRED]
+    assert places == set(DEFERRED), "the list names a file that needs it no more"
