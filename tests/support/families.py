@@ -100,12 +100,17 @@ def make_model(family: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.set_experts_implementation("eager")
+    seed_special_tensors(model, seed)
+    return model
+
+
+def seed_special_tensors(model: PreTrainedModel, seed: int) -> None:
+    """Give values to what `transformers` starts at zero or leaves empty: biases, sinks, router corrections."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "correction_bias" in name or name.endswith(("bias", "sinks")) or not tensor.isfinite().all():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
-    return model
 
 
 def write_checkpoint(

@@ -1,0 +1,222 @@
+"""Any MoE of transformers is served right or refused by a sentence before weights are read; never wrong silently."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from moe.checkpoint import Checkpoint
+from moe.families import UnsupportedModelError
+from moe.model import Skeleton
+from moe.rehearsal import Notes, Sight, sight_of
+from tests.support.families import write_checkpoint
+from tests.support.family_sweep import prompts, tiny_config, write_tiny
+from tests.support.serving import build, teacher_forced
+
+TOLERANCE = 1e-4
+# Families beside those of the parity test, each with what it adds to them.
+SERVED = {
+    "afmoe": "gated attention, sliding windows, the mask given by keyword",
+    "axk1": "MLA with another norm",
+    "cohere2_moe": "parallel blocks, scaled logits",
+    "exaone_moe": "hybrid windows",
+    "flex_olmo": "norms after sublayers",
+    "flint": "sinks and windows",
+    "glm4_moe_lite": "MLA",
+    "granitemoe_swa": "sinks and windows with multipliers",
+    "granitemoeshared": "a shared expert and multipliers",
+    "hunyuan_v1_moe": "QK norm after rotary",
+    "hy_v3": "router bias",
+    "kolibri1": "windows",
+    "laguna": "a gate per head",
+    "mellum": "windows",
+    "mimo_v2_flash": "value heads of another size, sinks, windows",
+    "phimoe": "sparsemixer routing, layer norms, a window that only the mask shows",
+    "solar_open": "grouped routing",
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3_next": ({}, "linear_attention.*recurrent state.*paged KV cache cannot hold"),
+    "minimax": ({}, "linear_attention.*recurrent state"),
+    "jamba": ({}, "recurrent state"),
+    "granitemoehybrid": ({}, "recurrent state"),
+    "qwen3_5_moe_text": ({}, "recurrent state"),
+    "inkling_text": ({}, "asks its cache for 'get_conv_state'"),
+    "deepseek_v32": ({}, r"sparse index \(index_topk = \d+\)"),
+    "glm_moe_dsa": ({}, "sparse index"),
+    "minimax_m3_vl_text": (
+        {"num_hidden_layers": 5},
+        "layer 3 wants block_indices, which the attention kernels",
+    ),
+    "llama": ({}, "llama has no experts.*not a Mixture-of-Experts model"),
+    "qwen3": ({}, "qwen3 has no experts"),
+    "jetmoe": ({}, "jetmoe has no experts that transformers lets us serve"),
+    "gemma2": ({}, "gemma2 has no experts"),
+    "t5": ({}, "t5 is an encoder-decoder"),
+    "switch_transformers": ({}, "switch_transformers is an encoder-decoder"),
+    "bert": ({"num_hidden_layers": 1}, "bert"),
+    "vit": ({}, "vit is not a model that transformers can run as a causal language model"),
+}
+# Real fields that are wrong or not served, on a family that is.
+MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown model type": ({"model_type": "nosuch"}, "transformers cannot use .*config.json: .*`nosuch`"),
+    "no model type": ({"model_type": None}, "transformers cannot use .*config.json: "),
+    "code of its own": (
+        {"model_type": "nosuch", "auto_map": {"AutoConfig": "config.X"}},
+        "code that comes with a checkpoint is not run",
+    ),
+    "a field of the wrong type": ({"hidden_size": "big"}, "transformers cannot use .*hidden_size"),
+    "unknown activation": (
+        {"hidden_act": "nosuch"},
+        "mixtral cannot be built from its config.json: KeyError",
+    ),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"mixtral is quantised \(gptq\)"),
+    "dynamic rotary": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rotary embeddings of type dynamic, which change with the longest sequence of a batch",
+    ),
+}
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor may be read, and no checkpoint opened."""
+
+    def opened(_self: Checkpoint, directory: Path) -> None:
+        raise AssertionError(f"{directory} was opened")
+
+    monkeypatch.setattr(Checkpoint, "__init__", opened)
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_further_families_give_transformers_logits(model_type: str, tmp_path: Path) -> None:
+    oracle = write_tiny(model_type, tmp_path)
+    sequences = prompts(21, 3, 40)
+    built = build(tmp_path, max_model_len=64)
+    with torch.inference_mode():
+        theirs = [oracle(torch.tensor([sequence])).logits[0].numpy() for sequence in sequences]
+    for ours, wanted in zip(teacher_forced(built, sequences), theirs, strict=True):
+        assert np.std(wanted) > 500 * TOLERANCE, "logits too alike to tell right from wrong"
+        assert np.abs(ours - wanted).max() < TOLERANCE
+    for layer in built.model.layers:
+        layer.expert_slot_E = layer.expert_slot_E.roll(1)
+    wrong = teacher_forced(built, sequences)
+    assert np.abs(wrong[0] - theirs[0]).max() > 10 * TOLERANCE, "the control did not fail"
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+@pytest.mark.usefixtures("unread")
+def test_what_cannot_be_served_is_refused_by_a_sentence(model_type: str, tmp_path: Path) -> None:
+    fields, sentence = REFUSED[model_type]
+    tiny_config(model_type, **fields).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=sentence) as caught:
+        build(tmp_path, max_model_len=64)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(model_type)
+
+
+@pytest.mark.parametrize("change", MIXTRAL_CHANGES)
+@pytest.mark.usefixtures("unread")
+def test_configurations_that_do_not_work_are_refused_by_a_sentence(change: str, tmp_path: Path) -> None:
+    fields, sentence = MIXTRAL_CHANGES[change]
+    config = {**tiny_config("mixtral").to_dict(), **fields}
+    config = {name: value for name, value in config.items() if name != "model_type" or value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=sentence):
+        build(tmp_path, max_model_len=64)
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_directory_without_a_readable_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"is not a model directory: it has no config.json"):
+        Skeleton(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModelError, match=r"transformers cannot use .*not a valid JSON file"):
+        Skeleton(tmp_path)
+
+
+@pytest.mark.parametrize("lengths", [(15, 15), (31, 31, 15), (14, 14, 14), (1,) * 12])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latents_are_expanded_whole_however_many_rows_the_batch_has(
+    family: str, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    """As many cached latents as padded rows, with real ones past the last real row."""
+    oracle = write_checkpoint(family, tmp_path)
+    sequences = prompts(*lengths)
+    with torch.inference_mode():
+        theirs = [oracle(torch.tensor([sequence])).logits[0].numpy() for sequence in sequences]
+    for ours, wanted in zip(
+        teacher_forced(build(tmp_path, max_model_len=64), sequences), theirs, strict=True
+    ):
+        assert np.abs(ours - wanted).max() < TOLERANCE
+
+
+def test_windows_are_what_masks_show() -> None:
+    assert sight_of(causal_mask_function, 0) == Sight(0)
+    for window in (1, 2, 8, 4096, 131072):
+        assert sight_of(sliding_window_causal_mask_function(window), window) == Sight(window)
+        assert sight_of(causal_mask_function, window) == Sight(0)
+    none = torch.zeros(1, dtype=torch.int64)
+    unknown: list[tuple[Callable[..., Any], int]] = [
+        (chunked_causal_mask_function(8, none), 8),
+        (sliding_window_bidirectional_mask_function(8), 8),
+        (sliding_window_causal_mask_function(8), 9),
+        (sliding_window_causal_mask_function(9), 8),
+        (lambda _batch, _head, query, _key: query >= 0, 0),
+        (lambda _batch, _head, query, key: (key <= query) & (key != 1), 0),
+    ]
+    for function, local_size in unknown:
+        assert sight_of(function, local_size) == Sight(None)
+
+
+EVERYTHING = Sight(0)
+
+
+def attending(options: dict[str, Any], mask: Sight | None = EVERYTHING, layer: int = 0) -> Notes:
+    """Notes of one layer's cache and attention."""
+    notes = Notes("some_moe")
+    heads, kv_heads = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
+    notes.update(kv_heads, kv_heads, 0)
+    module = torch.nn.Module()
+    module.layer_idx = layer  # type: ignore[assignment]
+    notes.attend(module, heads, kv_heads, mask, options)
+    return notes
+
+
+def test_options_without_effect_are_let_through() -> None:
+    harmless = {"dropout": 0.0, "is_causal": None, "position_ids": torch.zeros(1, 8), "block_indices": None}
+    shapes = attending({**harmless, "s_aux": torch.zeros(4), "sliding_window": 8}, Sight(8)).shapes(1)
+    assert [(s.num_kv_heads, s.key_dim, s.value_dim, s.latent, s.window) for s in shapes] == [
+        (2, 16, 16, False, 8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "mask", "layer", "sentence"),
+    [
+        ({"position_bias": torch.zeros(1), "softcap": 50.0}, EVERYTHING, 0, "wants position_bias, softcap"),
+        ({"is_causal": False}, EVERYTHING, 0, "wants is_causal=False"),
+        ({"s_aux": torch.zeros(2)}, EVERYTHING, 0, r"sinks of shape \[2\], not one per head"),
+        ({}, Sight(None), 0, "a mask that is neither causal nor a sliding window"),
+        ({}, None, 0, "builds its mask itself"),
+        ({}, EVERYTHING, 1, "reads keys and values of another layer"),
+    ],
+)
+def test_what_would_change_results_is_refused_by_name(
+    options: dict[str, Any], mask: Sight | None, layer: int, sentence: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"some_moe: the attention of layer {layer} .*{sentence}"):
+        attending(options, mask, layer)
+
+
+def test_layers_without_attention_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"layers \[1, 2\] have no attention that caches"):
+        attending({}).shapes(3)
