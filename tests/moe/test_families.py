@@ -54,8 +54,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v32": ({}, r"sparse index \(index_topk = \d+\)"),
     "glm_moe_dsa": ({}, "sparse index"),
     "minimax_m3_vl_text": (
-        {"num_hidden_layers": 5},
-        "layer 3 wants block_indices, which the attention kernels",
+        {"layer_types": ["full_attention", "full_attention", "minimax_m3_sparse"]},
+        "asks its cache for 'layers': it keeps more than keys and values per token",
     ),
     "llama": ({}, "llama has no experts.*not a Mixture-of-Experts model"),
     "qwen3": ({}, "qwen3 has no experts"),
