@@ -21,6 +21,8 @@ from attention.cpu_tiles import (
     silu_times,
 )
 
+PARALLEL_NS = 200_000  # less than this of one thread's work is not shared: a sleeping thread wakes in 50 us
+SILU_PARALLEL = 1 << 17  # values; likewise
 ROW_BLOCK = 96  # rows per task: with K = 1024 they are 384 KiB of activations, which stay in L2
 
 
@@ -100,6 +102,12 @@ _grouped_serial, _grouped_parallel = serial_and_parallel(_grouped)
 _silu_serial, _silu_parallel = serial_and_parallel(_silu_and_mul)
 
 
+def _pays(rows: int, weights: int, groups: int) -> bool:
+    """Whether waking the other threads pays: for some 200 us of work on one, at 4 weights or 35 products a ns."""
+    touched = weights * min(rows, groups)
+    return max(touched / 4, rows * weights / 35) > PARALLEL_NS
+
+
 def linear(x_TK: Tensor, packed: Tensor, out_TN: Tensor, *, parallel: bool) -> None:
     """Write `x @ weight.T` into `out`.
 
@@ -111,7 +119,8 @@ def linear(x_TK: Tensor, packed: Tensor, out_TN: Tensor, *, parallel: bool) -> N
     """
     panels, k, _ = packed.shape
     assert x_TK.shape[1] == k and x_TK.stride(1) == 1 and out_TN.stride(0) == panels * LANES
-    kernel = _linear_parallel if parallel else _linear_serial
+    is_worth_it = parallel and _pays(x_TK.shape[0], packed.numel(), 1)
+    kernel = _linear_parallel if is_worth_it else _linear_serial
     kernel(
         x_TK.data_ptr(),
         x_TK.stride(0) * 4,
@@ -139,7 +148,9 @@ def grouped_linear(x_PK: Tensor, packed_S: Tensor, slot_offsets: Tensor, *, para
     """
     _, panels, k, _ = packed_S.shape
     out_PN = torch.empty(x_PK.shape[0], panels * LANES)
-    kernel = _grouped_parallel if parallel else _grouped_serial
+    slots = packed_S.shape[0]
+    is_worth_it = parallel and _pays(x_PK.shape[0], packed_S.numel() // slots, slots)
+    kernel = _grouped_parallel if is_worth_it else _grouped_serial
     kernel(
         x_PK.data_ptr(),
         packed_S.data_ptr(),
@@ -148,7 +159,7 @@ def grouped_linear(x_PK: Tensor, packed_S: Tensor, slot_offsets: Tensor, *, para
         panels,
         out_PN.data_ptr(),
         packed_S.dtype is torch.bfloat16,
-        numba.get_num_threads() if parallel else 1,
+        numba.get_num_threads() if is_worth_it else 1,
     )
     return out_PN
 
@@ -157,6 +168,6 @@ def silu_and_mul(gate_up_PN: Tensor, *, parallel: bool) -> Tensor:
     """Return `silu(gate) * up` for [P, 2 * I] = [gate | up] float32 contiguous, I a multiple of 16."""
     rows, double = gate_up_PN.shape
     out_PI = torch.empty(rows, double // 2)
-    kernel = _silu_parallel if parallel else _silu_serial
+    kernel = _silu_parallel if parallel and out_PI.numel() >= SILU_PARALLEL else _silu_serial
     kernel(gate_up_PN.data_ptr(), out_PI.data_ptr(), rows, double // 2)
     return out_PI
