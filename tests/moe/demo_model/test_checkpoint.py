@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from moe.demo_model.build import layer_mlp
-from moe.demo_model.checkpoint import write_checkpoint
+from moe.demo_model.checkpoint import SAMPLING, write_checkpoint
 from moe.demo_model.conversion import MoeMlp, Recipe, convert_mlp
 from tests.moe.demo_model import tiny
 
@@ -73,7 +73,7 @@ def test_two_writes_give_equal_bytes(tmp_path: Path) -> None:
 def test_stop_token_and_origin_are_stated(tmp_path: Path) -> None:
     write(tmp_path, tiny.RECIPE)
     generation = json.loads((tmp_path / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, **SAMPLING}
     readme = (tmp_path / "README.md").read_text()
     assert "converted, not trained" in readme and "SmolLM2-135M-Instruct" in readme and "Apache-2.0" in readme
 
