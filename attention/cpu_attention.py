@@ -29,6 +29,7 @@ from attention.cpu_tiles import (
 )
 from kvcache.step import Step
 
+PARALLEL_PRODUCTS = 2_000_000  # some 200 us on one thread; less is not worth waking another for
 TILE_ROWS = 48  # query rows per task: their scratch (queries, sums, scores) stays in L1
 
 
@@ -126,7 +127,8 @@ def paged_attention(
             f"got {block_tokens} and {value_dim}"
         )
     out_THV = torch.zeros(tokens, heads, value_dim)
-    kernel = _attend_parallel if step.is_parallel else _attend_serial
+    products = step.num_pairs * heads * (key_dim + value_dim)
+    kernel = _attend_parallel if step.is_parallel and products > PARALLEL_PRODUCTS else _attend_serial
     kernel(
         query_HTD.data_ptr(),
         (query_HTD.stride(1) * 4, query_HTD.stride(0) * 4),

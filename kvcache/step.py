@@ -57,6 +57,7 @@ class Step:
         self._query_start, self._context = self.query_start_S.numpy(), self.context_S.numpy()
         self._table = self.block_table_SM.numpy()
         self._tiles: dict[int, np.ndarray] = {}
+        self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
 
     def fill(self, spans: Sequence[Span]) -> None:
         """Describe a batch; sequences keep their order and their rows follow each other.
@@ -80,6 +81,7 @@ class Step:
         block_T = self._table[sequence_T, position_T // self.block_tokens]
         self._cache_slot[:tokens] = block_T * self.block_tokens + position_T % self.block_tokens
         self.num_sequences, self.num_tokens = count, tokens
+        self.num_pairs = int(lengths @ self._context[:count])
         self.num_padded = max(ROW_MULTIPLE, -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE)
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0

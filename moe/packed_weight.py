@@ -34,6 +34,8 @@ class PackedWeight(Tensor):
     """[N, K], presented as float32, held as panels of float32 or bfloat16."""
 
     panels: Tensor  # [ceil(N / 16), K, 16]
+    out_dim: int  # N
+    in_dim: int  # K
     step: Step
 
     @staticmethod
@@ -43,6 +45,7 @@ class PackedWeight(Tensor):
             cls, weight_NK.shape, dtype=torch.float32, device=weight_NK.device, requires_grad=False
         )
         self.panels = pack(weight_NK)
+        self.out_dim, self.in_dim = weight_NK.shape
         self.step = step
         return self
 
@@ -86,33 +89,33 @@ def _plain(value: Any) -> Any:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    # Called some ten times per layer: what a packed weight says of itself are plain attributes here, because its
+    # tensor properties answer through __torch_function__.
     if (
         not isinstance(weight, PackedWeight)
         or input.dtype is not torch.float32
-        or input.shape[-1:] != weight.shape[1:]
+        or input.shape[-1:] != (weight.in_dim,)
     ):
         plain = [_plain(value) for value in (input, weight, bias)]
         return torch.nn.functional.linear(*plain)  # answers, or refuses, as torch does
-    with torch._C.DisableTorchFunctionSubclass():
-        n, k = weight.shape
-        x_TK = input.reshape(-1, k)
-        rows, step = x_TK.shape[0], weight.step
-        # Padding is not computed. The packed batch comes as [T, K] or [1, T, K]; what has more dimensions is
-        # something else that may happen to have as many rows (the latents that MLA expands).
-        real = step.num_tokens if rows == step.num_padded and input.dim() <= 3 else rows
-        width = weight.panels.shape[0] * LANES
-        out_TN = torch.empty(rows, width)
-        x_TK = (
-            x_TK[:real] if x_TK.stride(1) == 1 else x_TK[:real].clone(memory_format=torch.contiguous_format)
-        )
-        linear(x_TK, weight.panels, out_TN, parallel=step.is_parallel)
-        if real < rows:
-            out_TN[real:] = 0.0
-        if width != n:
-            out_TN = out_TN[:, :n].contiguous()
-        if bias is not None:
-            out_TN += bias
-        return out_TN.view(*input.shape[:-1], n)
+    n, step, panels = weight.out_dim, weight.step, weight.panels
+    x_TK = input.reshape(-1, weight.in_dim)
+    rows = x_TK.shape[0]
+    # Padding is not computed. The packed batch comes as [T, K] or [1, T, K]; what has more dimensions is
+    # something else that may happen to have as many rows (the latents that MLA expands).
+    real = step.num_tokens if rows == step.num_padded and input.dim() <= 3 else rows
+    width = panels.shape[0] * LANES
+    out_TN = torch.empty(rows, width) if real == rows else torch.zeros(rows, width)
+    if real < rows:
+        x_TK = x_TK[:real]
+    if x_TK.stride(1) != 1:
+        x_TK = x_TK.clone(memory_format=torch.contiguous_format)
+    linear(x_TK, panels, out_TN, parallel=step.is_parallel)
+    if width != n:
+        out_TN = out_TN[:, :n].contiguous()
+    if bias is not None:
+        out_TN += bias
+    return out_TN.view(*input.shape[:-1], n)
 
 
 def _embedding(ids: Tensor, weight: PackedWeight, *_options: Any, **_more_options: Any) -> Tensor:

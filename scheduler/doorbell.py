@@ -30,6 +30,7 @@ class StoreDoorbell:
     def __init__(self, waiting: Store, ringing: Store) -> None:
         """Take two clones of the store that nobody else uses."""
         self._waiting, self._ringing = waiting, ringing
+        self._heard: str | None = None
 
     def ring(self, step: int) -> None:
         """Wake everybody who sleeps before `step`; any thread, one at a time."""
@@ -41,9 +42,12 @@ class StoreDoorbell:
         Raises:
             dist.DistNetworkError: the store's host is gone.
         """
+        if self._heard is not None:  # everybody has taken a step since, so nobody waits for that key any more
+            self._waiting.delete_key(self._heard)
+        self._heard = f"wake/{step}"
         while True:
             try:
-                self._waiting.wait([f"wake/{step}"], timedelta(seconds=WAIT_S))
+                self._waiting.wait([self._heard], timedelta(seconds=WAIT_S))
             except DistStoreError:
                 continue
             return
