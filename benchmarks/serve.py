@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     result = {"benchmark": "serve", "environment": card, "options": asdict(options), "models": models}
     if options.save:
-        print(f"written to {save_result('serve', result).relative_to(Path(__file__).parents[1])}")
+        path = save_result("-".join(("serve", *models)), result)
+        print(f"written to {path.relative_to(Path(__file__).parents[1])}")
     print_tail(result)
     return 0
 

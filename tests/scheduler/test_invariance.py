@@ -82,10 +82,11 @@ def served_alone(
         {"max_num_batched_tokens": 16, "max_num_seqs": 4},
         {"max_num_batched_tokens": 23, "max_num_seqs": 8},
         {"kv_cache_bytes": 0},
+        {"threads": 2},
     ],
-    ids=["full batch", "chunks of 16", "chunks of 23", "preemption"],
+    ids=["full batch", "chunks of 16", "chunks of 23", "preemption", "two threads"],
 )
-def test_batch_chunks_prefix_hits_and_preemption_change_no_bit(
+def test_batch_chunks_prefix_hits_preemption_and_threads_change_no_bit(
     served_alone: tuple[Path, Answers], settings: dict[str, Any]
 ) -> None:
     directory, alone = served_alone

@@ -1,0 +1,133 @@
+"""Where does a decode step's time go on one rank?
+
+Runs decode steps of a model directly (no HTTP, no scheduler) under Python's profiler and sums each function's own
+time by what it belongs to. The profiler itself adds some microseconds per call, so shares are shown, and the step
+time is taken without it. Expected bound: bytes of active weights over memory bandwidth at batch 1, operations over
+rate at batch 32.
+
+Run: `python -m benchmarks.profile [DIRECTORY] [--batch 1,16,32] [--threads 1] [--context 150] [--steps 10]`;
+DIRECTORY defaults to the random model of `benchmarks.serve`.
+"""
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.card import environment_card, print_card, print_tail
+from benchmarks.random_model import ensure_random_model
+from kvcache.paged_cache import PagedCache
+from kvcache.step import Span
+from scheduler.assembly import Assembled, assemble
+from scheduler.config import EngineConfig
+
+KINDS = {  # the first whose words are all in "file:function" takes a function's own time
+    "linear kernels": (("cpu_linear.py", ":_linear"),),
+    "expert kernels": (("cpu_linear.py", ":_grouped"), ("cpu_linear.py", ":_silu")),
+    "attention kernel": (("cpu_attention.py", ":_attend"), ("paged_cache.py", ":_write_heads")),
+    "dispatch and combine": (("dispatch/",),),
+    "our Python around kernels": (("moe/",), ("attention/",), ("kvcache/",)),
+    "transformers' Python": (("transformers/",),),
+    "torch's small operations and modules": (("torch",), ("~",)),
+}
+
+
+class NoDoorbell:
+    """A lone rank that never sleeps."""
+
+    def ring(self, step: int) -> None:
+        """Nobody to wake."""
+
+    def wait(self, step: int) -> None:
+        """Nobody sleeps."""
+
+
+def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Callable[[], None]:
+    """Return a function that runs one decode step of `batch` sequences with `context` tokens each."""
+    blocks = -(-context // built.runner.step.block_tokens)
+    spans = [Span(context - 1, 1, range(row * blocks, (row + 1) * blocks)) for row in range(batch)]
+    rows = torch.arange(batch)
+
+    def run() -> None:
+        step = built.runner.step
+        step.fill(spans)
+        built.model.forward(torch.full((step.num_padded,), 100), cache, rows)
+
+    return run
+
+
+def kind_of(file: str, function: str) -> str:
+    """What a profiled function belongs to."""
+    name = f"{file}:{function}"
+    for kind, alternatives in KINDS.items():
+        if any(all(word in name for word in words) for words in alternatives):
+            return kind
+    return "the rest"
+
+
+def shares(run: Callable[[], None], steps: int) -> dict[str, float]:
+    """Each kind's share of the profiled time."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(steps):
+        run()
+    profiler.disable()
+    own: dict[str, float] = {}
+    for (file, _, function), row in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        kind = kind_of(file, function)
+        own[kind] = own.get(kind, 0.0) + row[2]
+    total = sum(own.values())
+    return {kind: value / total for kind, value in sorted(own.items(), key=lambda item: -item[1])}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a table per batch and one JSON line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profile", description="Where a decode step's time goes."
+    )
+    parser.add_argument("directory", nargs="?", type=Path)
+    parser.add_argument("--batch", default="1,16,32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--context", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args(arguments)
+    card = environment_card()
+    print_card(card)
+    batches = [int(text) for text in options.batch.split(",")]
+    config = EngineConfig(
+        directory=options.directory or ensure_random_model(),
+        kv_cache_bytes=1 << 30,
+        max_model_len=options.context + 1,
+        max_num_seqs=max(batches),
+        threads=options.threads,
+    )
+    built = assemble(config, NoDoorbell())
+    cache = PagedCache(built.model.skeleton.cache_shapes, max(batches) * (options.context // 16 + 1))
+    results = {}
+    for batch in batches:
+        run = decode(built, cache, batch, options.context)
+        run()
+        times = []
+        for _ in range(options.steps):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        found = shares(run, options.steps)
+        results[batch] = {"step_ms": statistics.median(times) * 1e3, "shares": found}
+        print(f"\nbatch {batch}: {results[batch]['step_ms']:.1f} ms per step")
+        for kind, share in found.items():
+            print(f"  {share:6.1%}  {kind}")
+    print_tail(
+        {"environment": card, "model": config.directory.name, "threads": options.threads, "batches": results}
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
