@@ -72,7 +72,8 @@ def test_a_deadline_reaches_the_rank_and_then_the_client(model_dir: Path, fronts
         assert caught.value.status_code == 504
     rank = front.ranks[0]
     request = rank.requests[-1]
-    assert request.deadline_s is not None and 0 < request.deadline_s - request.arrival_s <= 0.2
+    assert request.deadline_s is not None
+    assert 0 < request.deadline_s - request.arrival_s < 0.201  # the clock is a float
     rank.wait_for(lambda told: request.request_id in told.aborted)
     never.set()
 
