@@ -10,7 +10,7 @@ over active bytes (19 GB/s over 172 MB of the random model: 110); with a large b
 A row during which others used more than 0.1 core is marked noisy (~) and counts only where no quiet one is.
 
 Run: `make bench-serve` or `python -m benchmarks.serve [--models demo,random] [--concurrency 1,4,16,32] [--rounds 3]
-[--requests-per-level 4,8,32,32] [--ranks 1x2,2x1] [--static] [--quick] [--save]`.
+[--requests-per-level 2,8,16,32] [--ranks 1x2,2x1] [--static] [--quick] [--save]`.
 """
 
 import contextlib

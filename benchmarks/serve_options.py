@@ -9,7 +9,7 @@ from benchmarks.transformers_peer import Setting
 
 MODELS = ("demo", "random")
 REQUESTS_PER_CLIENT = 2
-LEAST_REQUESTS, MOST_REQUESTS = 4, 32  # the whole default run is to take less than 25 minutes on two cores
+LEAST_REQUESTS, MOST_REQUESTS = 2, 16  # the whole default run is to take half an hour on two cores
 ATTENTIONS = ("sdpa", "eager")
 EXPERTS = ("grouped_mm", "eager")  # batched_mm copies every token's experts: 5 GB and minutes for a prefill
 
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--requests-per-level",
         metavar="NUMBERS",
-        help="requests per round, one number per concurrency (default: 2 per client, 4 to 32)",
+        help="requests per round, one number per concurrency (default: 2 per client up to 16, never fewer than clients)",
     )
     add(
         "--ranks", default="1x2,2x1", metavar="LAYOUTS", help="ranks x threads of ours (default: %(default)s)"
