@@ -1,0 +1,176 @@
+"""FP8 casts: DeepSeek's recipe by the letter, its error, and what happens at its edges."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dispatch import fp8
+
+MODES = [(False, False), (True, False), (True, True)]  # round_scale, ue8m0
+
+
+def calc_diff(x: Tensor, y: Tensor) -> float:
+    """One minus the cosine-like similarity that DeepSeek's code measures errors by."""
+    x, y = x.double() + 1, y.double() + 1
+    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
+
+
+def quantise_by_the_letter(x_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """Block by block, value by value."""
+    out, scales = torch.empty(x_TH.shape, dtype=torch.float8_e4m3fn), []
+    for token, row in enumerate(x_TH.float()):
+        for first in range(0, x_TH.shape[1], 128):
+            block = row[first : first + 128]
+            largest = torch.tensor(max([1e-4, *block.abs().tolist()]))
+            out[token, first : first + 128] = (block * (448 / largest)).to(torch.float8_e4m3fn)
+            scales.append(largest / 448)
+    return out, torch.stack(scales).view(x_TH.shape[0], -1)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def random_rows(seed: int, tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.randint(-6, 6, (tokens, 1), generator=generator)
+    return (torch.randn(tokens, hidden, generator=generator) * scale).to(dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    tokens=st.integers(1, 5),
+    hidden=st.sampled_from([1, 127, 128, 129, 512, 640]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float16]),
+)
+def test_values_and_scales_follow_the_recipe(seed: int, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    x_TH = random_rows(seed, tokens, hidden).to(dtype).nan_to_num(0.0, 1.0, -1.0)
+    got, want = fp8.quantise_fp8(x_TH), quantise_by_the_letter(x_TH)
+    assert torch.equal(as_bytes(got.x_TH), as_bytes(want[0]))
+    assert torch.equal(got.scales, want[1])
+
+
+@pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
+@pytest.mark.parametrize("hidden", [512, 7168, 200])
+def test_the_error_is_within_deepseeks_bound(round_scale: bool, ue8m0: bool, hidden: int) -> None:
+    x_TH = random_rows(1, 64, hidden)
+    back = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH, round_scale=round_scale, ue8m0=ue8m0), torch.bfloat16)
+    assert back.dtype == torch.bfloat16
+    assert calc_diff(back, x_TH) < 9e-4
+    for token in range(64):  # and of every row, however small it is beside the others
+        scale = x_TH[token].abs().float().amax()
+        assert calc_diff(back[token].float() / scale, x_TH[token].float() / scale) < 9e-4
+
+
+@pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
+def test_no_value_is_off_by_more_than_half_a_step(round_scale: bool, ue8m0: bool) -> None:
+    x_TH = random_rows(2, 16, 512, torch.float32)
+    back = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH, round_scale=round_scale, ue8m0=ue8m0), torch.float32)
+    largest = x_TH.view(16, 4, 128).abs().amax(dim=2, keepdim=True).clamp(min=1e-4)
+    step = torch.maximum(
+        x_TH.view(16, 4, 128).abs() / 8, largest / 448 * 2 ** (-9) * (2 if round_scale else 1)
+    )
+    assert ((back - x_TH).view(16, 4, 128).abs() <= step * 0.5001).all()
+
+
+def test_rounded_scales_are_the_next_powers_of_two() -> None:
+    x_TH = random_rows(3, 32, 256)
+    exact, rounded = fp8.quantise_fp8(x_TH).scales, fp8.quantise_fp8(x_TH, round_scale=True).scales
+    assert torch.equal(rounded, torch.exp2(torch.log2(exact.double()).ceil()).float())
+
+
+def test_a_scale_that_is_a_power_of_two_is_not_doubled() -> None:
+    x_TH = torch.full((1, 128), 448.0 * 8)
+    quantised = fp8.quantise_fp8(x_TH, round_scale=True)
+    assert quantised.scales.item() == 8.0
+    assert torch.equal(fp8.dequantise_fp8(*quantised, torch.float32), x_TH)
+
+
+def test_ue8m0_holds_the_exponents_lowest_block_first() -> None:
+    x_TH = torch.cat([torch.full((1, 128), 448.0 * 2**n) for n in range(6)], dim=1)
+    packed = fp8.quantise_fp8(x_TH, round_scale=True, ue8m0=True).scales
+    assert packed.dtype == torch.int32
+    assert packed.view(torch.uint8).tolist() == [[127, 128, 129, 130, 131, 132, 0, 0]]
+    assert fp8.unpack_ue8m0(packed, 6).tolist() == [[1.0, 2.0, 4.0, 8.0, 16.0, 32.0]]
+
+
+def test_ue8m0_says_the_same_as_float_scales() -> None:
+    x_TH = random_rows(4, 8, 1024)
+    plain, packed = (
+        fp8.quantise_fp8(x_TH, round_scale=True),
+        fp8.quantise_fp8(x_TH, round_scale=True, ue8m0=True),
+    )
+    assert torch.equal(as_bytes(plain.x_TH), as_bytes(packed.x_TH))
+    assert torch.equal(fp8.unpack_ue8m0(packed.scales, 8), plain.scales)
+
+
+def test_column_major_scales_keep_values_and_shape() -> None:
+    scales = torch.rand(2, 12, 4)
+    turned = fp8.column_major(scales)
+    assert torch.equal(turned, scales)
+    assert turned.stride() == (48, 1, 12)
+    x_fp8 = torch.randn(2, 12, 512).to(torch.float8_e4m3fn)
+    assert torch.equal(
+        fp8.dequantise_fp8(x_fp8, turned, torch.float32), fp8.dequantise_fp8(x_fp8, scales, torch.float32)
+    )
+
+
+@pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
+def test_zeros_stay_zeros(round_scale: bool, ue8m0: bool) -> None:
+    quantised = fp8.quantise_fp8(torch.zeros(2, 300), round_scale=round_scale, ue8m0=ue8m0)
+    assert torch.equal(fp8.dequantise_fp8(*quantised, torch.float32), torch.zeros(2, 300))
+
+
+@pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
+@pytest.mark.parametrize("lost", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_spoils_its_block_and_no_other(
+    round_scale: bool, ue8m0: bool, lost: float
+) -> None:
+    x_TH = random_rows(5, 2, 384, torch.float32)
+    x_TH[1, 200] = lost
+    back = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH, round_scale=round_scale, ue8m0=ue8m0), torch.float32)
+    assert back[1, 128:256].isnan().all()
+    assert back.isnan().sum() == 128
+
+
+@pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
+def test_no_tokens_give_no_rows(round_scale: bool, ue8m0: bool) -> None:
+    quantised = fp8.quantise_fp8(torch.zeros(0, 512), round_scale=round_scale, ue8m0=ue8m0)
+    assert quantised.x_TH.shape == (0, 512)
+    assert fp8.dequantise_fp8(*quantised, torch.bfloat16).shape == (0, 512)
+
+
+def test_the_largest_floats_survive() -> None:
+    x_TH = torch.full(
+        (1, 128), 3.2e38
+    )  # the last few percent before 2**128 round up to infinity with rounded scales
+    for round_scale, ue8m0 in MODES:
+        quantised = fp8.quantise_fp8(x_TH, round_scale=round_scale, ue8m0=ue8m0)
+        assert torch.allclose(fp8.dequantise_fp8(*quantised, torch.float32), x_TH, rtol=0.07)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3, 4)])
+def test_only_rows_are_quantised(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"x_TH is torch.float32 \[.*2-dimensional"):
+        fp8.quantise_fp8(torch.zeros(shape))
+
+
+def test_integers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"x_TH is torch.int32"):
+        fp8.quantise_fp8(torch.zeros(2, 3, dtype=torch.int32))
+
+
+def test_exponents_alone_need_rounded_scales() -> None:
+    with pytest.raises(ValueError, match="ue8m0 is True and round_scale False"):
+        fp8.quantise_fp8(torch.zeros(2, 128), ue8m0=True)
+
+
+def test_scales_that_do_not_fit_are_refused() -> None:
+    x_fp8 = torch.zeros(2, 256).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"scales is torch.float32 \[2, 3\]; for 256 channels .* \[2, 2\]"):
+        fp8.dequantise_fp8(x_fp8, torch.ones(2, 3), torch.float32)
+    with pytest.raises(ValueError, match=r"x_fp8 is torch\.float32"):
+        fp8.dequantise_fp8(x_fp8.float(), torch.ones(2, 2), torch.float32)
