@@ -1,4 +1,5 @@
-"""What can go wrong between ranks, by name. All are local: the rank that raises may be the only one that does."""
+"""What can go wrong between ranks, by name. Except PeerRefused all are local: the rank that raises may be the only one
+that does."""
 
 
 class DispatchError(Exception):
@@ -28,6 +29,23 @@ class DispatchTimeout(DispatchError):  # noqa: N818
         who = "a peer" if rank is None else f"rank {rank}"
         super().__init__(f"{who} sent nothing for {timeout_s:g} s during {doing}; it is hung or far behind")
         self.rank = rank
+
+
+class PeerRefused(DispatchError, ValueError):  # noqa: N818
+    """A peer refused the call that this rank also made, because its own arguments were bad.
+
+    Nothing of the call was delivered to anybody, and the next call works: unlike the other errors this one leaves
+    the group in order.
+
+    Attributes:
+        rank: the lowest rank that refused.
+        text: what was wrong there.
+    """
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank} refused the call: {text}")
+        self.rank = rank
+        self.text = text
 
 
 class RanksDisagree(DispatchError):  # noqa: N818

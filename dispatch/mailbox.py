@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, TransportUnavailable
+from dispatch.transport import RankTable
 from dispatch.transports import signals
 from dispatch.transports.segment import SharedSegment
 
@@ -73,6 +74,7 @@ class ShmMailbox:
         self.width = width
         self._segment = SharedSegment(group, 0, timeout_s=timeout_s)
         self._round = 0
+        self._numbers = RankTable(self._segment.world_size)
         self._is_posted = False
         self._outgoing = np.zeros(width, dtype=np.int64)
         self._incoming = np.zeros((self._segment.world_size, width), dtype=np.int64)
@@ -85,13 +87,15 @@ class ShmMailbox:
         self._is_posted = True
         place = self._segment.place
         signals.write_payload(*place, self._round, self._outgoing.ctypes.data, self.width)
-        self._segment.post(self._round)
+        self._numbers.values[:] = self._round
+        self._numbers.values[self._segment.rank] = 0
+        self._segment.post(self._numbers)
 
     def collect(self, timeout_s: float) -> list[list[int]]:
         """See `Mailbox`."""
         if not self._is_posted:
             raise DispatchError("collect without a post")
-        self._segment.wait(self._round, f"round {self._round} of the mailbox", timeout_s)
+        self._segment.wait(self._numbers, f"round {self._round} of the mailbox", timeout_s)
         signals.read_payloads(*self._segment.place, self._round, self._incoming.ctypes.data, self.width)
         self._is_posted = False
         rounds: list[list[int]] = self._incoming.tolist()

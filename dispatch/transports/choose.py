@@ -1,18 +1,37 @@
-"""Pick the transport: what the user asked for, or the fastest that works between these ranks; and say why."""
+"""Pick the transport: what the user asked for, or the fastest that works between these ranks; and say why.
+
+The one place that decides. `availability` says what a name needs of the machine, without torch, so that a service can
+refuse it before anything is loaded.
+"""
 
 import logging
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from dispatch.availability import BACKENDS, why_unavailable
 from dispatch.errors import TransportUnavailable
 from dispatch.transport import Transport
+from dispatch.transports.collective import CollectiveTransport
+from dispatch.transports.gloo import MIN_REGION_BYTES as MIN_GLOO_REGION_BYTES
 from dispatch.transports.gloo import GlooTransport
 from dispatch.transports.local import LocalTransport
 from dispatch.transports.shm import ShmTransport
 
-NAMES = ("auto", "local", "gloo", "shm")
+_ASKED = "it was asked for"
 
 log = logging.getLogger(__name__)
+
+
+class _Wish(NamedTuple):
+    """What every kind of transport is opened with."""
+
+    group: dist.ProcessGroup
+    timeout_s: float
+    epoch: int
+    region_bytes: int | None
+    mask_lost: bool
 
 
 def open_transport(
@@ -22,45 +41,92 @@ def open_transport(
     timeout_s: float = 30.0,
     epoch: int = 0,
     region_bytes: int | None = None,
+    mask_lost: bool = False,
 ) -> Transport:
     """Open a transport over all ranks of `group`. Collective.
 
     Args:
-        name: one of NAMES. auto: local for one rank, shm when all ranks are on one host and can map the same
-            memory, gloo otherwise.
-        group: a gloo group, used to meet, and by gloo to exchange; None stands for one rank.
+        name: one of BACKENDS. auto: local for one rank, shm when all ranks are on one host and can map the same
+            memory, gloo otherwise. nvshmem and deep_ep are no transports: nothing of theirs is exchanged in windows.
+        group: a gloo group, used to meet, and by gloo to exchange; for nccl one whose device has a backend. None
+            stands for one rank.
         timeout_s: how long a peer may keep this rank waiting.
         epoch: membership epoch; a transport serves one.
-        region_bytes: of shm, a multiple of 64: the largest message that goes in one round; None: what fits.
+        region_bytes: of shm and gloo, a multiple of 64, of gloo at least 1024: the largest message (with 64 bytes of
+            gloo's) that goes in one piece; None: what fits.
+        mask_lost: an exchange masks a peer that is lost, or late by `timeout_s`, and goes on (see `Transport.mask`).
+            gloo can mask a peer that died, one that hangs is an error there; nccl cannot mask.
 
     Raises:
-        ValueError: unknown name, or local with more than one rank.
+        ValueError: unknown name, local with more than one rank, or bad region_bytes or timeout_s.
         TransportUnavailable: what was asked for by name cannot work here.
     """
-    if name not in NAMES:
-        raise ValueError(f"transport is {name!r}; it must be one of {', '.join(NAMES)}")
+    _check(name, region_bytes, timeout_s)
     world_size = 1 if group is None else dist.get_world_size(group)
-    if group is None or (world_size == 1 and name == "auto"):
-        transport: Transport = LocalTransport(epoch=epoch)
-    elif name == "local":
-        if world_size > 1:
-            raise ValueError(f"transport is 'local' with {world_size} ranks; use auto, gloo or shm")
-        transport = LocalTransport(epoch=epoch, reason="it was asked for")
-    elif name == "gloo":
-        transport = GlooTransport(group, timeout_s=timeout_s, epoch=epoch, reason="it was asked for")
+    if name == "local" and world_size > 1:
+        raise ValueError(f"transport is 'local' with {world_size} ranks; use auto, gloo or shm")
+    if group is None or name == "local" or (world_size == 1 and name == "auto"):
+        reason = _ASKED if name == "local" else "there is one rank"
+        transport: Transport = LocalTransport(epoch=epoch, reason=reason)
     else:
-        transport = _open_shared(name, group, timeout_s, epoch, region_bytes)
+        transport = _open_between(name, _Wish(group, timeout_s, epoch, region_bytes, mask_lost))
     log.info("rank %d dispatches through %s, as %s", transport.rank, transport.name, transport.reason)
     return transport
 
 
-def _open_shared(
-    name: str, group: dist.ProcessGroup, timeout_s: float, epoch: int, region_bytes: int | None
-) -> Transport:
-    reason = "it was asked for" if name == "shm" else "all ranks are on one host and map the same memory"
+def _check(name: str, region_bytes: int | None, timeout_s: float) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"transport is {name!r}; it must be one of {', '.join(BACKENDS)}")
+    least = MIN_GLOO_REGION_BYTES if name == "gloo" else 64
+    if region_bytes is not None and (region_bytes % 64 or region_bytes < least):
+        raise ValueError(f"region_bytes is {region_bytes}; it must be a multiple of 64 and at least {least}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s}; it must be above 0 seconds")
+
+
+def _open_between(name: str, wish: _Wish) -> Transport:
+    if name == "gloo":
+        return _open_gloo(wish, _ASKED)
+    if name == "nccl":
+        return _open_nccl(wish)
+    if name in ("nvshmem", "deep_ep"):
+        problem = why_unavailable(name) or "it exchanges no windows of bytes, so it is no transport"
+        raise TransportUnavailable(f"{name} cannot be used: {problem}; use auto, gloo or shm")
+    reason = _ASKED if name == "shm" else "all ranks are on one host and map the same memory"
     try:
-        return ShmTransport(group, timeout_s=timeout_s, epoch=epoch, reason=reason, region_bytes=region_bytes)
+        return ShmTransport(
+            wish.group,
+            timeout_s=wish.timeout_s,
+            epoch=wish.epoch,
+            reason=reason,
+            region_bytes=wish.region_bytes,
+            mask_lost=wish.mask_lost,
+        )
     except TransportUnavailable as error:  # on all ranks alike, so all fall back alike
         if name == "shm":
             raise
-        return GlooTransport(group, timeout_s=timeout_s, epoch=epoch, reason=str(error))
+        return _open_gloo(wish, str(error))
+
+
+def _open_gloo(wish: _Wish, reason: str) -> Transport:
+    fits = wish.region_bytes is None or wish.region_bytes >= MIN_GLOO_REGION_BYTES
+    return GlooTransport(
+        wish.group,
+        timeout_s=wish.timeout_s,
+        epoch=wish.epoch,
+        reason=reason,
+        region_bytes=wish.region_bytes if fits else None,  # it was meant for shm
+        mask_lost=wish.mask_lost,
+    )
+
+
+def _open_nccl(wish: _Wish) -> Transport:
+    problem = why_unavailable("nccl") or ("" if torch.cuda.is_available() else "torch sees no CUDA device")
+    if not problem and wish.mask_lost:
+        problem = "its collectives need every rank, so it cannot mask one"
+    if problem:
+        raise TransportUnavailable(f"nccl cannot be used: {problem}; use auto, gloo or shm")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return CollectiveTransport(
+        wish.group, device=device, timeout_s=wish.timeout_s, epoch=wish.epoch, reason=_ASKED
+    )

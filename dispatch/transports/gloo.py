@@ -1,205 +1,216 @@
 """torch.distributed with gloo: works wherever ranks can connect.
 
-One all-to-all per exchange. One send and receive per peer would say who failed, and is faster on an idle machine (2
-ranks, 4 KB: 0.23 ms against 0.31), but costs a whole scheduler tick (4 ms) where ranks share their cores with
-anything else; so who failed is asked for afterwards.
-
-The receiver of a dispatch does not know its size, and asking first would cost a second round trip. So every pair's
-part of the all-to-all has a length that both sides know, taken from the size of the pair's last such message; only
-what does not fit follows, between the two.
-After a time-out gloo closes all connections of a rank: the group is of no more use then.
+One all-to-all per exchange; `parts` says how messages lie in it, and why neither side needs to know the other's
+sizes. What is longer than a part follows between the two, once all know that nobody refused. With `mask_lost` it is
+one send and receive per peer, because an all-to-all ends for all when one dies; see `gloo_wires`.
 """
 
-import time
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree
-from dispatch.transport import RankTable
+from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
+from dispatch.native import compile_all
+from dispatch.transport import RankTable, decode_refusal, encode_refusal
+from dispatch.transports import parts
+from dispatch.transports.gloo_wires import PeerByPeer, Together
 
-_ALIGNMENT = 64
-_PREFIX_BYTES = 64  # size, number and epoch in front of each message, and room to keep the rest aligned
-_GRAIN_BYTES = 1024
-_TAG_REST, _TAG_PROBE = 0x57E9, 0x57EA
-_NEARLY = (
-    0.9  # a connection that closes when the time-out is nearly over was closed by another rank's time-out
-)
+MAX_PART_BYTES = 16 << 20
+MIN_PART_BYTES = 1 << 20
+MIN_REGION_BYTES = 1024  # a refusal must fit
+INCOMING_BYTES = 256 << 20  # address space of all parts together stays within it, down to MIN_PART_BYTES each
+_NO_REFUSAL = -1
 
 
 class GlooTransport:
     """See `Transport`. `group` is a gloo group that runs nothing else meanwhile."""
 
     name = "gloo"
+    device = torch.device("cpu")
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float, epoch: int, reason: str) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout_s: float,
+        epoch: int,
+        reason: str,
+        region_bytes: int | None = None,
+        mask_lost: bool = False,
+    ) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.epoch, self.reason = epoch, reason
-        self._group: dist.ProcessGroup | None = group
-        self._timeout_s = timeout_s
-        self._options = dist.AllToAllOptions()
-        self._options.timeout = timedelta(seconds=timeout_s)
-        self._number = 0
+        self._number = 0  # of the last exchange begun
+        self._part_bytes = region_bytes or fitting_part_bytes(self.world_size)
         self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
-        self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        self._first_sent = [
-            _first_bytes(0)
-        ] * self.world_size  # lengths of the next parts whose size is not known
-        self._first_received = [_first_bytes(0)] * self.world_size
+        self.mask = RankTable(self.world_size)
+        self._sent, self._found, self._lengths = (RankTable(self.world_size) for _ in range(3))
         self._outgoing, self._incoming = _AlignedBytes(), _AlignedBytes()
-        self._messages = {peer: _AlignedBytes() for peer in self._peers}  # as kernels write them
-        self._large_received = {peer: _AlignedBytes() for peer in self._peers}  # those longer than their part
+        incoming_bytes = (self.world_size - 1) * self._part_bytes
+        self._incoming.reserve(incoming_bytes)
+        self._large = {peer: _AlignedBytes() for peer in range(self.world_size)}  # longer than a part
+        compile_all(*parts.KERNELS)
+        self._place = (self.world_size, self.rank, self._part_bytes, self.mask.address)
+        wires: type[PeerByPeer] | type[Together] = PeerByPeer if mask_lost else Together
+        incoming = self._incoming.memory[:incoming_bytes]
+        self._wires: PeerByPeer | Together | None = wires(
+            group, incoming, self._part_bytes, self.mask, timeout_s=timeout_s
+        )
 
     def open_windows(self, send_bytes: RankTable) -> None:
         """See `Transport`."""
-        if self._group is None:
-            raise DispatchError("the transport is closed")
-        self._sizes = [int(size) for size in send_bytes.values]
-        for peer, message in self._messages.items():
-            message.reserve(_PREFIX_BYTES + self._sizes[peer])
-            self.send_addresses.values[peer] = message.address + _PREFIX_BYTES
+        self._open_windows(send_bytes, _NO_REFUSAL)
+
+    def send_window(self, rank: int) -> Tensor:
+        """See `Transport`."""
+        if rank == self.rank:
+            return self._outgoing.memory[:0]
+        first = int(self.send_addresses.values[rank]) - self._outgoing.address
+        return self._outgoing.memory[first : first + int(self._sent.values[rank])]
 
     def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Transport`."""
-        self._number += 1
-        sent, received = self._part_lengths(recv_bytes)
-        self._outgoing.reserve(sum(sent))
-        self._incoming.reserve(sum(received))
-        self._fill_parts(sent)
-        self._all_to_all(sent, received)
-        rests = self._take_parts(received, recv_bytes)
-        for peer in self._peers:
-            if self._sizes[peer] + _PREFIX_BYTES > sent[peer]:
-                rest = self._messages[peer].memory[sent[peer] : _PREFIX_BYTES + self._sizes[peer]]
-                rests.append((peer, self._start("send", rest, peer)))
-        for peer, work in rests:
-            self._finish(peer, work)
+        self.begin_exchange(send_bytes, recv_bytes)
+        self.finish_exchange()
+
+    def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
+        """See `Transport`."""
+        self._expected = recv_bytes
+        self._begin()
+
+    def finish_exchange(self) -> None:
+        """See `Transport`."""
+        expected = 0 if self._expected is None else self._expected.address
+        longest = self._finish(expected)
+        if longest < 0:
+            self._raise_for(longest)
+        if longest > self._part_bytes or max(self._split) > self._part_bytes:
+            self._exchange_rests()
+
+    def received(self, rank: int) -> Tensor:
+        """See `Transport`."""
+        address = int(self.recv_addresses.values[rank])
+        if address == 0:
+            return self._incoming.memory[:0]
+        place = self._incoming if address == self._part_at(rank) else self._large[rank]
+        first = address - place.address
+        return place.memory[first : first + int(self._found.values[rank])]
+
+    def refuse(self, text: str) -> None:
+        """See `Transport`."""
+        content = torch.tensor(list(encode_refusal(text)), dtype=torch.uint8)
+        sizes = RankTable(self.world_size)
+        sizes.values[:] = content.numel()
+        self._open_windows(sizes, content.numel())
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                self.send_window(peer).copy_(content)
+        self._begin()
+        longest = self._finish(0)
+        if longest < 0 and (-1 - longest) // self.world_size == parts.OUT_OF_STEP:
+            self._raise_for(longest)
 
     def close(self) -> None:
         """See `Transport`. The group stays its owner's to destroy."""
-        self._group = None
+        self._wires = None
 
-    def _part_lengths(self, recv_bytes: RankTable | None) -> tuple[list[int], list[int]]:
-        """Return each peer's part both ways, prefix included; nothing for this rank."""
-        if recv_bytes is None:
-            sent, received = list(self._first_sent), list(self._first_received)
-        else:
-            sent = [_aligned(_PREFIX_BYTES + size) for size in self._sizes]
-            received = [_aligned(_PREFIX_BYTES + int(size)) for size in recv_bytes.values]
-        sent[self.rank] = received[self.rank] = 0
-        return sent, received
+    def _open_windows(self, send_bytes: RankTable, text_bytes: int) -> None:
+        if self._wires is None:
+            raise DispatchError("the transport is closed")
+        total = self._place_messages(send_bytes, text_bytes)
+        if total > self._outgoing.capacity:
+            self._outgoing.reserve(total)
+            self._place_messages(send_bytes, text_bytes)
+        self._sent = send_bytes
 
-    def _fill_parts(self, sent: list[int]) -> None:
-        at = 0
-        for peer in self._peers:
-            message = self._messages[peer]
-            message.words[:3] = self._sizes[peer], self._number, self.epoch
-            length = min(sent[peer], _PREFIX_BYTES + self._sizes[peer])
-            self._outgoing.bytes[at : at + length] = message.bytes[:length]
-            at += sent[peer]
+    def _place_messages(self, send_bytes: RankTable, text_bytes: int) -> int:
+        return parts.place_messages(
+            *self._place, send_bytes.address, self._outgoing.address, self._outgoing.capacity,
+            self._number + 1, self.epoch, text_bytes, self.send_addresses.address, self._lengths.address,
+        )  # fmt: skip
 
-    def _take_parts(self, received: list[int], recv_bytes: RankTable | None) -> list[tuple[int, Any]]:
-        """Find each message, and start to receive what did not fit."""
-        at, rests = 0, []
-        for peer in self._peers:
-            size = self._read_prefix(peer, self._incoming.words[at // 8 :], recv_bytes)
-            if _PREFIX_BYTES + size <= received[peer]:
-                self.recv_addresses.values[peer] = self._incoming.address + at + _PREFIX_BYTES
-            else:
-                large, length = self._large_received[peer], received[peer]
-                large.reserve(_PREFIX_BYTES + size)
-                large.bytes[:length] = self._incoming.bytes[at : at + length]
-                self.recv_addresses.values[peer] = large.address + _PREFIX_BYTES
-                rest = large.memory[length : _PREFIX_BYTES + size]
-                rests.append((peer, self._start("recv", rest, peer)))
-            if recv_bytes is None:
-                self._first_received[peer] = _first_bytes(size)
-                self._first_sent[peer] = _first_bytes(self._sizes[peer])
-            at += received[peer]
-        return rests
+    def _begin(self) -> None:
+        assert self._wires is not None, "open_windows comes first"
+        self._number += 1
+        self._split: list[int] = self._lengths.values.tolist()
+        self._wires.start(self._outgoing.memory, self._split)
 
-    def _read_prefix(self, peer: int, words: Any, recv_bytes: RankTable | None) -> int:
-        size, number, epoch = (int(word) for word in words[:3])
-        if (number, epoch) != (self._number, self.epoch):
+    def _finish(self, expected: int) -> int:
+        """Wait for the parts and find the messages in them; the result is that of `find_messages`."""
+        assert self._wires is not None, "begin_exchange comes first"
+        self._wires.finish()
+        return parts.find_messages(
+            *self._place, self._incoming.address, self._number, self.epoch, expected,
+            self._found.address, self.recv_addresses.address,
+        )  # fmt: skip
+
+    def _part_at(self, peer: int) -> int:
+        """Address of the message from `peer`, if it is not longer than a part."""
+        index = peer - (peer > self.rank)
+        return self._incoming.address + index * self._part_bytes + parts.PREFIX_BYTES
+
+    def _exchange_rests(self) -> None:
+        """Exchange what did not fit a part."""
+        assert self._wires is not None, "begin_exchange comes first"
+        part, at, sends, receives = self._part_bytes, 0, [], []
+        for peer, length in enumerate(self._split):
+            if length > part:
+                sends.append((peer, self._outgoing.memory[at + part : at + length]))
+            at += length
+            size = int(self._found.values[peer])
+            if size > part - parts.PREFIX_BYTES:
+                receives.append((peer, self._make_room(peer, size)))
+        self._wires.exchange_rests(sends, receives)
+        self.recv_addresses.values[self.mask.values != 0] = 0
+
+    def _make_room(self, peer: int, size: int) -> Tensor:
+        """Move the first part of a long message to memory of its own; return where its rest goes."""
+        large, first = self._large[peer], self.received(peer)[: self._part_bytes - parts.PREFIX_BYTES]
+        large.reserve(size + parts.ALIGNMENT)
+        large.memory[: first.numel()] = first
+        self.recv_addresses.values[peer] = large.address
+        rest_bytes = (
+            -(-size // parts.ALIGNMENT) * parts.ALIGNMENT - first.numel()
+        )  # it comes with its padding
+        return large.memory[first.numel() : first.numel() + rest_bytes]
+
+    def _raise_for(self, problem: int) -> None:
+        """Raise what a negative result of `find_messages` stands for."""
+        kind, peer = divmod(-1 - problem, self.world_size)
+        found = int(self._found.values[peer])
+        if kind == parts.REFUSAL:
+            raise PeerRefused(peer, decode_refusal(self.received(peer).numpy().tobytes()))
+        if kind == parts.OUT_OF_STEP:
+            epoch = int(self.recv_addresses.values[peer])
             here = f"rank {self.rank} at {self._number} of {self.epoch}"
-            raise RanksDisagree(f"rank {peer} is at exchange {number} of epoch {epoch}, {here}")
-        if recv_bytes is not None and size != recv_bytes.values[peer]:
-            expected = int(recv_bytes.values[peer])
-            raise RanksDisagree(f"rank {peer} sent {size} bytes where rank {self.rank} expects {expected}")
-        return size
-
-    def _all_to_all(self, sent: list[int], received: list[int]) -> None:
-        assert self._group is not None, "open_windows comes first"
-        outgoing, incoming = self._outgoing.memory[: sum(sent)], self._incoming.memory[: sum(received)]
-        begin = time.monotonic()
-        try:
-            self._group.alltoall_base(incoming, outgoing, received, sent, self._options).wait()
-        except RuntimeError as error:
-            text = _first_line(error)
-            if _is_timeout(text) or time.monotonic() - begin > _NEARLY * self._timeout_s:
-                only = self._peers[0] if self.world_size == 2 else None
-                raise DispatchTimeout(only, self._timeout_s, "an exchange over gloo") from error
-            raise PeerLost(self._find_lost(), text) from error
-
-    def _find_lost(self) -> int:
-        """Ask the connections: gloo refuses a receive from a peer whose connection is closed. Local."""
-        self._probes = []  # what the others accept stays pending, for as long as this object lives
-        for peer in self._peers:
-            try:
-                probe = torch.empty(1, dtype=torch.uint8)
-                self._probes.append((probe, self._group.recv([probe], peer, _TAG_PROBE)))  # type: ignore[union-attr]
-            except RuntimeError:
-                return peer
-        return self._peers[0]
-
-    def _start(self, verb: str, memory: torch.Tensor, peer: int) -> Any:
-        try:
-            return getattr(self._group, verb)([memory], peer, _TAG_REST)
-        except RuntimeError as error:
-            raise PeerLost(peer, _first_line(error)) from error
-
-    def _finish(self, peer: int, work: Any) -> None:
-        try:
-            work.wait(self._options.timeout)
-        except RuntimeError as error:
-            if _is_timeout(_first_line(error)):
-                raise DispatchTimeout(peer, self._timeout_s, "an exchange over gloo") from error
-            raise PeerLost(peer, _first_line(error)) from error
+            raise RanksDisagree(f"rank {peer} is at exchange {found} of epoch {epoch}, {here}")
+        assert self._expected is not None, "sizes were checked against none"
+        expected = int(self._expected.values[peer])
+        raise RanksDisagree(f"rank {peer} sent {found} bytes where rank {self.rank} expects {expected}")
 
 
 class _AlignedBytes:
-    """Private memory that only grows, 64-byte aligned, seen as a tensor, as bytes and as words."""
+    """Private memory that only grows, 64-byte aligned. What is never written takes address space only."""
 
     def __init__(self) -> None:
-        self._capacity = 0
+        self.capacity = 0
+        self.address = 0
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> None:
         """Make room; contents are undefined when it grew."""
-        if num_bytes > self._capacity:
-            self._capacity = _aligned(num_bytes * 5 // 4)
-            store = np.empty(self._capacity + _ALIGNMENT, dtype=np.uint8)
-            skip = -store.ctypes.data % _ALIGNMENT
-            self.bytes: Any = store[skip : skip + self._capacity]
-            self.words: Any = self.bytes.view(np.int64)
-            self.memory = torch.from_numpy(self.bytes)
-            self.address: int = self.bytes.ctypes.data
+        if num_bytes > self.capacity:
+            self.capacity = -(-num_bytes * 5 // 4 // parts.ALIGNMENT) * parts.ALIGNMENT
+            store: Any = np.empty(self.capacity + parts.ALIGNMENT, dtype=np.uint8)
+            skip = -store.ctypes.data % parts.ALIGNMENT
+            self.memory = torch.from_numpy(store)[skip : skip + self.capacity]
+            self.address = self.memory.data_ptr()
 
 
-def _aligned(num_bytes: int) -> int:
-    return (num_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-
-
-def _first_bytes(last_size: int) -> int:
-    """Choose the length of a pair's next part from its last size; sender and receiver choose alike."""
-    return (_PREFIX_BYTES + last_size + last_size // 4 + _GRAIN_BYTES) // _GRAIN_BYTES * _GRAIN_BYTES
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).split("\n")[0]
-
-
-def _is_timeout(text: str) -> bool:
-    return "imed out" in text or "imeout" in text
+def fitting_part_bytes(world_size: int) -> int:
+    """Return the largest part with which all of a rank's stay within INCOMING_BYTES, within the limits."""
+    share = INCOMING_BYTES // max(1, world_size - 1) // parts.ALIGNMENT * parts.ALIGNMENT
+    return max(MIN_PART_BYTES, min(MAX_PART_BYTES, share))

@@ -1,5 +1,8 @@
 """One rank: nothing travels, so there is nothing to do. Its rows are read where they are."""
 
+import torch
+from torch import Tensor
+
 from dispatch.transport import RankTable
 
 
@@ -9,16 +12,36 @@ class LocalTransport:
     name = "local"
     rank = 0
     world_size = 1
+    device = torch.device("cpu")
 
     def __init__(self, *, epoch: int = 0, reason: str = "there is one rank") -> None:
         self.epoch, self.reason = epoch, reason
         self.send_addresses, self.recv_addresses = RankTable(1), RankTable(1)
+        self.mask = RankTable(1)
+        self._nothing = torch.empty(0, dtype=torch.uint8)
 
     def open_windows(self, send_bytes: RankTable) -> None:
         """See `Transport`."""
 
+    def send_window(self, rank: int) -> Tensor:
+        """See `Transport`."""
+        return self._nothing
+
     def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Transport`."""
+
+    def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
+        """See `Transport`."""
+
+    def finish_exchange(self) -> None:
+        """See `Transport`."""
+
+    def received(self, rank: int) -> Tensor:
+        """See `Transport`."""
+        return self._nothing
+
+    def refuse(self, text: str) -> None:
+        """See `Transport`. There is nobody to tell."""
 
     def close(self) -> None:
         """See `Transport`."""

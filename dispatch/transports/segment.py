@@ -8,6 +8,8 @@ A peer is dead when its pid is gone, is a zombie, or has another start time. A r
 closing, says so in its state, so that nobody waits for it until the time-out.
 """
 
+import contextlib
+import logging
 import mmap
 import os
 import socket
@@ -16,15 +18,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from dispatch import native
-from dispatch.errors import DispatchTimeout, PeerLost, TransportUnavailable
+from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, TransportUnavailable
+from dispatch.transport import RankTable
 from dispatch.transports import signals
 
 _LIVENESS_NS = 50_000_000  # how long to wait before looking whether the peer lives
 _SPIN_NS = 50_000  # ranks of one step arrive within tens of microseconds; a futex wake costs about as much
 _CLOSED, _LOST, _TIMED_OUT = 1, 2, 3  # states, shifted left by 32; the low half is the rank it is about
+
+log = logging.getLogger(__name__)
 
 
 class HostIdentity(NamedTuple):
@@ -51,6 +57,14 @@ def _start_ticks(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])  # proc(5): fields 3 and 22
 
 
+class _Loss(NamedTuple):
+    """Why a peer is not waited for any longer, as this rank raises it and as it tells the others."""
+
+    kind: int
+    about: int
+    error: DispatchError
+
+
 class SharedSegment:
     """A mapping of `signals` followed by `num_bytes`. Opening is collective over `group`.
 
@@ -71,65 +85,91 @@ class SharedSegment:
             native.compile_all(*signals.KERNELS)
         total = self._signals_bytes + num_bytes
         self._peers, self._memory = _map_together(group, total)
-        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
-        self.base: int = self._bytes.ctypes.data  # address of the signals
+        content = np.frombuffer(self._memory, dtype=np.uint8)
+        self.memory = torch.from_numpy(content)  # all of it; of no bytes once closed
+        self.base: int = content.ctypes.data  # address of the signals
         self.place = (self.base, self.world_size, self.rank)  # how every function of `signals` begins
         self.start = self.base + self._signals_bytes  # address of the owner's bytes
         cores = len(os.sched_getaffinity(0))
         self._spin_ns = _SPIN_NS if cores >= self.world_size else 0
         self._scratch = np.zeros(2, dtype=np.int64)
         self._scratch_address: int = self._scratch.ctypes.data
-        self._has_left = False
+        self._has_left = self._has_closed = False
 
-    def post(self, number: int) -> None:
-        """Publish message `number` to every peer. Local."""
-        signals.post(*self.place, number)
+    def post(self, numbers: RankTable) -> None:
+        """Publish a message to every peer of the table, with its number. Local."""
+        signals.post(*self.place, numbers.address)
 
-    def wait(self, number: int, doing: str, timeout_s: float | None = None) -> None:
-        """Wait for message `number` of every peer.
+    def wait(
+        self,
+        numbers: RankTable,
+        doing: str,
+        timeout_s: float | None = None,
+        mask: RankTable | None = None,
+    ) -> None:
+        """Wait for the messages of `numbers`.
+
+        Args:
+            mask: where to set a 1 for a peer that is lost or late, instead of raising; its entry in `numbers`
+                becomes 0 then.
 
         Raises:
             PeerLost, DispatchTimeout: and tells the other peers, so that they raise too.
         """
-        late = self._wait_slice(number)
+        late = self._wait_slice(numbers)
         if late < 0:
             return
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while late >= 0:
-            self._raise_for_lost(late)
-            if time.monotonic() >= deadline:
-                self._leave(_TIMED_OUT, late)
-                raise DispatchTimeout(late, timeout_s, doing)
-            late = self._wait_slice(number)
+            loss = self._find_loss(late, timeout_s)
+            if loss is None and time.monotonic() >= deadline:
+                loss = _Loss(_TIMED_OUT, late, DispatchTimeout(late, timeout_s, doing))
+            if loss is None:
+                late = self._wait_slice(numbers)
+            elif mask is None:
+                self._leave(loss.kind, loss.about)
+                raise loss.error
+            else:
+                log.warning("rank %d goes on without rank %d: %s", self.rank, late, loss.error)
+                mask.values[late], numbers.values[late] = 1, 0
+                late = signals.missing(*self.place, numbers.address)
 
     def close(self) -> None:
-        """Unmap, and tell peers that may wait. Addresses taken from it are dead afterwards."""
-        if self._memory.closed:
+        """Unmap, and tell peers that may wait. Addresses taken from it are dead afterwards.
+
+        Memory of which somebody still holds a tensor stays mapped until that is gone.
+        """
+        if self._has_closed:
             return
+        self._has_closed = True
         self._leave(_CLOSED, self.rank)
-        del self._bytes
-        self._memory.close()
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+        del self._memory
 
-    def _wait_slice(self, number: int) -> int:
-        return signals.wait_all(*self.place, number, self._spin_ns, _LIVENESS_NS, self._scratch_address)
+    def _wait_slice(self, numbers: RankTable) -> int:
+        place = self.place
+        return signals.wait_all(*place, numbers.address, self._spin_ns, _LIVENESS_NS, self._scratch_address)
 
-    def _raise_for_lost(self, late: int) -> None:
+    def _find_loss(self, late: int, timeout_s: float) -> "_Loss | None":
+        """Look whether a peer that is late has left or is dead."""
         state = signals.state_of(self.base, self.world_size, late)
         kind, about = state >> 32, state & 0xFFFFFFFF
+        if kind in (_TIMED_OUT, _LOST) and about == self.rank:
+            return _Loss(_LOST, late, PeerLost(late, "it gave this rank up, which was too late"))
         if kind == _TIMED_OUT:
-            self._leave(_TIMED_OUT, about)
-            raise DispatchTimeout(about, self.timeout_s, f"an exchange that rank {late} gave up")
+            doing = f"an exchange that rank {late} gave up"
+            return _Loss(_TIMED_OUT, about, DispatchTimeout(about, timeout_s, doing))
         if kind == _LOST:
-            self._leave(_LOST, about)
-            raise PeerLost(about, f"rank {late} found that out")
+            return _Loss(_LOST, about, PeerLost(about, f"rank {late} found that out"))
         if kind == _CLOSED:
-            self._leave(_LOST, late)
-            raise PeerLost(late, "it has closed its transport")
+            return _Loss(_LOST, late, PeerLost(late, "it has closed its transport"))
         peer = self._peers[late]
         if _start_ticks(peer.pid) != peer.start_ticks:
-            self._leave(_LOST, late)
-            raise PeerLost(late, f"its process {peer.pid} is gone")
+            return _Loss(_LOST, late, PeerLost(late, f"its process {peer.pid} is gone"))
+        return None
 
     def _leave(self, kind: int, about: int) -> None:
         if not self._has_left:

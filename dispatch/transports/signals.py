@@ -1,8 +1,11 @@
-"""Flags between processes in shared memory: post a numbered message to every peer, wait for every peer's.
+"""Flags between processes in shared memory: post a numbered message to peers, wait for theirs.
 
 Per (receiver, sender, parity of the number) there is one line with its flag and a few words of payload; the flag is
-the number, stored last. Numbers only grow, so nothing is ever cleared. Two parities are enough: a peer posts n+2 only
-after it has this rank's n+1, which this rank posts when it is done with n.
+the number, stored last. Numbers only grow, so nothing is ever cleared. Two parities are enough: a peer posts its
+second message after n only when it has this rank's first after n, which this rank posts when it is done with n.
+
+Which number goes to and comes from which peer is an int64 table [R]; a peer with 0 takes no part: nothing is written
+to it and it is not waited for. This rank's own entry must be 0.
 
 A waiter spins for a bounded time, then sleeps on its doorbell (futex). A sender rings only where somebody sleeps;
 the two fences make sure that either the sender sees the sleeper or the sleeper sees the flag (Dekker).
@@ -55,14 +58,15 @@ def payload(base: int, R: int, receiver: int, sender: int, number: int) -> int:
 
 
 @compiled
-def post(base: int, R: int, rank: int, number: int) -> None:
-    """Set this rank's flag at every peer, after the payload and all else it wrote, and wake who sleeps."""
+def post(base: int, R: int, rank: int, numbers: int) -> None:
+    """Set this rank's flag at the peers of the table, after the payload and all else it wrote; wake who sleeps."""
+    number = words(numbers, R)
     for peer in range(R):
-        if peer != rank:
-            store(_flag(base, R, peer, rank, number), number)
+        if number[peer] != 0:
+            store(_flag(base, R, peer, rank, number[peer]), number[peer])
     fence()
     for peer in range(R):
-        if peer != rank and load(_line(base, R, peer, _SLEEPING)) != 0:
+        if number[peer] != 0 and load(_line(base, R, peer, _SLEEPING)) != 0:
             ring(base, R, peer)
 
 
@@ -90,46 +94,55 @@ def state_of(base: int, R: int, rank: int) -> int:
 
 
 @compiled
-def missing(base: int, R: int, rank: int, number: int) -> int:
-    """Return the first peer whose message has not come, or -1."""
+def missing(base: int, R: int, rank: int, numbers: int) -> int:
+    """Return the first peer of the table whose message has not come, or -1."""
+    number = words(numbers, R)
     for peer in range(R):
-        if peer != rank and load(_flag(base, R, rank, peer, number)) < number:
+        if number[peer] != 0 and load(_flag(base, R, rank, peer, number[peer])) < number[peer]:
             return peer
     return -1
 
 
 @compiled
-def wait_all(base: int, R: int, rank: int, number: int, spin_ns: int, slice_ns: int, scratch: int) -> int:
-    """Wait until every peer's message is there: spin for `spin_ns`, then sleep, at most `slice_ns` in all.
+def flag_of(base: int, R: int, rank: int, sender: int, number: int) -> int:
+    """What stands where the flag of `number` from `sender` does: a later number if the sender is ahead."""
+    return int(load(_flag(base, R, rank, sender, number)))
+
+
+@compiled
+def wait_all(base: int, R: int, rank: int, numbers: int, spin_ns: int, slice_ns: int, scratch: int) -> int:
+    """Wait until the message of every peer of the table is there: spin for `spin_ns`, then sleep, at most `slice_ns`
+    in all.
 
     Returns -1, or a peer that is still missing when the slice is over or when that peer has left.
     `scratch`: address of two words.
     """
-    begin, late = 0, missing(base, R, rank, number)
+    number = words(numbers, R)
+    begin, late = 0, missing(base, R, rank, numbers)
     while late >= 0:
         for _ in range(_SPINS_PER_CLOCK):
             pause()
-            if load(_flag(base, R, rank, late, number)) >= number:
+            if load(_flag(base, R, rank, late, number[late])) >= number[late]:
                 break
-        late = missing(base, R, rank, number)
+        late = missing(base, R, rank, numbers)
         now = now_ns(scratch)
         begin = now if begin == 0 else begin
         if late >= 0 and (now - begin >= slice_ns or load(_line(base, R, late, _STATE)) != 0):
             return late
         if late >= 0 and now - begin >= spin_ns:
-            _sleep(base, R, rank, number, slice_ns - (now - begin), scratch)
-            late = missing(base, R, rank, number)
+            _sleep(base, R, rank, numbers, slice_ns - (now - begin), scratch)
+            late = missing(base, R, rank, numbers)
     return -1
 
 
 @compiled
-def _sleep(base: int, R: int, rank: int, number: int, timeout_ns: int, scratch: int) -> None:
+def _sleep(base: int, R: int, rank: int, numbers: int, timeout_ns: int, scratch: int) -> None:
     """Sleep until rung, unless nothing is missing by now."""
     doorbell, sleeping = _line(base, R, rank, _DOORBELL), _line(base, R, rank, _SLEEPING)
     seen = load(doorbell)
     store(sleeping, 1)
     fence()
-    late = missing(base, R, rank, number)
+    late = missing(base, R, rank, numbers)
     if late >= 0 and load(_line(base, R, late, _STATE)) == 0:
         futex_wait(doorbell, seen, timeout_ns, scratch)
     store(sleeping, 0)
@@ -155,4 +168,4 @@ def read_payloads(base: int, R: int, rank: int, number: int, values: int, count:
             target[i] = source[i]
 
 
-KERNELS = (post, set_state, state_of, wait_all, write_payload, read_payloads)
+KERNELS = (post, set_state, state_of, missing, wait_all, write_payload, read_payloads)

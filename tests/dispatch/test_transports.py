@@ -10,6 +10,7 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.errors import RanksDisagree, TransportUnavailable
 from dispatch.transports import segment
 from dispatch.transports.choose import open_transport
+from dispatch.transports.gloo import INCOMING_BYTES, MAX_PART_BYTES, fitting_part_bytes
 from dispatch.transports.shm import MAX_REGION_BYTES, SEGMENT_BYTES, fitting_region_bytes
 from tests.dispatch.conftest import PoolOf
 from tests.dispatch.exchange import run_layers
@@ -149,8 +150,30 @@ def test_ranks_that_disagree_get_a_named_error(pool_of: PoolOf, name: str, wrong
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ValueError, match="'nccl'; it must be one of auto, local, gloo, shm"):
-        open_transport("nccl", None)
+    with pytest.raises(ValueError, match="'pigeon'; it must be one of auto, local, gloo, shm, nccl"):
+        open_transport("pigeon", None)
+
+
+@pytest.mark.parametrize(("region_bytes", "least"), [(1000, 1024), (960, 1024), (0, 1024)])
+def test_a_bad_region_is_refused(region_bytes: int, least: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"is {region_bytes}; it must be a multiple of 64 and at least {least}"
+    ):
+        open_transport("gloo", None, region_bytes=region_bytes)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_a_bad_timeout_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="it must be above 0 seconds"):
+        open_transport("auto", None, timeout_s=timeout_s)
+
+
+def test_parts_stay_within_their_address_space() -> None:
+    assert fitting_part_bytes(2) == MAX_PART_BYTES
+    for world_size in (4, 16, 17, 33):
+        part = fitting_part_bytes(world_size)
+        assert part % 64 == 0
+        assert (world_size - 1) * part <= INCOMING_BYTES
 
 
 def test_regions_stay_within_the_segment() -> None:

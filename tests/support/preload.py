@@ -7,8 +7,8 @@ import torch.distributed
 
 from dispatch import cpu_kernels
 from dispatch.native import compile_all
-from dispatch.transports import shm, signals
+from dispatch.transports import parts, regions, signals
 
 __all__ = ["numba", "numpy", "torch"]
 
-compile_all(*cpu_kernels.KERNELS, *signals.KERNELS, *shm.KERNELS)
+compile_all(*cpu_kernels.KERNELS, *signals.KERNELS, *parts.KERNELS, *regions.KERNELS)

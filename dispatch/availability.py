@@ -1,0 +1,47 @@
+"""The names of the ways ranks can exchange tokens, and what each needs of this machine.
+
+Knows no torch, so that a supervisor that never loads it can refuse a wish before any process starts or any weight is
+read. It looks for a device and for packages; it does not open them.
+"""
+
+import importlib.util
+from pathlib import Path
+
+BACKENDS = ("auto", "local", "gloo", "shm", "nccl", "nvshmem", "deep_ep")
+_CUDA_DEVICE = Path("/dev/nvidiactl")  # the NVIDIA driver's control device; a container with a GPU has it too
+_PACKAGES = {  # name: the package that is imported, and how to get it
+    "nvshmem": ("nvshmem", "nvshmem4py-cu13, in the extra wideep[gpu]"),
+    "deep_ep": ("deep_ep", "DeepEP, built from its repository"),
+}
+ON_DEVICE = ("nccl", "nvshmem", "deep_ep")
+
+
+def has_cuda_device() -> bool:
+    """Whether the NVIDIA driver offers a device to this process."""
+    return _CUDA_DEVICE.exists()
+
+
+def why_unavailable(name: str) -> str:
+    """Say what this machine lacks for `name`; "" if nothing that can be seen from here."""
+    missing = []
+    if name in ON_DEVICE and not has_cuda_device():
+        missing.append(f"this machine has no CUDA device ({_CUDA_DEVICE} is missing)")
+    if name in _PACKAGES:
+        module, source = _PACKAGES[name]
+        if importlib.util.find_spec(module) is None:
+            missing.append(f"the package {module} is not installed ({source})")
+    return " and ".join(missing)
+
+
+def check_service_backend(name: str, num_ranks: int) -> str:
+    """Say why the service cannot exchange tokens through `name` here, and what to use; "" if it can try.
+
+    The service computes on the CPU in this version; what connects GPUs has nothing to connect, even where there
+    are some.
+    """
+    if name == "local" and num_ranks > 1:
+        return f"--all2all-backend is local with {num_ranks} ranks; it serves one: use auto, gloo or shm"
+    if name not in ON_DEVICE:
+        return ""
+    problem = why_unavailable(name) or "the service computes on the CPU in this version"
+    return f"--all2all-backend is {name}, which cannot be used: {problem}; use auto, gloo or shm"

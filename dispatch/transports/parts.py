@@ -1,0 +1,99 @@
+"""The compiled side of `gloo`: how the messages of an exchange lie in the two tensors of an all-to-all.
+
+Outgoing, the messages stand one behind the other, each behind a prefix that says its size, the exchange and the
+epoch, so that the kernel which fills a window fills what is sent. Incoming, every peer has a part of the same length,
+whatever it sends: gloo takes a message that is shorter than what was posted for it. So the receiver needs to know no
+size, and a rank that refuses none of its peers'. (A tensor of such parts is mostly address space: memory is taken
+where messages are written.) What is longer than a part follows between the two.
+
+All functions begin with R, rank, bytes of a part and the table of masked ranks. Every argument is an int64; tables
+are addresses of int64 [R].
+"""
+
+from dispatch.native import compiled, inlined, words
+from dispatch.transport import REFUSED
+
+ALIGNMENT = 64
+PREFIX_BYTES = 64  # size, number, epoch, bytes of a refusal's text; and room to keep the rest aligned
+DISAGREEMENT, REFUSAL, OUT_OF_STEP = 0, 1, 2  # kinds of problem of `find_messages`
+_SIZE, _NUMBER, _EPOCH, _TEXT_BYTES = 0, 1, 2, 3
+
+
+@inlined
+def _aligned(num_bytes: int) -> int:
+    return (num_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+@compiled
+def place_messages(
+    R: int, rank: int, part_bytes: int, mask: int,
+    send_bytes: int, outgoing: int, capacity: int, number: int, epoch: int, text_bytes: int,
+    table: int, lengths: int,
+) -> int:  # fmt: skip
+    """Set where to write each message and the length it takes, prefix included, and write the prefixes.
+
+    `text_bytes`: not below 0 if all messages are a refusal of that length.
+    Returns the bytes that all take; nothing is written where `capacity` is less.
+    """
+    sizes, addresses, length = words(send_bytes, R), words(table, R), words(lengths, R)
+    total = 0
+    for to in range(R):
+        if to != rank:
+            total += _aligned(PREFIX_BYTES + sizes[to])
+    if total > capacity:
+        return total
+    at = outgoing
+    for to in range(R):
+        addresses[to] = length[to] = 0
+        if to != rank:
+            addresses[to] = at + PREFIX_BYTES
+            length[to] = _aligned(PREFIX_BYTES + sizes[to])
+            prefix = words(at, 4)
+            prefix[_SIZE] = sizes[to] if text_bytes < 0 else REFUSED
+            prefix[_NUMBER], prefix[_EPOCH], prefix[_TEXT_BYTES] = number, epoch, text_bytes
+            at += length[to]
+    return total
+
+
+@compiled
+def find_messages(
+    R: int, rank: int, part_bytes: int, mask: int,
+    incoming: int, number: int, epoch: int, expected: int, found: int, table: int,
+) -> int:  # fmt: skip
+    """Set where each message lies and its size; `expected` 0: any size will do.
+
+    Returns the longest message, prefix included, or -1 - (kind of problem * R + peer): a peer that is at another
+    exchange (then `found` is its number and `table` its epoch), refused (then `found` is its text's length), or sent
+    another size.
+    """
+    sizes, addresses, masked = words(found, R), words(table, R), words(mask, R)
+    longest, problem, at = 0, 0, incoming
+    for source in range(R):
+        addresses[source] = sizes[source] = 0
+        if source == rank:
+            continue
+        prefix = words(at, 4)
+        message = at + PREFIX_BYTES
+        at += part_bytes
+        if masked[source] != 0:
+            continue
+        if prefix[_NUMBER] != number or prefix[_EPOCH] != epoch:
+            sizes[source], addresses[source] = prefix[_NUMBER], prefix[_EPOCH]
+            return -1 - (OUT_OF_STEP * R + source)
+        addresses[source], sizes[source] = message, prefix[_SIZE]
+        if sizes[source] == REFUSED:
+            sizes[source] = prefix[_TEXT_BYTES]
+            problem = -1 - (REFUSAL * R + source) if _is_lesser(problem, R) else problem
+        elif expected != 0 and words(expected, R)[source] != sizes[source] and problem == 0:
+            problem = -1 - (DISAGREEMENT * R + source)
+        longest = max(longest, PREFIX_BYTES + sizes[source])
+    return problem if problem != 0 else longest
+
+
+@inlined
+def _is_lesser(problem: int, R: int) -> bool:
+    """Whether a refusal goes before the problem found so far."""
+    return problem == 0 or (-1 - problem) // R == DISAGREEMENT
+
+
+KERNELS = (place_messages, find_messages)

@@ -1,0 +1,61 @@
+"""Exchanges of plain bytes through a transport, with contents that say where they come from; run by ranks of a pool."""
+
+import torch
+
+from dispatch.errors import PeerRefused
+from dispatch.transport import RankTable, Transport
+
+
+def message(round_: int, source: int, to: int, num_bytes: int) -> torch.Tensor:
+    """The bytes that `source` sends `to` in a round: no two messages are alike."""
+    seed = 7919 * round_ + 101 * source + to
+    return torch.arange(seed, seed + num_bytes).mul(31).to(torch.uint8)
+
+
+def size_of(round_: int, source: int, to: int, largest: int) -> int:
+    """Uneven sizes, 0 among them."""
+    return (5 * round_ + 3 * source + 7 * to) % 11 * largest // 10
+
+
+def swap(transport: Transport, round_: int, largest: int, *, is_known: bool) -> list[str]:
+    """Exchange one round's messages. Returns what is wrong with what arrived; nothing comes from masked ranks."""
+    R, rank = transport.world_size, transport.rank
+    sends, receives = RankTable(R), RankTable(R)
+    for peer in range(R):
+        sends.values[peer] = size_of(round_, rank, peer, largest)
+        receives.values[peer] = size_of(round_, peer, rank, largest)
+    transport.open_windows(sends)
+    for peer in range(R):
+        window = transport.send_window(peer)
+        if peer != rank:
+            window.copy_(message(round_, rank, peer, int(sends.values[peer])))
+    transport.exchange(sends, receives if is_known else None)
+    wrong = []
+    for peer in range(R):
+        is_silent = peer == rank or transport.mask.values[peer] == 1
+        want = message(round_, peer, rank, 0 if is_silent else int(receives.values[peer]))
+        if not torch.equal(transport.received(peer), want):
+            wrong.append(f"round {round_}: rank {rank} has other bytes of {peer}")
+        if is_silent and transport.recv_addresses.values[peer] != 0 and peer != rank:
+            wrong.append(f"round {round_}: rank {rank} has an address for masked rank {peer}")
+    return wrong
+
+
+def swap_or_refuse(
+    transport: Transport, round_: int, largest: int, refusers: list[int], *, is_known: bool
+) -> str:
+    """One round in which some ranks refuse; returns this rank's error, or "" if there was none."""
+    if transport.rank in refusers:
+        transport.refuse(text_of(transport.rank))
+        return text_of(transport.rank)
+    try:
+        wrong = swap(transport, round_, largest, is_known=is_known)
+    except PeerRefused as error:
+        assert (error.rank, error.text) == (min(refusers), text_of(min(refusers))), error
+        return str(error)
+    return "; ".join(wrong)
+
+
+def text_of(rank: int) -> str:
+    """What a rank says when it refuses."""
+    return f"x_TH of rank {rank} is bäd"
