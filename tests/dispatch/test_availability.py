@@ -1,0 +1,84 @@
+"""What each way to exchange tokens needs, said before anything is loaded."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dispatch import availability
+from dispatch.availability import BACKENDS, check_service_backend, why_unavailable
+from dispatch.errors import TransportUnavailable
+from dispatch.transports.choose import open_transport
+from tests.dispatch.conftest import PoolOf
+
+
+def open_by_name(name: str) -> str:
+    try:
+        open_transport(name, dist.group.WORLD)
+    except TransportUnavailable as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "_CUDA_DEVICE", Path("/dev/none"))
+
+
+@pytest.fixture
+def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "_CUDA_DEVICE", Path("/dev/null"))
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("name", ["nccl", "nvshmem", "deep_ep"])
+def test_what_connects_gpus_is_refused_without_one(name: str) -> None:
+    text = check_service_backend(name, 2)
+    assert text.startswith(
+        f"--all2all-backend is {name}, which cannot be used: this machine has no CUDA device"
+    )
+    assert text.endswith("; use auto, gloo or shm")
+
+
+@pytest.mark.usefixtures("a_device")
+@pytest.mark.parametrize(("name", "package"), [("nvshmem", "nvshmem4py-cu13"), ("deep_ep", "DeepEP")])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    assert why_unavailable(name).startswith(f"the package {name} is not installed ({package}")
+
+
+@pytest.mark.usefixtures("a_device")
+def test_the_service_says_that_it_computes_on_the_cpu() -> None:
+    assert "the service computes on the CPU in this version; use auto, gloo or shm" in check_service_backend(
+        "nccl", 2
+    )
+
+
+@pytest.mark.parametrize("name", ["auto", "gloo", "shm"])
+def test_what_works_anywhere_is_not_refused(name: str) -> None:
+    assert check_service_backend(name, 4) == ""
+    assert why_unavailable(name) == ""
+
+
+def test_local_serves_one_rank() -> None:
+    assert check_service_backend("local", 1) == ""
+    assert "local with 2 ranks; it serves one: use auto, gloo or shm" in check_service_backend("local", 2)
+
+
+@pytest.mark.parametrize("name", ["nvshmem", "deep_ep"])
+def test_what_is_no_transport_is_refused_on_every_rank(pool_of: PoolOf, name: str) -> None:
+    for text in pool_of(2).run(open_by_name, name):
+        assert text.startswith(f"{name} cannot be used: ")
+        assert text.endswith("; use auto, gloo or shm")
+
+
+def test_it_loads_no_torch() -> None:
+    script = "import sys, dispatch.availability; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+def test_every_backend_is_a_choice_of_the_service() -> None:
+    assert BACKENDS == ("auto", "local", "gloo", "shm", "nccl", "nvshmem", "deep_ep")

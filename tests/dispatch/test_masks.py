@@ -1,0 +1,244 @@
+"""Ranks that are masked, by hand or because they were lost: the others go on, with their own bytes and no waiting.
+
+And a group of survivors under a new epoch, into which a rank that wakes up late cannot write.
+"""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree, TransportUnavailable
+from dispatch.transport import RankTable, Transport
+from dispatch.transports.choose import open_transport
+from dispatch.transports.collective import CollectiveTransport
+from tests.dispatch.conftest import PoolOf
+from tests.dispatch.messages import message, size_of, swap
+
+SMALL, LARGE = 400, 9000  # against regions of 1 KB: many messages go in several pieces
+STOP_TIMEOUT_S = 2.0  # long enough that nobody times out on a busy machine before the victim stops
+LONG_S = 30.0
+
+
+class Survival(NamedTuple):
+    """What a survivor saw: the error that ended it, or the mask that it ended with; and wrong bytes."""
+
+    error: str
+    rank: int | None
+    mask: list[int]
+    wrong: list[str]
+    seconds: float
+
+
+def open_wires(name: str, mask_lost: bool, timeout_s: float = LONG_S) -> Transport:
+    return open_transport(name, dist.group.WORLD, timeout_s=timeout_s, region_bytes=1024, mask_lost=mask_lost)
+
+
+def mask_by_hand(name: str, mask_lost: bool) -> list[str]:
+    """Ranks 0 to 2 do without rank 3 for a while, and it without them; then all are together again."""
+    transport = open_wires(name, mask_lost)
+    rank, R = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for round_ in range(12):
+        is_split = 4 <= round_ < 8
+        for peer in range(R):
+            transport.mask.values[peer] = is_split and peer != rank and 3 in (peer, rank)
+        largest = LARGE if round_ % 3 == 0 else SMALL
+        wrong += swap(transport, round_, largest, is_known=round_ % 2 == 1)
+    transport.close()
+    return wrong
+
+
+@pytest.mark.parametrize(("name", "mask_lost"), [("shm", False), ("shm", True), ("gloo", True)])
+def test_masked_ranks_are_done_without_and_may_come_back(pool_of: PoolOf, name: str, mask_lost: bool) -> None:
+    assert pool_of(4).run(mask_by_hand, name, mask_lost) == [[]] * 4
+
+
+def mask_where_it_cannot_be(name: str) -> str:
+    group = dist.group.WORLD
+    if name == "nccl":
+        device = torch.device("cpu")
+        transport: Transport = CollectiveTransport(group, device=device, timeout_s=20.0, epoch=0, reason="")
+    else:
+        transport = open_wires(name, mask_lost=False)
+    transport.mask.values[1 - dist.get_rank()] = 1
+    try:
+        swap(transport, 0, SMALL, is_known=False)
+    except DispatchError as error:
+        return str(error)
+    finally:
+        transport.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["gloo", "nccl"])
+def test_a_mask_that_cannot_be_honoured_is_an_error(pool_of: PoolOf, name: str) -> None:
+    for text in pool_of(2).run(mask_where_it_cannot_be, name):
+        assert text.startswith("a rank is masked")
+
+
+def lose_the_last(name: str, mask_lost: bool, number: int, moment: str, timeout_s: float) -> Survival:
+    """The last rank gets a signal in round 2; the others do three rounds more."""
+    transport = open_wires(name, mask_lost, timeout_s)
+    rank, R = dist.get_rank(), dist.get_world_size()
+    is_victim, wrong, begin = rank == R - 1, [], time.monotonic()
+    try:
+        for round_ in range(6):
+            if round_ == 2 and is_victim:
+                die(transport, number, moment)
+            begin = time.monotonic()
+            wrong += swap(transport, round_, LARGE, is_known=round_ % 2 == 1)
+    except (PeerLost, DispatchTimeout) as error:
+        return Survival(
+            type(error).__name__, error.rank, transport.mask.values.tolist(), wrong, time.monotonic() - begin
+        )
+    finally:
+        transport.close()
+    return Survival("none", None, transport.mask.values.tolist(), wrong, 0.0)
+
+
+def die(transport: Transport, number: int, moment: str) -> None:
+    """Before an exchange, or half-way: everything is posted, but later pieces of large messages never come."""
+    if moment == "during":
+        rank, R = transport.rank, transport.world_size
+        sends = RankTable(R)
+        for peer in range(R):
+            sends.values[peer] = size_of(2, rank, peer, LARGE)
+        transport.open_windows(sends)
+        for peer in range(R - 1):
+            transport.send_window(peer).copy_(message(2, rank, peer, int(sends.values[peer])))
+        transport.begin_exchange(sends, None)
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("moment", ["between", "during"])
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+def test_a_killed_rank_is_masked_and_the_others_keep_their_bytes(
+    pool_of: PoolOf, name: str, moment: str
+) -> None:
+    pool = pool_of(4)
+    pool.start(lose_the_last, name, True, signal.SIGKILL, moment, LONG_S)
+    for survival in pool.collect(may_die=[3])[:3]:
+        assert survival == Survival("none", None, [0, 0, 0, 1], [], 0.0)
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+def test_a_rank_killed_amid_an_exchange_is_a_named_error(pool_of: PoolOf, name: str) -> None:
+    pool = pool_of(3)
+    pool.start(lose_the_last, name, False, signal.SIGKILL, "during", LONG_S)
+    for survival in pool.collect(may_die=[2])[:2]:
+        assert (survival.error, survival.rank) == ("PeerLost", 2)
+        assert survival.wrong == []
+        assert survival.seconds < LONG_S / 2
+
+
+@pytest.mark.parametrize("moment", ["between", "during"])
+def test_a_stopped_rank_is_masked_after_the_timeout(pool_of: PoolOf, moment: str) -> None:
+    pool = pool_of(4)
+    pool.start(lose_the_last, "shm", True, signal.SIGSTOP, moment, STOP_TIMEOUT_S)
+    outcomes = pool.collect(ranks=[0, 1, 2])
+    pool.close()  # the stopped rank cannot be used again
+    for survival in outcomes:
+        assert survival == Survival("none", None, [0, 0, 0, 1], [], 0.0)
+
+
+def test_gloo_cannot_mask_a_stopped_rank_and_says_who(pool_of: PoolOf) -> None:
+    """After a time-out gloo closes the connections of the rank that waited: its neighbours may see that first."""
+    pool = pool_of(3)
+    pool.start(lose_the_last, "gloo", True, signal.SIGSTOP, "between", STOP_TIMEOUT_S)
+    outcomes = pool.collect(ranks=[0, 1])
+    pool.close()
+    assert ("DispatchTimeout", 2) in [(survival.error, survival.rank) for survival in outcomes]
+    for survival in outcomes:
+        assert survival.error in ("DispatchTimeout", "none")
+        assert survival.wrong == []
+        assert survival.seconds < STOP_TIMEOUT_S + LONG_S / 2
+
+
+def stop_and_regroup(name: str, key: str) -> list[str]:
+    """Rank 2 stops. The others time out, meet again under epoch 1, wake it, and go on until it has given up."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    transport = open_wires(name, mask_lost=False, timeout_s=STOP_TIMEOUT_S)
+    wrong = swap(transport, 0, SMALL, is_known=False)
+    if rank == 2:
+        store.set(f"{key}-pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        errors = [error_of(transport, round_) for round_ in (1, 2, 3)]
+        store.set(f"{key}-gave-up", "yes")
+        return [*wrong, *errors]
+    lost = error_of(transport, 1)
+    transport.close()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"{key}-1", store),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=LONG_S),
+    )
+    survivors = open_transport(name, dist.group.WORLD, timeout_s=LONG_S, epoch=1, region_bytes=1024)
+    wrong += swap(survivors, 0, LARGE, is_known=False)
+    if rank == 0:
+        os.kill(int(store.get(f"{key}-pid")), signal.SIGCONT)
+    wrong += swap_until(store, f"{key}-gave-up", survivors)
+    survivors.close()
+    return [*wrong, lost]
+
+
+def error_of(transport: Transport, round_: int) -> str:
+    try:
+        wrong = swap(transport, round_, SMALL, is_known=True)
+    except (PeerLost, DispatchTimeout, RanksDisagree) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"no error {wrong}"
+
+
+def swap_until(store: dist.Store, key: str, transport: Transport) -> list[str]:
+    """Exchange until the key is there, at most for LONG_S; rank 0 says when that is by the size of its message."""
+    wrong, R, is_over = [], transport.world_size, RankTable(transport.world_size)
+    deadline = time.monotonic() + LONG_S
+    for round_ in range(1, 1_000_000):
+        wrong += swap(transport, round_, LARGE if round_ % 7 == 0 else SMALL, is_known=round_ % 2 == 1)
+        late = time.monotonic() > deadline
+        is_over.values[:] = 8 * (transport.rank == 0 and (late or store.check([key])))
+        transport.open_windows(is_over)
+        transport.exchange(is_over, None)
+        if is_over.values[0] or (transport.rank and transport.received(0).numel()):
+            return [*wrong, "rank 2 never gave up"] if late else wrong
+    raise AssertionError(f"{R} ranks never end")
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+def test_a_late_rank_of_an_old_epoch_cannot_reach_the_survivors(pool_of: PoolOf, name: str) -> None:
+    """On shm it still maps the old epoch's memory, on gloo it holds the old connections: nobody else does."""
+    pool = pool_of(3)
+    pool.start(stop_and_regroup, name, f"{name}-{time.monotonic_ns()}")
+    first, second, late = pool.collect()
+    pool.close()  # the survivors' default group is one of two
+    assert [first[:-1], second[:-1]] == [[], []], "a survivor has wrong bytes"
+    for lost in (first[-1], second[-1]):
+        assert lost.startswith(("DispatchTimeout: ", "PeerLost: "))
+    assert len(late) == 3
+    assert any(error.startswith(("PeerLost: ", "DispatchTimeout: ")) for error in late)
+    assert all(error == "no error []" or error.startswith(("PeerL", "DispatchT")) for error in late)
+    assert not late[-1].startswith("no error")
+
+
+def ask_nccl_to_mask() -> str:
+    try:
+        open_transport("nccl", dist.group.WORLD, mask_lost=True)
+    except TransportUnavailable as error:
+        return str(error)
+    return "no error"
+
+
+def test_nccl_is_refused_where_it_cannot_work(pool_of: PoolOf) -> None:
+    for text in pool_of(2).run(ask_nccl_to_mask):
+        assert text.startswith("nccl cannot be used: ")
+        assert text.endswith("; use auto, gloo or shm")
