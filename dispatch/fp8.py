@@ -72,9 +72,12 @@ def quantise_fp8(x_TH: Tensor, *, round_scale: bool = False, ue8m0: bool = False
     hidden = x_TH.shape[1]
     wide_TBC = _blocks(x_TH.float())
     amax_TB = wide_TBC.abs().amax(dim=2).clamp(min=AMAX_FLOOR)
-    scales_TB, factors_TB = (
-        _power_of_two_scales(amax_TB) if round_scale else (amax_TB / FP8_MAX, FP8_MAX / amax_TB)
-    )
+    limit_TB = torch.full_like(
+        amax_TB, FP8_MAX
+    )  # with a number torch multiplies by its inverse, which rounds twice
+    scales_TB, factors_TB = amax_TB / limit_TB, limit_TB / amax_TB
+    if round_scale:
+        scales_TB, factors_TB = _round_up_to_powers_of_two(scales_TB)
     x_fp8 = (wide_TBC * factors_TB.unsqueeze(2)).to(torch.float8_e4m3fn)
     x_fp8 = x_fp8.flatten(1)[:, :hidden].contiguous()
     return Quantised(x_fp8, pack_ue8m0(scales_TB) if ue8m0 else scales_TB)
@@ -117,7 +120,10 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
 
 def unpack_ue8m0(packed: Tensor, blocks: int) -> Tensor:
     """Return the float32 scales [..., blocks] of packed exponents; 255 is NaN."""
-    exponents = packed.contiguous().view(torch.uint8)[..., :blocks].to(torch.int32)
+    dense = packed.clone(
+        memory_format=torch.contiguous_format
+    )  # also where a dimension of 1 has an odd stride
+    exponents = dense.view(torch.uint8)[..., :blocks].to(torch.int32)
     scales = (exponents << _MANTISSA_BITS).view(torch.float32)
     return torch.where(exponents == _NOT_FINITE, torch.nan, scales)
 
@@ -134,9 +140,9 @@ def _blocks(wide: Tensor) -> Tensor:
     return padded.view(*wide.shape[:-1], num_blocks(wide.shape[-1]), BLOCK)
 
 
-def _power_of_two_scales(amax_TB: Tensor) -> tuple[Tensor, Tensor]:
-    """Round amax / 448 up to a power of two; return it and its inverse, both NaN where amax is not finite."""
-    bits = (amax_TB / FP8_MAX).view(torch.int32)
+def _round_up_to_powers_of_two(scales_TB: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rounded scales and their inverses, both NaN where a scale is not finite."""
+    bits = scales_TB.view(torch.int32)
     exponents = (bits >> _MANTISSA_BITS) + ((bits & _MANTISSA) != 0).int()
     scales = (exponents << _MANTISSA_BITS).view(torch.float32)
     factors = ((_INVERSE - exponents) << _MANTISSA_BITS).view(torch.float32)

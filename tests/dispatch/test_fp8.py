@@ -24,8 +24,10 @@ def quantise_by_the_letter(x_TH: Tensor) -> tuple[Tensor, Tensor]:
         for first in range(0, x_TH.shape[1], 128):
             block = row[first : first + 128]
             largest = torch.tensor(max([1e-4, *block.abs().tolist()]))
-            out[token, first : first + 128] = (block * (448 / largest)).to(torch.float8_e4m3fn)
-            scales.append(largest / 448)
+            out[token, first : first + 128] = (block * (torch.tensor(448.0) / largest)).to(
+                torch.float8_e4m3fn
+            )
+            scales.append(largest / torch.tensor(448.0))
     return out, torch.stack(scales).view(x_TH.shape[0], -1)
 
 
@@ -174,3 +176,9 @@ def test_scales_that_do_not_fit_are_refused() -> None:
         fp8.dequantise_fp8(x_fp8, torch.ones(2, 3), torch.float32)
     with pytest.raises(ValueError, match=r"x_fp8 is torch\.float32"):
         fp8.dequantise_fp8(x_fp8.float(), torch.ones(2, 2), torch.float32)
+
+
+def test_a_single_column_of_exponents_may_be_column_major() -> None:
+    quantised = fp8.quantise_fp8(random_rows(6, 5, 100), round_scale=True, ue8m0=True)
+    turned = fp8.column_major(quantised.scales)
+    assert torch.equal(fp8.unpack_ue8m0(turned, 1), fp8.unpack_ue8m0(quantised.scales, 1))
