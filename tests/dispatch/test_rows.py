@@ -1,0 +1,232 @@
+"""RowExchange: every backend and number of ranks moves rows as the single-process oracle, and bad calls reach all."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch.errors import PeerLost, PeerRefused, RanksDisagree
+from dispatch.rows import Received, RowExchange, sent_tokens
+from dispatch.transports.choose import open_transport
+from dispatch.transports.local import LocalTransport
+from tests.conftest import PoolOf
+
+BACKENDS = [("auto", 1), ("shm", 2), ("gloo", 2), ("shm", 4), ("gloo", 4)]
+
+
+class Case(NamedTuple):
+    """What one rank sends."""
+
+    planes: list[Tensor]
+    is_token_in_rank_TR: Tensor
+
+
+class Seen(NamedTuple):
+    """What one rank gets from send, resend of other planes, and give_back."""
+
+    received: Received
+    again: list[Tensor]
+    back: list[Tensor]
+    token_Q: Tensor
+    rank_Q: Tensor
+
+
+def make_planes(generator: torch.Generator, T: int) -> list[Tensor]:
+    """Tensors of many dtypes and shapes, float8, bool, no columns and one dimension among them."""
+    values = torch.randn(T, 9, generator=generator)
+    return [
+        values.bfloat16(),
+        values[:, :5].to(torch.float8_e4m3fn),
+        values[:, :3].double().T.contiguous().T,  # columns lie together
+        torch.randint(-(1 << 40), 1 << 40, (T, 2, 2), generator=generator),
+        values > 0,
+        values[:, 0].contiguous(),
+        values[:, :0].contiguous(),
+    ]
+
+
+def make_cases(seed: int, tokens: list[int], density: float = 0.4) -> list[Case]:
+    generator = torch.Generator().manual_seed(seed)
+    R = len(tokens)
+    return [Case(make_planes(generator, T), torch.rand(T, R, generator=generator) < density) for T in tokens]
+
+
+def aim(cases: list[Case], rank: int, wanted: bool) -> list[Case]:
+    """Send every token, or none, to `rank`."""
+    for case in cases:
+        case.is_token_in_rank_TR[:, rank] = wanted
+    return cases
+
+
+def edge_cases(R: int) -> list[list[Case]]:
+    uneven = [(5 * rank + 3) % 7 for rank in range(R)]
+    return [
+        make_cases(1, uneven),
+        make_cases(2, [0] * R),  # nobody has tokens
+        make_cases(3, [6] + [0] * (R - 1)),  # one rank has all
+        make_cases(4, uneven, density=0.0),  # nothing is sent
+        make_cases(5, uneven, density=1.1),  # everything goes everywhere
+        aim(make_cases(6, uneven), 0, wanted=False),  # nobody to rank 0
+        aim(make_cases(7, uneven, density=0.0), R - 1, wanted=True),  # all to the last
+        make_cases(8, [300] * R),  # larger than before
+    ]
+
+
+def answers(planes: list[Tensor], rank: int) -> list[Tensor]:
+    """Stand in for what a rank computes from its rows."""
+    return [planes[0].float() * (rank + 1), planes[3]]
+
+
+def run_cases(name: str) -> list[Seen]:
+    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
+    exchange, seen = RowExchange(transport), []
+    for cases in edge_cases(transport.world_size):
+        case = cases[transport.rank]
+        received = exchange.send(case.planes, case.is_token_in_rank_TR, note=[transport.rank, -7])
+        again = exchange.resend([case.planes[0].float() + 1], received.route)
+        back = exchange.give_back(answers(received.planes, transport.rank), received.route)
+        for ours, sent in zip(received.planes, case.planes, strict=True):
+            assert ours.dtype == sent.dtype
+            assert ours.shape == (received.source_token_N.shape[0], *sent.shape[1:])
+        as_sent = received._replace(
+            planes=[as_bytes(plane) for plane in received.planes]
+        )  # float8 does not pickle
+        seen.append(Seen(as_sent, again, *back))
+    transport.close()
+    return seen
+
+
+def expect(cases: list[Case], rank: int) -> Seen:
+    """The oracle: everything in one process, rows concatenated by rank."""
+    R = len(cases)
+    tokens = [[sent_tokens(case.is_token_in_rank_TR)[to] for to in range(R)] for case in cases]
+
+    def arrived(to: int, planes_of: list[list[Tensor]]) -> list[Tensor]:
+        parts = [[plane[tokens[s][to]] for plane in planes] for s, planes in enumerate(planes_of)]
+        return [torch.cat([as_bytes(p) for p in column]) for column in zip(*parts, strict=True)]
+
+    counts_RR = torch.tensor([[t.numel() for t in row] for row in tokens])
+    source_N = torch.cat([tokens[s][rank] for s in range(R)]).int()
+    received = Received(
+        arrived(rank, [case.planes for case in cases]), source_N, counts_RR[:, rank].tolist(),
+        (cases[rank].is_token_in_rank_TR, counts_RR), [[s, -7] for s in range(R)],
+    )  # fmt: skip
+    back = [
+        answers([plane[tokens[rank][to]] for plane in cases[rank].planes], to) for to in range(R)
+    ]  # this rank's tokens as rank `to` answers them
+    return Seen(
+        received,
+        arrived(rank, [[case.planes[0].float() + 1] for case in cases]),
+        [torch.cat([as_bytes(p) for p in column]) for column in zip(*back, strict=True)],
+        torch.cat(tokens[rank]),
+        torch.arange(R).repeat_interleave(counts_RR[rank]),
+    )
+
+
+def as_bytes(plane: Tensor) -> Tensor:
+    return plane.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+
+
+def assert_same(ours: list[Tensor], oracle: list[Tensor]) -> None:
+    assert len(ours) == len(oracle)
+    for got, want in zip(ours, oracle, strict=True):
+        assert torch.equal(as_bytes(got), want)
+
+
+@pytest.mark.parametrize(("name", "world_size"), BACKENDS)
+def test_rows_go_where_the_oracle_sends_them(pool_of: PoolOf, name: str, world_size: int) -> None:
+    layers = edge_cases(world_size)
+    results = pool_of(world_size).run(run_cases, name)
+    for index, cases in enumerate(layers):
+        for rank in range(world_size):
+            got, want = results[rank][index], expect(cases, rank)
+            assert_same(got.received.planes, want.received.planes)
+            assert torch.equal(got.received.source_token_N, want.received.source_token_N)
+            assert got.received.counts_R == want.received.counts_R
+            assert torch.equal(got.received.route.counts_RR, want.received.route[1])
+            assert got.received.notes == want.received.notes
+            assert_same(got.again, want.again)
+            assert_same(got.back, want.back)
+            assert torch.equal(got.token_Q, want.token_Q)
+            assert torch.equal(got.rank_Q, want.rank_Q)
+
+
+def bad_calls(name: str) -> list[str]:
+    """Calls on which ranks disagree, each followed by one on which they agree; returns what was raised."""
+    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
+    exchange, rank, R = RowExchange(transport), transport.rank, transport.world_size
+    everywhere = torch.ones(2, R, dtype=torch.bool)
+    good = exchange.send([torch.ones(2, 4)], everywhere)
+    other = exchange.send([torch.ones(2 + rank, 4)], torch.ones(2 + rank, R, dtype=torch.bool))
+    is_odd = rank == R - 1
+    calls = [
+        lambda: exchange.send([torch.ones(2, 8 if is_odd else 4)], everywhere),
+        lambda: exchange.send([torch.ones(2, 4, dtype=torch.float64 if is_odd else None)], everywhere),
+        lambda: exchange.send([torch.ones(2, 4)] * (2 if is_odd else 1), everywhere),
+        lambda: exchange.send([torch.ones(2, 4)], everywhere, call="dispatch" if is_odd else "combine"),
+        lambda: (
+            exchange.give_back([torch.ones(2 * R, 4)], good.route)
+            if is_odd
+            else exchange.send([torch.ones(2, 4)], everywhere)
+        ),
+        lambda: (
+            exchange.resend([torch.ones(2 + rank, 4)], other.route)
+            if is_odd
+            else exchange.resend([torch.ones(2, 4)], good.route)
+        ),
+        lambda: exchange.refuse("x is bad") if is_odd else exchange.send([torch.ones(2, 4)], everywhere),
+    ]
+    raised = []
+    for call in calls:
+        try:
+            call()
+            raised.append("nothing")
+        except (RanksDisagree, ValueError) as error:
+            raised.append(f"{type(error).__name__}: {error}")
+        back = exchange.give_back([torch.full((2 * R, 3), float(rank))], good.route)
+        assert torch.equal(back.planes[0][:, 0], torch.arange(R).repeat_interleave(2).float())
+    transport.close()
+    return raised
+
+
+@pytest.mark.parametrize(("name", "world_size"), BACKENDS[1:])
+def test_ranks_that_disagree_all_hear_it_and_go_on(pool_of: PoolOf, name: str, world_size: int) -> None:
+    raised = pool_of(world_size).run(bad_calls, name)
+    odd = world_size - 1
+    for rank in range(world_size):
+        *disagreements, refused = raised[rank]
+        for text in disagreements:
+            assert text.startswith(f"RanksDisagree: rank {0 if rank == odd else odd} is in"), text
+        if rank == odd:
+            assert refused == "ValueError: x is bad"
+        else:
+            assert refused == f"{PeerRefused.__name__}: rank {odd} refused the call: x is bad"
+    assert "'send: float32 [8]" in raised[0][0] and "'send: float32 [4]" in raised[0][0]
+    assert "float64 [4]" in raised[0][1]
+
+
+def test_a_masked_rank_is_an_error(pool_of: PoolOf) -> None:
+    for text in pool_of(2).run(send_with_a_masked_peer):
+        assert "is masked, and this exchange needs every rank" in text
+
+
+def send_with_a_masked_peer() -> str:
+    transport = open_transport("shm", dist.group.WORLD, timeout_s=20.0, mask_lost=True)
+    transport.mask.values[1 - transport.rank] = 1
+    try:
+        RowExchange(transport).send([torch.ones(1, 4)], torch.ones(1, 2, dtype=torch.bool))
+    except PeerLost as error:
+        return str(error)
+    finally:
+        transport.close()
+    return "nothing"
+
+
+def test_received_planes_are_new_memory() -> None:
+    exchange = RowExchange(LocalTransport())
+    x = torch.ones(2, 4)
+    received = exchange.send([x], torch.ones(2, 1, dtype=torch.bool))
+    received.planes[0].zero_()
+    assert torch.equal(x, torch.ones(2, 4))
