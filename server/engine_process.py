@@ -146,6 +146,7 @@ def _config(options: Options, place: Place) -> EngineConfig:
         enable_prefix_caching=options.enable_prefix_caching,
         all2all_backend=options.all2all_backend,
         threads=options.threads or 1,
+        timeout_s=options.distributed_timeout_s,
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dispatch.availability import BACKENDS
+
 DEMO_MODEL = "demo"
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
 
@@ -44,7 +46,8 @@ class Options:
     kv_cache_bytes: int | None  # per rank; None: a share of free memory
     gpu_memory_utilization: float | None  # share of the device's memory; None: not said
     api_keys: tuple[str, ...]
-    all2all_backend: str  # auto, gloo or shm
+    distributed_timeout_s: float  # how long a rank may keep another one waiting
+    all2all_backend: str  # one of dispatch.availability's BACKENDS
     threads: int | None  # per rank; None: cores / local ranks
     enable_prefix_caching: bool
     request_timeout_s: float  # 0 is none
@@ -99,8 +102,16 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--all2all-backend",
         default="auto",
-        choices=("auto", "gloo", "shm"),
-        help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise (default: auto)",
+        choices=BACKENDS,
+        help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; nccl, nvshmem and "
+        "deep_ep connect GPUs, on which this version does not compute yet (default: auto)",
+    )
+    add(
+        "--distributed-timeout-seconds",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long a rank may keep another one waiting before it counts as hung (default: %(default)s)",
     )
     add(
         "--dtype",
@@ -195,6 +206,7 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         kv_cache_bytes=None if args.kv_cache_memory is None else parse_bytes(args.kv_cache_memory),
         gpu_memory_utilization=args.gpu_memory_utilization,
         api_keys=_api_keys(args, environment),
+        distributed_timeout_s=args.distributed_timeout_seconds,
         all2all_backend=args.all2all_backend,
         threads=args.threads,
         enable_prefix_caching=args.enable_prefix_caching,
@@ -219,6 +231,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise OptionsError(f"--gpu-memory-utilization is {share}; it must be above 0 and at most 1")
     if share is not None and args.kv_cache_memory is not None:
         raise OptionsError("--kv-cache-memory and --gpu-memory-utilization both size the KV cache; give one")
+    timeout_s = args.distributed_timeout_seconds
+    if not 0 < timeout_s <= 86_400:
+        raise OptionsError(
+            f"--distributed-timeout-seconds is {timeout_s}; it must be above 0 and at most 86400 (a day)"
+        )
     if not (args.request_timeout >= 0 and math.isfinite(args.request_timeout)):
         raise OptionsError(f"--request-timeout is {args.request_timeout}; it must be 0 or more seconds")
 
@@ -248,6 +265,7 @@ def arguments_from(options: Options) -> list[str]:
         "--port": options.port,
         "--data-parallel-size": options.data_parallel_size,
         "--threads": options.threads,
+        "--distributed-timeout-seconds": options.distributed_timeout_s,
         "--all2all-backend": options.all2all_backend,
         "--dtype": options.dtype,
         "--max-model-len": options.max_model_len,

@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dispatch.availability import check_service_backend
 from server.machine import available_bytes
 from server.options import Options
 
@@ -51,6 +52,7 @@ def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_f
     Raises:
         PreflightError: naming the first thing that is wrong.
     """
+    check_backend(options.all2all_backend, num_ranks)
     directory = Path(options.model)
     config = read_config(directory)
     check_is_moe(config, directory)
@@ -61,6 +63,17 @@ def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_f
     )
     if has_front:
         check_port(options.host, options.port)
+
+
+def check_backend(name: str, num_ranks: int) -> None:
+    """Refuse a way to exchange tokens that cannot work here.
+
+    Raises:
+        PreflightError: saying what is missing and what to use instead.
+    """
+    problem = check_service_backend(name, num_ranks)
+    if problem:
+        raise PreflightError(problem)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

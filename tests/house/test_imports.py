@@ -45,6 +45,7 @@ class Import(NamedTuple):
     line: int
     module: str
     inside: str  # the function that it is in, or nothing
+    is_for_types: bool  # under `if TYPE_CHECKING:`, never executed
 
     def __str__(self) -> str:
         """A place to jump to."""
@@ -70,22 +71,32 @@ def path_of(module: str) -> Path | None:
 
 def imports_of(path: Path) -> Iterator[Import]:
     """Every import of a file; `from package import module` counts as both."""
-    scopes: list[tuple[ast.AST, str]] = [(ast.parse(path.read_text()), "")]
+    scopes: list[tuple[ast.AST, str, bool]] = [(ast.parse(path.read_text()), "", False)]
     while scopes:
-        node, inside = scopes.pop()
+        node, inside, is_for_types = scopes.pop()
         for child in ast.iter_child_nodes(node):
             is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            scopes.append((child, getattr(child, "name", "lambda") if is_function else inside))
+            function = getattr(child, "name", "lambda") if is_function else inside
+            scopes.append((child, function, is_for_types or _is_type_checking(child)))
             if isinstance(child, ast.Import):
-                yield from (Import(path, child.lineno, alias.name, inside) for alias in child.names)
+                yield from (
+                    Import(path, child.lineno, alias.name, inside, is_for_types) for alias in child.names
+                )
             elif isinstance(child, ast.ImportFrom):
                 assert not child.level, f"{path}:{child.lineno}: relative imports are not used here"
                 names = [child.module or "", *(f"{child.module}.{alias.name}" for alias in child.names)]
                 yield from (
-                    Import(path, child.lineno, name, inside)
+                    Import(path, child.lineno, name, inside, is_for_types)
                     for name in names
                     if name == child.module or path_of(name)
                 )
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    """Whether a statement is `if TYPE_CHECKING:`, without an else."""
+    if not isinstance(node, ast.If) or node.orelse:
+        return False
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def top(module: str) -> str:
@@ -100,7 +111,8 @@ def closure(module: str) -> dict[str, list[str]]:
     while waiting:
         current = waiting.pop()
         path = path_of(current)
-        found = [entry.module for entry in imports_of(path) if not entry.inside] if path else []
+        entries = imports_of(path) if path else iter(())
+        found = [entry.module for entry in entries if not entry.inside and not entry.is_for_types]
         parts = current.split(".")
         found += [".".join(parts[:length]) for length in range(1, len(parts))]  # packages run first
         for name in found:
@@ -162,6 +174,12 @@ def test_our_own_imports_exist() -> None:
 def test_what_must_do_without_torch_does(module: str) -> None:
     assert path_of(module), f"{module} is gone; name its successor here"
     assert not ways_to_torch(module)
+
+
+def test_importing_the_supervisor_leaves_torch_out() -> None:
+    code = "import sys, server.worker; sys.exit('torch' in sys.modules)"
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    assert child.returncode == 0
 
 
 def test_the_check_for_torch_finds_it_where_it_is() -> None:

@@ -53,7 +53,13 @@ def test_arguments_parse_back_to_the_same_options() -> None:
             "0.1",
             "--port=0",
         ),
-        *("--host=::", "--all2all-backend=gloo", "--served-model-name=-dash", "--api-key=k"),
+        *(
+            "--distributed-timeout-seconds=2.5",
+            "--host=::",
+            "--all2all-backend=gloo",
+            "--served-model-name=-dash",
+            "--api-key=k",
+        ),
     )
     assert parse(*arguments_from(options), environment=environment_from(options)) == options
     assert options.served_model_names == ("a", "b c", "-dash")
@@ -96,6 +102,9 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--gpu-memory-utilization=1.5"], "--gpu-memory-utilization is 1.5"),
         (["--gpu-memory-utilization=nan"], "--gpu-memory-utilization is nan"),
         (["--gpu-memory-utilization=1", "--kv-cache-memory=1G"], "both size the KV cache"),
+        (["--distributed-timeout-seconds=0"], "--distributed-timeout-seconds is 0.0; it must be above 0"),
+        (["--distributed-timeout-seconds=nan"], "--distributed-timeout-seconds is nan"),
+        (["--distributed-timeout-seconds=inf"], "it must be above 0 and at most 86400 (a day)"),
         (["--request-timeout=-1"], "--request-timeout is -1.0"),
         (["--request-timeout=nan"], "--request-timeout is nan"),
         (["--request-timeout=inf"], "--request-timeout is inf"),

@@ -15,6 +15,7 @@ from server.options import Options, options_from
 from server.preflight import (
     PreflightError,
     WeightBytes,
+    check_backend,
     check_is_moe,
     check_length,
     check_memory,
@@ -239,3 +240,15 @@ def test_a_containers_limits_cap_what_the_host_has(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 1
     (tmp_path / "cpu.max").write_text("max 100000")
     assert usable_cores(tmp_path) >= 1
+
+
+def test_a_backend_for_gpus_is_refused_before_the_model_is_looked_at(tmp_path: Path) -> None:
+    options = replace(options_for(tmp_path / "none"), all2all_backend="nvshmem")
+    complaint = complaint_of(lambda: check_start(options, num_ranks=2, num_local_ranks=2, has_front=True))
+    assert complaint.startswith("--all2all-backend is nvshmem, which cannot be used: ")
+    assert complaint.endswith("; use auto, gloo or shm")
+
+
+def test_local_is_refused_for_two_ranks() -> None:
+    check_backend("local", 1)
+    assert "it serves one: use auto, gloo or shm" in complaint_of(lambda: check_backend("local", 2))
