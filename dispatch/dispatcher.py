@@ -1,47 +1,57 @@
 """Dispatch and combine: tokens go to the ranks that hold their slots, answers come home and are summed.
 
 The service's one way to move tokens, under every face. It ties the layout's compiled passes to a transport's windows
-and keeps the memory: buffers grow and are never given back, so a call allocates nothing but what it returns.
+and keeps the memory: buffers grow and are never given back, so a call allocates nothing but what it returns, and in
+low-latency mode with `out=` nothing at all (see `mode`).
 It knows slots, not experts or placements, and keeps no process group: a new membership epoch gets a new Dispatcher.
+
+A bad argument is refused on every rank before anything is sent, and the next call works (`Transport.refuse`). A rank
+that the transport masks as lost takes part in nothing: what was chosen there adds nothing.
 
 Idea: DeepEP (one copy of a token per rank; low-latency combine sums in top-k order at the source); see `layout`.
 
 Legend: T tokens of this rank, K choices, H hidden, N rows received, P pairs, R ranks, S slots per rank.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from dispatch import cpu_kernels as kernels
 from dispatch import layout
-from dispatch.buffers import GrowingBuffer
+from dispatch.arguments import combine_problem, dispatch_problem, slot_problem
+from dispatch.buffers import Workspace
+from dispatch.cpu_kernels import message
+from dispatch.dispatched import Dispatched, Handle, TokenDispatcher, Traffic
 from dispatch.errors import RanksDisagree
+from dispatch.mode import NORMAL, Mode
 from dispatch.native import compile_all
-from dispatch.transport import RankTable, Transport
+from dispatch.row_formats import PlainRows, RowFormat
+from dispatch.transport import Transport
+
+__all__ = ["Dispatched", "Dispatcher", "Handle", "TokenDispatcher", "Traffic"]
 
 _SUMS = {torch.float32: kernels.sum_answers_float32, torch.bfloat16: kernels.sum_answers_bfloat16}
+_FIELDS = {
+    message.HEADER_ROW_BYTES: "bytes per row",
+    message.HEADER_CHOICES: "K",
+    message.HEADER_CALL: "call number",
+    message.HEADER_SLOTS: "slots per rank",
+    message.HEADER_CAPACITY: "capacity of low-latency mode (0: normal)",
+    message.HEADER_FORMAT: "code of dtype and row format",
+}
 
 
-class Handle(NamedTuple):
-    """What combine needs of its dispatch. Valid until the next dispatch of the same Dispatcher."""
+class _Call(NamedTuple):
+    """One dispatch's arguments as the kernels take them."""
 
-    call: int
+    x: int  # address of the rows as they travel
+    slots: int
     num_tokens: int
     num_choices: int
-    hidden: int
-    dtype: torch.dtype
-    num_pairs: int
-
-
-class Dispatched(NamedTuple):
-    """What a rank received. Every tensor is overwritten by the next dispatch; none may be written to."""
-
-    x_NH: Tensor  # received rows, contiguous, one per (token, this rank), ordered by source rank, then source token
-    row_P: Tensor  # int64: the row of each pair, pairs ordered by local slot, then source rank, token, choice
-    slot_offsets: Tensor  # int64 [S+1]: the pairs of local slot s are [offsets[s], offsets[s+1])
-    handle: Handle
+    row_bytes: int
+    capacity: int
 
 
 class Dispatcher:
@@ -50,205 +60,210 @@ class Dispatcher:
     Args:
         transport: taken over; `close` closes it.
         slots_per_rank: S; physical slot p is local slot p % S of rank p // S.
+        rows: how rows travel (default: as they are); equal on all ranks. Answers always travel as they are.
     """
 
-    def __init__(self, transport: Transport, *, slots_per_rank: int) -> None:
+    def __init__(self, transport: Transport, *, slots_per_rank: int, rows: RowFormat | None = None) -> None:
         if slots_per_rank < 1:
             raise ValueError(f"slots_per_rank is {slots_per_rank}; it must be at least 1")
         self.transport = transport
         self.slots_per_rank = slots_per_rank
-        R = transport.world_size
-        self._shape = (slots_per_rank, R, transport.rank)
-        self._counts = torch.zeros(kernels.NUM_TABLES, R, dtype=torch.int64)
-        self._tables = self._counts.data_ptr()
-        self._send_bytes, self._answer_send, self._answer_recv = RankTable(R), RankTable(R), RankTable(R)
-        self._send_at, self._recv_at = transport.send_addresses.address, transport.recv_addresses.address
-        self._slot_offsets = torch.zeros(slots_per_rank + 1, dtype=torch.int64)
-        self._offsets_at = self._slot_offsets.data_ptr()
-        self._rows, self._scratch = GrowingBuffer(torch.uint8), GrowingBuffer(torch.uint8)
-        self._row_of_pair, self._pair_of_answer = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
-        self._choices, self._own_slots = GrowingBuffer(torch.int32), GrowingBuffer(torch.int32)
-        self._own_tokens = GrowingBuffer(torch.int64)
+        self._rows = rows or PlainRows()
+        self._shape = (slots_per_rank, transport.world_size, transport.rank)
+        self._space = Workspace(slots_per_rank, transport.world_size)
         self._call = 0
         compile_all(*kernels.KERNELS)
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor) -> Dispatched:
+    @property
+    def row_format(self) -> str:
+        """How rows travel, in words."""
+        return self._rows.name
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent so far."""
+        return Traffic(*self._space.sent_bytes())
+
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
         """Send each token once to every rank that holds one of its choices. Collective.
 
         Args:
             x_TH: any floating dtype, CPU; T may be 0 and may differ between ranks, H, K and dtype may not.
             slots_TK: int64, physical slots in [0, R*S), -1 for no choice; a slot may repeat within a token.
+            mode: equal on all ranks; `low_latency(M)` takes at most M tokens, contiguous.
 
         Returns:
             Views of this object's buffers (for one rank whose tokens all have a choice, x_NH is `x_TH`).
 
         Raises:
-            ValueError: a bad argument, before anything is sent.
-            PeerLost, DispatchTimeout, RanksDisagree: the transport is of no more use.
+            ValueError: a bad argument; all other ranks get PeerRefused. Nothing is sent, the next call works.
+            RanksDisagree: H, K, dtype, S or mode differ between ranks; on all ranks, and the next call works.
+            PeerLost, DispatchTimeout: the transport is of no more use.
         """
-        self._check_dispatch(x_TH, slots_TK)
+        self._call += 2  # of a refused call too, as on all ranks
+        problem = dispatch_problem(x_TH, slots_TK, mode)
+        if problem:
+            self._refuse(problem)
         x_TH, slots_TK = x_TH.contiguous(), slots_TK.contiguous()
-        (T, H), K = x_TH.shape, slots_TK.shape[1]
-        S, R, rank = self._shape
-        row_bytes = H * x_TH.element_size()
-        x, slots = x_TH.data_ptr(), slots_TK.data_ptr()
-        choices, own_tokens = self._choices.reserve(2 * T * K), self._own_tokens.reserve(T)
-        bad = kernels.plan(
-            slots, T, K, S, R, rank, row_bytes, self._tables, self._send_bytes.address, choices
-        )
-        if bad >= 0:
-            self._refuse_slot(slots_TK, bad)
-        self._call += 2
-        own_slots = self._own_slots.reserve(T * K)
-        self.transport.open_windows(self._send_bytes)
-        kernels.pack(
-            x,
-            row_bytes,
-            slots,
-            T,
-            K,
-            S,
-            R,
-            rank,
-            self._tables,
-            self._send_at,
-            own_tokens,
-            own_slots,
-            self._call,
-        )
-        self.transport.exchange(self._send_bytes, None)
-        N, P, stranger = kernels.read_headers(
-            row_bytes, K, S, R, rank, self._tables, self._recv_at, self._call
-        )
-        if stranger >= 0:
-            self._refuse_peer(stranger, "dispatch", f"H={H}, K={K}, {x_TH.dtype}, slots per rank {S}")
-        row_of_pair, pair_of_answer = self._row_of_pair.reserve(P), self._pair_of_answer.reserve(P)
-        kernels.order_pairs(
-            K,
-            S,
-            R,
-            rank,
-            self._tables,
-            self._recv_at,
-            own_slots,
-            row_of_pair,
-            P,
-            self._offsets_at,
-            pair_of_answer,
-        )
-        if R == 1 and N == T:
-            x_NH = x_TH
-        else:
-            rows = self._rows.reserve(N * row_bytes)
-            kernels.unpack(x, row_bytes, K, R, rank, self._tables, self._recv_at, own_tokens, rows)
-            x_NH = self._rows.view(N * row_bytes).view(x_TH.dtype).view(N, H)
-        handle = Handle(self._call, T, K, H, x_TH.dtype, P)
-        return Dispatched(x_NH, self._row_of_pair.view(P), self._slot_offsets, handle)
+        call = self._send(x_TH, slots_TK, mode)
+        num_rows, num_pairs = self._receive(call, x_TH)
+        x_NH = self._take_rows(call, num_rows, x_TH)
+        T, K = slots_TK.shape
+        handle = Handle(self._call, T, K, x_TH.shape[1], x_TH.dtype, num_pairs)
+        return Dispatched(x_NH, self._space.row_of_pair.view(num_pairs), self._space.slot_offsets, handle)
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+    ) -> Tensor:
         """Bring the answers home and sum them. Collective.
 
         Args:
             y_PH: one unweighted row per pair, in pair order, in the dtype of x.
             weights_TK: this rank's weights, any floating dtype; what stands beside a -1 choice is not read.
             dispatched: what the last `dispatch` returned.
+            out: contiguous [T, H] in the dtype of x to write into; None: a new one.
 
         Returns:
-            A new [T, H] in the dtype of x: the sum over k = 0..K-1 of weight times row, multiplied, then added, in
-            float32 (float64 for float64) in that order, rounded once. Zeros for a token without any choice.
+            `out`: the sum over k = 0..K-1 of weight times row, multiplied, then added, in float32 (float64 for
+            float64) in that order, rounded once. Zeros for a token without any choice.
 
         Raises:
             as `dispatch`.
         """
         handle = dispatched.handle
-        self._check_combine(y_PH, weights_TK, handle)
-        y_PH, T, K, H = y_PH.contiguous(), handle.num_tokens, handle.num_choices, handle.hidden
-        _, R, rank = self._shape
-        row_bytes, y = H * y_PH.element_size(), y_PH.data_ptr()
-        kernels.size_answers(
-            row_bytes, R, rank, self._tables, self._answer_send.address, self._answer_recv.address
-        )
-        self.transport.open_windows(self._answer_send)
-        answers, call = self._pair_of_answer.address, handle.call + 1
-        kernels.pack_answers(y, row_bytes, R, rank, self._tables, self._send_at, answers, call)
-        self.transport.exchange(self._answer_send, self._answer_recv)
-        stranger = kernels.check_answers(row_bytes, R, rank, self._recv_at, call)
-        if stranger >= 0:
-            self._refuse_peer(stranger, "combine", f"H={H}, {y_PH.dtype}")
-        out_TH = torch.empty(T, H, dtype=handle.dtype)
-        if handle.dtype not in _SUMS:
-            return self._sum_any(y_PH, weights_TK, handle)
-        if weights_TK.dtype != torch.float32:
-            weights_TK = weights_TK.float()
-        weights_TK = weights_TK.contiguous()
-        _SUMS[handle.dtype](
-            y, weights_TK.data_ptr(), self._choices.address, T, K, H, R, rank, self._tables,
-            self._recv_at, answers, self._scratch.reserve(8 * H), out_TH.data_ptr(),
-        )  # fmt: skip
+        self._check_combine(y_PH, weights_TK, handle, out)
+        y_PH = y_PH.contiguous()
+        self._exchange_answers(y_PH, handle)
+        out_TH = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype) if out is None else out
+        if handle.dtype in _SUMS:
+            self._sum(y_PH, weights_TK, handle, out_TH)
+        else:
+            out_TH.copy_(self._sum_any(y_PH, weights_TK, handle))
         return out_TH
 
     def close(self) -> None:
         """Close the transport; peers that wait for this rank get PeerLost. Local; may be called twice."""
         self.transport.close()
 
+    def _send(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode) -> _Call:
+        """Plan, and exchange the messages."""
+        space, transport, (S, R, rank) = self._space, self.transport, self._shape
+        (T, K), row_bytes = slots_TK.shape, self._rows.row_bytes(x_TH)
+        room = mode.capacity or T
+        call = _Call(self._rows.encode(x_TH, room), slots_TK.data_ptr(), T, K, row_bytes, mode.capacity)
+        space.reserve_tokens(room, K)
+        mask, sizes, choices = transport.mask.address, space.send_bytes, space.choices.address
+        bad = kernels.plan(
+            call.slots, T, K, S, R, rank, space.tables, row_bytes, mode.capacity,
+            space.homes_at, mask, sizes.address, choices,
+        )  # fmt: skip
+        if bad >= 0:
+            self._refuse(slot_problem(slots_TK, bad, R, S))
+        space.write_header(row_bytes, K, self._call, S, mode.capacity, self._rows.code(x_TH.dtype))
+        transport.open_windows(sizes)
+        kernels.pack(
+            call.x, call.slots, choices, T, K, S, R, rank, space.tables, space.header_at,
+            mask, transport.send_addresses.address, space.own_tokens.address, space.own_slots.address,
+        )  # fmt: skip
+        transport.exchange(sizes, None)
+        return call
+
+    def _receive(self, call: _Call, x_TH: Tensor) -> tuple[int, int]:
+        """Read what came and order its pairs; return how many rows and pairs there are."""
+        space, (S, R, rank), K = self._space, self._shape, call.num_choices
+        windows = self.transport.recv_addresses.address
+        num_rows, num_pairs, stranger = kernels.read_headers(space.header_at, R, rank, space.tables, windows)
+        if stranger >= 0:
+            self._disagree(stranger, K, x_TH)
+        space.reserve_pairs(R * call.capacity * K or num_pairs)
+        kernels.order_pairs(
+            K, S, R, rank, space.tables, windows, space.own_slots.address,
+            space.row_of_pair.address, num_pairs, space.offsets_at, space.pair_of_answer.address,
+        )  # fmt: skip
+        return num_rows, num_pairs
+
+    def _take_rows(self, call: _Call, num_rows: int, x_TH: Tensor) -> Tensor:
+        """Bring the received rows together, this rank's own among them."""
+        space, (_, R, rank) = self._space, self._shape
+        if R == 1 and num_rows == call.num_tokens and self._rows.is_plain:
+            return x_TH
+        room = R * call.capacity or num_rows
+        at = self._rows.reserve(room, x_TH)
+        kernels.unpack(
+            call.x, call.row_bytes, call.capacity, call.num_choices, R, rank, space.tables,
+            self.transport.recv_addresses.address, space.own_tokens.address, at,
+        )  # fmt: skip
+        return self._rows.decode(num_rows, x_TH)
+
+    def _exchange_answers(self, y_PH: Tensor, handle: Handle) -> None:
+        space, transport, (_, R, rank) = self._space, self.transport, self._shape
+        row_bytes, call = handle.hidden * y_PH.element_size(), handle.call + 1
+        sent, received = space.answer_send, space.answer_recv
+        kernels.size_answers(
+            row_bytes, R, rank, space.tables, transport.mask.address, sent.address, received.address
+        )
+        transport.open_windows(sent)
+        kernels.pack_answers(
+            y_PH.data_ptr(), row_bytes, R, rank, space.tables, sent.address,
+            transport.send_addresses.address, space.pair_of_answer.address, call,
+        )  # fmt: skip
+        transport.exchange(sent, received)
+        stranger = kernels.check_answers(row_bytes, R, rank, transport.recv_addresses.address, call)
+        if stranger >= 0:
+            ours = f"H={handle.hidden}, {handle.dtype}"
+            raise RanksDisagree(f"rank {stranger} made another call than rank {rank}'s combine with {ours}")
+
+    def _sum(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle, out_TH: Tensor) -> None:
+        space, (_, R, rank) = self._space, self._shape
+        T, K, H = handle.num_tokens, handle.num_choices, handle.hidden
+        weights_TK = weights_TK.float().contiguous()
+        _SUMS[handle.dtype](
+            y_PH.data_ptr(), weights_TK.data_ptr(), space.choices.address, T, K, H, R, rank, space.tables,
+            self.transport.recv_addresses.address, space.pair_of_answer.address,
+            space.scratch.reserve(8 * H), out_TH.data_ptr(),
+        )  # fmt: skip
+
     def _sum_any(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle) -> Tensor:
         """Sum with the oracle, for types without a compiled sum."""
-        _, R, rank = self._shape
+        space, (_, R, rank) = self._space, self._shape
         T, K, H = handle.num_tokens, handle.num_choices, handle.hidden
         row_bytes = H * y_PH.element_size()
-        gathered = self._scratch.reserve(T * K * row_bytes)
+        gathered = space.scratch.reserve(T * K * row_bytes)
         kernels.gather_answers(
-            y_PH.data_ptr(), row_bytes, self._choices.address, T, K, R, rank, self._tables,
-            self._recv_at, self._pair_of_answer.address, gathered,
+            y_PH.data_ptr(), row_bytes, space.choices.address, T, K, R, rank, space.tables,
+            self.transport.recv_addresses.address, space.pair_of_answer.address, gathered,
         )  # fmt: skip
-        answer_QH = self._scratch.view(T * K * row_bytes).view(y_PH.dtype).view(T * K, H)
-        has_choice_TK = self._choices.view(2 * T * K).view(T, K, 2)[:, :, 0] >= 0
+        answer_QH = space.scratch.view(T * K * row_bytes).view(y_PH.dtype).view(T * K, H)
+        has_choice_TK = space.choices.view(2 * T * K).view(T, K, 2)[:, :, 0] >= 0
         position_TK = torch.where(has_choice_TK, torch.arange(T * K).view(T, K), layout.NO_CHOICE)
         return layout.sum_answers(answer_QH, position_TK, weights_TK, handle.dtype)
 
-    def _check_dispatch(self, x_TH: Tensor, slots_TK: Tensor) -> None:
-        if x_TH.dim() != 2 or not x_TH.is_floating_point() or x_TH.device.type != "cpu":
-            raise ValueError(
-                f"x_TH is {_describe(x_TH)}; it must be a 2-dimensional floating tensor on the CPU"
-            )
-        if slots_TK.dim() != 2 or slots_TK.dtype != torch.int64 or slots_TK.device.type != "cpu":
-            raise ValueError(
-                f"slots_TK is {_describe(slots_TK)}; it must be a 2-dimensional int64 tensor on the CPU"
-            )
-        if slots_TK.shape[0] != x_TH.shape[0]:
-            raise ValueError(
-                f"slots_TK has {slots_TK.shape[0]} tokens and x_TH {x_TH.shape[0]}; they must be equal"
-            )
-        if x_TH.shape[1] < 1 or slots_TK.shape[1] < 1:
-            raise ValueError(f"H is {x_TH.shape[1]} and K {slots_TK.shape[1]}; both must be at least 1")
-
-    def _check_combine(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle) -> None:
+    def _check_combine(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle, out: Tensor | None) -> None:
         if handle.call != self._call:
-            raise ValueError("dispatched is not of the last dispatch; its buffers are overwritten")
-        if (
-            y_PH.shape != (handle.num_pairs, handle.hidden)
-            or y_PH.dtype != handle.dtype
-            or y_PH.device.type != "cpu"
-        ):
-            wanted = f"{handle.dtype} [{handle.num_pairs}, {handle.hidden}] on the CPU"
-            raise ValueError(f"y_PH is {_describe(y_PH)}; it must be {wanted}")
-        if weights_TK.shape != (handle.num_tokens, handle.num_choices) or not weights_TK.is_floating_point():
-            wanted = f"a floating tensor [{handle.num_tokens}, {handle.num_choices}]"
-            raise ValueError(f"weights_TK is {_describe(weights_TK)}; it must be {wanted}")
-
-    def _refuse_slot(self, slots_TK: Tensor, index: int) -> None:
-        token, choice = divmod(index, slots_TK.shape[1])
-        S, R, _ = self._shape
-        raise ValueError(
-            f"slots_TK[{token}, {choice}] is {int(slots_TK[token, choice])}; it must be -1 or in [0, {R * S}), "
-            f"{R} ranks of {S} slots"
+            self._refuse("dispatched is not of the last dispatch; its buffers are overwritten")
+        pairs, tokens = (handle.num_pairs, handle.hidden), (handle.num_tokens, handle.num_choices)
+        problem = combine_problem(
+            y_PH, weights_TK, out, pairs_shape=pairs, tokens_shape=tokens, dtype=handle.dtype
         )
+        if problem:
+            self._refuse(problem)
 
-    def _refuse_peer(self, peer: int, doing: str, ours: str) -> None:
+    def _refuse(self, problem: str) -> NoReturn:
+        """Tell all ranks that this one's arguments are bad; collective."""
+        self.transport.refuse(problem)
+        raise ValueError(problem)
+
+    def _disagree(self, peer: int, K: int, x_TH: Tensor) -> NoReturn:
+        """Name what differs. Every rank gets here: where not all are equal, each has a peer that differs."""
+        rank = self.transport.rank
+        theirs = self.transport.received(peer)[: message.HEADER_BYTES].view(torch.int64).tolist()
+        ours = list(self._space.header)
+        wrong = [
+            f"its {name} is {theirs[i]}, here {ours[i]}"
+            for i, name in _FIELDS.items()
+            if theirs[i] != ours[i]
+        ]
+        made = f"H={x_TH.shape[1]}, K={K}, {x_TH.dtype}, slots per rank {self.slots_per_rank}"
         raise RanksDisagree(
-            f"rank {peer} made another call than rank {self.transport.rank}'s {doing} with {ours}"
+            f"rank {peer} made another call than rank {rank}'s dispatch with {made}: {'; '.join(wrong)}"
         )
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,75 @@
+"""What is wrong with a call's arguments, as a sentence that names the argument, the value and the rule; or nothing.
+
+All checks come before anything is sent. The caller turns a sentence into a refusal on every rank
+(`Transport.refuse`), because ranks that were given good arguments wait for this one.
+"""
+
+import torch
+from torch import Tensor
+
+from dispatch.mode import Mode
+
+
+def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode) -> str:
+    """Check a dispatch, but for the values of `slots_TK`: these are looked at once, while they are counted."""
+    if x_TH.dim() != 2 or not x_TH.is_floating_point() or x_TH.device.type != "cpu":
+        return f"x_TH is {describe(x_TH)}; it must be a 2-dimensional floating tensor on the CPU"
+    if slots_TK.dim() != 2 or slots_TK.dtype != torch.int64 or slots_TK.device.type != "cpu":
+        return f"slots_TK is {describe(slots_TK)}; it must be a 2-dimensional int64 tensor on the CPU"
+    (T, H), (num_tokens, K) = x_TH.shape, slots_TK.shape
+    if num_tokens != T:
+        return f"slots_TK has {num_tokens} tokens and x_TH {T}; they must be equal"
+    if H < 1 or K < 1:
+        return f"H is {H} and K {K}; both must be at least 1"
+    if mode.capacity:
+        return _low_latency_problem(x_TH, slots_TK, mode.capacity)
+    return f"the mode's capacity is {mode.capacity}; it must be 0 or more" if mode.capacity < 0 else ""
+
+
+def _low_latency_problem(x_TH: Tensor, slots_TK: Tensor, capacity: int) -> str:
+    if capacity < 0 or x_TH.shape[0] > capacity:
+        return f"x_TH has {x_TH.shape[0]} tokens; low-latency mode was agreed for at most {capacity}"
+    for name, tensor in (("x_TH", x_TH), ("slots_TK", slots_TK)):
+        if not tensor.is_contiguous():
+            strides = list(tensor.stride())
+            return f"{name} has strides {strides}; low-latency mode copies nothing and needs it contiguous"
+    return ""
+
+
+def slot_problem(slots_TK: Tensor, index: int, num_ranks: int, slots_per_rank: int) -> str:
+    """Say which slot is out of range; `index` counts through `slots_TK`."""
+    token, choice = divmod(index, slots_TK.shape[1])
+    num_slots = num_ranks * slots_per_rank
+    return (
+        f"slots_TK[{token}, {choice}] is {int(slots_TK[token, choice])}; it must be -1 or in [0, {num_slots}), "
+        f"{num_ranks} ranks of {slots_per_rank} slots"
+    )
+
+
+def combine_problem(
+    y_PH: Tensor,
+    weights_TK: Tensor,
+    out_TH: Tensor | None,
+    *,
+    pairs_shape: tuple[int, int],
+    tokens_shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> str:
+    """Check a combine of a dispatch whose pairs are [P, H] and whose choices are [T, K]."""
+    if y_PH.shape != pairs_shape or y_PH.dtype != dtype or y_PH.device.type != "cpu":
+        return f"y_PH is {describe(y_PH)}; it must be {dtype} {list(pairs_shape)} on the CPU"
+    if weights_TK.shape != tokens_shape or not weights_TK.is_floating_point():
+        return f"weights_TK is {describe(weights_TK)}; it must be a floating tensor {list(tokens_shape)}"
+    if weights_TK.device.type != "cpu":
+        return f"weights_TK is {describe(weights_TK)}; it must be on the CPU"
+    if out_TH is None:
+        return ""
+    out_shape = (tokens_shape[0], pairs_shape[1])
+    if out_TH.shape != out_shape or out_TH.dtype != dtype or out_TH.device.type != "cpu":
+        return f"out is {describe(out_TH)}; it must be {dtype} {list(out_shape)} on the CPU"
+    return "" if out_TH.is_contiguous() else f"out has strides {list(out_TH.stride())}; it must be contiguous"
+
+
+def describe(tensor: Tensor) -> str:
+    """Type, shape and device, for messages."""
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

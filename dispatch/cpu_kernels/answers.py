@@ -1,0 +1,153 @@
+"""The way back: pack a combine's answers, and sum them at home in the order of the choices.
+
+The sum is vectorised by LLVM but never reordered, and multiply and add are not contracted (numba's default; a test
+compares bits). Legend as in `layout`. A peer that is lost has no window; its answers add nothing.
+"""
+
+from dispatch.cpu_kernels.message import (
+    ANSWERED_BYTES,
+    HEADER_BYTES,
+    HEADER_CALL,
+    HEADER_PAIRS,
+    HEADER_ROW_BYTES,
+    HEADER_WORDS,
+    PAIR_COUNTS,
+    RECV_PAIRS,
+    table,
+)
+from dispatch.native import compiled, copy, floats, inlined, int32s, uint16s, words
+
+
+@compiled
+def size_answers(
+    row_bytes: int, R: int, rank: int, tables: int, mask: int, send_bytes: int, recv_bytes: int
+) -> None:
+    """Size the messages of a combine, both ways: answers carry a header and no metadata."""
+    sends, receives, masked = words(send_bytes, R), words(recv_bytes, R), words(mask, R)
+    for r in range(R):
+        sends[r] = receives[r] = 0
+        if r != rank and masked[r] == 0:
+            sends[r] = HEADER_BYTES + table(tables, R, RECV_PAIRS)[r] * row_bytes
+            receives[r] = HEADER_BYTES + table(tables, R, PAIR_COUNTS)[r] * row_bytes
+        table(tables, R, ANSWERED_BYTES)[r] += sends[r]
+
+
+@compiled
+def pack_answers(
+    y: int, row_bytes: int, R: int, rank: int, tables: int, send_bytes: int, send_addresses: int,
+    pair_of_answer: int, call: int,
+) -> None:  # fmt: skip
+    """Write to each other rank the answers to its rows, in order of (row, choice)."""
+    recv_pairs, windows = table(tables, R, RECV_PAIRS), words(send_addresses, R)
+    sizes = words(send_bytes, R)
+    first = 0
+    for r in range(R):
+        pairs = words(pair_of_answer + 8 * first, recv_pairs[r])
+        first += recv_pairs[r]
+        if sizes[r] == 0:
+            continue
+        header = words(windows[r], HEADER_WORDS)
+        header[HEADER_PAIRS], header[HEADER_ROW_BYTES], header[HEADER_CALL] = recv_pairs[r], row_bytes, call
+        for i in range(recv_pairs[r]):
+            copy(windows[r] + HEADER_BYTES + i * row_bytes, y + pairs[i] * row_bytes, row_bytes)
+
+
+@compiled
+def check_answers(row_bytes: int, R: int, rank: int, recv_addresses: int, call: int) -> int:
+    """Return -1, or the first rank whose message is not the answer to this call."""
+    windows = words(recv_addresses, R)
+    for r in range(R):
+        if r != rank and windows[r] != 0:
+            header = words(windows[r], HEADER_WORDS)
+            if header[HEADER_CALL] != call or header[HEADER_ROW_BYTES] != row_bytes:
+                return r
+    return -1
+
+
+@inlined
+def _own_answers(R: int, rank: int, tables: int, pair_of_answer: int) -> int:
+    """Address of the part of `pair_of_answer` that says which pair each answer to this rank itself is."""
+    recv_pairs = table(tables, R, RECV_PAIRS)
+    first = 0
+    for r in range(rank):
+        first += recv_pairs[r]
+    return pair_of_answer + 8 * first
+
+
+@inlined
+def _answer_at(to: int, index: int, row_bytes: int, y: int, own: int, rank: int, recv_addresses: int) -> int:
+    """Address of one answer: among this rank's own pairs, or in the window of the rank that sent it; 0 for none."""
+    if to < 0:
+        return 0
+    if to == rank:
+        return int(y + words(own + 8 * index, 1)[0] * row_bytes)
+    window = words(recv_addresses + 8 * to, 1)[0]
+    return int(window + HEADER_BYTES + index * row_bytes) if window != 0 else 0
+
+
+@compiled
+def sum_answers_float32(
+    y: int, weights: int, choices: int, T: int, K: int, H: int, R: int, rank: int, tables: int,
+    recv_addresses: int, pair_of_answer: int, scratch: int, out: int,
+) -> None:  # fmt: skip
+    """float32 rows: out[t] = sum over k in order of weights[t, k] * answer. `scratch` is not used."""
+    own = _own_answers(R, rank, tables, pair_of_answer)
+    weight, choice = floats(weights, T * K), int32s(choices, 2 * T * K)
+    for t in range(T):
+        total = floats(out + t * 4 * H, H)
+        total[:] = 0.0
+        for i in range(t * K, t * K + K):
+            at = _answer_at(choice[2 * i], choice[2 * i + 1], 4 * H, y, own, rank, recv_addresses)
+            if at != 0:
+                answer, w = floats(at, H), weight[i]
+                for h in range(H):
+                    total[h] += w * answer[h]
+
+
+@compiled
+def sum_answers_bfloat16(
+    y: int, weights: int, choices: int, T: int, K: int, H: int, R: int, rank: int, tables: int,
+    recv_addresses: int, pair_of_answer: int, scratch: int, out: int,
+) -> None:  # fmt: skip
+    """The same for bfloat16 rows: exact to float32, summed there, rounded once to nearest even.
+
+    `scratch`: 8*H bytes.
+    """
+    own = _own_answers(R, rank, tables, pair_of_answer)
+    weight, choice = floats(weights, T * K), int32s(choices, 2 * T * K)
+    total, wide = floats(scratch, H), floats(scratch + 4 * H, H)
+    total_bits, wide_bits = int32s(scratch, H), int32s(scratch + 4 * H, H)
+    for t in range(T):
+        total[:] = 0.0
+        for i in range(t * K, t * K + K):
+            at = _answer_at(choice[2 * i], choice[2 * i + 1], 2 * H, y, own, rank, recv_addresses)
+            if at != 0:
+                answer, w = uint16s(at, H), weight[i]
+                for h in range(H):
+                    wide_bits[h] = answer[h] << 16
+                for h in range(H):
+                    total[h] += w * wide[h]
+        rounded = uint16s(out + t * 2 * H, H)
+        for h in range(H):
+            bits = total_bits[h]
+            is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+            rounded[h] = 0x7FC0 if is_nan else (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@compiled
+def gather_answers(
+    y: int, row_bytes: int, choices: int, T: int, K: int, R: int, rank: int, tables: int,
+    recv_addresses: int, pair_of_answer: int, out: int,
+) -> None:  # fmt: skip
+    """Copy the answer of each choice to out [T*K, row_bytes], for types that have no sum above.
+
+    A choice whose answer is lost becomes one of -1.
+    """
+    own = _own_answers(R, rank, tables, pair_of_answer)
+    choice = int32s(choices, 2 * T * K)
+    for i in range(T * K):
+        at = _answer_at(choice[2 * i], choice[2 * i + 1], row_bytes, y, own, rank, recv_addresses)
+        if at != 0:
+            copy(out + i * row_bytes, at, row_bytes)
+        else:
+            choice[2 * i] = -1

@@ -1,0 +1,56 @@
+"""What a dispatch returns and what the MoE layer asks of a dispatcher, whichever way tokens go.
+
+Legend: N rows received, H hidden, P pairs, S slots per rank.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dispatch.mode import NORMAL, Mode
+
+
+class Handle(NamedTuple):
+    """What combine needs of its dispatch. Valid until the next dispatch of the same Dispatcher."""
+
+    call: int
+    num_tokens: int
+    num_choices: int
+    hidden: int
+    dtype: torch.dtype
+    num_pairs: int
+
+
+class Dispatched(NamedTuple):
+    """What a rank received. Every tensor is overwritten by the next dispatch; none may be written to."""
+
+    x_NH: Tensor  # received rows, contiguous, one per (token, this rank), ordered by source rank, then source token
+    row_P: Tensor  # int64: the row of each pair, pairs ordered by local slot, then source rank, token, choice
+    slot_offsets: Tensor  # int64 [S+1]: the pairs of local slot s are [offsets[s], offsets[s+1])
+    handle: Handle
+
+
+class TokenDispatcher(Protocol):
+    """What the MoE layer needs: `Dispatcher`, or one that goes another way with the same bits."""
+
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
+        """See `Dispatcher`."""
+        ...
+
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+    ) -> Tensor:
+        """See `Dispatcher`."""
+        ...
+
+    def close(self) -> None:
+        """See `Dispatcher`."""
+        ...
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank gave its transport for other ranks, headers and unused room included."""
+
+    dispatch_bytes: int
+    combine_bytes: int

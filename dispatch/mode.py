@@ -1,0 +1,44 @@
+"""How one dispatch sizes its messages. All ranks of a call must say the same; results have the same bits in both.
+
+Normal: a message holds what is sent, and its size travels with it. Low latency: a message has the size of an agreed
+number of tokens per rank, whatever is sent, so that sizes and places never change from call to call: nothing grows,
+nothing follows behind what did not fit, and the call can be replayed (DeepEP's two modes, chosen per call).
+
+Knows no transport. Rejected: a third mode in which every rank gets all tokens, which was never faster (docs/LOG.md).
+"""
+
+from typing import NamedTuple
+
+SMALLEST_CAPACITY = 8  # tokens; smaller messages cost no less
+
+
+class Mode(NamedTuple):
+    """`capacity`: the most tokens that any rank dispatches in this call; 0 is normal mode, without a limit."""
+
+    capacity: int = 0
+
+    def __str__(self) -> str:
+        """Name it in messages."""
+        return f"low-latency mode for {self.capacity} tokens" if self.capacity else "normal mode"
+
+
+NORMAL = Mode()
+
+
+def low_latency(capacity: int) -> Mode:
+    """Return low-latency mode for at most `capacity` tokens per rank.
+
+    Raises:
+        ValueError: less than one.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity is {capacity}; low-latency mode needs room for at least 1 token")
+    return Mode(capacity)
+
+
+def fitting_capacity(num_tokens: int) -> int:
+    """Return the capacity for at most `num_tokens` per rank: a power of two, so that few shapes occur."""
+    capacity = SMALLEST_CAPACITY
+    while capacity < num_tokens:
+        capacity *= 2
+    return capacity

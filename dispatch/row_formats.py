@@ -1,0 +1,148 @@
+"""How dispatched rows travel: as they are, or in FP8 with a scale per block of 128 channels.
+
+A format turns the tokens into rows of bytes before anything is planned, and received rows into the tokens' type. A
+rank's own rows take the same way, so that a row's bits do not depend on where its expert lives. Answers never travel
+in FP8: their sum would be rounded K times.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dispatch.buffers import GrowingBuffer, GrowingRows
+from dispatch.cpu_kernels import fp8_rows
+from dispatch.fp8 import num_blocks
+from dispatch.low_latency import cpu_fp8
+from dispatch.native import compile_all
+
+NAMES = ("auto", "fp8")
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+_OTHER_DTYPE, _FP8 = 32, 64  # places in a code
+
+
+class RowFormat(Protocol):
+    """One Dispatcher's way to write and read rows; it keeps their memory.
+
+    Attributes:
+        name: how rows travel, in words.
+        is_plain: rows travel as they are.
+    """
+
+    name: str
+    is_plain: bool
+
+    def code(self, dtype: torch.dtype) -> int:
+        """A number for this format and the tokens' type; messages carry it, as it must be equal on all ranks."""
+        ...
+
+    def row_bytes(self, x_TH: Tensor) -> int:
+        """Bytes of one row on its way."""
+        ...
+
+    def encode(self, x_TH: Tensor, room: int) -> int:
+        """Return the address of the rows as they travel; contiguous, and kept until the next call.
+
+        `room`: rows that a later call may have, T or more.
+        """
+        ...
+
+    def reserve(self, num_rows: int, x_TH: Tensor) -> int:
+        """Make room for received rows like those of `x_TH` and return the address to write them to."""
+        ...
+
+    def decode(self, num_rows: int, x_TH: Tensor) -> Tensor:
+        """Return the first rows of the room in the type of `x_TH`: [num_rows, H], contiguous."""
+        ...
+
+
+class PlainRows:
+    """Rows as they are. See `RowFormat`."""
+
+    name = "as they are"
+    is_plain = True
+
+    def __init__(self) -> None:
+        self._rows = GrowingRows()
+
+    def code(self, dtype: torch.dtype) -> int:
+        """See `RowFormat`."""
+        return _DTYPES.index(dtype) if dtype in _DTYPES else _OTHER_DTYPE
+
+    def row_bytes(self, x_TH: Tensor) -> int:
+        """See `RowFormat`."""
+        return x_TH.shape[1] * x_TH.element_size()
+
+    def encode(self, x_TH: Tensor, room: int) -> int:
+        """See `RowFormat`. Nothing is copied."""
+        return x_TH.data_ptr()
+
+    def reserve(self, num_rows: int, x_TH: Tensor) -> int:
+        """See `RowFormat`."""
+        return self._rows.reserve(num_rows, x_TH.shape[1], x_TH.dtype)
+
+    def decode(self, num_rows: int, x_TH: Tensor) -> Tensor:
+        """See `RowFormat`. A view."""
+        return self._rows.view(num_rows)
+
+
+class Fp8Rows:
+    """A row is e4m3 [H], padded to 4 bytes, then float32 scales [ceil(H / 128)]. See `RowFormat` and `fp8`."""
+
+    name = "in FP8, with a scale per 128 channels"
+    is_plain = False
+
+    def __init__(self) -> None:
+        self._sent, self._received, self._restored = GrowingRows(), GrowingRows(), GrowingRows()
+        self._scratch = GrowingBuffer(torch.uint8)
+        self._scratch.reserve(max(cpu_fp8.SCRATCH_BYTES, fp8_rows.SCRATCH_BYTES))
+        compile_all(*cpu_fp8.KERNELS, *fp8_rows.KERNELS)
+
+    def code(self, dtype: torch.dtype) -> int:
+        """See `RowFormat`."""
+        return _FP8 + (_DTYPES.index(dtype) if dtype in _DTYPES else _OTHER_DTYPE)
+
+    def row_bytes(self, x_TH: Tensor) -> int:
+        """See `RowFormat`."""
+        hidden = x_TH.shape[1]
+        return _scales_at(hidden) + 4 * num_blocks(hidden)
+
+    def encode(self, x_TH: Tensor, room: int) -> int:
+        """See `RowFormat`."""
+        (T, H), width = x_TH.shape, self.row_bytes(x_TH)
+        at = self._sent.reserve(room, width, torch.uint8)
+        quantise = cpu_fp8.quantise_bfloat16 if x_TH.dtype == torch.bfloat16 else cpu_fp8.quantise_float32
+        wide_TH = x_TH if x_TH.dtype == torch.bfloat16 else x_TH.float()
+        quantise(wide_TH.data_ptr(), T, H, at, width, _scales_at(H), 0, self._scratch.address)
+        return at
+
+    def reserve(self, num_rows: int, x_TH: Tensor) -> int:
+        """See `RowFormat`."""
+        self._restored.reserve(num_rows, x_TH.shape[1], torch.float32)
+        return self._received.reserve(num_rows, self.row_bytes(x_TH), torch.uint8)
+
+    def decode(self, num_rows: int, x_TH: Tensor) -> Tensor:
+        """See `RowFormat`. A view for float32, else new memory."""
+        hidden, width = x_TH.shape[1], self.row_bytes(x_TH)
+        rows, restored = self._received.address, self._restored.address
+        fp8_rows.restore_rows(
+            rows, num_rows, hidden, width, _scales_at(hidden), self._scratch.address, restored
+        )
+        return self._restored.view(num_rows).to(x_TH.dtype)
+
+
+def row_format(name: str) -> RowFormat:
+    """Return a format of its own for one Dispatcher: auto is the tokens' own type.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"dispatch dtype is {name!r}; it must be one of {', '.join(NAMES)}")
+    return Fp8Rows() if name == "fp8" else PlainRows()
+
+
+def _scales_at(hidden: int) -> int:
+    return (hidden + 3) // 4 * 4

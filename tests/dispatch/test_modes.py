@@ -1,0 +1,173 @@
+"""Low-latency mode: the oracle's bits, messages of one size, and nothing on its way that a captured graph forbids."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dispatch.dispatcher import Dispatcher
+from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
+from dispatch.row_formats import row_format
+from dispatch.transports.choose import open_transport
+from dispatch.transports.local import LocalTransport
+from tests.dispatch.conftest import PoolOf
+from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate
+
+S = 4
+VIEWS = {
+    "aten.slice.Tensor",
+    "aten.view.default",
+    "aten.view.dtype",
+    "aten.alias.default",
+    "aten.detach.default",
+}
+
+
+class NothingNew(TorchDispatchMode):
+    """Refuse every operation but views: no memory is taken and no value read back (.item, nonzero)."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        assert str(func) in VIEWS, f"{func} on a path that may be captured"
+        return func(*args, **(kwargs or {}))
+
+
+def run_modes(name: str, layers: list[list[RankCase]], modes: list[Mode]) -> list[RankResult]:
+    """Every layer in its mode, through one dispatcher."""
+    transport = open_transport(name, dist.group.WORLD if dist.is_initialized() else None, timeout_s=20.0)
+    dispatcher = Dispatcher(transport, slots_per_rank=S)
+    results = []
+    for cases, mode in zip(layers, modes, strict=True):
+        case = cases[transport.rank]
+        dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
+        x_NH, row_P, offsets, _ = dispatched
+        parts = (x_NH.clone(), row_P.clone(), offsets.clone())
+        y_PH = compute_pairs(x_NH, row_P, offsets, transport.rank)
+        out_TH = torch.full_like(case.x_TH, float("nan"))
+        assert dispatcher.combine(y_PH, case.weights_TK, dispatched, out=out_TH) is out_TH
+        results.append(RankResult(*parts, out_TH))
+    dispatcher.close()
+    return results
+
+
+def mixed_layers(R: int) -> tuple[list[list[RankCase]], list[Mode]]:
+    """Layers of both modes in turn: sizes that grow and shrink, empty ranks, full rooms, types."""
+    uneven = [(5 * rank + 3) % 9 for rank in range(R)]
+    layers = [
+        (make_cases(1, uneven, slots_per_rank=S), low_latency(8)),
+        (make_cases(2, [0] * R, slots_per_rank=S), low_latency(8)),
+        (make_cases(3, [8] * R, slots_per_rank=S, no_choice=0.0, choices=R + 3), low_latency(8)),
+        (make_cases(4, [40] * R, slots_per_rank=S, hidden=128), NORMAL),
+        (make_cases(5, [1] + [0] * (R - 1), slots_per_rank=S), low_latency(64)),
+        (make_cases(6, [30] * R, slots_per_rank=S, hidden=256, only_slot=R * S - 1), low_latency(32)),
+        (make_cases(7, uneven, slots_per_rank=S, dtype=torch.bfloat16, hidden=7), low_latency(8)),
+        (make_cases(8, uneven, slots_per_rank=S, dtype=torch.float64, no_choice=1.0), low_latency(8)),
+        (make_cases(9, uneven, slots_per_rank=S), NORMAL),
+    ]
+    return [cases for cases, _ in layers], [mode for _, mode in layers]
+
+
+def check(results: Sequence[Sequence[RankResult]], layers: list[list[RankCase]]) -> None:
+    for index, cases in enumerate(layers):
+        for rank, want in enumerate(simulate(cases, S)):
+            for field, ours, oracle in zip(want._fields, results[rank][index], want, strict=True):
+                assert torch.equal(ours, oracle), f"layer {index}, rank {rank}, {field}"
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_both_modes_give_the_oracles_bits_in_any_order(pool_of: PoolOf, name: str, world_size: int) -> None:
+    layers, modes = mixed_layers(world_size)
+    check(pool_of(world_size).run(run_modes, name, layers, modes), layers)
+
+
+def test_one_rank_gives_the_oracles_bits_in_both_modes() -> None:
+    layers, modes = mixed_layers(1)
+    check([run_modes("local", layers, modes)], layers)
+
+
+def guarded_calls(
+    name: str, dtype: torch.dtype, rows: str, mode: Mode
+) -> tuple[set[tuple[int, ...]], list[int]]:
+    """Run steps of many sizes under the guard; return the addresses they used and the bytes each sent.
+
+    The first call of a shape makes room; it has one token, so what it makes room for is the mode's word. gloo's
+    own buffers may grow later (its exchange cannot be captured anyway), so it runs without the guard.
+    """
+    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
+    dispatcher = Dispatcher(transport, slots_per_rank=S, rows=row_format(rows))
+    addresses, sent = set(), []
+    for step, tokens in enumerate((1, 8, 2, 5, 8, 3, 7)):
+        rows = [(tokens + rank) % 9 for rank in range(transport.world_size)]
+        case = make_cases(step, rows, slots_per_rank=S, dtype=dtype, hidden=32)[transport.rank]
+        out_TH, before = torch.empty_like(case.x_TH), dispatcher.traffic
+        guard = NothingNew() if step and name == "shm" else nullcontext()
+        with guard:
+            dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
+        y_PH = dispatched.x_NH[dispatched.row_P]
+        with guard:
+            dispatcher.combine(y_PH, case.weights_TK, dispatched, out=out_TH)
+        used = [dispatched.x_NH, dispatched.row_P, dispatched.slot_offsets]
+        addresses.add(tuple(tensor.data_ptr() for tensor in used))
+        sent.append(dispatcher.traffic.dispatch_bytes - before.dispatch_bytes)
+    dispatcher.close()
+    return addresses, sent
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float32, "fp8")]
+)
+def test_low_latency_takes_no_memory_reads_nothing_back_and_sends_one_size(
+    pool_of: PoolOf, name: str, dtype: torch.dtype, rows: str
+) -> None:
+    for addresses, sent in pool_of(2).run(guarded_calls, name, dtype, rows, low_latency(8)):
+        assert len(addresses) == 1
+        assert len(set(sent)) == 1
+
+
+def test_the_guard_sees_memory_and_values_being_taken() -> None:
+    dispatcher = Dispatcher(LocalTransport(), slots_per_rank=S)
+    case = make_cases(1, [5], slots_per_rank=S)[0]
+    dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(8))
+    y_PH = compute_pairs(*dispatched[:3], 0)
+    with NothingNew(), pytest.raises(AssertionError, match=r"aten\.empty"):
+        dispatcher.combine(y_PH, case.weights_TK, dispatched)
+    with NothingNew(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        case.weights_TK.view(-1)[:1].item()
+
+
+def sent_in(name: str, mode: Mode, tokens: list[int]) -> list[int]:
+    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
+    dispatcher = Dispatcher(transport, slots_per_rank=S)
+    sent = [0]
+    for count in tokens:
+        dispatcher.dispatch(torch.ones(count, 16), torch.zeros(count, 2, dtype=torch.int64), mode)
+        sent.append(dispatcher.traffic.dispatch_bytes)
+    dispatcher.close()
+    return torch.tensor(sent).diff().tolist()
+
+
+def test_normal_mode_sends_what_there_is_and_low_latency_what_was_agreed(pool_of: PoolOf) -> None:
+    """A header of 64 bytes, 2 slots of 4 bytes and 64 bytes per row; slots are padded to 64 bytes."""
+    assert pool_of(2).run(sent_in, "shm", NORMAL, [0, 1, 8])[1] == [64, 64 + 64 + 64, 64 + 64 + 8 * 64]
+    assert pool_of(2).run(sent_in, "shm", low_latency(8), [0, 1, 8])[1] == [64 + 64 + 8 * 64] * 3
+
+
+def test_capacities_are_powers_of_two_that_fit() -> None:
+    assert [fitting_capacity(count) for count in (0, 1, 8, 9, 64, 65)] == [8, 8, 8, 16, 64, 128]
+
+
+def test_modes_name_themselves_and_refuse_no_room() -> None:
+    assert [str(NORMAL), str(low_latency(8))] == ["normal mode", "low-latency mode for 8 tokens"]
+    with pytest.raises(ValueError, match="capacity is 0; low-latency mode needs room"):
+        low_latency(0)

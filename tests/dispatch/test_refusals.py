@@ -1,0 +1,186 @@
+"""A bad argument on one rank ends the call on every rank, by name, before anything is delivered; the next one works."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch.dispatcher import Dispatcher
+from dispatch.errors import PeerRefused, RanksDisagree
+from dispatch.mode import NORMAL, Mode, low_latency
+from dispatch.row_formats import row_format
+from dispatch.transports.choose import open_transport
+from tests.dispatch.conftest import PoolOf
+from tests.dispatch.exchange import run_layer
+from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
+
+S = 2
+BACKENDS = [(name, world_size) for world_size in (2, 4) for name in ("shm", "gloo")]
+
+
+class Bad(NamedTuple):
+    """A way to spoil a dispatch's arguments, and what the error says."""
+
+    spoil: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    message: str
+    mode: Mode = NORMAL
+
+
+BAD_DISPATCHES = {
+    "dtype": Bad(lambda x, slots: (x.to(torch.int32), slots), "x_TH is torch.int32 [3, 8] on cpu"),
+    "slot dtype": Bad(lambda x, slots: (x, slots.int()), "slots_TK is torch.int32"),
+    "shape": Bad(lambda x, slots: (x[0], slots), "x_TH is torch.float32 [8]"),
+    "tokens": Bad(lambda x, slots: (x[:2], slots), "slots_TK has 3 tokens and x_TH 2"),
+    "device": Bad(lambda x, slots: (x.to("meta"), slots), "on meta"),
+    "slot": Bad(lambda x, slots: (x, slots + 99), "slots_TK[0, 0] is 99; it must be -1 or in [0, "),
+    "too many tokens": Bad(lambda x, slots: (x, slots), "x_TH has 3 tokens; low-latency", low_latency(2)),
+    "contiguity": Bad(
+        lambda x, slots: (x.T.contiguous().T, slots), "x_TH has strides [1, 3]", low_latency(8)
+    ),
+}
+
+
+def open_dispatcher(name: str, **settings: int) -> Dispatcher:
+    return Dispatcher(open_transport(name, dist.group.WORLD, timeout_s=20.0), slots_per_rank=S, **settings)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Type and text of what a call raises."""
+    try:
+        call()
+    except (ValueError, RanksDisagree) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def dispatch_badly(
+    name: str, bad_ranks: list[int], cases: list[RankCase], good_tokens: int
+) -> tuple[dict[str, str], RankResult]:
+    """Make every bad call, each followed by nothing, then a good layer."""
+    dispatcher = open_dispatcher(name)
+    rank = dispatcher.transport.rank
+    errors = {}
+    for kind, bad in BAD_DISPATCHES.items():
+        x_TH, slots_TK = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64)
+        if rank in bad_ranks:
+            x_TH, slots_TK = bad.spoil(x_TH, slots_TK)
+        elif bad.mode.capacity:
+            x_TH, slots_TK = x_TH[:good_tokens], slots_TK[:good_tokens]
+        errors[kind] = error_of(lambda x=x_TH, s=slots_TK, m=bad.mode: dispatcher.dispatch(x, s, m))
+    result = run_layer(dispatcher, cases[rank])
+    dispatcher.close()
+    return errors, result
+
+
+@pytest.mark.parametrize(("name", "world_size"), BACKENDS)
+def test_a_bad_dispatch_is_refused_on_every_rank_and_the_next_call_works(
+    pool_of: PoolOf, name: str, world_size: int
+) -> None:
+    cases, bad_rank = make_cases(1, [3] * world_size, slots_per_rank=S), world_size - 1
+    answers = pool_of(world_size).run(dispatch_badly, name, [bad_rank], cases, 2)
+    for rank, (errors, result) in enumerate(answers):
+        for kind, bad in BAD_DISPATCHES.items():
+            by_name = (
+                "ValueError: " if rank == bad_rank else f"PeerRefused: rank {bad_rank} refused the call: "
+            )
+            assert errors[kind].startswith(by_name), kind
+            assert bad.message in errors[kind]
+        for ours, oracle in zip(result, simulate(cases, S)[rank], strict=True):
+            assert torch.equal(ours, oracle)
+
+
+def test_where_two_ranks_refuse_each_raises_its_own_error_and_the_others_the_lowest(pool_of: PoolOf) -> None:
+    answers = pool_of(4).run(dispatch_badly, "shm", [1, 3], make_cases(1, [3] * 4, slots_per_rank=S), 2)
+    firsts = [errors["dtype"] for errors, _ in answers]
+    assert [text.partition(":")[0] for text in firsts] == ["PeerRefused", "ValueError"] * 2
+    assert all("rank 1 refused" in firsts[rank] for rank in (0, 2))
+
+
+def combine_badly(name: str, bad_rank: int) -> tuple[list[str], bool]:
+    dispatcher = open_dispatcher(name)
+    x_TH, slots_TK, weights_TK = torch.ones(3, 8), torch.tensor([[0, 2]] * 3), torch.ones(3, 2)
+    is_bad = dispatcher.transport.rank == bad_rank
+    dispatched = dispatcher.dispatch(x_TH, slots_TK)
+    y_PH = dispatched.x_NH[dispatched.row_P]
+    spoilt = [
+        lambda: dispatcher.combine(y_PH.double() if is_bad else y_PH, weights_TK, dispatched),
+        lambda: dispatcher.combine(y_PH[1:] if is_bad else y_PH, weights_TK, dispatched),
+        lambda: dispatcher.combine(y_PH, weights_TK[1:] if is_bad else weights_TK, dispatched),
+        lambda: dispatcher.combine(y_PH, weights_TK.to("meta") if is_bad else weights_TK, dispatched),
+        lambda: dispatcher.combine(
+            y_PH, weights_TK, dispatched, out=torch.zeros(3, 16)[:, ::2] if is_bad else torch.zeros(3, 8)
+        ),
+    ]
+    errors = [error_of(call) for call in spoilt]
+    combined = dispatcher.combine(y_PH, weights_TK, dispatched)  # the same dispatch is still good
+    older, dispatched = dispatched, dispatcher.dispatch(x_TH, slots_TK)
+    y_PH = dispatched.x_NH[dispatched.row_P]
+    errors.append(error_of(lambda: dispatcher.combine(y_PH, weights_TK, older if is_bad else dispatched)))
+    again = dispatcher.combine(y_PH, weights_TK, dispatched)
+    dispatcher.close()
+    return errors, torch.equal(combined, again) and bool((combined == 2).all())
+
+
+@pytest.mark.parametrize(("name", "world_size"), BACKENDS)
+def test_a_bad_combine_is_refused_on_every_rank_and_may_be_repeated(
+    pool_of: PoolOf, name: str, world_size: int
+) -> None:
+    messages = (
+        "y_PH is torch.float64",
+        "y_PH is",
+        "weights_TK is",
+        "on meta",
+        "out has strides",
+        "not of the last",
+    )
+    for rank, (errors, is_right) in enumerate(pool_of(world_size).run(combine_badly, name, 1)):
+        for error, message in zip(errors, messages, strict=True):
+            assert error.startswith("ValueError" if rank == 1 else "PeerRefused: rank 1 refused the call: ")
+            assert message in error
+        assert is_right
+
+
+DISAGREEMENTS = ("H", "K", "dtype", "slots per rank", "capacity", "row format")
+
+
+def disagree(name: str, kind: str, odd_rank: int) -> tuple[str, str]:
+    """One rank differs in one thing; then all agree."""
+    group = dist.group.WORLD
+    assert group is not None
+    is_odd = group.rank() == odd_rank
+    dispatcher = Dispatcher(
+        open_transport(name, group, timeout_s=20.0),
+        slots_per_rank=3 if kind == "slots per rank" and is_odd else 2,
+        rows=row_format("fp8" if kind == "row format" and is_odd else "auto"),
+    )
+    x_TH = torch.zeros(3, 9 if kind == "H" and is_odd else 8)
+    slots_TK = torch.zeros(3, 3 if kind == "K" and is_odd else 2, dtype=torch.int64)
+    if kind == "dtype":  # types of one size, which bytes alone do not tell apart
+        x_TH = x_TH.to(torch.float16 if is_odd else torch.bfloat16)
+    mode = low_latency(8 if is_odd else 16) if kind == "capacity" else NORMAL
+    first = error_of(lambda: dispatcher.dispatch(x_TH, slots_TK, mode))
+    good = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64)
+    second = error_of(lambda: dispatcher.dispatch(*good))
+    dispatcher.close()
+    return first, second
+
+
+@pytest.mark.parametrize(("name", "world_size"), BACKENDS)
+@pytest.mark.parametrize("kind", DISAGREEMENTS)
+def test_ranks_that_disagree_all_get_a_named_error(
+    pool_of: PoolOf, name: str, world_size: int, kind: str
+) -> None:
+    seen = {"H": "bytes per row", "dtype": "code of dtype", "row format": "code of dtype"}.get(kind, kind)
+    for rank, (first, second) in enumerate(pool_of(world_size).run(disagree, name, kind, 1)):
+        peer = 0 if rank == 1 else 1
+        assert first.startswith(f"RanksDisagree: rank {peer} made another call than rank {rank}'s dispatch")
+        assert f"its {seen}" in first
+        if kind not in ("slots per rank", "row format"):  # those stay different
+            assert second == "no error"
+
+
+def test_a_refusal_is_both_a_dispatch_error_and_a_bad_argument() -> None:
+    assert issubclass(PeerRefused, ValueError)
