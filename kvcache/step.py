@@ -43,6 +43,9 @@ class Step:
         self.num_tokens = 0
         self.num_padded = 0
         self.num_sequences = 0
+        self.agreed_tokens = (
+            0  # no rank has more tokens in this step, as all agreed before it; 0: no such word
+        )
         self.position_T = torch.zeros(padded, dtype=torch.int64)
         self.cache_slot_T = torch.zeros(padded, dtype=torch.int64)  # block * block_tokens + offset
         self.query_start_S = torch.zeros(

@@ -18,7 +18,8 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from attention.cpu_tiles import LANES
-from dispatch.dispatcher import Dispatcher
+from dispatch.dispatched import TokenDispatcher
+from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.cpu_linear import grouped_linear, pack, silu_and_mul
 
@@ -74,7 +75,7 @@ class ExpertLayer:
     up: SlotTensors  # gate_up_proj, or up_proj where the family has no gate
     down: SlotTensors
     expert_slot_E: Tensor  # [E] int64: physical slot of each logical expert
-    dispatcher: Dispatcher
+    dispatcher: TokenDispatcher
     step: Step
     load_E: Tensor = field(init=False)  # [E] int64: choices of this rank's tokens so far
 
@@ -96,10 +97,12 @@ class ExpertLayer:
         rows = self.step.num_tokens
         ids_TK = ids_TK[:rows]
         self.load_E += torch.bincount(ids_TK.flatten(), minlength=len(self.load_E))
-        sent = self.dispatcher.dispatch(hidden_TD[:rows], self.expert_slot_E[ids_TK])
+        mode = Mode(self.step.agreed_tokens)
+        sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), self.expert_slot_E[ids_TK], mode)
         y_PD = self._slots(module, sent.x_NH[sent.row_P], sent.slot_offsets)
-        out_TD = torch.zeros_like(hidden_TD)
-        out_TD[:rows] = self.dispatcher.combine(y_PD, weights_TK[:rows].float(), sent)
+        out_TD = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype)
+        out_TD[rows:] = 0.0
+        self.dispatcher.combine(y_PD, weights_TK[:rows].float(), sent, out=out_TD[:rows])
         return out_TD
 
     def _slots(self, module: Any, x_PD: Tensor, slot_offsets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention import organ as attention_organ
-from dispatch.dispatcher import Dispatcher
+from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import EMPTY, Placement, linear_placement
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
@@ -59,7 +59,7 @@ class Model:
         self,
         skeleton: Skeleton,
         *,
-        dispatcher: Dispatcher,
+        dispatcher: TokenDispatcher,
         placement: Placement,
         rank: int,
         step: Step,
@@ -96,7 +96,7 @@ class Model:
             _restore_buffers(self._net)
 
     def _load_experts(
-        self, loader: Loader, dispatcher: Dispatcher, rank: int, report: Report
+        self, loader: Loader, dispatcher: TokenDispatcher, rank: int, report: Report
     ) -> list[ExpertLayer]:
         local, expert_slot = self.placement.local(rank), torch.from_numpy(self.placement.expert_slot())
         layers = []

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import TransportUnavailable
 from dispatch.mailbox import open_mailbox
+from dispatch.row_formats import row_format
 from dispatch.transports.choose import open_transport
 from kvcache.blocks import BlockPool
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
@@ -22,7 +23,7 @@ from moe.warmup import compile_kernels
 from scheduler.config import EngineConfig, model_length
 from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
-from scheduler.lockstep import Header, LockStep
+from scheduler.lockstep import Header, LockStep, describe_modes
 from scheduler.policy import Scheduler
 from scheduler.runner import Runner
 from scheduler.sizing import num_blocks
@@ -40,6 +41,7 @@ class Assembled(NamedTuple):
     max_model_len: int
     num_blocks: int
     transport: str  # which, and why
+    dispatch: str  # which steps go in which mode, and how rows travel
 
 
 def assemble(
@@ -81,10 +83,10 @@ def assemble(
     )
     placement = skeleton.placement(config.world_size)
     group, mailbox_group = _groups(config)
-    transport = open_transport(config.all2all_backend, group, timeout_s=config.timeout_s, epoch=config.epoch)
+    dispatcher = _open_dispatcher(config, group, placement.slots_per_rank)
     model = Model(
         skeleton,
-        dispatcher=Dispatcher(transport, slots_per_rank=placement.slots_per_rank),
+        dispatcher=dispatcher,
         placement=placement,
         rank=config.rank,
         step=step,
@@ -93,13 +95,30 @@ def assemble(
     )
     compile_kernels(model)
     runner = Runner(model, PagedCache(skeleton.cache_shapes, blocks))
-    mailbox = open_mailbox(
-        config.all2all_backend, mailbox_group, width=len(Header._fields), timeout_s=config.timeout_s
+    engine = Engine(config.rank, scheduler, runner, _open_lockstep(config, mailbox_group), doorbell)
+    chosen = f"{dispatcher.transport.name}, as {dispatcher.transport.reason}"
+    modes = describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
+    dispatch = f"{modes}; tokens travel {dispatcher.row_format}"
+    return Assembled(engine, scheduler, runner, model, length, blocks, chosen, dispatch)
+
+
+def _open_dispatcher(
+    config: EngineConfig, group: dist.ProcessGroup | None, slots_per_rank: int
+) -> Dispatcher:
+    transport = open_transport(config.all2all_backend, group, timeout_s=config.timeout_s, epoch=config.epoch)
+    return Dispatcher(transport, slots_per_rank=slots_per_rank, rows=row_format(config.dispatch_dtype))
+
+
+def _open_lockstep(config: EngineConfig, group: dist.ProcessGroup | None) -> LockStep:
+    width = len(Header._fields)
+    mailbox = open_mailbox(config.all2all_backend, group, width=width, timeout_s=config.timeout_s)
+    return LockStep(
+        mailbox,
+        epoch=config.epoch,
+        timeout_s=config.timeout_s,
+        mode=config.dispatch_mode,
+        max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    lockstep = LockStep(mailbox, epoch=config.epoch, timeout_s=config.timeout_s)
-    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell)
-    chosen = f"{transport.name}, as {transport.reason}"
-    return Assembled(engine, scheduler, runner, model, length, blocks, chosen)
 
 
 def _groups(config: EngineConfig) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

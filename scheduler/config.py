@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scheduler.lockstep import DispatchMode
+
 
 class ConfigError(ValueError):
     """An engine setting that this model or machine cannot serve."""
@@ -23,6 +25,8 @@ class EngineConfig:
     dtype: str = "auto"
     enable_prefix_caching: bool = True
     all2all_backend: str = "auto"
+    dispatch_mode: DispatchMode = DispatchMode.AUTO
+    dispatch_dtype: str = "auto"  # see dispatch.row_formats
     threads: int = 1
     timeout_s: float = 30.0  # of every collective
     epoch: int = 0

@@ -3,6 +3,7 @@
 Requests arrive from other threads into an inbox; the loop alone touches scheduler and model. A step is: agree on
 what all ranks do, take what arrived, plan, post the header of the next step, run, commit, hand out. An idle rank
 runs the step too, on padded rows, because the others' tokens need its experts; when nobody has anything all sleep.
+A step for which ranks agreed on a largest number of tokens keeps to it: what arrived since takes the room left over.
 """
 
 import threading
@@ -71,7 +72,7 @@ class Engine:
         """
         self._post()
         while True:
-            decision = self._lockstep.agree()
+            decision, agreed_tokens = self._lockstep.agree()
             if decision is Decision.STOP:
                 return
             if decision is Decision.SLEEP:
@@ -79,20 +80,27 @@ class Engine:
                 self._sleep()
                 self._post()
                 continue
-            self._step(on_step)
+            self._step(agreed_tokens, on_step)
 
-    def _step(self, on_step: OnStep) -> None:
+    def _step(self, agreed_tokens: int, on_step: OnStep) -> None:
         outputs = self._take_inbox()
         outputs += self._scheduler.expire(self._clock())
-        batch = self._scheduler.schedule()
+        num_decodes = self._scheduler.next_step.num_decodes
+        room = max(0, agreed_tokens - num_decodes) if agreed_tokens else None
+        batch = self._scheduler.schedule(prefill_budget=room)
         self._post()
-        sampled = self._runner.run(batch)
+        sampled = self._runner.run(batch, agreed_tokens)
         outputs += self._scheduler.commit(batch, sampled.token_ids, sampled.logprobs)
         on_step(outputs, self._stats(batch.num_tokens))
 
     def _post(self) -> None:
-        has_work = self._scheduler.has_work or bool(self._inbox)
-        self._lockstep.post(has_work=has_work, is_stopping=self._is_stopping)
+        coming, has_arrivals = self._scheduler.next_step, bool(self._inbox)
+        self._lockstep.post(
+            has_work=self._scheduler.has_work or has_arrivals,
+            is_stopping=self._is_stopping,
+            has_prefill=coming.has_prefill or has_arrivals,
+            num_decodes=coming.num_decodes,
+        )
 
     def _sleep(self) -> None:
         with self._lock:

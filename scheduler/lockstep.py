@@ -3,11 +3,17 @@
 Every rank posts a small fixed header before it runs a step and reads everybody's after it, so that no rank waits
 for one inside a step. From equal headers all ranks derive the same decision; that they speak of the same step,
 epoch and placement is checked each time, because a mismatch would mix up answers silently.
+
+The decision includes how tokens travel. When no rank has a prompt to run, all know a step ahead how many tokens any
+of them can have, and dispatch in low-latency mode for that many; a step with prompts is in normal mode. Idea: the
+`auto` of SGLang's `--deepep-mode`, there decided by each rank's forward mode.
 """
 
 from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
+
+from dispatch.mode import SMALLEST_CAPACITY, fitting_capacity
 
 
 class LockStepError(RuntimeError):
@@ -24,6 +30,14 @@ class Mailbox(Protocol):
         """Return every rank's row of the same round."""
 
 
+class DispatchMode(Enum):
+    """Which of `dispatch.mode`'s modes steps take; the values are the command line's."""
+
+    AUTO = "auto"  # low latency for decode-only steps, normal for the others
+    NORMAL = "normal"  # always
+    LOW_LATENCY = "low_latency"  # always, with room for the largest batch
+
+
 class Header(NamedTuple):
     """What a rank says before a step about the one after it."""
 
@@ -32,6 +46,8 @@ class Header(NamedTuple):
     placement_version: int
     has_work: int  # 1: something waits or runs here
     is_stopping: int  # 1: asked to end
+    has_prefill: int  # 1: part of a prompt waits to run
+    num_decodes: int  # tokens of running requests, at most
 
 
 class Decision(Enum):
@@ -40,6 +56,15 @@ class Decision(Enum):
     RUN = "run"
     SLEEP = "sleep"  # nobody has anything
     STOP = "stop"
+
+
+class Agreement(NamedTuple):
+    """What all ranks derive from one round of headers."""
+
+    decision: Decision
+    agreed_tokens: int = (
+        0  # no rank may run more in this step, which is dispatched in low-latency mode; 0: no limit
+    )
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -59,20 +84,59 @@ def decide(headers: Sequence[Header]) -> Decision:
     return Decision.RUN if any(header.has_work for header in headers) else Decision.SLEEP
 
 
+def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batched_tokens: int) -> int:
+    """Derive the common limit on the step's tokens; 0 for a step in normal mode.
+
+    Args:
+        headers: of all ranks.
+        mode: of the service.
+        max_num_batched_tokens: what a step may have at all, per rank.
+    """
+    if mode is DispatchMode.LOW_LATENCY:
+        return fitting_capacity(max_num_batched_tokens)
+    if mode is DispatchMode.NORMAL or any(header.has_prefill for header in headers):
+        return 0
+    return fitting_capacity(max(header.num_decodes for header in headers))
+
+
+def describe_modes(mode: DispatchMode, max_num_seqs: int, max_num_batched_tokens: int) -> str:
+    """Say in one sentence which steps are dispatched how."""
+    if mode is DispatchMode.NORMAL:
+        return "every step is dispatched in normal mode"
+    if mode is DispatchMode.LOW_LATENCY:
+        capacity = fitting_capacity(max_num_batched_tokens)
+        return f"every step is dispatched in low-latency mode, with room for {capacity} tokens per rank"
+    return (
+        f"decode-only steps are dispatched in low-latency mode, with room for {SMALLEST_CAPACITY} to "
+        f"{fitting_capacity(max_num_seqs)} tokens per rank, steps with prompts in normal mode"
+    )
+
+
 class LockStep:
     """One rank's part in the exchange."""
 
-    def __init__(self, mailbox: Mailbox, *, epoch: int, timeout_s: float) -> None:
-        """`timeout_s` bounds how long another rank's header may take."""
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        *,
+        epoch: int,
+        timeout_s: float,
+        mode: DispatchMode = DispatchMode.AUTO,
+        max_num_batched_tokens: int = 0,
+    ) -> None:
+        """`timeout_s` bounds how long another rank's header may take; all but it are equal on all ranks."""
         self._mailbox, self._epoch, self._timeout_s = mailbox, epoch, timeout_s
+        self._mode, self._max_num_batched_tokens = mode, max_num_batched_tokens
         self.step = 0
 
-    def post(self, *, has_work: bool, is_stopping: bool) -> None:
+    def post(self, *, has_work: bool, is_stopping: bool, has_prefill: bool, num_decodes: int) -> None:
         """Say what this rank will have to do in the next step."""
-        self._mailbox.post(Header(self.step, self._epoch, 0, int(has_work), int(is_stopping)))
+        flags = int(has_work), int(is_stopping), int(has_prefill)
+        self._mailbox.post(Header(self.step, self._epoch, 0, *flags, num_decodes))
 
-    def agree(self) -> Decision:
+    def agree(self) -> Agreement:
         """Read everybody's header of this step and move to the next; collective."""
         rows = self._mailbox.collect(self._timeout_s)
         self.step += 1
-        return decide([Header(*row[: len(Header._fields)]) for row in rows])
+        headers = [Header(*row[: len(Header._fields)]) for row in rows]
+        return Agreement(decide(headers), agree_on_tokens(headers, self._mode, self._max_num_batched_tokens))

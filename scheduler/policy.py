@@ -53,6 +53,13 @@ class Batch(NamedTuple):
     num_prefill_tokens: int
 
 
+class NextStep(NamedTuple):
+    """What the step after the batches planned so far will hold, as far as is known."""
+
+    num_decodes: int  # at most
+    has_prefill: bool  # something waits, or is in the middle of its prompt
+
+
 class SchedulerStats(NamedTuple):
     """The scheduler's part of `RankStats`, under the same names."""
 
@@ -100,6 +107,13 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether anything waits, runs, is in flight, or is to be handed out."""
         return bool(self._sequences or self._in_flight or self._refused)
+
+    @property
+    def next_step(self) -> NextStep:
+        """Look ahead. Requests that are added, end or are preempted from now on may change prefill, but can only
+        lower the number of decodes."""
+        is_mid_prompt = bool(self._running) and self._running[-1].is_prefilling
+        return NextStep(len(self._running), bool(self._waiting) or is_mid_prompt)
 
     @property
     def stats(self) -> SchedulerStats:

@@ -23,8 +23,12 @@ class Runner:
         return self._model.step
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Sampled:
+    def run(self, batch: Batch, agreed_tokens: int = 0) -> Sampled:
         """Run a batch, or padded rows if it is empty; collective over the model's group.
+
+        Args:
+            batch: what to run.
+            agreed_tokens: see `lockstep.Agreement`; equal on all ranks.
 
         Returns:
             One token per item that samples, in order.
@@ -39,6 +43,7 @@ class Runner:
             if samples:
                 rows.append(row - 1)
         self.step.fill(spans)
+        self.step.agreed_tokens = agreed_tokens
         self._token_T[:row] = torch.tensor(tokens, dtype=torch.int64)
         self._token_T[row : self.step.num_padded] = 0
         token_T = self._token_T[: self.step.num_padded]

@@ -25,7 +25,7 @@ from scheduler.assembly import Assembled, assemble
 from scheduler.config import ConfigError, EngineConfig
 from scheduler.doorbell import StoreDoorbell
 from scheduler.limits import SchedulerLimitsError
-from scheduler.lockstep import LockStepError
+from scheduler.lockstep import DispatchMode, LockStepError
 from scheduler.request import RankStats, RequestOutput
 from scheduler.sizing import KVMemoryError
 from server.machine import available_bytes
@@ -65,6 +65,8 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     _join(place, store)
     doorbell = StoreDoorbell(*(PrefixStore("doorbell", _store(place)) for _ in range(2)))
     built = assemble(_config(options, place), doorbell, _Progress() if place.rank == 0 else _silent)
+    if place.rank == 0:
+        print(f"Dispatch: {built.transport}; {built.dispatch}", file=sys.stderr, flush=True)
     _walk(built, options, place, front, supervisor)
 
 
@@ -145,6 +147,8 @@ def _config(options: Options, place: Place) -> EngineConfig:
         kv_cache_bytes=options.kv_cache_bytes or int(available_bytes() * share) // place.local_world_size,
         enable_prefix_caching=options.enable_prefix_caching,
         all2all_backend=options.all2all_backend,
+        dispatch_mode=DispatchMode(options.dispatch_mode),
+        dispatch_dtype=options.dispatch_dtype,
         threads=options.threads or 1,
         timeout_s=options.distributed_timeout_s,
     )

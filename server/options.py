@@ -48,6 +48,8 @@ class Options:
     api_keys: tuple[str, ...]
     distributed_timeout_s: float  # how long a rank may keep another one waiting
     all2all_backend: str  # one of dispatch.availability's BACKENDS
+    dispatch_mode: str  # auto, normal or low_latency
+    dispatch_dtype: str  # auto or fp8
     threads: int | None  # per rank; None: cores / local ranks
     enable_prefix_caching: bool
     request_timeout_s: float  # 0 is none
@@ -105,6 +107,19 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         choices=BACKENDS,
         help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; nccl, nvshmem and "
         "deep_ep connect GPUs, on which this version does not compute yet (default: auto)",
+    )
+    add(
+        "--dispatch-mode",
+        default="auto",
+        choices=("auto", "normal", "low_latency"),
+        help="auto is low_latency for steps that only decode, normal for steps with prompts (default: %(default)s)",
+    )
+    add(
+        "--dispatch-dtype",
+        default="auto",
+        choices=("auto", "fp8"),
+        help="what tokens travel to experts as: the model's own type, or FP8 with DeepSeek's block scales, a "
+        "quarter of float32's bytes and not the same bits (default: %(default)s)",
     )
     add(
         "--distributed-timeout-seconds",
@@ -208,6 +223,8 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         api_keys=_api_keys(args, environment),
         distributed_timeout_s=args.distributed_timeout_seconds,
         all2all_backend=args.all2all_backend,
+        dispatch_mode=args.dispatch_mode,
+        dispatch_dtype=args.dispatch_dtype,
         threads=args.threads,
         enable_prefix_caching=args.enable_prefix_caching,
         request_timeout_s=args.request_timeout,
@@ -267,6 +284,8 @@ def arguments_from(options: Options) -> list[str]:
         "--threads": options.threads,
         "--distributed-timeout-seconds": options.distributed_timeout_s,
         "--all2all-backend": options.all2all_backend,
+        "--dispatch-mode": options.dispatch_mode,
+        "--dispatch-dtype": options.dispatch_dtype,
         "--dtype": options.dtype,
         "--max-model-len": options.max_model_len,
         "--max-num-seqs": options.max_num_seqs,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from scheduler.lockstep import DispatchMode
 from scheduler.request import Request, RequestOutput
 from tests.conftest import PoolOf
 from tests.support.families import VOCABULARY, write_checkpoint
@@ -109,6 +110,40 @@ def test_ranks_and_transports_change_no_bit(
     directory, alone = served_alone
     parts = pool_of(world_size).run(answers_on_rank, directory, 1, {"all2all_backend": backend})
     assert {key: value for part in parts for key, value in part.items()} == alone
+
+
+@pytest.mark.parametrize("mode", list(DispatchMode))
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_dispatch_modes_change_no_bit(
+    served_alone: tuple[Path, Answers], backend: str, mode: DispatchMode, pool_of: PoolOf
+) -> None:
+    directory, alone = served_alone
+    settings = {
+        "all2all_backend": backend,
+        "dispatch_mode": mode,
+        "max_num_batched_tokens": 40,
+        "max_num_seqs": 3,
+    }
+    parts = pool_of(2).run(answers_on_rank, directory, 1, settings)
+    assert {key: value for part in parts for key, value in part.items()} == alone
+
+
+def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
+    served_alone: tuple[Path, Answers], pool_of: PoolOf
+) -> None:
+    """FP8 rounds what experts see, so the answers are not those of `alone`, but they are one set of answers."""
+    directory, alone = served_alone
+    fp8 = {"dispatch_dtype": "fp8"}
+    wanted = answers_of(directory, True, 1, enable_prefix_caching=False, **fp8)
+    assert wanted != alone
+    firsts = [abs(wanted[key][0][1] - alone[key][0][1]) for key in alone]
+    assert 0 < max(firsts) < 0.5
+    for world_size, settings in (
+        (2, fp8),
+        (4, {**fp8, "all2all_backend": "gloo", "max_num_batched_tokens": 23, "max_num_seqs": 8}),
+    ):
+        parts = pool_of(world_size).run(answers_on_rank, directory, 1, settings)
+        assert {key: value for part in parts for key, value in part.items()} == wanted
 
 
 def test_the_comparison_sees_a_single_changed_weight(served_alone: tuple[Path, Answers]) -> None:

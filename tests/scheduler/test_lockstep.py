@@ -1,0 +1,108 @@
+"""What ranks derive from each other's headers, and that a rank keeps to what it said."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.blocks import BlockPool
+from scheduler.lockstep import (
+    Agreement,
+    Decision,
+    DispatchMode,
+    Header,
+    LockStep,
+    LockStepError,
+    agree_on_tokens,
+    decide,
+    describe_modes,
+)
+from scheduler.policy import Scheduler
+from tests.support.serving import request
+
+
+def header(*, step: int = 1, work: int = 1, stopping: int = 0, prefill: int = 0, decodes: int = 0) -> Header:
+    return Header(step, 0, 0, work, stopping, prefill, decodes)
+
+
+class FakeMailbox:
+    """Ranks that say the same as this one, and one more."""
+
+    def __init__(self, other: Header) -> None:
+        self.posted: list[int] = []
+        self.other = other
+
+    def post(self, values: list[int]) -> None:
+        self.posted = list(values)
+
+    def collect(self, timeout_s: float) -> list[list[int]]:
+        return [self.posted, list(self.other)]
+
+
+def test_all_run_when_one_has_work_and_sleep_when_none_has() -> None:
+    assert decide([header(work=0), header()]) is Decision.RUN
+    assert decide([header(work=0), header(work=0)]) is Decision.SLEEP
+    assert decide([header(), header(stopping=1)]) is Decision.STOP
+
+
+def test_ranks_at_different_steps_end_the_service() -> None:
+    with pytest.raises(LockStepError, match=r"\(1, 0, 0\), \(2, 0, 0\)"):
+        decide([header(), header(step=2)])
+
+
+def test_a_step_of_decodes_has_room_for_the_rank_with_most() -> None:
+    headers = [header(decodes=3), header(decodes=17), header(work=0)]
+    assert agree_on_tokens(headers, DispatchMode.AUTO, 512) == 32
+
+
+def test_one_ranks_prompt_makes_the_step_normal_for_all() -> None:
+    assert agree_on_tokens([header(decodes=3), header(prefill=1)], DispatchMode.AUTO, 512) == 0
+
+
+def test_a_forced_mode_is_taken_whatever_ranks_have() -> None:
+    for headers in ([header(decodes=3)], [header(prefill=1)]):
+        assert agree_on_tokens(headers, DispatchMode.NORMAL, 512) == 0
+        assert agree_on_tokens(headers, DispatchMode.LOW_LATENCY, 500) == 512
+
+
+def test_the_modes_are_described_with_their_room() -> None:
+    assert "room for 8 to 64 tokens per rank" in describe_modes(DispatchMode.AUTO, 64, 512)
+    assert "room for 512 tokens" in describe_modes(DispatchMode.LOW_LATENCY, 64, 512)
+    assert describe_modes(DispatchMode.NORMAL, 64, 512) == "every step is dispatched in normal mode"
+
+
+def test_agreeing_moves_to_the_next_step() -> None:
+    mailbox = FakeMailbox(header(step=0, decodes=9))
+    lockstep = LockStep(mailbox, epoch=0, timeout_s=1.0)
+    lockstep.post(has_work=True, is_stopping=False, has_prefill=False, num_decodes=2)
+    assert lockstep.agree() == Agreement(Decision.RUN, 16)
+    assert lockstep.step == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), max_size=40), st.integers(6, 40))
+def test_no_step_has_more_tokens_than_its_rank_announced(
+    arrivals: list[tuple[int, int]], num_blocks: int
+) -> None:
+    """Requests arrive between the announcement and the step, blocks run out, requests are preempted: a step that was
+    announced as decode-only fits what all agreed on, and everybody is served."""
+    scheduler = Scheduler(
+        BlockPool(num_blocks, block_tokens=4), max_num_seqs=8, max_num_batched_tokens=24, max_model_len=24
+    )
+    waiting = [request(f"{i}", [5] * min(n, 20), max_tokens=3) for i, (_, n) in enumerate(arrivals)]
+    pauses = [pause for pause, _ in arrivals]
+    ended, steps = 0, 0
+    while ended < len(arrivals):
+        coming = scheduler.next_step
+        headers = [header(prefill=int(coming.has_prefill), decodes=coming.num_decodes)]
+        agreed = agree_on_tokens(headers, DispatchMode.AUTO, 24)
+        for _ in range(pauses.pop(0) if pauses else len(waiting)):
+            if waiting:
+                scheduler.add(waiting.pop(0))
+        num_decodes = scheduler.next_step.num_decodes
+        batch = scheduler.schedule(prefill_budget=max(0, agreed - num_decodes) if agreed else None)
+        assert not agreed or batch.num_tokens <= agreed
+        samples = sum(item.samples for item in batch.items)
+        outputs = scheduler.commit(batch, [7] * samples, [None] * samples)
+        ended += sum(output.finish_reason is not None for output in outputs)
+        steps += 1
+        assert steps < 2000, "somebody is never served"
