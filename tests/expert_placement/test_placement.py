@@ -1,4 +1,4 @@
-"""Placements: every expert has one slot, ranks have as many slots, and what is not so is refused by name."""
+"""Placements: every expert has slots, never two on a rank, shares add up, and what is not so is refused by name."""
 
 import dataclasses
 
@@ -43,8 +43,8 @@ def test_a_placement_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("slots", "experts", "ranks", "message"),
     [
-        ([[0, 1], [0, 0]], 2, 1, r"layer 1: experts \[0, 1\] have \[2, 0\] slots"),
-        ([[0, EMPTY]], 2, 1, r"layer 0: experts \[1\] have \[0\] slots"),
+        ([[0, 1], [0, 0]], 2, 1, r"layer 1: experts \[1\] have no slot"),
+        ([[0, EMPTY]], 2, 1, r"layer 0: experts \[1\] have no slot"),
         ([[0, 1, 2]], 2, 1, r"layer 0: slots hold experts \[2\], which are not 0 to 1"),
         ([[0, 1, -2]], 2, 1, r"layer 0: slots hold experts \[-2\], which are not 0 to 1"),
         ([[0, 1, 2]], 3, 2, r"shape \(1, 3\).*multiple of the 2 ranks"),
@@ -56,3 +56,66 @@ def test_what_is_no_placement_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Placement(np.array(slots), num_experts=experts, num_ranks=ranks)
+
+
+def test_two_copies_on_one_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match="layer 0: rank 1 holds expert 1 twice"):
+        Placement(np.array([[0, EMPTY, 1, 1]]), num_experts=2, num_ranks=2)
+
+
+def test_copies_share_evenly_unless_told_otherwise() -> None:
+    slots = np.array([[0, 1, 0, 2]])
+    assert Placement(slots, 3, 2).share.tolist() == [[0.5, 1, 0.5, 1]]
+    uneven = Placement(slots, 3, 2, share=np.array([[0.25, 1, 0.75, 1]]))
+    assert uneven.copies(0).share.tolist() == [0.25, 0.75, 1, 1]
+    assert uneven.with_shares(np.array([[1, 1, 0, 1]])).share.tolist() == [[1, 1, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        ([[0.5, 1, 0.4, 1]], "layer 0: the shares of expert 0 add up to 0.9, not 1"),
+        ([[1.5, 1, -0.5, 1]], r"layer 0: slot 2 has the share -0.5"),
+        ([[0.5, 1, np.nan, 1]], r"layer 0: slot 2 has the share nan"),
+        ([[0.5, 1]], r"share has shape \(1, 2\); it must be that of slot_expert, \(1, 4\)"),
+    ],
+)
+def test_shares_that_are_none_are_refused_by_name(share: list[list[float]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Placement(np.array([[0, 1, 0, 2]]), 3, 2, share=np.array(share))
+
+
+def test_an_empty_slot_has_no_share() -> None:
+    with pytest.raises(ValueError, match="slot 1 has the share 0.5"):
+        Placement(np.array([[0, EMPTY]]), 1, 1, share=np.array([[0.5, 0.5]]))
+
+
+def test_copies_are_the_inverse() -> None:
+    slots = np.array([[3, EMPTY, 0, 2, 1, 0, EMPTY, 3, 0]])
+    placement = Placement(slots, num_experts=4, num_ranks=3)
+    copies = placement.copies(0)
+    for expert in range(4):
+        own = copies.slot[copies.first[expert] : copies.first[expert + 1]]
+        assert own.tolist() == np.flatnonzero(slots[0] == expert).tolist()
+        assert placement.num_copies[0, expert] == len(own)
+        assert placement.expert_slot()[0, expert] == own[0]
+
+
+def test_a_layer_keeps_to_its_slots() -> None:
+    slots = np.array([[0, 1, 2, EMPTY], [0, 1, 2, 0]])
+    with pytest.raises(ValueError, match="layer 1: experts lie in slots past the 1"):
+        Placement(slots, 3, 2, layer_slots=np.array([2, 1]))
+    with pytest.raises(ValueError, match=r"layer_slots is \[3, 2\]; it must be 2 numbers from 0 to 2"):
+        Placement(slots, 3, 2, layer_slots=np.array([3, 2]))
+
+
+def test_the_digest_speaks_of_slots_and_shares_and_not_of_the_version() -> None:
+    slots = np.array([[0, 1, 0, 2]])
+    placement = Placement(slots, 3, 2)
+    assert placement.digest() == Placement(slots, 3, 2).with_version(7).digest()
+    others = [
+        placement.with_shares(np.array([[0.25, 1, 0.75, 1]])),
+        Placement(np.array([[0, 1, 2, 0]]), 3, 2),
+        Placement(slots, 3, 1 + 1, layer_slots=np.array([2])).with_shares(np.array([[1, 1, 0, 1]])),
+    ]
+    assert len({placement.digest(), *(other.digest() for other in others)}) == 4

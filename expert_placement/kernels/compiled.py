@@ -1,0 +1,27 @@
+"""How the kernels of this package are compiled: with numba, without the GIL, cached on disk.
+
+Numba's cache looks at the file of the cached function only, so a change of a callee in another file would go unseen.
+Entry points therefore carry the checksum of the whole package in their names; what they call is compiled into them
+and not cached by itself.
+"""
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numba import njit
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_CHECKSUM = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+inner: Callable[[_Function], _Function] = njit(nogil=True, error_model="numpy")
+"""Compile for use in an entry point."""
+
+
+def entry(function: _Function) -> _Function:
+    """Compile for use from Python; other threads run meanwhile."""
+    function.__name__ += f"_{_CHECKSUM:08x}"
+    function.__qualname__ = function.__name__
+    compiled: _Function = njit(nogil=True, error_model="numpy", cache=True)(function)
+    return compiled

@@ -1,0 +1,159 @@
+"""Divide the load of experts between their copies so that the fullest rank is as empty as can be.
+
+An expert's load can be poured from one of its copies into another; the fullest rank is lowest when no pouring lowers
+it further, which is also where the sum of squares of the ranks' loads is least (the loads that can be reached are the
+bases of a polymatroid; Fujishige 1980). The sum of squares is brought down one pair of copies at a time: projected
+successive over-relaxation, which takes a ring of n ranks about n sweeps instead of the n^2 of plain levelling.
+Rejected: a linear program (milliseconds), plain levelling (0.14 % off after 30 sweeps, research/placement).
+
+Legend: E experts, S slots of a layer, R ranks; slot q belongs to rank q // slots_per_rank.
+"""
+
+import numpy as np
+
+from expert_placement.kernels.compiled import inner
+
+RELAXATION = 1.5  # of 1 to 2: 1 is plain levelling
+PLAIN_SWEEPS = 2  # at the end, without over-relaxation, so that no rank is left above its neighbours
+
+
+@inner
+def sum_of(values: np.ndarray) -> float:
+    """The sum; numpy's own takes numba seconds to compile."""
+    total = 0.0
+    for index in range(values.shape[0]):
+        total += values[index]
+    return total
+
+
+@inner
+def highest(values: np.ndarray) -> int:
+    """Where the largest value is, the first of several."""
+    best = 0
+    for index in range(values.shape[0]):
+        if values[index] > values[best]:
+            best = index
+    return best
+
+
+@inner
+def copy_into(values: np.ndarray, to: np.ndarray) -> None:
+    """Copy all values."""
+    for index in range(values.shape[0]):
+        to[index] = values[index]
+
+
+@inner
+def index_copies(slot_S: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `(first_E, at_S)`: expert e's slots are `at_S[first_E[e]:first_E[e + 1]]`, ascending."""
+    first_E, next_E = np.zeros(num_experts + 1, np.int64), np.zeros(num_experts, np.int64)
+    for slot in range(slot_S.shape[0]):
+        if slot_S[slot] >= 0:
+            first_E[slot_S[slot] + 1] += 1
+    for expert in range(num_experts):
+        next_E[expert] = first_E[expert]
+        first_E[expert + 1] += first_E[expert]
+    at_S = np.empty(first_E[num_experts], np.int64)
+    for slot in range(slot_S.shape[0]):
+        expert = slot_S[slot]
+        if expert >= 0:
+            at_S[next_E[expert]] = slot
+            next_E[expert] += 1
+    return first_E, at_S
+
+
+@inner
+def divide_evenly(
+    load_E: np.ndarray,
+    first_E: np.ndarray,
+    at_S: np.ndarray,
+    slots_per_rank: int,
+    x_S: np.ndarray,
+    level_R: np.ndarray,
+) -> None:
+    """Give every copy the same load: writes the slots' loads into x_S and the ranks' into level_R."""
+    for rank in range(level_R.shape[0]):
+        level_R[rank] = 0.0
+    for slot in range(x_S.shape[0]):
+        x_S[slot] = 0.0
+    for expert in range(load_E.shape[0]):
+        for place in range(first_E[expert], first_E[expert + 1]):
+            slot = at_S[place]
+            x_S[slot] = load_E[expert] / (first_E[expert + 1] - first_E[expert])
+            level_R[slot // slots_per_rank] += x_S[slot]
+
+
+@inner
+def divide_as_before(
+    load_E: np.ndarray,
+    first_E: np.ndarray,
+    at_S: np.ndarray,
+    slots_per_rank: int,
+    x_S: np.ndarray,
+    level_R: np.ndarray,
+) -> None:
+    """Keep the proportions between an expert's copies and make them add up to its load; else as `divide_evenly`."""
+    for rank in range(level_R.shape[0]):
+        level_R[rank] = 0.0
+    for expert in range(load_E.shape[0]):
+        begin, end = first_E[expert], first_E[expert + 1]
+        total = 0.0
+        for place in range(begin, end):
+            total += x_S[at_S[place]]
+        for place in range(begin, end):
+            slot = at_S[place]
+            x_S[slot] = (
+                x_S[slot] * (load_E[expert] / total) if total > 0.0 else load_E[expert] / (end - begin)
+            )
+            level_R[slot // slots_per_rank] += x_S[slot]
+
+
+@inner
+def pour(
+    first_E: np.ndarray,
+    at_S: np.ndarray,
+    slots_per_rank: int,
+    x_S: np.ndarray,
+    level_R: np.ndarray,
+    sweeps: int,
+    tolerance: float,
+) -> int:
+    """Level the ranks by pouring between copies, in place; returns the sweeps that it took.
+
+    Stops when the fullest rank is within `tolerance` (of the mean) of the mean, or a sweep moves less than that.
+    """
+    mean = sum_of(level_R) / level_R.shape[0]
+    allowed = tolerance * mean
+    shared = np.empty(first_E.shape[0], np.int64)
+    num_shared = 0
+    for expert in range(first_E.shape[0] - 1):
+        if first_E[expert + 1] - first_E[expert] > 1:
+            shared[num_shared] = expert
+            num_shared += 1
+    plain = 0
+    for sweep in range(sweeps):
+        if level_R[highest(level_R)] - mean <= allowed:
+            return sweep
+        if sweep >= sweeps - PLAIN_SWEEPS:
+            plain = max(plain, 1)
+        factor = 0.5 if plain else 0.5 * RELAXATION
+        biggest = 0.0
+        for k in range(num_shared):
+            expert = shared[k]
+            for i in range(first_E[expert], first_E[expert + 1] - 1):
+                for j in range(i + 1, first_E[expert + 1]):
+                    here, there = at_S[i], at_S[j]
+                    a, b = here // slots_per_rank, there // slots_per_rank
+                    amount = min(max(factor * (level_R[a] - level_R[b]), -x_S[there]), x_S[here])
+                    x_S[here] -= amount
+                    x_S[there] += amount
+                    level_R[a] -= amount
+                    level_R[b] += amount
+                    biggest = max(biggest, abs(amount))
+        if plain:
+            plain += 1
+        elif biggest <= allowed:
+            plain = 1
+        if plain > PLAIN_SWEEPS:
+            return sweep + 1
+    return sweeps

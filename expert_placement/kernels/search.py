@@ -1,0 +1,287 @@
+"""Local search on one layer: lower the fullest ranks by exchanging two slots or by giving a slot another copy.
+
+Ranks that pour load into one another have one level; such a *pool* goes up and down as a whole. A step looks at the
+fullest pool and predicts, for every slot elsewhere, what exchanging it with a slot of the pool would do (two slots
+move), or giving it a copy of one of the pool's experts in place of a copy that is spare (one slot moves). The most
+promising per moved slot are tried by dividing the loads anew; the best is kept if it lowers the fullest rank and the
+sum of the excesses to the fourth power. So no step makes the layer worse, and the search can stop anywhere.
+The idea of exchanges on the hottest card with a bounded number of moves is vllm-ascend's; predictions by pools and
+trials by pouring make it converge.
+
+Legend: S slots of a layer, R ranks, C candidates.
+"""
+
+import numpy as np
+
+from expert_placement.kernels.compiled import inner
+from expert_placement.kernels.construct import _root
+from expert_placement.kernels.fill import (
+    copy_into,
+    divide_as_before,
+    divide_evenly,
+    highest,
+    index_copies,
+    pour,
+)
+from expert_placement.kernels.limits import EMPTY, Layer, Rules, may_enter, may_leave, put, refill
+
+SWEEPS, TRIAL_SWEEPS = 120, 30
+TOLERANCE, TRIAL_TOLERANCE = 1e-5, 1e-4  # of the mean
+LINKED = 1e-4  # of the mean: a copy with less does not make its rank part of a pool
+FEW, MANY = 4, 24  # candidates tried, and tried when none of the few helps
+LEAST_COST = 0.25  # moved slots; a step back to where things were costs nothing, but is not worth everything
+SWAP, COPY = 0, 1
+
+
+@inner
+def excess(layer: Layer, level_R: np.ndarray) -> float:
+    """The fourth power of how far ranks lie above the mean, summed."""
+    total = 0.0
+    for rank in range(level_R.shape[0]):
+        over = max(level_R[rank] / layer.mean - 1.0, 0.0)
+        total += over * over * over * over
+    return total
+
+
+@inner
+def _find_pools(layer: Layer, rules: Rules) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return `(pool_R, size_R, height_R)`: a rank's pool, and by pool its ranks and its mean level."""
+    num_ranks = layer.level_R.shape[0]
+    parent_R = np.empty(num_ranks, np.int64)
+    for rank in range(num_ranks):
+        parent_R[rank] = rank
+    if not rules.even:
+        first_E, at_S = index_copies(layer.slot_S, layer.load_E.shape[0])
+        for expert in range(layer.load_E.shape[0]):
+            linked = -1
+            for place in range(first_E[expert], first_E[expert + 1]):
+                if layer.x_S[at_S[place]] > LINKED * layer.mean:
+                    rank = at_S[place] // layer.slots_per_rank
+                    if linked >= 0:
+                        parent_R[_root(parent_R, rank)] = _root(parent_R, linked)
+                    linked = rank
+    pool_R = np.empty(num_ranks, np.int64)
+    size_R, height_R = np.zeros(num_ranks), np.zeros(num_ranks)
+    for rank in range(num_ranks):
+        pool_R[rank] = _root(parent_R, rank)
+        size_R[pool_R[rank]] += 1.0
+        height_R[pool_R[rank]] += layer.level_R[rank]
+    for rank in range(num_ranks):
+        if size_R[rank] > 0:
+            height_R[rank] /= size_R[rank]
+    return pool_R, size_R, height_R
+
+
+@inner
+def _cost(layer: Layer, expert: int, replaced: int, rank: int) -> int:
+    """Slots that have to be filled anew when a rank's slot changes; -1 when it goes back to what the rank had."""
+    added = 0 if layer.held_RE[rank, expert] else 1
+    return added if replaced < 0 or layer.held_RE[rank, replaced] else added - 1
+
+
+@inner
+def _swap_gain(high: float, high_size: float, low: float, low_size: float, moved: float) -> float:
+    """How far the fullest of two pools comes down when `moved` goes from one to the other."""
+    return high - max(high - moved / high_size, low + moved / low_size)
+
+
+@inner
+def _copy_gain(
+    layer: Layer,
+    rules: Rules,
+    pools: tuple[np.ndarray, np.ndarray, np.ndarray],
+    at: tuple[np.ndarray, np.ndarray],
+    here: int,
+    there: int,
+    capacity: float,
+) -> float:
+    """How far the fullest pool comes down when slot `there` gets a copy of the expert in slot `here`."""
+    pool_R, size_R, height_R = pools
+    first_E, at_S = at
+    expert, spare = layer.slot_S[here], layer.slot_S[there]
+    a = pool_R[here // layer.slots_per_rank]
+    b = pool_R[there // layer.slots_per_rank]
+    high, low, top = height_R[a], height_R[b], 0.0
+    if spare >= 0:
+        low -= layer.x_S[there] / size_R[b]
+        others = layer.copies_E[spare] - 1
+        for place in range(first_E[spare], first_E[spare + 1]):
+            slot = at_S[place]
+            if slot == there:
+                continue
+            pool = pool_R[slot // layer.slots_per_rank]
+            inflow = layer.x_S[there] / others / size_R[pool]
+            if pool == b:
+                low += inflow
+            elif pool == a:
+                high += inflow
+            else:
+                top = max(top, height_R[pool] + inflow)
+    if rules.even:
+        copies = layer.copies_E[expert]
+        each = layer.load_E[expert] / (copies + 1)
+        return height_R[a] - max(top, high - layer.load_E[expert] / copies + each, low + each)
+    flow = min(capacity, (high - low) / (1.0 / size_R[a] + 1.0 / size_R[b]))
+    return height_R[a] - max(top, high - flow / size_R[a], low + flow / size_R[b])
+
+
+@inner
+def _lowest(values: np.ndarray) -> int:
+    best = 0
+    for index in range(values.shape[0]):
+        if values[index] < values[best]:
+            best = index
+    return best
+
+
+@inner
+def _keep_best(
+    found_C: np.ndarray, score_C: np.ndarray, score: float, kind: int, here: int, there: int, cost: int
+) -> None:
+    """Replace the worst candidate."""
+    worst = _lowest(score_C)
+    if score > score_C[worst]:
+        score_C[worst] = score
+        found_C[worst, 0], found_C[worst, 1], found_C[worst, 2], found_C[worst, 3] = kind, here, there, cost
+
+
+@inner
+def _propose(layer: Layer, rules: Rules, budget: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the `count` most promising steps `[kind, here, there, cost]` and their scores (0: none)."""
+    pools = _find_pools(layer, rules)
+    pool_R, size_R, height_R = pools
+    at = index_copies(layer.slot_S, layer.load_E.shape[0])
+    found_C, score_C = np.zeros((count, 4), np.int64), np.zeros(count)
+    full = pool_R[highest(layer.level_R)]
+    in_pool_E = np.zeros(layer.load_E.shape[0])
+    num_slots, per = layer.slot_S.shape[0], layer.slots_per_rank
+    for slot in range(num_slots):
+        if layer.slot_S[slot] >= 0 and pool_R[slot // per] == full:
+            in_pool_E[layer.slot_S[slot]] += layer.x_S[slot]
+    for here in range(num_slots):
+        rank, expert = here // per, layer.slot_S[here]
+        if pool_R[rank] != full or expert == EMPTY or layer.x_S[here] <= 0.0:
+            continue
+        for there in range(num_slots):
+            to_rank, other = there // per, layer.slot_S[there]
+            if pool_R[to_rank] == full or layer.on_RE[to_rank, expert]:
+                continue
+            low = pool_R[to_rank]
+            moved = layer.x_S[here] - layer.x_S[there]
+            worst = score_C[_lowest(score_C)]
+            if moved > 0.0 and (other == EMPTY or not layer.on_RE[rank, other]):
+                cost = _cost(layer, expert, other, to_rank)
+                cost += _cost(layer, other, expert, rank) if other >= 0 else 0
+                gain = _swap_gain(height_R[full], size_R[full], height_R[low], size_R[low], moved)
+                score = gain / max(float(cost), LEAST_COST)
+                if (
+                    score > worst
+                    and cost <= budget
+                    and may_leave(layer, rules, expert, rank, to_rank)
+                    and (other == EMPTY or may_leave(layer, rules, other, to_rank, rank))
+                ):
+                    _keep_best(found_C, score_C, score, SWAP, here, there, cost)
+            if other == EMPTY or layer.copies_E[other] > 1:
+                cost = _cost(layer, expert, other, to_rank)
+                if cost > budget:
+                    continue
+                gain = _copy_gain(layer, rules, pools, at, here, there, in_pool_E[expert])
+                score = gain / max(float(cost), LEAST_COST)
+                if (
+                    score > score_C[_lowest(score_C)]
+                    and may_enter(layer, rules, expert, to_rank)
+                    and (other == EMPTY or may_leave(layer, rules, other, to_rank, -1))
+                ):
+                    _keep_best(found_C, score_C, score, COPY, here, there, cost)
+    return found_C, score_C
+
+
+@inner
+def _try(layer: Layer, rules: Rules, step: np.ndarray, x_S: np.ndarray, level_R: np.ndarray) -> None:
+    """Write into x_S and level_R what the slots and ranks would carry after a step; the layer is left as it was."""
+    here, there = step[1], step[2]
+    expert, other = layer.slot_S[here], layer.slot_S[there]
+    copy_into(layer.x_S, x_S)
+    layer.slot_S[there] = expert
+    if step[0] == SWAP:
+        layer.slot_S[here] = other
+        x_S[there], x_S[here] = layer.x_S[here], layer.x_S[there]
+    else:
+        x_S[there] = 0.0
+    first_E, at_S = index_copies(layer.slot_S, layer.load_E.shape[0])
+    layer.slot_S[here], layer.slot_S[there] = expert, other
+    if rules.even:
+        divide_evenly(layer.load_E, first_E, at_S, layer.slots_per_rank, x_S, level_R)
+    else:
+        divide_as_before(layer.load_E, first_E, at_S, layer.slots_per_rank, x_S, level_R)
+        pour(first_E, at_S, layer.slots_per_rank, x_S, level_R, TRIAL_SWEEPS, TRIAL_TOLERANCE)
+
+
+@inner
+def _best_step(
+    layer: Layer, rules: Rules, budget: int, count: int, best_x_S: np.ndarray, best_level_R: np.ndarray
+) -> tuple[int, int, int, int]:
+    """Return `(kind, here, there, cost)` of the best step that helps, kind -1 when there is none."""
+    found_C, score_C = _propose(layer, rules, budget, count)
+    x_S, level_R = np.empty(layer.x_S.shape[0]), np.empty(layer.level_R.shape[0])
+    before, top = excess(layer, layer.level_R), layer.level_R[highest(layer.level_R)]
+    best, best_score = -1, 0.0
+    for index in range(count):
+        if score_C[index] <= 0.0:
+            continue
+        _try(layer, rules, found_C[index], x_S, level_R)
+        after = excess(layer, level_R)
+        if level_R[highest(level_R)] > top or after >= before * (1.0 - 1e-6):
+            continue
+        score = (before**0.25 - after**0.25) / max(float(found_C[index, 3]), LEAST_COST)
+        if score > best_score:
+            best, best_score = index, score
+            copy_into(x_S, best_x_S)
+            copy_into(level_R, best_level_R)
+    if best < 0:
+        return -1, 0, 0, 0
+    return found_C[best, 0], found_C[best, 1], found_C[best, 2], found_C[best, 3]
+
+
+@inner
+def improve(
+    layer: Layer,
+    rules: Rules,
+    target: float,
+    budget: int,
+    most_steps: int,
+    moved_T: np.ndarray,
+    top_T: np.ndarray,
+) -> int:
+    """Take steps until the fullest rank is at `target` x mean, the budget of moved slots is spent, or none helps.
+
+    Args:
+        layer: filled, its loads divided; changed in place.
+        moved_T, top_T: [most_steps + 1], written: moved slots and the fullest rank's load / mean after each step.
+
+    Returns:
+        The steps taken.
+    """
+    best_x_S, best_level_R = np.empty(layer.x_S.shape[0]), np.empty(layer.level_R.shape[0])
+    moved_T[0], top_T[0] = 0, layer.level_R[highest(layer.level_R)] / layer.mean
+    for step in range(most_steps):
+        if top_T[step] <= target:
+            return step
+        left = budget - moved_T[step]
+        kind, here, there, cost = -1, 0, 0, 0
+        for count in (FEW, MANY):
+            if kind < 0:
+                kind, here, there, cost = _best_step(layer, rules, left, count, best_x_S, best_level_R)
+        if kind < 0:
+            return step
+        expert, other = layer.slot_S[here], layer.slot_S[there]
+        put(layer, rules, there, EMPTY)
+        if kind == SWAP:
+            put(layer, rules, here, other)
+        put(layer, rules, there, expert)
+        copy_into(best_x_S, layer.x_S)
+        copy_into(best_level_R, layer.level_R)
+        refill(layer, rules, SWEEPS, TOLERANCE)
+        moved_T[step + 1] = moved_T[step] + cost
+        top_T[step + 1] = layer.level_R[highest(layer.level_R)] / layer.mean
+    return most_steps

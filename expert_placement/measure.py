@@ -1,0 +1,84 @@
+"""How evenly a placement carries a load, layer by layer.
+
+Ranks wait for one another in every layer, so every figure is taken over the ranks of one layer first and over layers
+afterwards: a sum over layers would hide that each has another slowest rank.
+"""
+
+import numpy as np
+
+from expert_placement.placement import EMPTY, Placement
+
+
+def slot_load(placement: Placement, load: np.ndarray) -> np.ndarray:
+    """What each slot carries: [layers, slots] float64, of a load [layers, experts] in any unit."""
+    _check(placement, load)
+    expert = np.where(placement.slot_expert == EMPTY, 0, placement.slot_expert)
+    result: np.ndarray = np.take_along_axis(load, expert, axis=1) * placement.share
+    return result
+
+
+def rank_load(placement: Placement, load: np.ndarray) -> np.ndarray:
+    """What each rank carries: [layers, ranks] float64."""
+    shape = (placement.num_layers, placement.num_ranks, placement.slots_per_rank)
+    result: np.ndarray = slot_load(placement, load).reshape(shape).sum(axis=2)
+    return result
+
+
+def imbalance(placement: Placement, load: np.ndarray) -> np.ndarray:
+    """Fullest rank over mean rank of each layer: [layers] float64; 1 is ideal, and what a layer without load has."""
+    ranks = rank_load(placement, load)
+    mean = ranks.mean(axis=1)
+    result: np.ndarray = np.divide(ranks.max(axis=1), mean, out=np.ones_like(mean), where=mean > 0)
+    return result
+
+
+def balancedness(placement: Placement, load: np.ndarray) -> np.ndarray:
+    """Mean rank over fullest rank of each layer: [layers] float64, the inverse of `imbalance`."""
+    return 1.0 / imbalance(placement, load)
+
+
+def least_imbalance(load: np.ndarray, num_ranks: int, slots_per_rank: int) -> np.ndarray:
+    """A bound that no placement beats, whatever its shares: [layers] float64.
+
+    One copy of an expert with r copies carries at least 1 / r of its load, so the fullest rank carries at least the
+    smallest t for which ceil(load / t) copies of every expert find slots. 1 where slots are many.
+    """
+    bound = np.ones(len(load))
+    for layer, row in enumerate(load):
+        mean = row.sum() / num_ranks
+        if mean <= 0:
+            continue
+        low, high = 0.0, float(row.max())
+        for _ in range(50):  # bisection: to 2^-50 of the hottest expert
+            middle = 0.5 * (low + high)
+            fits = np.maximum(np.ceil(row / middle), 1).sum() <= num_ranks * slots_per_rank
+            low, high = (low, middle) if fits else (middle, high)
+        bound[layer] = max(1.0, high / mean, row.max() / num_ranks / mean)
+    return bound
+
+
+def away_share(
+    placement: Placement, load: np.ndarray, home: np.ndarray, node_of_rank: np.ndarray
+) -> np.ndarray:
+    """The part of the load that is served off its expert's home node: [layers] float64.
+
+    Args:
+        home: [layers, experts] the home node, or -1.
+        node_of_rank: [ranks].
+    """
+    carried = slot_load(placement, load)
+    node = np.repeat(node_of_rank, placement.slots_per_rank)
+    expert = np.where(placement.slot_expert == EMPTY, 0, placement.slot_expert)
+    homes = np.take_along_axis(home, expert, axis=1)
+    away = np.where((homes >= 0) & (homes != node), carried, 0.0).sum(axis=1)
+    total = carried.sum(axis=1)
+    result: np.ndarray = np.divide(away, total, out=np.zeros_like(total), where=total > 0)
+    return result
+
+
+def _check(placement: Placement, load: np.ndarray) -> None:
+    if load.shape != (placement.num_layers, placement.num_experts):
+        raise ValueError(
+            f"the load has shape {load.shape}; the placement has {placement.num_layers} layers of "
+            f"{placement.num_experts} experts"
+        )

@@ -1,0 +1,157 @@
+"""What if: policies, redundancy and widths on a recorded load, with the planner that serves.
+
+A placement is made from what is known when a window ends and judged on the next one, as it would be in service; the
+window that it was made for is judged too ("known"), to tell a bad plan from a load that changed.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from expert_placement.cluster import group_homes
+from expert_placement.measure import away_share, imbalance
+from expert_placement.moves import num_moved
+from expert_placement.placement import Placement, linear_placement
+from expert_placement.planner import Rules, plan, refresh, repair
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all policies of a simulation are given.
+
+    Attributes:
+        rules: to keep to; `home` and `even` are the policies' business.
+        slots_per_rank: of a layer.
+        target: fullest rank over mean at which `repair` leaves a layer alone.
+        max_moved: part of all slots that `repair` may fill at once.
+        num_groups: of experts, for the policy `pinned`.
+    """
+
+    rules: Rules
+    slots_per_rank: int
+    target: float = 1.02
+    max_moved: float = 0.1
+    num_groups: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a policy did with a trace; figures over layers and windows."""
+
+    policy: str
+    ranks: int
+    slots: int  # of a layer, all ranks together
+    known_mean: float  # fullest rank over mean rank, for the window that a placement was made for
+    known_worst: float
+    next_mean: float | None  # for the window after it; none where the trace has one window
+    next_worst: float | None
+    moved: float  # part of the slots filled at an update; 0 for a trace with one window
+    away: float  # part of the load served off the experts' home nodes
+    plan_ms: float  # per update, all layers
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+class _Policy(NamedTuple):
+    start: Callable[[np.ndarray, Setting], Placement]
+    update: Callable[[np.ndarray, Placement, Setting], Placement]
+
+
+def _plan(load: np.ndarray, setting: Setting, even: bool = False, pinned: bool = False) -> Placement:
+    return plan(load, setting.slots_per_rank, _rules(setting, load, even, pinned)).placement
+
+
+def _rules(setting: Setting, load: np.ndarray, even: bool, pinned: bool) -> Rules:
+    rules = setting.rules
+    home = group_homes(load, setting.num_groups, rules.cluster.num_nodes) if pinned else None
+    return Rules(cluster=rules.cluster, home=home, min_nodes=rules.min_nodes, spread=rules.spread, even=even)
+
+
+def _linear(load: np.ndarray, setting: Setting) -> Placement:
+    return linear_placement(*load.shape, setting.rules.cluster.num_ranks)
+
+
+def _keep(_load: np.ndarray, current: Placement, _setting: Setting) -> Placement:
+    return current
+
+
+def _refresh(load: np.ndarray, current: Placement, _setting: Setting) -> Placement:
+    return refresh(load, current)
+
+
+def _repair(load: np.ndarray, current: Placement, setting: Setting) -> Placement:
+    budget = int(setting.max_moved * current.slot_expert.size)
+    rules = _rules(setting, load, even=False, pinned=False)
+    return repair(load, current, rules, target=setting.target, max_moves=budget).placement
+
+
+def _anew(
+    make: Callable[[np.ndarray, Setting], Placement],
+) -> Callable[[np.ndarray, Placement, Setting], Placement]:
+    return lambda load, _current, setting: make(load, setting)
+
+
+_even, _pinned = partial(_plan, even=True), partial(_plan, pinned=True)
+POLICIES = {
+    "linear": _Policy(_linear, _keep),
+    "even": _Policy(_even, _anew(_even)),
+    "plan": _Policy(_plan, _anew(_plan)),
+    "pinned": _Policy(_pinned, _anew(_pinned)),
+    "shares": _Policy(_plan, _refresh),
+    "repair": _Policy(_plan, _repair),
+}
+
+
+def simulate(policy: str, load: np.ndarray, setting: Setting) -> Outcome:
+    """Run one policy over a trace.
+
+    Args:
+        policy: one of `POLICIES`.
+        load: [windows, layers, experts].
+        setting: what it is given.
+
+    Raises:
+        ValueError: no such policy, or what the planner says.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
+    start, update = POLICIES[policy]
+    known, later, moved, seconds = [], [], [], []
+    current: Placement | None = None
+    for window, now in enumerate(load):
+        begin = time.perf_counter()
+        made = start(now, setting) if current is None else update(now, current, setting)
+        seconds.append(time.perf_counter() - begin)
+        if current is not None:
+            moved.append(num_moved(made, current).sum() / max((made.slot_expert >= 0).sum(), 1))
+        current = made
+        known.append(imbalance(current, now))
+        if window + 1 < len(load):
+            later.append(imbalance(current, load[window + 1]))
+    assert current is not None, "a trace has a window"
+    return Outcome(
+        policy=policy,
+        ranks=current.num_ranks,
+        slots=current.slot_expert.shape[1],
+        known_mean=float(np.mean(known)),
+        known_worst=float(np.max(known)),
+        next_mean=float(np.mean(later)) if later else None,
+        next_worst=float(np.max(later)) if later else None,
+        moved=float(np.mean(moved)) if moved else 0.0,
+        away=_away(current, load[-1], setting),
+        plan_ms=1000 * float(np.mean(seconds)),
+    )
+
+
+def _away(placement: Placement, load: np.ndarray, setting: Setting) -> float:
+    cluster = setting.rules.cluster
+    if setting.num_groups % cluster.num_nodes or cluster.num_nodes == 1:
+        return 0.0
+    home = group_homes(load, setting.num_groups, cluster.num_nodes)
+    return float(away_share(placement, load, home, cluster.node_of_rank).mean())

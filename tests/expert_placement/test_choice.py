@@ -1,0 +1,102 @@
+"""Which copy serves: compared with a plain loop, held to the shares in every batch and over ranks."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expert_placement.choice import ReplicaChoice, phases
+from expert_placement.cluster import Cluster
+from expert_placement.placement import EMPTY, Placement
+from expert_placement.planner import Rules, plan
+
+PLACEMENT = Placement(
+    np.array([[0, 1, EMPTY, 0, 2, 3, 2, 0, EMPTY]]),
+    num_experts=4,
+    num_ranks=3,
+    share=np.array([[0.5, 1, 0, 0.125, 0.25, 1, 0.75, 0.375, 0]]),
+)
+
+
+def choose_slowly(placement: Placement, layer: int, experts: list[int], rank: int) -> list[int]:
+    """The oracle: count, then walk along the shares."""
+    copies, start = placement.copies(layer), phases(placement.num_experts, rank)
+    seen = dict.fromkeys(experts, 0)
+    slots = []
+    for expert in experts:
+        if expert < 0:
+            slots.append(-1)
+            continue
+        own = range(copies.first[expert], copies.first[expert + 1])
+        point = (seen[expert] + start[expert]) / experts.count(expert)
+        seen[expert] += 1
+        reached, chosen = 0.0, own[-1]
+        for copy in own:
+            reached += copies.share[copy]
+            if point < reached - 1e-12:
+                chosen = copy
+                break
+        slots.append(int(copies.slot[chosen]))
+    return slots
+
+
+@given(experts=st.lists(st.integers(-1, 3), max_size=40), rank=st.integers(0, 400))
+@settings(max_examples=60, deadline=None)
+def test_choices_equal_a_plain_loop(experts: list[int], rank: int) -> None:
+    chosen = ReplicaChoice(PLACEMENT, rank).choose(0, np.array(experts, dtype=np.int64))
+    assert chosen.tolist() == choose_slowly(PLACEMENT, 0, experts, rank)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_a_choice_has_the_shape_of_what_was_asked(dtype: type) -> None:
+    asked = np.array([[0, 2], [1, -1], [3, 0]], dtype=dtype)
+    chosen = ReplicaChoice(PLACEMENT, 0).choose(0, asked)
+    assert chosen.shape == (3, 2) and chosen.dtype == np.int64 and chosen[1].tolist() == [1, -1]
+    held = np.where(asked >= 0, PLACEMENT.slot_expert[0][chosen], -1)
+    assert held.tolist() == asked.tolist()
+
+
+def test_no_tokens_are_no_choices() -> None:
+    assert ReplicaChoice(PLACEMENT, 0).choose(0, np.empty((0, 2), np.int64)).shape == (0, 2)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64, 1000])
+def test_every_copy_gets_its_share_of_a_batch_to_within_one_token(tokens: int) -> None:
+    for rank in range(5):
+        chosen = ReplicaChoice(PLACEMENT, rank).choose(0, np.zeros(tokens, np.int64))
+        counts = np.bincount(chosen, minlength=9)
+        for slot in (0, 3, 7):
+            assert abs(counts[slot] - tokens * PLACEMENT.share[0, slot]) < 1.0 + 1e-9
+
+
+def test_ranks_with_one_token_each_do_not_all_pick_one_copy() -> None:
+    ranks = 64
+    chosen = [int(ReplicaChoice(PLACEMENT, rank).choose(0, np.array([2]))[0]) for rank in range(ranks)]
+    assert abs(chosen.count(4) - ranks / 4) <= 2, "shares 1/4 and 3/4, of a sequence that fills evenly"
+
+
+def test_a_copy_with_no_share_is_never_chosen() -> None:
+    placement = PLACEMENT.with_shares(np.array([[0, 1, 0, 1, 0, 1, 1, 0, 0]], dtype=float))
+    for rank in range(20):
+        chosen = ReplicaChoice(placement, rank).choose(0, np.array([0, 2] * 9))
+        assert set(chosen.tolist()) == {3, 6}
+
+
+def test_ranks_that_choose_together_level_the_batch() -> None:
+    rng = np.random.default_rng(0)
+    load = np.exp(rng.normal(0, 0.8, (1, 32)))
+    placement = plan(load, 10, Rules(cluster=Cluster(num_ranks=4))).placement
+    counts = rng.multinomial(256, load[0] / load.sum(), size=4)
+    total, before = counts.sum(axis=0), np.cumsum(counts, axis=0) - counts
+    alone, together = np.zeros(4), np.zeros(4)
+    for rank in range(4):
+        asked = np.repeat(np.arange(32), counts[rank])
+        choice = ReplicaChoice(placement, rank)
+        chosen = choice.choose_together(0, asked, before[rank], total)
+        assert placement.slot_expert[0][chosen].tolist() == asked.tolist()
+        alone += np.bincount(choice.choose(0, asked) // 10, minlength=4)
+        together += np.bincount(chosen // 10, minlength=4)
+    assert together.max() <= Fraction(1024, 4) + 4, "one token per shared expert and rank of rounding at most"
+    assert together.max() < alone.max()

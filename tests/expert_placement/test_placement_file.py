@@ -1,0 +1,86 @@
+"""Placement files: what is written comes back, and what is no placement is refused by a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expert_placement.placement import EMPTY, Placement
+from expert_placement.placement_file import PlacementFileError, load_placement, save_placement, to_json
+
+PLACEMENT = Placement(
+    np.array([[0, 1, EMPTY, 2, 0, 3], [3, 2, EMPTY, 1, 0, EMPTY]]),
+    num_experts=4,
+    num_ranks=2,
+    share=np.array([[1 / 3, 1, 0, 1, 2 / 3, 1], [1, 1, 0, 1, 1, 0]]),
+    layer_slots=np.array([3, 2]),
+    version=5,
+)
+
+
+@pytest.mark.parametrize("name", ["placement.json", "placement.npz"])
+def test_a_placement_comes_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+    save_placement(PLACEMENT, tmp_path / name)
+    again = load_placement(tmp_path / name)
+    assert again.digest() == PLACEMENT.digest() and again.version == 5
+    assert [path.name for path in tmp_path.iterdir()] == [name], "nothing is left beside it"
+
+
+def test_a_file_written_by_hand_needs_only_the_slots(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    layer = {"slots": [[0, 1], [0, None]]}
+    path.write_text(
+        json.dumps(
+            {
+                "format": "wideep-placement",
+                "format_version": 1,
+                "num_experts": 2,
+                "num_ranks": 2,
+                "layers": [layer],
+            }
+        )
+    )
+    assert load_placement(path).share.tolist() == [[0.5, 1, 0.5, 0]]
+
+
+def changed(**changes: Any) -> str:
+    return json.dumps({**to_json(PLACEMENT), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not a placement"),
+        ("[]", 'it must be an object with "format": "wideep-placement"'),
+        (changed(format_version=2), "format_version is 2; 1 can be read"),
+        (changed(colour=1), "colour is not known; there are digest, format"),
+        (changed(layers=[]), "layers must be a list"),
+        (changed(num_ranks=3), "slots has 2 lists per layer for 3 ranks"),
+        (changed(num_ranks=0), "slots has 2 lists per layer for 0 ranks"),
+        (changed(num_experts=5), r"experts \[4\] have no slot"),
+        (changed(num_experts=None), "is not a placement"),
+        (changed(layers=[{"slots": [[0, 1], [2]]}]), "equally many ranks and slots"),
+        (changed(layers=[{"slots": [[0, 1.5], [2, 3]]}]), "whole ones for slots"),
+        (changed(layers=[{"slots": [["a", 1], [2, 3]]}]), "must be numbers"),
+        (changed(layers=[{"shares": [[1]]}]), "'slots' is missing"),
+        (changed(digest="0" * 16), "it was changed or cut off"),
+    ],
+)
+def test_what_is_no_placement_is_refused_by_a_sentence(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(PlacementFileError, match=message) as caught:
+        load_placement(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_and_a_broken_array_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlacementFileError, match="No such file"):
+        load_placement(tmp_path / "none.npz")
+    path = tmp_path / "cut.npz"
+    save_placement(PLACEMENT, path)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(PlacementFileError, match="is not a placement"):
+        load_placement(path)
