@@ -83,13 +83,13 @@ def test_a_mask_that_cannot_be_honoured_is_an_error(pool_of: PoolOf, name: str) 
 
 
 def lose_the_last(name: str, mask_lost: bool, number: int, moment: str, timeout_s: float) -> Survival:
-    """The last rank gets a signal in round 2; the others do three rounds more."""
+    """The last rank gets a signal in round 0 ("before" any exchange) or 2; the others go on to round 5."""
     transport = open_wires(name, mask_lost, timeout_s)
     rank, R = dist.get_rank(), dist.get_world_size()
     is_victim, wrong, begin = rank == R - 1, [], time.monotonic()
     try:
         for round_ in range(6):
-            if round_ == 2 and is_victim:
+            if round_ == (0 if moment == "before" else 2) and is_victim:
                 die(transport, number, moment)
             begin = time.monotonic()
             wrong += swap(transport, round_, LARGE, is_known=round_ % 2 == 1)
@@ -116,7 +116,7 @@ def die(transport: Transport, number: int, moment: str) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("moment", ["between", "during"])
+@pytest.mark.parametrize("moment", ["before", "between", "during"])
 @pytest.mark.parametrize("name", ["shm", "gloo"])
 def test_a_killed_rank_is_masked_and_the_others_keep_their_bytes(
     pool_of: PoolOf, name: str, moment: str
@@ -189,6 +189,34 @@ def stop_and_regroup(name: str, key: str) -> list[str]:
     wrong += swap_until(store, f"{key}-gave-up", survivors)
     survivors.close()
     return [*wrong, lost]
+
+
+def stop_and_stay(key: str) -> tuple[list[str], list[int]]:
+    """Rank 2 stops. The others mask it, wake it, and go on in the same epoch until it has masked them."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    transport = open_wires("shm", mask_lost=True, timeout_s=STOP_TIMEOUT_S)
+    wrong = swap(transport, 0, SMALL, is_known=False)
+    if rank == 2:
+        store.set(f"{key}-pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for round_ in (1, 2, 3):
+            wrong += swap(transport, round_, SMALL, is_known=round_ % 2 == 1)
+        store.set(f"{key}-gave-up", "yes")
+    else:
+        wrong += swap(transport, 1, SMALL, is_known=True)
+        if rank == 0:
+            os.kill(int(store.get(f"{key}-pid")), signal.SIGCONT)
+        wrong += swap_until(store, f"{key}-gave-up", transport)
+    transport.close()
+    return wrong, transport.mask.values.tolist()
+
+
+def test_a_masked_rank_that_wakes_up_cannot_reach_the_others(pool_of: PoolOf) -> None:
+    """Nobody reads what it writes, and its regions are nobody else's."""
+    pool = pool_of(3)
+    pool.start(stop_and_stay, f"stay-{time.monotonic_ns()}")
+    assert pool.collect() == [([], [0, 0, 1]), ([], [0, 0, 1]), ([], [1, 1, 0])]
 
 
 def error_of(transport: Transport, round_: int) -> str:
