@@ -1,0 +1,1 @@
+"""Dispatch with shapes that never change: DeepEP's low-latency mode."""

@@ -1,0 +1,302 @@
+"""Low-latency dispatch and combine over a `Transport`: pack, send, and only when asked receive.
+
+A call is posted (its messages leave) and finished (its results are written), at once or, for a receive hook, later.
+One call travels at a time; posting the next finishes the one before into that one's own results, which every rank does
+in the same order, so nobody waits for a message that is not on its way.
+
+After the first call of a shape nothing is allocated and Python looks at no tensor's contents. Every message has a size
+that both sides know beforehand with `fixed_bytes`; without it only what is filled travels, which CPU wires find out
+without a round trip more.
+
+Rejected: a message per (token, expert) as DeepEP sends; a token goes to a rank once, as in normal mode.
+
+Legend: T tokens of this rank, K choices, H hidden, L experts per rank, N rows of an expert.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dispatch import layout
+from dispatch.buffers import GrowingBuffer
+from dispatch.errors import DispatchError, RanksDisagree
+from dispatch.low_latency import cpu_answers, cpu_fp8
+from dispatch.low_latency import cpu_kernels as kernels
+from dispatch.low_latency.ring import DispatchSlot, OutputRing, Ring
+from dispatch.low_latency.shape import HEADER_BYTES, LowLatencyShape
+from dispatch.native import compile_all
+from dispatch.transport import RankTable, Transport
+
+_QUANTISE = {torch.bfloat16: cpu_fp8.quantise_bfloat16, torch.float32: cpu_fp8.quantise_float32}
+_SUMS = {torch.bfloat16: cpu_answers.sum_bfloat16, torch.float32: cpu_answers.sum_float32}
+
+
+class Posted:
+    """A call whose messages are on their way.
+
+    Calling it waits for the peers' and writes the results; again is harmless. What goes wrong while another call
+    finishes this one is raised here, when its owner asks.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._error: DispatchError | None = None
+
+    def settle(self) -> None:
+        """Finish, and keep the error."""
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
+        try:
+            finish()
+        except DispatchError as error:
+            self._error = error
+
+    def __call__(self) -> None:
+        """Finish, and raise what went wrong."""
+        self.settle()
+        if self._error is not None:
+            raise self._error
+
+
+class CpuExchange:
+    """One rank's end. Posting and finishing are collective, in the same order on all ranks; arguments are checked
+    by the caller.
+
+    Args:
+        transport: not owned.
+        fixed_bytes: send messages of their largest size, whatever is in them.
+    """
+
+    def __init__(self, transport: Transport, *, fixed_bytes: bool = False) -> None:
+        self.transport = transport
+        self._fixed_bytes = fixed_bytes
+        R = transport.world_size
+        self._place = (R, transport.rank)
+        self._send_bytes, self._recv_bytes = RankTable(R), RankTable(R)
+        self._row_counts, self._pack_cursors = RankTable(R), RankTable(2 * R)
+        self._mask = transport.mask.address
+        self._send_at, self._recv_at = transport.send_addresses.address, transport.recv_addresses.address
+        self._rings: dict[LowLatencyShape, Ring] = {}
+        self._outputs: dict[tuple[int, int, torch.dtype], OutputRing] = {}
+        self._slots: dict[int, DispatchSlot] = {}  # by the address of their source tokens: handles carry it
+        self._rows, self._own_answers = GrowingBuffer(torch.uint8), GrowingBuffer(torch.uint8)
+        self._entries, self._scratch = GrowingBuffer(torch.int32), GrowingBuffer(torch.uint8)
+        self._cursors, self._bases = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
+        self._travelling: Posted | None = None
+        compile_all(*kernels.KERNELS, *cpu_answers.KERNELS, *cpu_fp8.KERNELS)
+
+    def settle(self) -> None:
+        """Finish the call that travels, if one does: for whoever uses the transport otherwise. Collective."""
+        if self._travelling is not None:
+            self._travelling.settle()
+            self._travelling = None
+
+    def refuse(self, text: str) -> None:
+        """Stand in for one call whose arguments are bad. Collective; the caller raises."""
+        self.settle()
+        self.transport.refuse(text)
+
+    def slot_of(self, source_token_LN: Tensor) -> DispatchSlot | None:
+        """Return the dispatch that handed this out."""
+        return self._slots.get(source_token_LN.data_ptr())
+
+    def post_dispatch(
+        self,
+        shape: LowLatencyShape,
+        x_TH: Tensor,
+        topk_TK: Tensor,
+        *,
+        round_scale: bool,
+        may_wait: bool,
+        stats_L: Tensor | None = None,
+        waited_R: Tensor | None = None,
+    ) -> tuple[DispatchSlot, Posted]:
+        """Send this rank's rows.
+
+        Args:
+            x_TH: [T <= M, H] of the shape's dtype, contiguous.
+            topk_TK: int64 [T, K] in [-1, R*L), contiguous.
+            round_scale: see `fp8`.
+            may_wait: the result is asked for later: what x_TH holds by then does not matter.
+            stats_L: int32, to add the received counts to.
+            waited_R: int64, to add the nanoseconds to that were waited.
+
+        Returns:
+            Where the results will be, and what writes them.
+        """
+        self.settle()
+        slot = self._ring(shape).next_slot()
+        (R, rank), T, K, L = self._place, x_TH.shape[0], shape.choices, shape.experts_per_rank
+        slot.num_tokens = T
+        counts, topk = self._row_counts.address, topk_TK.data_ptr()
+        kernels.plan(
+            topk, T, K, L, R, counts, slot.expected.address, self._cursors.reserve(L * R),
+            slot.sent_TK.data_ptr(), slot.answer_TK.data_ptr(),
+        )  # fmt: skip
+        rows = self._travelling_rows(shape, x_TH, round_scale, may_wait)
+        if self._fixed_bytes:
+            self._fill_sizes(self._send_bytes, shape.dispatch_bytes)
+        else:
+            kernels.size_rows(counts, shape.row_bytes, K, R, rank, self._mask, self._send_bytes.address)
+        self.transport.open_windows(self._send_bytes)
+        kernels.pack(
+            rows, shape.row_bytes, topk, T, K, L, R, rank, shape.max_tokens, self._mask, counts,
+            self._pack_cursors.address, self._send_at, self._entries.reserve(shape.max_tokens * (1 + K)),
+        )  # fmt: skip
+        if self._fixed_bytes:
+            self._fill_sizes(self._recv_bytes, shape.dispatch_bytes)
+        self.transport.begin_exchange(self._send_bytes, self._recv_bytes if self._fixed_bytes else None)
+        return slot, self._post(partial(self._receive_rows, slot, rows, stats_L, waited_R))
+
+    def post_combine(
+        self,
+        slot: DispatchSlot,
+        y_LNH: Tensor,
+        topk_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        may_wait: bool,
+        out_TH: Tensor | None = None,
+        waited_R: Tensor | None = None,
+    ) -> tuple[Tensor, Posted]:
+        """Send this rank's answers.
+
+        Args:
+            slot: of the dispatch that is answered.
+            y_LNH: floating [L, N, H], contiguous; rows beyond the counts are not read.
+            topk_TK: int64 [T, K], what was dispatched, or -1 to leave an answer out; contiguous.
+            weights_TK: float32 [T, K], contiguous.
+            may_wait: as in `post_dispatch`, for y_LNH.
+            out_TH: [T, H] in the dtype of y_LNH, contiguous.
+
+        Returns:
+            Where the sums will be, and what writes them.
+        """
+        self.settle()
+        shape, (R, rank) = slot.shape, self._place
+        row_bytes = shape.hidden * y_LNH.element_size()
+        cpu_answers.size_answers(
+            slot.owed.address, slot.expected.address, row_bytes, R, rank, self._mask,
+            self._send_bytes.address, self._recv_bytes.address,
+        )  # fmt: skip
+        if self._fixed_bytes:
+            for sizes in (self._send_bytes, self._recv_bytes):
+                self._fill_sizes(sizes, HEADER_BYTES + shape.answers_per_rank * row_bytes)
+        self.transport.open_windows(self._send_bytes)
+        own = self._own_answers.reserve(shape.answers_per_rank * row_bytes) if may_wait else 0
+        cpu_answers.pack_answers(
+            y_LNH.data_ptr(), row_bytes, shape.experts_per_rank, R, rank, shape.max_tokens, self._mask,
+            slot.layout_range_LR.data_ptr(), self._send_at, own,
+            self._bases.reserve(shape.experts_per_rank),
+        )  # fmt: skip
+        self.transport.begin_exchange(self._send_bytes, self._recv_bytes)
+        if out_TH is None:
+            out_TH = self._output(shape, y_LNH.dtype, topk_TK.shape[0])
+        return out_TH, self._post(partial(self._sum_answers, slot, topk_TK, weights_TK, out_TH, waited_R))
+
+    def barrier(self) -> None:
+        """Meet every rank that is not masked; with the transport's `mask_lost`, mask those that do not come."""
+        self.settle()
+        self._fill_sizes(self._send_bytes, HEADER_BYTES)
+        self.transport.open_windows(self._send_bytes)
+        self._fill_sizes(self._recv_bytes, HEADER_BYTES)
+        self.transport.exchange(self._send_bytes, self._recv_bytes)
+
+    def _post(self, finish: Callable[[], None]) -> Posted:
+        self._travelling = Posted(finish)
+        return self._travelling
+
+    def _ring(self, shape: LowLatencyShape) -> Ring:
+        ring = self._rings.get(shape)
+        if ring is None:
+            ring = self._rings[shape] = Ring(shape)
+            self._slots.update({slot.source_token_LN.data_ptr(): slot for slot in ring.slots})
+        return ring
+
+    def _output(self, shape: LowLatencyShape, dtype: torch.dtype, num_tokens: int) -> Tensor:
+        key = (shape.max_tokens, shape.hidden, dtype)
+        if key not in self._outputs:
+            self._outputs[key] = OutputRing(*key)
+        return self._outputs[key].next_output(num_tokens)
+
+    def _travelling_rows(
+        self, shape: LowLatencyShape, x_TH: Tensor, round_scale: bool, may_wait: bool
+    ) -> int:
+        """Return the address of this rank's rows as they travel: the caller's own where that will do."""
+        if not shape.is_fp8 and not may_wait:
+            return x_TH.data_ptr()
+        T, rows = x_TH.shape[0], self._rows.reserve(shape.max_tokens * shape.row_bytes)
+        quantise = _QUANTISE.get(shape.dtype)
+        if shape.is_fp8 and quantise is None:
+            quantise, x_TH = cpu_fp8.quantise_float32, x_TH.float()  # allocates: no kernel reads this dtype
+        if shape.is_fp8:
+            assert quantise is not None
+            quantise(
+                x_TH.data_ptr(), T, shape.hidden, rows, shape.row_bytes, shape.scales_at, int(round_scale),
+                self._scratch.reserve(max(cpu_fp8.SCRATCH_BYTES, 8 * shape.hidden)),
+            )  # fmt: skip
+        else:
+            self._rows.view(T * shape.row_bytes).copy_(x_TH.view(torch.uint8).view(-1))
+        return rows
+
+    def _fill_sizes(self, sizes: RankTable, num_bytes: int) -> None:
+        sizes.values[:] = num_bytes
+        sizes.values[self.transport.mask.values != 0] = 0
+        sizes.values[self.transport.rank] = 0
+
+    def _finish(self, row_bytes: int, K: int, L: int, M: int, doing: str, waited_R: Tensor | None) -> None:
+        """Wait for the peers' messages and see that they are of this call."""
+        begin = time.perf_counter_ns()
+        self.transport.finish_exchange()
+        R, rank = self._place
+        if waited_R is not None:
+            kernels.add_wait(waited_R.data_ptr(), R, rank, self._mask, time.perf_counter_ns() - begin)
+        kind = kernels.DISPATCH if M else kernels.COMBINE
+        stranger = kernels.find_stranger(row_bytes, K, L, R, rank, M, self._recv_at, kind)
+        if stranger >= 0:
+            raise RanksDisagree(
+                f"rank {stranger} made another call than rank {rank}'s low-latency {doing} with rows of {row_bytes} "
+                f"bytes, K={K}, {L} experts per rank, at most {M} tokens"
+            )
+
+    def _receive_rows(
+        self, slot: DispatchSlot, rows: int, stats_L: Tensor | None, waited_R: Tensor | None
+    ) -> None:
+        shape, (R, rank) = slot.shape, self._place
+        K, L, M = shape.choices, shape.experts_per_rank, shape.max_tokens
+        self._finish(shape.row_bytes, K, L, M, "dispatch", waited_R)
+        entries, cursors = self._entries.address, self._cursors.address
+        kernels.order_rows(
+            K, L, R, rank, self._recv_at, entries, self._row_counts.address, cursors, slot.count_L.data_ptr(),
+            slot.layout_range_LR.data_ptr(), slot.owed.address, 0 if stats_L is None else stats_L.data_ptr(),
+        )  # fmt: skip
+        kernels.deliver(
+            rows, shape.row_bytes, shape.value_bytes, K, L, R, rank, M, self._recv_at, entries,
+            self._row_counts.address, cursors, slot.x_LNH.data_ptr(), slot.source_token_LN.data_ptr(),
+            shape.scales_at, shape.num_scales, int(shape.is_ue8m0), 0 if slot.scales is None else slot.scales.data_ptr(),
+        )  # fmt: skip
+
+    def _sum_answers(
+        self, slot: DispatchSlot, topk_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, waited_R: Tensor | None
+    ) -> None:
+        shape, (R, rank) = slot.shape, self._place
+        self._finish(shape.hidden * out_TH.element_size(), 0, 0, 0, "combine", waited_R)
+        T, K, L, H = topk_TK.shape[0], shape.choices, shape.experts_per_rank, shape.hidden
+        topk, answers, bases = topk_TK.data_ptr(), slot.answer_TK.data_ptr(), self._bases.address
+        if out_TH.dtype in _SUMS:
+            _SUMS[out_TH.dtype](
+                topk, answers, weights_TK.data_ptr(), T, K, H, L, R, rank, bases, self._recv_at,
+                self._scratch.reserve(max(cpu_fp8.SCRATCH_BYTES, 8 * H)), out_TH.data_ptr(),
+            )  # fmt: skip
+            return
+        row_bytes = H * out_TH.element_size()  # types without a compiled sum: allocates
+        gathered, positions = torch.empty(T * K, H, dtype=out_TH.dtype), torch.empty(T, K, dtype=torch.int64)
+        cpu_answers.gather_answers(
+            topk, answers, T, K, row_bytes, L, R, rank, bases, self._recv_at, positions.data_ptr(),
+            gathered.data_ptr(),
+        )  # fmt: skip
+        out_TH.copy_(layout.sum_answers(gathered, positions, weights_TK, out_TH.dtype))
