@@ -110,7 +110,7 @@ def test_what_deepep_asserts_holds(pool_of: PoolOf, name: str, world_size: int) 
 
 
 def test_the_assertions_notice_a_wrong_source() -> None:
-    rows, topk = bring(0, 1)[0], torch.zeros(1, T, 1, dtype=torch.int64)
+    rows, topk = bring(0, 2)[0], torch.zeros(1, T, 1, dtype=torch.int64)
     tokens, ranges = torch.arange(T, dtype=torch.int32), torch.tensor([T])
     check_rows(rows, tokens, ranges, topk, 0, False)
     for wrong in ((rows, tokens.roll(1), ranges), (rows, tokens, ranges - 1), (rows + 1, tokens, ranges)):
