@@ -1,0 +1,335 @@
+"""`Buffer`: DeepEP's V1 interface over our transports, so that code written for `deep_ep` runs on ours.
+
+Names, argument order, shapes and handles are DeepEP's (deep_ep/buffers/legacy.py at dd758ca); what comes after its
+arguments, by keyword only, is ours. A face: `normal_mode` and `dispatch.low_latency` do the work, and the service's
+own `Dispatcher` is not shaped by it. Differences are on our side of the contract: any floating dtype and hidden size,
+any number of ranks, rows always in the same order, errors that name the argument and reach every rank.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch.errors import DispatchError
+from dispatch.faces import arguments as args
+from dispatch.faces import handles
+from dispatch.faces.config import NVL_PEERS, Config
+from dispatch.faces.events import EventHandle, EventOverlap, finished
+from dispatch.faces.installed import InstalledCalls
+from dispatch.faces.limits import check_buffer
+from dispatch.faces.low_latency_calls import LowLatencyCalls
+from dispatch.faces.normal_mode import NormalMode, find_layout
+from dispatch.faces.runtime import Runtime, check_group, scratch_like
+from dispatch.rows import RowExchange
+from dispatch.transports.choose import open_transport
+
+Rows = Tensor | tuple[Tensor, Tensor]
+Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, handles.Handle | None, EventOverlap]
+
+
+class Buffer(LowLatencyCalls):
+    """One rank's end of DeepEP's exchange. Calls are collective, in the same order on all ranks, unless said local.
+
+    A bad argument is a ValueError on the rank that gave it and PeerRefused on all others, before anything is sent;
+    the next call works. PeerLost and DispatchTimeout end the buffer; nothing else does.
+
+    Args:
+        group: a process group over all ranks; a gloo group where ours must meet (vLLM passes one).
+        num_nvl_bytes, num_rdma_bytes: kept, of no effect: buffers grow as needed.
+        low_latency_mode: kept, of no effect: both modes work on any buffer.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: of no effect.
+        explicitly_destroy: `destroy` may be called then, and must be to release the transport before the end.
+        enable_shrink: a rank that is lost in a low-latency call is masked and not an error; see the mask methods.
+            Normal mode needs every rank, as DeepEP's does.
+        comm: an mpi4py communicator; refused, we meet over torch.distributed.
+        backend: a transport ("auto", "gloo", "shm", ...; see `open_transport`), or "deep_ep": the installed package.
+        strict: refuse what DeepEP's hardware could not do (dtypes, sizes, numbers of ranks, contiguity).
+        timeout_s: how long a peer may keep this rank waiting.
+        node_size: ranks of a node. With more ranks than that, layouts and handles are internode ones.
+
+    Attributes:
+        num_sms: class attribute; kept, of no effect.
+        rank, group, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink,
+        runtime: as callers of DeepEP read them; runtime is None once destroyed.
+
+    Raises:
+        ValueError: no group, comm, or a limit of DeepEP's with strict.
+        TransportUnavailable: the backend cannot work here.
+    """
+
+    num_sms: int = 20
+
+    def __new__(cls, *_: Any, backend: str = "auto", **__: Any) -> Self:
+        if backend == "deep_ep" and cls is Buffer:
+            return object.__new__(InstalledBuffer)  # type: ignore[return-value]
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        backend: str = "auto",
+        strict: bool = False,
+        timeout_s: float = 30.0,
+        node_size: int = NVL_PEERS,
+    ) -> None:
+        group = check_group(group, comm)
+        self.rank, self.group, self.group_size = dist.get_rank(group), group, dist.get_world_size(group)
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self.explicitly_destroy, self.strict = explicitly_destroy, strict
+        if node_size < 1:
+            raise ValueError(f"node_size is {node_size}; it must be at least 1")
+        if strict:
+            check_buffer(self.group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode)
+        self._transport = open_transport(backend, group, timeout_s=timeout_s, mask_lost=enable_shrink)
+        self._normal = NormalMode(RowExchange(self._transport), node_size=node_size)
+        self._world = args.World(num_ranks=self.group_size, num_nodes=self._normal.num_nodes, strict=strict)
+        self.runtime: Any = Runtime(self.rank, self._normal.num_nodes, node_size)
+        self._close = weakref.finalize(self, self._transport.close)
+
+    def destroy(self) -> None:
+        """Release the transport; peers that still wait for this rank get PeerLost. Local.
+
+        Raises:
+            ValueError: the buffer was made without explicitly_destroy=True.
+        """
+        if not self.explicitly_destroy:
+            raise ValueError(
+                "explicitly_destroy is False; a buffer that is made so is released with its last user"
+            )
+        self._close()
+        self.runtime = None
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Say whether FP8 rows can be sent: always. Local."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set `num_sms` for all buffers: kept and put into configs, of no other effect. Local."""
+        if new_num_sms < 0 or new_num_sms % 2 != 0:
+            raise ValueError(f"new_num_sms is {new_num_sms}; it must be an even number, 0 or more")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Return an event of the work so far: on the CPU it has happened. Local."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Return a config for any number of ranks: ours have no effect, DeepEP's table is not repeated. Local."""
+        return _default_config(num_ranks)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Return a config as `get_dispatch_config` does. Local."""
+        return _default_config(num_ranks)
+
+    def get_comm_stream(self) -> NoReturn:
+        """Raise DispatchError: the CPU has no streams, all work is done when a call returns. Local."""
+        raise DispatchError(
+            f"get_comm_stream: backend {self._transport.name} has no streams; a call's work is done when it returns"
+        )
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> Tensor:
+        """Return new memory of the size that DeepEP's buffer would have, which nobody reads. Local.
+
+        Callers zero the buffer after a fault; ours needs no clearing, so that doing it is harmless.
+
+        Args:
+            dtype: of the tensor.
+            size: shape; None: all elements from `offset` on, as one dimension.
+            offset: elements to leave out in front.
+            use_rdma_buffer: sized by num_rdma_bytes instead of num_nvl_bytes.
+        """
+        name = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
+        return scratch_like(dtype, size, offset, name=name, num_bytes=getattr(self, name))
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Count where this rank's tokens go. Local.
+
+        Args:
+            topk_idx: int64 [T, K], experts in [0, num_experts), -1 for none.
+            num_experts: a multiple of the ranks.
+            previous_event, async_finish, allocate_on_comm_stream: see `dispatch`.
+
+        Returns:
+            num_tokens_per_rank int32 [R] (a token counts once per rank), num_tokens_per_rdma_rank int32 [nodes] (None
+            within one node), num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event.
+
+        Raises:
+            ValueError: a bad argument, on this rank alone.
+        """
+        world = self._world
+        problem = args.first_problem(
+            args.layout_problem(topk_idx, num_experts, world),
+            args.stream_problem(previous_event, async_finish, allocate_on_comm_stream, world),
+        )
+        if problem:
+            raise ValueError(problem)
+        layout = find_layout(topk_idx, num_experts, self.group_size, self._normal.node_size)
+        return (*layout, finished(async_finish))
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: handles.Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        **forks: Any,
+    ) -> Dispatched:
+        """Send each token once to every rank that holds one of its experts.
+
+        Args:
+            x: [T, H] of any floating dtype, or with scales: a tuple of [T, H] of one byte per element and float32 or
+                int32 [T, any] or [T], in any layout.
+            handle: of an earlier dispatch, to send x the same way (cached mode): then no layout, topk_idx or weights.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`.
+            num_tokens_per_rdma_rank: likewise; not read, with strict it must be there for more than one node.
+            topk_idx, topk_weights: int64 and float32 [T, K], both or neither.
+            expert_alignment: what the counts per expert are rounded up to.
+            num_worst_tokens: rows to return whatever arrives; needs topk_idx. Fails on all ranks if it is too few.
+            config: checked, of no effect.
+            previous_event, allocate_on_comm_stream: accepted, of no effect on the CPU.
+            async_finish: the event returned can be waited for; the work is done in any case.
+            forks: arguments of DeepEP's forks: a TypeError on every rank, unless None or False.
+
+        Returns:
+            `(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event)`. Rows by
+            source rank, then source token; scales contiguous by rows. recv_topk_idx has local experts, -1 for those
+            of other ranks, with weight 0. With num_worst_tokens rows below those received are 0, their choices -1, and
+            the list is empty. With a handle only recv_x and event are not None. All tensors are new.
+        """
+        rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+        checks = self._common_checks(
+            "dispatch", forks, config, previous_event, async_finish, allocate_on_comm_stream
+        )
+        checks.append(args.x_problem(rows, scales, self._world))
+        if handle is not None:
+            checks.append(self._handle_checks(handle))
+            checks.append(args.cached_problem(topk_idx, topk_weights, rows, handle))
+            self._refuse_if(checks)
+            recv, recv_scales = self._normal.dispatch_cached(rows, scales, handles.unpack(handle))
+            return _with_scales(recv, recv_scales), None, None, None, None, finished(async_finish)
+        call = args.DispatchArguments(
+            x=rows, scales=scales, num_tokens_per_rank=num_tokens_per_rank,
+            num_tokens_per_rdma_rank=num_tokens_per_rdma_rank, is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=num_tokens_per_expert, topk_idx=topk_idx, topk_weights=topk_weights,
+            expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens,
+        )  # fmt: skip
+        checks.append(args.dispatch_problem(call, self._world))
+        self._refuse_if(checks)
+        got = self._normal.dispatch(call)
+        recv_x = _with_scales(got.x, got.scales)
+        counts = got.num_tokens_per_expert
+        return recv_x, got.topk_idx, got.topk_weights, counts, got.handle, finished(async_finish)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: handles.Handle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        **forks: Any,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Return rows to where they came from and add them up, without weights.
+
+        One row per (token, rank) comes back, and is added in ascending order of ranks, after the biases, in float32
+        (float64 for float64) with one rounding: deterministic, but grouped by rank, so that where an expert lives
+        shows in the last bits (the service's own combine does not group).
+
+        Args:
+            x: [N, H], one row per row of recv_x, in its order (rows of num_worst_tokens' padding are not read).
+            handle: of the dispatch.
+            topk_weights: float32 [N, K]; added up beside the rows, not applied.
+            bias: [T, H] in x's dtype, or a tuple of two.
+            others: as in `dispatch`.
+
+        Returns:
+            `(combined_x, combined_topk_weights, event)`: [T, H] in x's dtype, float32 [T, K] or None. A token that
+            went nowhere is its biases' sum.
+        """
+        checks = self._common_checks(
+            "combine", forks, config, previous_event, async_finish, allocate_on_comm_stream
+        )
+        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        checks += [args.x_problem(x, None, self._world), self._handle_checks(handle)]
+        checks.append(args.combine_problem(x, handle, topk_weights, biases))
+        self._refuse_if(checks)
+        combined = self._normal.combine(x, topk_weights, biases, handles.unpack(handle))
+        return (*combined, finished(async_finish))
+
+    def _common_checks(
+        self, method: str, forks: Mapping[str, Any], config: Any, event: Any, is_async: bool, allocates: bool
+    ) -> list[Iterator[str]]:
+        if self.runtime is None:
+            raise DispatchError(f"{method}: the buffer is destroyed")
+        self.settle_low_latency()
+        self._refuse_forks(method, forks)
+        return [args.config_problem(config), args.stream_problem(event, is_async, allocates, self._world)]
+
+    def _handle_checks(self, handle: Any) -> Iterator[str]:
+        world = self._world
+        return handles.problems(handle, rank=self.rank, num_ranks=world.num_ranks, num_nodes=world.num_nodes)
+
+    def _refuse_if(self, checks: list[Iterator[str]]) -> None:
+        problem = args.first_problem(*checks)
+        if problem:
+            self._normal.exchange.refuse(problem)
+
+
+class InstalledBuffer(InstalledCalls, Buffer):
+    """What `Buffer(..., backend="deep_ep")` makes: every call goes to the installed package."""
+
+
+def _default_config(num_ranks: int) -> Config:
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
+    return Config(Buffer.num_sms)
+
+
+def _with_scales(x: Tensor, scales: Tensor | None) -> Rows:
+    return x if scales is None else (x, scales)

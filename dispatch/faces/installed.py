@@ -1,0 +1,119 @@
+"""`Buffer(backend="deep_ep")`: the installed `deep_ep` package behind the same class.
+
+Every call goes to the package's own `Buffer`; DeepEP's limits are checked first where its assertions would not say
+which argument it was, on this rank alone, as its own. Take buffer sizes and configs from the package: its defaults
+are tuned, ours are not. This has been run against a stand-in only, never against hardware.
+"""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from dispatch.errors import TransportUnavailable
+from dispatch.faces import arguments as args
+from dispatch.faces.config import NVL_PEERS, Config
+from dispatch.faces.limits import check_buffer
+from dispatch.faces.runtime import check_group
+
+_CONFIG_FIELDS = tuple(Config.__dataclass_fields__)
+
+
+class InstalledCalls:
+    """Mixed in before `Buffer`. `strict` is always on; `timeout_s` and `node_size` are the package's own.
+
+    Raises:
+        TransportUnavailable: the package is not installed, cannot be loaded, or is our shim.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        *others: Any,
+        comm: Any = None,
+        backend: str = "deep_ep",
+        strict: bool = True,
+        timeout_s: float | None = None,
+        node_size: int = NVL_PEERS,
+        **names: Any,
+    ) -> None:
+        group = check_group(group, comm)
+        self.rank, self.group, self.group_size = dist.get_rank(group), group, dist.get_world_size(group)
+        check_buffer(self.group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode)
+        self._package = load_package()
+        sizes = (num_nvl_bytes, num_rdma_bytes, low_latency_mode)
+        self._buffer = self._package.Buffer(group, *sizes, *others, **names)
+        self._world = args.World(
+            num_ranks=self.group_size, num_nodes=-(-self.group_size // NVL_PEERS), strict=True
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Read what this class does not set (`runtime`, `num_nvl_bytes`, ...) from the package's buffer."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._buffer, name)
+
+    def dispatch(self, x: Any, *positional: Any, **named: Any) -> Any:
+        """See `Buffer.dispatch`."""
+        rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+        self._check(rows, scales)
+        return self._buffer.dispatch(x, *positional, **self._with_config(named))
+
+    def combine(self, x: Any, *positional: Any, **named: Any) -> Any:
+        """See `Buffer.combine`."""
+        self._check(x, None)
+        return self._buffer.combine(x, *positional, **self._with_config(named))
+
+    def _check(self, rows: Any, scales: Any) -> None:
+        problem = args.first_problem(args.x_problem(rows, scales, self._world))
+        if problem:
+            raise ValueError(problem)
+
+    def _with_config(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Turn our Config into the package's."""
+        config = named.get("config")
+        if not isinstance(config, Config):
+            return named
+        values = [getattr(config, field) for field in _CONFIG_FIELDS]
+        return named | {"config": self._package.Config(*values)}
+
+
+def _forward(name: str) -> Any:
+    def call(self: InstalledCalls, *positional: Any, **named: Any) -> Any:
+        return getattr(self._buffer, name)(*positional, **named)
+
+    call.__name__, call.__doc__ = name, f"See `Buffer.{name}`."
+    return call
+
+
+for _name in (
+    "destroy", "get_comm_stream", "get_local_buffer_tensor", "get_dispatch_layout", "clean_low_latency_buffer",
+    "low_latency_dispatch", "low_latency_combine", "get_next_low_latency_combine_buffer",
+    "low_latency_update_mask_buffer", "low_latency_query_mask_buffer", "low_latency_clean_mask_buffer",
+):  # fmt: skip
+    setattr(InstalledCalls, _name, _forward(_name))
+
+
+def load_package() -> ModuleType:
+    """Import the real `deep_ep`.
+
+    Raises:
+        TransportUnavailable: it is not there, its libraries are not, or the one found is our shim.
+    """
+    try:
+        package = importlib.import_module("deep_ep")
+    except (ImportError, OSError, AssertionError) as error:  # it asserts about NCCL while it is imported
+        raise TransportUnavailable(
+            f"backend is 'deep_ep', but importing deep_ep failed: {type(error).__name__}: {error}; "
+            "install it, or take backend='auto'"
+        ) from error
+    if getattr(package, "is_wideep_shim", False):
+        raise TransportUnavailable(
+            "backend is 'deep_ep', but the deep_ep that is imported is WideEP's own shim; "
+            "take its directory off PYTHONPATH, or take backend='auto'"
+        )
+    return package

@@ -1,0 +1,166 @@
+"""DeepEP's normal mode over `RowExchange`: who gets which token, dispatch, and combine with its sum. No checks here.
+
+A token travels once to every rank that holds one of its experts, with its choices and weights; there, choices become
+local experts and those of other ranks -1. What a rank answers per row comes back and is summed over ranks in
+ascending order, biases first, in float32 with one rounding. (DeepEP sums in this order within a node, and per node
+first where there are several; here the order is the same for any number of nodes. It still groups by rank, so the bits
+change with the placement: the service's own combine sums (token, choice) rows instead.)
+
+Legend: T tokens of this rank, K choices, H hidden, E experts, L experts of a rank, N rows received, R ranks.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dispatch.faces import handles
+from dispatch.faces.arguments import DispatchArguments
+from dispatch.rows import GivenBack, Received, RowExchange
+
+NOT_HERE = -1
+
+
+class Layout(NamedTuple):
+    """What `get_dispatch_layout` finds, in the order in which DeepEP returns it."""
+
+    num_tokens_per_rank: Tensor  # int32 [R]
+    num_tokens_per_rdma_rank: Tensor | None  # int32 [nodes]; None within one node
+    num_tokens_per_expert: Tensor  # int32 [E]
+    is_token_in_rank: Tensor  # bool [T, R]
+
+
+class Arrived(NamedTuple):
+    """What a dispatch brought, as `Buffer.dispatch` hands it out."""
+
+    x: Tensor
+    scales: Tensor | None
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    num_tokens_per_expert: list[int]
+    handle: handles.Handle
+
+
+def find_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, node_size: int) -> Layout:
+    """Count where tokens go. A token counts once per rank and node, and once per choice for an expert. Local."""
+    T = topk_idx.shape[0]
+    rank_TK = torch.div(topk_idx, num_experts // num_ranks, rounding_mode="floor").long()
+    rank_TK = torch.where(topk_idx == NOT_HERE, num_ranks, rank_TK)  # a column that is cut off again
+    mask_TR = torch.zeros(T, num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
+    mask_TR = mask_TR.scatter_(1, rank_TK, True)[:, :num_ranks].contiguous()
+    per_expert = torch.bincount(topk_idx[topk_idx != NOT_HERE], minlength=num_experts).int()
+    per_node = handles.to_nodes(mask_TR, node_size).sum(0).int() if num_ranks > node_size else None
+    return Layout(mask_TR.sum(0).int(), per_node, per_expert, mask_TR)
+
+
+class NormalMode:
+    """Dispatch and combine of one rank. Collective, in the same order on all ranks.
+
+    Args:
+        exchange: over the buffer's transport.
+        node_size: ranks per node, for the handles and counts that tell nodes apart; the rows do not depend on it.
+    """
+
+    def __init__(self, exchange: RowExchange, *, node_size: int) -> None:
+        self.exchange = exchange
+        self.node_size = node_size
+        self.rank, self.num_ranks = exchange.transport.rank, exchange.transport.world_size
+        self.num_nodes = -(-self.num_ranks // node_size)
+
+    def dispatch(self, call: DispatchArguments) -> Arrived:
+        """Send tokens by a layout.
+
+        Raises:
+            ValueError: some rank receives more than its num_worst_tokens; on all ranks, which know all counts.
+            and as `RowExchange.send`.
+        """
+        assert call.is_token_in_rank is not None and call.num_tokens_per_expert is not None, "checked before"
+        planes = [t for t in (call.x, call.scales, call.topk_idx, call.topk_weights) if t is not None]
+        note = [call.num_worst_tokens, *call.num_tokens_per_expert.tolist()]
+        name = f"dispatch over {len(note) - 1} experts"
+        received = self.exchange.send(planes, call.is_token_in_rank, call=name, note=note)
+        self._check_room(received)
+        num_rows = call.num_worst_tokens or received.source_token_N.shape[0]
+        rows = iter([pad_rows(plane, num_rows) for plane in received.planes])
+        x, scales = next(rows), None if call.scales is None else next(rows)
+        topk_idx = topk_weights = None
+        if call.topk_idx is not None:
+            num_received = received.source_token_N.shape[0]
+            topk_idx, topk_weights = self._localise(next(rows), next(rows), num_received, len(note) - 1)
+        counts = [] if call.num_worst_tokens else self._count_experts(received, call.expert_alignment)
+        return Arrived(x, scales, topk_idx, topk_weights, counts, self._pack(received, num_rows))
+
+    def dispatch_cached(
+        self, x: Tensor, scales: Tensor | None, contents: handles.Contents
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send other rows the way of an earlier dispatch; raises as `RowExchange.resend`."""
+        planes = [x] if scales is None else [x, scales]
+        received = self.exchange.resend(planes, contents.route, call="cached dispatch")
+        padded = [pad_rows(plane, contents.num_rows) for plane in received]
+        return padded[0], padded[1] if scales is not None else None
+
+    def combine(
+        self, x: Tensor, topk_weights: Tensor | None, biases: Sequence[Tensor], contents: handles.Contents
+    ) -> tuple[Tensor, Tensor | None]:
+        """Bring the rows home and add them up; raises as `RowExchange.give_back`."""
+        num_rows = int(contents.route.counts_RR[:, self.rank].sum())
+        planes = [x[:num_rows]] if topk_weights is None else [x[:num_rows], topk_weights[:num_rows]]
+        back = self.exchange.give_back(planes, contents.route, call="combine")
+        num_tokens = contents.route.is_token_in_rank_TR.shape[0]
+        combined = sum_over_ranks(back, 0, num_tokens, biases)
+        return combined, None if topk_weights is None else sum_over_ranks(back, 1, num_tokens)
+
+    def _localise(
+        self, topk_idx: Tensor, topk_weights: Tensor, num_received: int, num_experts: int
+    ) -> tuple[Tensor, Tensor]:
+        """Turn experts into those of this rank, and what is not this rank's or no row into -1 and 0."""
+        local_experts = num_experts // self.num_ranks
+        local = topk_idx - self.rank * local_experts
+        is_here = (topk_idx != NOT_HERE) & (local >= 0) & (local < local_experts)
+        is_here[num_received:] = False
+        return torch.where(is_here, local, NOT_HERE), torch.where(is_here, topk_weights, 0.0)
+
+    def _count_experts(self, received: Received, alignment: int) -> list[int]:
+        """Add up all ranks' counts for this rank's experts, each rounded up."""
+        totals = torch.tensor(received.notes)[:, 1:].sum(0).view(self.num_ranks, -1)[self.rank].tolist()
+        return [-(-total // alignment) * alignment for total in totals]
+
+    def _check_room(self, received: Received) -> None:
+        for rank, total in enumerate(received.route.counts_RR.sum(0).tolist()):
+            worst = received.notes[rank][0]
+            if 0 < worst < total:
+                raise ValueError(
+                    f"num_worst_tokens is {worst} on rank {rank}, which receives {total} tokens; "
+                    "it must be at least as large, all ranks' tokens together always are"
+                )
+
+    def _pack(self, received: Received, num_rows: int) -> handles.Handle:
+        return handles.pack(
+            received, num_rows, rank=self.rank, num_nodes=self.num_nodes, node_size=self.node_size
+        )
+
+
+def sum_over_ranks(back: GivenBack, plane: int, num_tokens: int, biases: Sequence[Tensor] = ()) -> Tensor:
+    """Return [T, ...] in the plane's dtype: biases in their order, then answers by ascending rank.
+
+    Added in float32 (float64 for float64) and rounded once. A token that went nowhere is the sum of its biases.
+    """
+    rows = back.planes[plane]
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    total = torch.zeros(num_tokens, *rows.shape[1:], dtype=wide, device=rows.device)
+    for bias in biases:
+        total += bias.detach().to(wide)
+    counts = torch.unique_consecutive(back.rank_Q, return_counts=True)[1].tolist()
+    for token, part in zip(torch.split(back.token_Q, counts), torch.split(rows, counts), strict=True):
+        total[token] += part.to(wide)  # a token is once among a rank's
+    return total.to(rows.dtype)
+
+
+def pad_rows(rows: Tensor, num_rows: int) -> Tensor:
+    """Return [num_rows, ...] with zeros below `rows`; `rows` itself if there is nothing to add."""
+    if rows.shape[0] == num_rows:
+        return rows
+    padded = torch.zeros(num_rows, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+    padded[: rows.shape[0]].copy_(rows[:num_rows])
+    return padded
