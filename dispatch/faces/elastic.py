@@ -1,0 +1,345 @@
+"""`ElasticBuffer`: DeepEP's 2.x interface for expert parallelism, over the same exchange as `Buffer`.
+
+Names, argument order, shapes and handles are DeepEP's (deep_ep/buffers/elastic.py at dd758ca); what comes after its
+arguments, by keyword only, is ours. Rows are always in DeepEP's deterministic order. What the class has beside
+dispatch and combine (engram, pipeline sends, all-gather) is no expert parallelism and refused by name.
+
+One exchange per call, whatever the domains: they decide how combine groups its sums, and what the handle counts.
+DeepEP's hybrid mode forwards inside a node; that way is `dispatch.hierarchical`.
+"""
+
+import weakref
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch.errors import DispatchError
+from dispatch.faces import elastic_arguments as args
+from dispatch.faces.arguments import World, first_problem
+from dispatch.faces.elastic_mode import ElasticMode, Rows, local_choices
+from dispatch.faces.elastic_refused import RefusedCalls
+from dispatch.faces.elastic_sizes import align_to_buffer, buffer_bytes, check_domains, find_node_size
+from dispatch.faces.ep_handle import EPHandle
+from dispatch.faces.events import EventHandle, EventOverlap, finished
+from dispatch.rows import RowExchange
+from dispatch.transport import RankTable
+from dispatch.transports.choose import open_transport
+from dispatch.transports.segment import identify_process
+
+NUM_SMS = 4  # the smallest number that DeepEP takes; ours uses none
+
+
+class ElasticBuffer(RefusedCalls):
+    """One rank's end of DeepEP's 2.x exchange. Calls are collective, in the same order on all ranks, unless said local.
+
+    A bad argument is a ValueError on the rank that gave it and PeerRefused on all others, before anything is sent;
+    the next call works. PeerLost and DispatchTimeout end the buffer.
+
+    Args:
+        group: a gloo process group over all ranks.
+        num_bytes: kept; None: computed as `get_buffer_size_hint` does. Memory grows as needed either way.
+        num_cpu_bytes: must be 0: it is engram's.
+        num_max_tokens_per_rank: default for `dispatch`; with `hidden`, for `num_bytes`.
+        hidden, num_topk, use_fp8_dispatch: for `num_bytes`, of no other effect.
+        deterministic: kept; results always are.
+        allow_hybrid_mode: with several nodes, group sums by node (and count ranks by node) as hybrid mode does.
+        allow_multiple_reduction: sum expanded rows on the rank that computed them, and with hybrid mode by node.
+            Otherwise they come back one by one and are summed once.
+        prefer_overlap_with_compute, sl_idx: kept, of no effect.
+        num_allocated_qps: kept; 0 is DeepEP's own choice.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: upper limits of `timeout_s`.
+        explicitly_destroy: `destroy` may be called then.
+        backend: a transport, as in `open_transport`.
+        strict: refuse what DeepEP's hardware could not do.
+        timeout_s: how long a peer may keep this rank waiting.
+        node_size: ranks of a node; None: those of a host, where hosts hold equal blocks of ranks, else all.
+
+    Attributes:
+        group, rank_idx, num_ranks, allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute,
+        deterministic, num_bytes, num_max_tokens_per_rank, num_allocated_qps, num_scaleout_ranks, num_scaleup_ranks,
+        scaleout_rank_idx, scaleup_rank_idx, num_rdma_ranks, num_nvlink_ranks, explicitly_destroy: as in DeepEP.
+
+    Raises:
+        ValueError: no group, sizes or domains that cannot be. TransportUnavailable: as `open_transport`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: float = 300,
+        num_gpu_timeout_secs: float = 100,
+        explicitly_destroy: bool = False,
+        *,
+        backend: str = "auto",
+        strict: bool = False,
+        timeout_s: float = 30.0,
+        node_size: int | None = None,
+    ) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"group is {group!r}; it must be a torch.distributed process group over all ranks"
+            )
+        self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
+        size = _ranks_of_a_host(group) if node_size is None else node_size
+        self.num_rdma_ranks, self.num_nvlink_ranks = check_domains(self.num_ranks, size)
+        if num_cpu_bytes:
+            raise ValueError(f"num_cpu_bytes is {num_cpu_bytes}; it is for engram storage, which is not here")
+        self.allow_hybrid_mode, self.allow_multiple_reduction = (
+            bool(allow_hybrid_mode),
+            bool(allow_multiple_reduction),
+        )
+        self.prefer_overlap_with_compute, self.deterministic = prefer_overlap_with_compute, deterministic
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
+        self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
+        sizes = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+        self.num_bytes = buffer_bytes(self.num_ranks, *sizes) if num_bytes is None else num_bytes
+        if strict and align_to_buffer(self.num_bytes) != self.num_bytes:
+            raise ValueError(f"num_bytes is {num_bytes}; DeepEP needs a multiple of 2 MiB (strict=True)")
+        self.num_allocated_qps = num_allocated_qps or (65 if allow_hybrid_mode else 17)
+        limit_s = min(timeout_s, num_cpu_timeout_secs, num_gpu_timeout_secs)
+        transport = open_transport(backend, group, timeout_s=limit_s)
+        self._mode = ElasticMode(
+            RowExchange(transport),
+            scaleup_ranks=self.num_scaleup_ranks,
+            allow_multiple_reduction=self.allow_multiple_reduction,
+        )
+        self._world = World(num_ranks=self.num_ranks, num_nodes=self.num_rdma_ranks, strict=strict)
+        self._nothing = RankTable(self.num_ranks)
+        self.runtime: Any = transport
+        self._close = weakref.finalize(self, transport.close)
+
+    def destroy(self) -> None:
+        """Release the transport; peers that still wait for this rank get PeerLost. Local.
+
+        Raises:
+            ValueError: the buffer was made without explicitly_destroy=True.
+        """
+        if not self.explicitly_destroy:
+            raise ValueError(
+                "explicitly_destroy is False; a buffer that is made so is released with its last user"
+            )
+        self._close()
+        self.runtime = None
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Return the bytes that the messages of the largest call can take, rounded up to 2 MiB. Local.
+
+        Of no effect on the CPU, where memory grows as needed, and not DeepEP's number.
+        """
+        return buffer_bytes(group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """Return an event of the work so far: on the CPU it has happened. Local."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> NoReturn:
+        """Raise DispatchError: the CPU has no streams, all work is done when a call returns. Local."""
+        raise DispatchError("get_comm_stream: the CPU has no streams; a call's work is done when it returns")
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return the number of nodes and the ranks of a node. Local."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return the same with hybrid mode, (1, all ranks) without. Local."""
+        return self.get_physical_domain_size() if self.allow_hybrid_mode else (1, self.num_ranks)
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """Return the smallest number DeepEP gives: there are no SMs here to reckon with. Local."""
+        return NUM_SMS
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return DeepEP's number for `num_sms`; nothing depends on it here. Local."""
+        wanted = num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9)
+        return min(wanted, self.num_allocated_qps)
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Wait until all ranks are here. Collective. The arguments have no effect on the CPU."""
+        transport = self._mode.exchange.transport
+        transport.open_windows(self._nothing)
+        transport.exchange(self._nothing, self._nothing)
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """Send each token once to every rank that holds one of its experts.
+
+        Args:
+            x: [T, H] of any floating dtype, or with scales: a tuple of [T, H] of one byte per element and float32 or
+                int32 [T, any], in any layout.
+            topk_idx: int64 (or int32) [T, K], experts in [0, num_experts), -1 for none.
+            topk_weights: float32 [T, K], optional; also with a handle.
+            cumulative_local_expert_recv_stats: int32 [L]; this call's choices per local expert are added. Not by a
+                cached dispatch.
+            num_experts: a multiple of the ranks; with a handle its own.
+            num_max_tokens_per_rank: M, equal on all ranks; default the buffer's, with a handle its own.
+            expert_alignment: what an expert's rows are padded to; default 1, with a handle its own.
+            num_sms, num_qps: kept in the handle, of no effect; likewise allocate_on_comm_stream, and the events,
+                which have always happened here.
+            async_with_compute_stream: the event returned can be waited for; the work is done in any case.
+            handle: of an earlier dispatch, to go the same way (cached); topk_idx is None then.
+            do_handle_copy: keep a copy of topk_idx in the handle and not topk_idx itself.
+            do_cpu_sync: size results by what came (default); False, and always with a handle of such a dispatch: by
+                the most that could come, M rows from each rank.
+            do_expand: one row per local choice, grouped by expert, and no recv_topk_idx.
+            do_zero_padding: allowed with do_expand; padding is zero in any case.
+            use_tma_aligned_col_major_sf: scales come with strides (1, rows rounded up to 4).
+
+        Returns:
+            `(recv_x, recv_topk_idx, recv_topk_weights, handle, event)`. Rows by source rank, then token, within an
+            expert too. recv_topk_idx [N, K]: local experts, -1 for those of other ranks and below the rows received.
+            recv_topk_weights: [N, K], all the token's, or expanded one per row; None without topk_weights. Rows past
+            those received are zero. With a handle, the same handle. All tensors are new.
+        """
+        cached = handle if isinstance(handle, EPHandle) else None
+        rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+        call = args.DispatchCall(
+            x=rows,
+            scales=scales,
+            topk_idx=cached.topk_idx if cached else topk_idx,
+            topk_weights=topk_weights,
+            stats=cumulative_local_expert_recv_stats,
+            num_experts=cached.num_experts if cached else num_experts,
+            max_tokens=cached.num_max_tokens_per_rank
+            if cached
+            else num_max_tokens_per_rank or self.num_max_tokens_per_rank,
+            alignment=cached.expert_alignment if cached else _or(expert_alignment, 1),
+            num_sms=num_sms or NUM_SMS,
+            do_handle_copy=bool(do_handle_copy),
+            do_cpu_sync=bool(_or(do_cpu_sync, True)),
+            do_expand=bool(do_expand),
+            do_zero_padding=bool(do_zero_padding),
+            column_major_scales=bool(use_tma_aligned_col_major_sf),
+        )
+        given = {
+            "topk_idx": topk_idx,
+            "do_cpu_sync": do_cpu_sync,
+            "num_experts": num_experts,
+            "num_max_tokens_per_rank": num_max_tokens_per_rank,
+            "expert_alignment": expert_alignment,
+        }
+        events = {
+            "previous_event": previous_event,
+            "previous_event_before_epilogue": previous_event_before_epilogue,
+        }
+        checks = [args.event_problem(events, allocate_on_comm_stream)]
+        if handle is not None:
+            checks.append(args.cached_problem(call, handle, given))
+        self._refuse_if(first_problem(*checks, args.dispatch_problem(call, self._world)))
+        if handle is None:
+            handle, recv_x, recv_weights = self._mode.dispatch(call)
+        else:
+            recv_x, recv_weights = self._mode.dispatch_cached(call, handle)
+        recv_idx = None if call.do_expand else local_choices(handle)
+        return recv_x, recv_idx, recv_weights, handle, finished(async_with_compute_stream)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Return rows to where they came from and add them up, without weights.
+
+        Biases first, then the token's choices in order, in float32 with one rounding; before that a rank's choices
+        are summed to one row where they are expanded and multiple reductions allowed, and then a node's ranks in
+        hybrid mode, each in the order of the choices, in float32 with one rounding. A sum stands where its group's
+        last choice does. (Unexpanded, a rank's row is the caller's own sum.)
+
+        Args:
+            x: as many rows as the dispatch returned, [.., H] of any floating dtype and hidden size.
+            handle: of the dispatch.
+            topk_weights: float32, shaped as the dispatch returned it; travels along, is not applied.
+            bias: [T, H] in x's dtype, or a tuple of two.
+            others: as in `dispatch`.
+
+        Returns:
+            `(combined_x, combined_topk_weights, event)`: [T, H] in x's dtype; each choice's weight as float32 [T, K],
+            0 for none, or None.
+        """
+        events = {
+            "previous_event": previous_event,
+            "previous_event_before_epilogue": previous_event_before_epilogue,
+        }
+        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        call = args.CombineCall(x=x, topk_weights=topk_weights, biases=biases)
+        checks = [args.event_problem(events, allocate_on_comm_stream), args.handle_problem(handle)]
+        self._refuse_if(first_problem(*checks, args.combine_problem(call, handle, self._world)))
+        combined, weights = self._mode.combine(call, handle)
+        return combined, weights, finished(async_with_compute_stream)
+
+    def _refuse_if(self, problem: str) -> None:
+        if problem:
+            self._mode.exchange.refuse(problem)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _ranks_of_a_host(group: dist.ProcessGroup) -> int:
+    """Collective over `group`."""
+    hosts: list[Any] = [None] * group.size()
+    dist.all_gather_object(hosts, identify_process().host, group=group)
+    return find_node_size(hosts)
