@@ -1,0 +1,194 @@
+"""The ways to exchange one MoE layer's tokens that `benchmarks.dispatch` times: what each rank runs.
+
+DeepSeek-V3's MoE layer scaled down: hidden 7168 / 7, 256 experts / 4, top-8 kept, routed uniformly. Rows are float32,
+as the service's on CPU; experts are the identity. Every way is checked against the sum that needs no exchange.
+"""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch import layout
+from dispatch.dispatcher import Dispatcher
+from dispatch.fp8 import dequantise_fp8, quantise_fp8
+from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
+from dispatch.row_formats import row_format
+from dispatch.transport import RankTable, Transport
+from dispatch.transports.choose import open_transport
+
+HIDDEN, CHOICES, EXPERTS = 1024, 8, 64  # K is 8 unless the command line has another
+SCALE = "DeepSeek-V3 with hidden 7168 / 7 = 1024, experts 256 / 4 = 64, top-8; float32 rows"
+TRANSPORTS = ("shm", "gloo")
+BLOCK = 10  # runs of one way before the next has its turn
+CEILING_BYTES = 2 << 20  # per pair
+CEILING_RUNS = 7
+Times = tuple[float, float]  # seconds of the way to the experts and of the way back
+
+
+class Layer(NamedTuple):
+    """What one rank brings."""
+
+    x_TH: Tensor
+    slots_TK: Tensor
+    weights_TK: Tensor
+
+
+class Measured(NamedTuple):
+    """What one rank saw."""
+
+    seconds: dict[str, list[Times]]  # every run, by way
+    sent_bytes: dict[str, tuple[int, int]]  # per layer to other ranks: dispatch, combine
+    ceiling: dict[str, float]  # bytes per second that a rank sends at most, by transport
+
+
+def measure(tokens: int, choices: int, runs: int) -> Measured:
+    """Time every way on this rank, turn about in blocks; the first block is the warm-up. Collective."""
+    torch.manual_seed(dist.get_rank())
+    layer = make_layer(tokens, choices)
+    ways: dict[str, Callable[[], Times]] = {}
+    sent_bytes: dict[str, tuple[int, int]] = {}
+    ceiling: dict[str, float] = {}
+    opened: list[Dispatcher] = []
+    for name in TRANSPORTS:
+        for kind, mode, rows in (
+            ("normal", NORMAL, "auto"),
+            ("low_latency", low_latency(fitting_capacity(tokens)), "auto"),
+            ("fp8", NORMAL, "fp8"),
+        ):
+            dispatcher = open_dispatcher(name, rows)
+            opened.append(dispatcher)
+            check_layer(dispatcher, layer, mode)
+            sent = dispatcher.traffic
+            sent_bytes[f"{name} {kind}"] = (sent.dispatch_bytes, sent.combine_bytes)
+            ways[f"{name} {kind}"] = lambda d=dispatcher, m=mode: time_layer(d, layer, m)  # type: ignore[misc]
+        gathering = open_dispatcher(name, "auto")
+        opened.append(gathering)
+        ways[f"{name} all_gather"] = all_gather_floor(gathering, layer)
+        ceiling[name] = measure_ceiling(gathering.transport)
+    ways["plain"], sent_bytes["plain"] = plain_exchange(layer.slots_TK)
+    seconds: dict[str, list[Times]] = {name: [] for name in ways}
+    for block in range(1 + -(-runs // BLOCK)):
+        for name, way in ways.items():
+            times = [way() for _ in range(BLOCK)]
+            if block:
+                seconds[name] += times
+    for dispatcher in opened:
+        dispatcher.close()
+    return Measured(seconds, sent_bytes, ceiling)
+
+
+def make_layer(tokens: int, choices: int = CHOICES) -> Layer:
+    """Draw rows and distinct choices from torch's generator."""
+    slots_TK = torch.stack([torch.randperm(EXPERTS)[:choices] for _ in range(tokens)])
+    return Layer(torch.randn(tokens, HIDDEN), slots_TK, torch.rand(tokens, choices))
+
+
+def open_dispatcher(name: str, rows: str) -> Dispatcher:
+    """Open a dispatcher over all ranks."""
+    transport = open_transport(name, dist.group.WORLD)
+    return Dispatcher(transport, slots_per_rank=EXPERTS // transport.world_size, rows=row_format(rows))
+
+
+def time_layer(dispatcher: Dispatcher, layer: Layer, mode: Mode) -> Times:
+    """Return the seconds of one dispatch and of one combine; the experts' share is left out."""
+    begin = time.perf_counter()
+    dispatched = dispatcher.dispatch(layer.x_TH, layer.slots_TK, mode)
+    middle = time.perf_counter()
+    y_PH = dispatched.x_NH[dispatched.row_P]
+    resumed = time.perf_counter()
+    dispatcher.combine(y_PH, layer.weights_TK, dispatched)
+    return middle - begin, time.perf_counter() - resumed
+
+
+def check_layer(dispatcher: Dispatcher, layer: Layer, mode: Mode) -> None:
+    """Compare with the sum that needs no exchange, bit for bit."""
+    dispatched = dispatcher.dispatch(layer.x_TH, layer.slots_TK, mode)
+    combined = dispatcher.combine(dispatched.x_NH[dispatched.row_P], layer.weights_TK, dispatched)
+    is_fp8 = dispatcher.row_format != row_format("auto").name
+    x_TH = dequantise_fp8(*quantise_fp8(layer.x_TH), torch.float32) if is_fp8 else layer.x_TH
+    token_TK = torch.arange(len(x_TH)).unsqueeze(1).expand_as(layer.slots_TK)
+    want = layout.sum_answers(x_TH, token_TK, layer.weights_TK, torch.float32)
+    assert torch.equal(combined, want), f"{dispatcher.transport.name}, {mode}: wrong sums"
+
+
+def all_gather_floor(dispatcher: Dispatcher, layer: Layer) -> Callable[[], Times]:
+    """Return what times the least that a mode could cost which gives every token to every rank.
+
+    Rows and slots are copied in, exchanged, all rows copied out; left out is finding the pairs, and dropping rows
+    that are not for this rank. The combine after it is the usual one, so that caches are as cold as elsewhere.
+    """
+    transport, dispatched = dispatcher.transport, dispatcher.dispatch(layer.x_TH, layer.slots_TK)
+    slots, x = (tensor.view(-1).view(torch.uint8) for tensor in (layer.slots_TK, layer.x_TH))
+    sizes = _equal_sizes(transport, len(slots) + len(x))
+    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+
+    def time_floor() -> Times:
+        begin = time.perf_counter()
+        transport.open_windows(sizes)
+        for peer in peers:
+            window = transport.send_window(peer)
+            window[: len(slots)] = slots
+            window[len(slots) :] = x
+        transport.exchange(sizes, sizes)
+        torch.cat([x, *(transport.received(peer) for peer in peers)])
+        middle = time.perf_counter()
+        y_PH = dispatched.x_NH[dispatched.row_P]
+        resumed = time.perf_counter()
+        dispatcher.combine(y_PH, layer.weights_TK, dispatched)
+        return middle - begin, time.perf_counter() - resumed
+
+    return time_floor
+
+
+def measure_ceiling(transport: Transport) -> float:
+    """Return the bytes per second that a rank sends in the largest exchange: copied in, exchanged, copied out."""
+    sizes = _equal_sizes(transport, CEILING_BYTES)
+    source = torch.ones(CEILING_BYTES, dtype=torch.uint8)
+    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    target = torch.empty(len(peers), CEILING_BYTES, dtype=torch.uint8)
+    times = []
+    for _ in range(CEILING_RUNS):
+        begin = time.perf_counter()
+        transport.open_windows(sizes)
+        for peer in peers:
+            transport.send_window(peer).copy_(source)
+        transport.exchange(sizes, sizes)
+        for index, peer in enumerate(peers):
+            target[index].copy_(transport.received(peer))
+        times.append(time.perf_counter() - begin)
+    return len(peers) * CEILING_BYTES / min(times)
+
+
+def _equal_sizes(transport: Transport, num_bytes: int) -> RankTable:
+    sizes = RankTable(transport.world_size)
+    sizes.values[:] = num_bytes
+    sizes.values[transport.rank] = 0
+    return sizes
+
+
+def plain_exchange(slots_TK: Tensor) -> tuple[Callable[[], Times], tuple[int, int]]:
+    """Return what times all_to_all_single (gloo) with the rows of the dispatch, then of the combine, and their bytes.
+
+    Sizes are known beforehand, which a dispatch's are not, and rows lie ready.
+    """
+    group, rank = dist.group.WORLD, dist.get_rank()
+    route = layout.route(slots_TK, EXPERTS // dist.get_world_size(), dist.get_world_size())
+    sends = [counts.clone().index_fill_(0, torch.tensor(rank), 0) for counts in route[2:]]
+    receives = [torch.empty_like(counts) for counts in sends]
+    for sent, received in zip(sends, receives, strict=True):
+        dist.all_to_all_single(received, sent, group=group)
+    receives[1], sends[1] = sends[1], receives[1]  # answers go the other way
+    splits = [(sent.tolist(), received.tolist()) for sent, received in zip(sends, receives, strict=True)]
+    buffers = [(torch.zeros(sum(s), HIDDEN), torch.zeros(sum(r), HIDDEN)) for s, r in splits]
+
+    def exchange(index: int) -> float:
+        (sent, received), (outgoing, incoming) = splits[index], buffers[index]
+        begin = time.perf_counter()
+        dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
+        return time.perf_counter() - begin
+
+    return lambda: (exchange(0), exchange(1)), (buffers[0][0].nbytes, buffers[1][0].nbytes)
