@@ -1,0 +1,51 @@
+"""Run a script that imports `deep_ep`, with ours in its place; or print the directory that does that.
+
+    python -m dispatch.deep_ep_shim path/to/script.py args...
+    PYTHONPATH=$(python -m dispatch.deep_ep_shim --print-path) python path/to/script.py args...
+
+Both are the same: the first replaces this process by the second (plus a free MASTER_PORT where none is set and there
+is one node), so that processes which the script spawns find `deep_ep` too. Nothing is installed; without the
+directory on the path there is no `deep_ep`. What is patched when it is imported: see `redirect`.
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+SITE = Path(__file__).resolve().parent / "site"
+_USAGE = "usage: python -m dispatch.deep_ep_shim (--print-path | path/to/script.py [args...])"
+
+
+def main(argv: list[str]) -> None:
+    """Do what the command line says; running a script does not return."""
+    if argv == ["--print-path"]:
+        print(SITE)
+    elif argv and not argv[0].startswith("-"):
+        _run(argv)
+    else:
+        sys.exit(_USAGE)
+
+
+def _run(argv: list[str]) -> NoReturn:
+    if not Path(argv[0]).is_file():
+        sys.exit(f"no such script: {argv[0]}\n{_USAGE}")
+    environment = dict(os.environ)
+    paths = [str(SITE), str(SITE.parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    if environment.get("WORLD_SIZE", "1") == "1":
+        environment.setdefault("MASTER_PORT", str(_free_port()))
+    os.execve(sys.executable, [sys.executable, *argv], environment)
+
+
+def _free_port() -> int:
+    """Return a port that nobody listens on; it is free again when this returns, and taken soon after."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

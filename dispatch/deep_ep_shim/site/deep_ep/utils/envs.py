@@ -1,0 +1,80 @@
+"""Meet the other processes of a test, and seeds: the part of `deep_ep.utils.envs` that makes sense without CUDA."""
+
+import os
+import random
+
+import torch
+import torch.distributed as dist
+
+DEFAULT_PORT = 8361  # DeepEP's
+NODE_SIZE = 8
+
+_local_rank = 0
+_seeds = {"global": 0, "local": 0}
+
+
+def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int, int, dist.ProcessGroup]:
+    """Meet over gloo and return rank, number of ranks and a group of all.
+
+    Reads MASTER_ADDR and MASTER_PORT, and as DeepEP WORLD_SIZE as the number of nodes and RANK as this node's. The
+    default dtype becomes bfloat16, which DeepEP's tests count on; the default device stays the CPU.
+    """
+    global _local_rank
+    _local_rank = local_rank
+    num_nodes, node = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = int(os.environ.get("MASTER_PORT", str(DEFAULT_PORT)))
+    num_ranks = num_nodes * num_local_ranks
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local_ranks))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{address}:{port}",
+        world_size=num_ranks,
+        rank=node * num_local_ranks + local_rank,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    init_seed(seed)
+    return dist.get_rank(), num_ranks, dist.new_group(list(range(num_ranks)))
+
+
+def init_seed(global_seed: int) -> None:
+    """Seed torch and random with `global_seed` plus the rank."""
+    _seeds.update({"global": global_seed, "local": global_seed + dist.get_rank()})
+    torch.manual_seed(_seeds["local"])
+    random.seed(_seeds["local"])
+
+
+def get_local_seed() -> int:
+    """Return this rank's seed."""
+    return _seeds["local"]
+
+
+def get_global_seed() -> int:
+    """Return the seed that all ranks have in common."""
+    return _seeds["global"]
+
+
+def dist_print(s: str = "", once_in_node: bool = False) -> None:
+    """Print on every rank, or on the first of each node, and meet."""
+    if not once_in_node or _local_rank == 0:
+        print(s, flush=True)
+    dist.barrier()
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return nodes and ranks per node, for nodes of up to eight ranks."""
+    num_ranks = dist.get_world_size(group)
+    return max(1, num_ranks // NODE_SIZE), min(num_ranks, NODE_SIZE)
+
+
+def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """Return the domains that a hierarchical exchange would have; without it, one."""
+    return get_physical_domain_size(group) if allow_hybrid_mode else (1, dist.get_world_size(group))
+
+
+def check_nvlink_connections(group: dist.ProcessGroup) -> None:
+    """Accept: there is no NVLink to be incomplete."""
+
+
+def check_torch_deterministic() -> None:
+    """Accept: nothing here runs beside torch's own initialisation of memory."""
