@@ -141,6 +141,11 @@ class HierarchicalDispatcher:
         return combined if out is None else out.copy_(combined)
 
     @property
+    def row_format(self) -> str:
+        """How rows travel, in words."""
+        return str(self._format)
+
+    @property
     def traffic(self) -> Traffic:
         """What this rank has sent so far to other ranks."""
         return _traffic((self._rail, self._inner))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch import layout
+from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchError, RanksDisagree
 from dispatch.hierarchical import HierarchicalDispatcher
@@ -376,7 +377,12 @@ def test_a_bad_node_size_is_refused_on_every_rank(pool_of: PoolOf) -> None:
 
 
 def test_one_rank_needs_no_group() -> None:
-    dispatcher = open_hierarchical("auto", None, node_size=1, slots_per_rank=S)
+    dispatcher: TokenDispatcher = open_hierarchical("auto", None, node_size=1, slots_per_rank=S)
+    assert isinstance(dispatcher, HierarchicalDispatcher)
+    assert (
+        dispatcher.row_format == str(row_format("auto"))
+        and dispatcher.name == "local across 1 nodes and local inside"
+    )
     case = make_cases(4, [5], slots_per_rank=S)[0]
     for got, want in zip(run_one(dispatcher, case), simulate([case], S)[0], strict=True):
         assert torch.equal(got, want)
