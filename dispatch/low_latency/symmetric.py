@@ -2,7 +2,7 @@
 
 A provider gives this rank its memory, zeroed, and the base address of every rank's: that is all that the kernels need.
 Shared memory stands for it between CPU ranks of one host. On GPUs torch's symmetric memory gives the same table
-(`buffer_ptrs`); nvshmem4py would give a third (`get_peer_tensor`), with 0 for peers that are not mapped, but without
+(`torch_symmetric`); nvshmem4py would give a third (`get_peer_tensor`), with 0 for peers that are not mapped, but without
 a device to run it on it is left out.
 A provider belongs to one membership epoch: a rank that comes late has another epoch's memory and cannot write here.
 """
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.errors import TransportUnavailable
 from dispatch.low_latency.shape import ROW_ALIGNMENT, LowLatencyShape, aligned
 from dispatch.transports.segment import SharedSegment
 
@@ -140,33 +139,3 @@ class SharedMemory:
     def close(self) -> None:
         """See `SymmetricMemory`."""
         self._segment.close()
-
-
-class TorchSymmetricMemory:
-    """Between GPUs that can address each other, by torch's symmetric memory. Collective over `group`.
-
-    Written against torch 2.13 and not run on a GPU yet. Several ranks on one GPU need
-    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
-
-    Raises:
-        TransportUnavailable: there is no CUDA device.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
-        if not torch.cuda.is_available():
-            raise TransportUnavailable(
-                "torch's symmetric memory needs a CUDA device and this machine has none; use shm or gloo"
-            )
-        from torch.distributed import _symmetric_memory as symm_mem  # noqa: PLC0415 - of CUDA builds
-
-        self.rank, self.world_size, self.device = dist.get_rank(group), dist.get_world_size(group), device
-        self._memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
-        self._handle = symm_mem.rendezvous(self._memory, group)
-        torch.cuda.synchronize(device)
-        dist.barrier(group)  # nobody writes before everybody's memory is zero
-        self.peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
-        self.base = int(self._handle.buffer_ptrs[self.rank])
-
-    def close(self) -> None:
-        """See `SymmetricMemory`."""
-        del self._handle, self._memory

@@ -7,6 +7,7 @@ needs the library linked (`extern_libs={"libnvshmem_device": path}`) and the mod
 library; `find_device_library` finds it. The interpreter knows no external functions: HAS_REMOTE is False there.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import triton.language as tl
@@ -19,9 +20,8 @@ def find_device_library() -> str:
     Raises:
         FileNotFoundError: it is not installed.
     """
-    import nvidia  # noqa: PLC0415 - a namespace package of optional wheels
-
-    for folder in nvidia.__path__:
+    wheels = find_spec("nvidia")  # a namespace package of optional wheels
+    for folder in [] if wheels is None else wheels.submodule_search_locations or []:
         found = Path(folder) / "nvshmem" / "lib" / "libnvshmem_device.bc"
         if found.exists():
             return str(found)

@@ -12,7 +12,8 @@ import torch
 
 from dispatch.errors import TransportUnavailable
 from dispatch.low_latency.shape import LowLatencyShape
-from dispatch.low_latency.symmetric import SymmetricLayout, TorchSymmetricMemory
+from dispatch.low_latency.symmetric import SymmetricLayout
+from dispatch.low_latency.torch_symmetric import TorchSymmetricMemory
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.interpreted import dispatch_without, run_interpreted
 from tests.support.ranks import RankPool
@@ -25,6 +26,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 
 from dispatch.low_latency import triton_kernels as kernels  # noqa: E402
+from dispatch.low_latency import triton_nvshmem as nvshmem  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -252,3 +254,10 @@ def test_peers_without_an_address_are_reached_by_nvshmem(
     assert spilled == 0
     assert registers <= 255
     assert "nvshmem" not in compile_for_sm90(kernel)
+
+
+def test_a_missing_device_library_is_named() -> None:
+    try:
+        assert Path(nvshmem.find_device_library()).name == "libnvshmem_device.bc"
+    except FileNotFoundError as error:
+        assert "pip install nvidia-nvshmem-cu13" in str(error)
