@@ -39,7 +39,8 @@ def share_slots(
     widths = range(least, most + 1)
     fullest = np.stack([plan(load, width, rules).imbalance * mean for width in widths], axis=1)
     fullest = np.minimum.accumulate(fullest, axis=1)  # more slots are never worse: one can stay empty
-    return least + _spend(fullest, total_slots_per_rank - least * layers)
+    widths_L: np.ndarray = least + _spend(fullest, total_slots_per_rank - least * layers)
+    return widths_L
 
 
 def _spend(fullest: np.ndarray, budget: int) -> np.ndarray:

@@ -58,7 +58,7 @@ def _read(path: Path) -> np.ndarray:
     try:
         values = _from_npz(path) if path.suffix == ".npz" else _from_json(json.loads(path.read_text()))
         load = np.array(values, dtype=np.float64)
-    except (OSError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise LoadFileError(f"{path} holds no expert load: {reason}") from error
     if load.ndim == 2:

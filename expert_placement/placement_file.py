@@ -64,7 +64,7 @@ def load_placement(path: Path) -> Placement:
         if path.suffix == ".npz":
             return _from_arrays(path)
         return from_json(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise PlacementFileError(f"{path} is not a placement: {reason}") from error
 

@@ -165,7 +165,7 @@ def _repaired(
         slot_LRW[used], x_LRW[used] = made.slot_RW, made.x_RW
         layers.append(made)
     slot_LS = slot_LRW.reshape(start.slot_expert.shape)
-    placement = replace(start, slot_expert=slot_LS, share=None)
+    placement = replace(start, slot_expert=slot_LS, share=None)  # type: ignore[arg-type]  # even
     if not rules.even:
         placement = _with_loads(placement, load, x_LRW.reshape(slot_LS.shape))
     return _Repaired(placement, layers)
@@ -208,7 +208,7 @@ def _with_loads(placement: Placement, load: np.ndarray, x: np.ndarray) -> Placem
     expert = np.where(placement.slot_expert == EMPTY, 0, placement.slot_expert)
     total = np.stack([np.bincount(e, row, minlength=load.shape[1]) for e, row in zip(expert, x, strict=True)])
     total = np.take_along_axis(total, expert, axis=1)
-    even = replace(placement, share=None)
+    even = replace(placement, share=None)  # type: ignore[arg-type]
     # An expert without load keeps even shares: should it get some after all, its copies take turns.
     return replace(placement, share=np.where(total > 0, x / np.where(total > 0, total, 1.0), even.share))
 

@@ -74,7 +74,8 @@ def _rules(setting: Setting, load: np.ndarray, even: bool, pinned: bool) -> Rule
 
 
 def _linear(load: np.ndarray, setting: Setting) -> Placement:
-    return linear_placement(*load.shape, setting.rules.cluster.num_ranks)
+    layers, experts = load.shape
+    return linear_placement(layers, experts, setting.rules.cluster.num_ranks)
 
 
 def _keep(_load: np.ndarray, current: Placement, _setting: Setting) -> Placement:

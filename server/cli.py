@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from server.experts_cli import add_experts_parser
 from server.options import Options, OptionsError, add_model_arguments, options_from
 from server.roots import RootError, check_roots
 
@@ -24,6 +25,7 @@ examples:
   wideep serve                         make the demo model once, serve it on 2 ranks at 127.0.0.1:8000
   wideep serve ./Qwen3-30B-A3B -dp 4   serve a Hugging Face directory on 4 ranks
   wideep chat                          talk to it in the terminal
+  wideep experts simulate LOADFILE ...  what if: policies and redundancy on a recorded load
 
 `wideep COMMAND --help` explains a command.
 """
@@ -63,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_roots()
         if args.command == "chat":
             return _run_chat(args.url)
+        if args.command == "experts":
+            return _run_experts(args)
         return _run_service(args, options_from(args))
     except (OptionsError, RootError) as error:
         print(f"wideep {args.command}: {error}", file=sys.stderr)
@@ -113,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="the service (default: %(default)s)",
     )
+    add_experts_parser(commands)
     return parser
 
 
@@ -145,6 +150,12 @@ def _run_chat(url: str) -> int:
     from server.chat_client import run_chat
 
     return run_chat(url)
+
+
+def _run_experts(args: argparse.Namespace) -> int:
+    from server.experts_offline import run_experts
+
+    return run_experts(args)
 
 
 def _run_agent(arguments: list[str]) -> NoReturn:

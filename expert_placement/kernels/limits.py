@@ -110,9 +110,8 @@ def may_leave(layer: Layer, rules: Rules, expert: int, rank: int, to_rank: int) 
         return False
     if rules.min_nodes <= 1 and not rules.spread:
         return True
-    return _span_after(layer, rules, expert, node, to_node) >= _least_span(
-        rules, layer.copies_E[expert] - (to_rank < 0)
-    )
+    least = _least_span(rules, layer.copies_E[expert] - (to_rank < 0))
+    return _span_after(layer, rules, expert, node, to_node) >= least
 
 
 @inner
@@ -137,4 +136,5 @@ def may_enter(layer: Layer, rules: Rules, expert: int, rank: int) -> bool:
     node = rules.node_R[rank]
     if layer.on_NE[node, expert] == 0 or not rules.spread:
         return True
-    return _span_after(layer, rules, expert, -1, -1) >= min(layer.copies_E[expert] + 1, rules.num_nodes)
+    least = min(int(layer.copies_E[expert]) + 1, rules.num_nodes)
+    return _span_after(layer, rules, expert, -1, -1) >= least

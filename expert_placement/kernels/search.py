@@ -25,10 +25,10 @@ from expert_placement.kernels.fill import (
 )
 from expert_placement.kernels.limits import EMPTY, Layer, Rules, may_enter, may_leave, put, refill
 
-SWEEPS, TRIAL_SWEEPS = 120, 30
+SWEEPS, TRIAL_SWEEPS = 120, 40
 TOLERANCE, TRIAL_TOLERANCE = 1e-5, 1e-4  # of the mean
 LINKED = 1e-4  # of the mean: a copy with less does not make its rank part of a pool
-FEW, MANY = 4, 24  # candidates tried, and tried when none of the few helps
+FEW = 6  # steps tried, the most promising first; more only until one helps
 LEAST_COST = 0.25  # moved slots; a step back to where things were costs nothing, but is not worth everything
 SWAP, COPY = 0, 1
 
@@ -120,38 +120,45 @@ def _copy_gain(
     if rules.even:
         copies = layer.copies_E[expert]
         each = layer.load_E[expert] / (copies + 1)
-        return height_R[a] - max(top, high - layer.load_E[expert] / copies + each, low + each)
+        top = max(top, high - layer.load_E[expert] / copies + each, low + each)
+        return float(height_R[a] - top)
     flow = min(capacity, (high - low) / (1.0 / size_R[a] + 1.0 / size_R[b]))
-    return height_R[a] - max(top, high - flow / size_R[a], low + flow / size_R[b])
-
-
-@inner
-def _lowest(values: np.ndarray) -> int:
-    best = 0
-    for index in range(values.shape[0]):
-        if values[index] < values[best]:
-            best = index
-    return best
+    return float(height_R[a] - max(top, high - flow / size_R[a], low + flow / size_R[b]))
 
 
 @inner
 def _keep_best(
-    found_C: np.ndarray, score_C: np.ndarray, score: float, kind: int, here: int, there: int, cost: int
+    found_C: np.ndarray,
+    score_C: np.ndarray,
+    score: float,
+    kind: int,
+    rank: int,
+    to_rank: int,
+    here: int,
+    there: int,
+    cost: int,
 ) -> None:
-    """Replace the worst candidate."""
-    worst = _lowest(score_C)
-    if score > score_C[worst]:
-        score_C[worst] = score
-        found_C[worst, 0], found_C[worst, 1], found_C[worst, 2], found_C[worst, 3] = kind, here, there, cost
+    """Keep the best of each kind for each rank that gives and for each that takes.
+
+    The one that looks best may not be where the load is stuck.
+    """
+    for index in (4 * rank + kind, 4 * to_rank + 2 + kind):
+        if score > score_C[index]:
+            score_C[index] = score
+            found_C[index, 0], found_C[index, 1], found_C[index, 2] = kind, here, there
+            found_C[index, 3] = cost
 
 
 @inner
-def _propose(layer: Layer, rules: Rules, budget: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the `count` most promising steps `[kind, here, there, cost]` and their scores (0: none)."""
+def _propose(layer: Layer, rules: Rules, budget: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the most promising steps `[kind, here, there, cost]` and their scores (0: none)."""
     pools = _find_pools(layer, rules)
     pool_R, size_R, height_R = pools
     at = index_copies(layer.slot_S, layer.load_E.shape[0])
-    found_C, score_C = np.zeros((count, 4), np.int64), np.zeros(count)
+    found_C, score_C = (
+        np.zeros((4 * layer.level_R.shape[0], 4), np.int64),
+        np.zeros(4 * layer.level_R.shape[0]),
+    )
     full = pool_R[highest(layer.level_R)]
     in_pool_E = np.zeros(layer.load_E.shape[0])
     num_slots, per = layer.slot_S.shape[0], layer.slots_per_rank
@@ -168,19 +175,18 @@ def _propose(layer: Layer, rules: Rules, budget: int, count: int) -> tuple[np.nd
                 continue
             low = pool_R[to_rank]
             moved = layer.x_S[here] - layer.x_S[there]
-            worst = score_C[_lowest(score_C)]
             if moved > 0.0 and (other == EMPTY or not layer.on_RE[rank, other]):
                 cost = _cost(layer, expert, other, to_rank)
                 cost += _cost(layer, other, expert, rank) if other >= 0 else 0
                 gain = _swap_gain(height_R[full], size_R[full], height_R[low], size_R[low], moved)
                 score = gain / max(float(cost), LEAST_COST)
                 if (
-                    score > worst
+                    (score > score_C[4 * rank + SWAP] or score > score_C[4 * to_rank + 2 + SWAP])
                     and cost <= budget
                     and may_leave(layer, rules, expert, rank, to_rank)
                     and (other == EMPTY or may_leave(layer, rules, other, to_rank, rank))
                 ):
-                    _keep_best(found_C, score_C, score, SWAP, here, there, cost)
+                    _keep_best(found_C, score_C, score, SWAP, rank, to_rank, here, there, cost)
             if other == EMPTY or layer.copies_E[other] > 1:
                 cost = _cost(layer, expert, other, to_rank)
                 if cost > budget:
@@ -188,11 +194,11 @@ def _propose(layer: Layer, rules: Rules, budget: int, count: int) -> tuple[np.nd
                 gain = _copy_gain(layer, rules, pools, at, here, there, in_pool_E[expert])
                 score = gain / max(float(cost), LEAST_COST)
                 if (
-                    score > score_C[_lowest(score_C)]
+                    (score > score_C[4 * rank + COPY] or score > score_C[4 * to_rank + 2 + COPY])
                     and may_enter(layer, rules, expert, to_rank)
                     and (other == EMPTY or may_leave(layer, rules, other, to_rank, -1))
                 ):
-                    _keep_best(found_C, score_C, score, COPY, here, there, cost)
+                    _keep_best(found_C, score_C, score, COPY, rank, to_rank, here, there, cost)
     return found_C, score_C
 
 
@@ -219,16 +225,18 @@ def _try(layer: Layer, rules: Rules, step: np.ndarray, x_S: np.ndarray, level_R:
 
 @inner
 def _best_step(
-    layer: Layer, rules: Rules, budget: int, count: int, best_x_S: np.ndarray, best_level_R: np.ndarray
+    layer: Layer, rules: Rules, budget: int, best_x_S: np.ndarray, best_level_R: np.ndarray
 ) -> tuple[int, int, int, int]:
     """Return `(kind, here, there, cost)` of the best step that helps, kind -1 when there is none."""
-    found_C, score_C = _propose(layer, rules, budget, count)
+    found_C, score_C = _propose(layer, rules, budget)
     x_S, level_R = np.empty(layer.x_S.shape[0]), np.empty(layer.level_R.shape[0])
     before, top = excess(layer, layer.level_R), layer.level_R[highest(layer.level_R)]
     best, best_score = -1, 0.0
-    for index in range(count):
-        if score_C[index] <= 0.0:
-            continue
+    for tried in range(score_C.shape[0]):
+        index = highest(score_C)
+        if score_C[index] <= 0.0 or (best >= 0 and tried >= FEW):
+            break
+        score_C[index] = 0.0
         _try(layer, rules, found_C[index], x_S, level_R)
         after = excess(layer, level_R)
         if level_R[highest(level_R)] > top or after >= before * (1.0 - 1e-6):
@@ -268,10 +276,7 @@ def improve(
         if top_T[step] <= target:
             return step
         left = budget - moved_T[step]
-        kind, here, there, cost = -1, 0, 0, 0
-        for count in (FEW, MANY):
-            if kind < 0:
-                kind, here, there, cost = _best_step(layer, rules, left, count, best_x_S, best_level_R)
+        kind, here, there, cost = _best_step(layer, rules, left, best_x_S, best_level_R)
         if kind < 0:
             return step
         expert, other = layer.slot_S[here], layer.slot_S[there]

@@ -48,7 +48,9 @@ def test_the_global_policy_is_no_worse_than_eplbs(seed: int) -> None:
     load = np.exp(np.random.default_rng(seed).normal(0, 0.8, (3, 32)))
     phy2log, log2phy, logcnt = rebalance_experts(load, 40, 1, 3, 8)
     check_maps(phy2log, log2phy, logcnt, 32)
-    assert (even_imbalance(load, phy2log, 8) <= even_imbalance(load, eplb_global(load, 40, 8), 8) + 1e-9).all()
+    assert (
+        even_imbalance(load, phy2log, 8) <= even_imbalance(load, eplb_global(load, 40, 8), 8) + 1e-9
+    ).all()
 
 
 def test_groups_keep_a_copy_on_one_node_each() -> None:

@@ -86,7 +86,7 @@ def test_shares_that_are_none_are_refused_by_name(share: list[list[float]], mess
 
 
 def test_an_empty_slot_has_no_share() -> None:
-    with pytest.raises(ValueError, match="slot 1 has the share 0.5"):
+    with pytest.raises(ValueError, match=r"slot 1 has the share 0\.5"):
         Placement(np.array([[0, EMPTY]]), 1, 1, share=np.array([[0.5, 0.5]]))
 
 

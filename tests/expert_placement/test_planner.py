@@ -207,5 +207,7 @@ def test_rules_that_do_not_fit_are_refused_by_name() -> None:
         plan(np.ones((1, 8)), 2, rules)
     with pytest.raises(ValueError, match="the placement is for 2 ranks and the rules for 4"):
         repair(np.ones((1, 8)), linear_placement(1, 8, 2), Rules(cluster=Cluster(num_ranks=4)))
-    with pytest.raises(ValueError, match=r"the load has shape \(2, 8\); the placement has 1 layers of 8 experts"):
+    with pytest.raises(
+        ValueError, match=r"the load has shape \(2, 8\); the placement has 1 layers of 8 experts"
+    ):
         repair(np.ones((2, 8)), linear_placement(1, 8, 4), Rules(cluster=Cluster(num_ranks=4)))

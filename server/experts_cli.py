@@ -1,0 +1,108 @@
+"""The flags of `wideep experts plan` and `wideep experts simulate`; `experts_offline` runs them.
+
+Nothing heavy is imported here, because `wideep --help` needs it.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+_LOADS_HELP = (
+    "recorded loads in order of time: SGLang's expert distribution JSON ('logical_count'), 'load_history' JSON, "
+    "or .npz with 'load'; [layers, experts] or [windows, layers, experts]"
+)
+_SIMULATE_EXAMPLE = """\
+example:
+  wideep experts simulate decode.json --ranks 32 64 --slots 288 320 --policy even shares repair
+policies:
+"""
+POLICIES = {
+    "linear": "experts in order, no copies, nothing ever moves",
+    "even": "planned anew for every window, copies share evenly",
+    "plan": "planned anew for every window, with shares",
+    "pinned": "as plan, the first copies of a group of experts on the group's node",
+    "shares": "planned once; later only the shares change",
+    "repair": "planned once; later repaired with few moves",
+}
+_PLAN_EXAMPLE = """\
+examples:
+  wideep experts plan decode.json --ranks 32 --slots 288 --out placement.json
+  wideep experts plan today.json --current placement.json --max-moved 0.06 --expert-mb 44 --link-gbps 400
+"""
+
+
+def add_experts_parser(commands: Any) -> None:
+    """Add `experts` and its verbs to the command line's parser."""
+    experts = commands.add_parser(
+        "experts",
+        help="plan where experts go, and try policies on recorded loads",
+        description="Plan where experts go, and try policies on recorded loads.",
+    )
+    verbs = experts.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True)
+    lines = "".join(f"  {name:8}{what}\n" for name, what in POLICIES.items())
+    simulation = verbs.add_parser(
+        "simulate",
+        help="what if: policies, redundancy and widths on a recorded load",
+        description="Run policies over recorded windows; each placement is judged on the window after it.",
+        epilog=_SIMULATE_EXAMPLE + lines,
+    )
+    simulation.add_argument("loads", nargs="+", type=Path, metavar="LOADFILE", help=_LOADS_HELP)
+    simulation.add_argument("--ranks", nargs="+", type=int, required=True, metavar="R", help="ranks to try")
+    simulation.add_argument(
+        "--slots",
+        nargs="+",
+        type=int,
+        required=True,
+        metavar="S",
+        help="slots of a layer, all ranks together, to try",
+    )
+    simulation.add_argument(
+        "--policy", nargs="+", choices=list(POLICIES), default=["even", "plan", "shares", "repair"], metavar="P",
+        help="policies to try, see below (default: %(default)s)",
+    )  # fmt: skip
+    planning = verbs.add_parser(
+        "plan",
+        help="make a placement, or repair one, and say what it promises",
+        description="Make a placement for the last window of a recorded load, or repair --current. Nothing is served.",
+        epilog=_PLAN_EXAMPLE,
+    )
+    planning.add_argument("loads", nargs="+", type=Path, metavar="LOADFILE", help=_LOADS_HELP)
+    planning.add_argument("--ranks", type=int, metavar="R", help="ranks (default: those of --current)")
+    planning.add_argument("--slots", type=int, metavar="S", help="slots of a layer, all ranks together")
+    planning.add_argument("--current", type=Path, metavar="FILE", help="the placement to repair")
+    planning.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write the placement (.json or .npz)"
+    )
+    planning.add_argument("--expert-mb", type=float, metavar="MB", help="weights of one expert, 10^6 bytes")
+    planning.add_argument(
+        "--link-gbps", type=float, metavar="GBPS", help="rate of a rank's link, 10^9 bits/s"
+    )
+    for parser in (simulation, planning):
+        _add_rules(parser)
+
+
+def _add_rules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="nodes that the ranks are on (default: 1)"
+    )
+    parser.add_argument(
+        "--groups", type=int, metavar="G", help="groups of experts whose first copies stay on one node"
+    )
+    parser.add_argument(
+        "--min-nodes", type=int, default=1, metavar="K", help="nodes that must have every expert (default: 1)"
+    )
+    parser.add_argument("--spread-nodes", action="store_true", help="copies of an expert on different nodes")
+    parser.add_argument(
+        "--target",
+        type=float,
+        default=1.02,
+        help="fullest rank / mean that a repair stops at (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-moved",
+        type=float,
+        default=0.1,
+        metavar="PART",
+        help="part of all slots a repair may fill (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
