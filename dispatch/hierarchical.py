@@ -143,7 +143,7 @@ class HierarchicalDispatcher:
     @property
     def row_format(self) -> str:
         """How rows travel, in words."""
-        return str(self._format)
+        return self._format.name
 
     @property
     def traffic(self) -> Traffic:
