@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deep_ep.utils.envs import get_global_seed
+from .envs import get_global_seed
 
 _MASK = 0x7FFFFFFF
 
