@@ -5,7 +5,7 @@ import sys
 import deep_ep
 import torch
 import torch.distributed as dist
-from deep_ep import Buffer, Config, EventHandle, EventOverlap
+from deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap
 from deep_ep.utils import EventHandle as SameHandle
 from deep_ep.utils.envs import init_dist
 from deep_ep.utils.math import (
@@ -54,7 +54,7 @@ def work(local_rank: int, num_ranks: int, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    assert SameHandle is EventHandle
+    assert SameHandle is EventHandle and ElasticBuffer.__name__ == "ElasticBuffer" and EPHandle
     repeated = torch.tensor([[1, 3, 1], [-1, 2, -1]])
     inplace_unique(repeated, 4)
     assert repeated.tolist() == [[3, 1, -1], [2, -1, -1]]
