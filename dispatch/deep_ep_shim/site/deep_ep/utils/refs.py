@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .envs import get_global_seed
+from deep_ep.utils.envs import get_global_seed  # type: ignore[import-not-found]
 
 _MASK = 0x7FFFFFFF
 
@@ -62,8 +62,9 @@ def generate_pre_combine_data(
     src_token_global_idx: Tensor, num_max_tokens_per_rank: int, num_topk: int, hidden: int
 ) -> Tensor:
     """Return bfloat16 [N, K, H] in [-1, 1): a scrambled function of source index, choice, column and global seed."""
+    seed: int = get_global_seed()
     row_NK = src_token_global_idx.long().unsqueeze(1) * num_topk + torch.arange(num_topk)
-    mixed = row_NK.unsqueeze(2) * 40_503 + torch.arange(hidden) * 52_711 + (get_global_seed() + 1) * 7_919
+    mixed = row_NK.unsqueeze(2) * 40_503 + torch.arange(hidden) * 52_711 + (seed + 1) * 7_919
     for shift, factor in ((13, 19_349_663), (11, 83_492_791), (16, 73_856_093)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _MASK
     return ((mixed >> 7).double() / (1 << 23) - 1).to(torch.bfloat16)
