@@ -24,8 +24,8 @@ from torch import Tensor
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from dispatch import layout
 from dispatch.dispatcher import Dispatcher, Traffic
-from dispatch.hierarchical import HierarchicalDispatcher
-from dispatch.node_groups import open_hierarchical
+from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
+from dispatch.hierarchical.groups import open_hierarchical
 from dispatch.transport import RankTable, Transport
 from dispatch.transports.choose import open_transport
 from tests.support.ranks import RankPool

@@ -12,10 +12,10 @@ from dispatch import layout
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchError, RanksDisagree
-from dispatch.hierarchical import HierarchicalDispatcher
-from dispatch.messages import Message, swap
-from dispatch.node_groups import open_hierarchical
-from dispatch.node_plan import node_choices, plan_arrival, plan_spread
+from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
+from dispatch.hierarchical.groups import open_hierarchical
+from dispatch.hierarchical.messages import Message, swap
+from dispatch.hierarchical.plan import node_choices, plan_arrival, plan_spread
 from dispatch.row_formats import row_format
 from dispatch.transport import RankTable
 from dispatch.transports.choose import open_transport

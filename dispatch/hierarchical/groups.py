@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from dispatch.errors import TransportUnavailable
-from dispatch.hierarchical import HierarchicalDispatcher
+from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from dispatch.transports.choose import open_transport
 
 

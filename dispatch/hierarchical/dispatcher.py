@@ -1,7 +1,7 @@
 """Node-limited dispatch: a token crosses to another node once, however many of that node's ranks it is for.
 
 The same calls, rows, pairs and bits as the flat `Dispatcher` (I2 of the design), over two transports: "rail" joins the
-ranks of the same local index across nodes, "inner" the ranks of one node. `node_plan` has the arithmetic; see there
+ranks of the same local index across nodes, "inner" the ranks of one node. `plan` has the arithmetic; see there
 for the stages. Answers come home the same way back, one row per (token, choice), and are summed at the source in the
 order of the choices: no byte is saved in combine then. With `reduce_in_node` each node's answers to a token are summed
 on the rank that forwarded it and one row per (token, node) crosses; that grouping changes with the placement, so it is
@@ -27,11 +27,11 @@ from torch import Tensor
 from dispatch import layout
 from dispatch.arguments import combine_problem, dispatch_problem, slot_problem
 from dispatch.dispatched import Dispatched, Handle, Traffic
-from dispatch.messages import Message
+from dispatch.hierarchical.messages import Message
+from dispatch.hierarchical.plan import Arrival, Spread, node_choices, plan_arrival, plan_spread
+from dispatch.hierarchical.rows import decode_rows, encode_rows
+from dispatch.hierarchical.stage import Stage
 from dispatch.mode import NORMAL, Mode
-from dispatch.node_plan import Arrival, Spread, node_choices, plan_arrival, plan_spread
-from dispatch.node_rows import decode_rows, encode_rows
-from dispatch.node_stage import Stage
 from dispatch.row_formats import row_format
 from dispatch.transport import Transport
 

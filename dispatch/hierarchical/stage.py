@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
-from dispatch.messages import Message, num_bytes, swap
+from dispatch.hierarchical.messages import Message, num_bytes, swap
 from dispatch.transport import Transport
 
 _ORIGIN_END = "|"
