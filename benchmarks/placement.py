@@ -216,7 +216,7 @@ def measure_rest(report: Report, windows: Windows) -> None:
     """Slots divided between layers, two phases in one placement, copies on two nodes."""
     report.section("slots divided between layers, phases together, copies on two nodes")
     load = next(iter(windows.values()))
-    for ranks, width in ((72, 4), (144, 2)):
+    for ranks, width in ((72, 5), (144, 3)):  # with 4 and 2 there is nothing to divide
         rules = _rules(ranks)
         equal = plan(load, width, rules).imbalance
         widths = share_slots(load, width * len(load), rules)
