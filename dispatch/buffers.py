@@ -102,3 +102,7 @@ class Workspace:
     def sent_bytes(self) -> tuple[int, int]:
         """Return the bytes that went to other ranks so far, by dispatches and by combines."""
         return int(self._counts[SENT_BYTES].sum()), int(self._counts[ANSWERED_BYTES].sum())
+
+    def sent_to_ranks(self) -> tuple[list[int], list[int]]:
+        """Return the bytes that went to each rank so far, by dispatches and by combines."""
+        return self._counts[SENT_BYTES].tolist(), self._counts[ANSWERED_BYTES].tolist()

@@ -3,6 +3,7 @@
 Legend: N rows received, H hidden, P pairs, S slots per rank.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,6 +48,14 @@ class TokenDispatcher(Protocol):
     def close(self) -> None:
         """See `Dispatcher`."""
         ...
+
+
+@dataclass
+class Waits:
+    """Nanoseconds that a rank spent in exchanges so far: waiting for peers, and for wires. Counters."""
+
+    dispatch_ns: int = 0
+    combine_ns: int = 0
 
 
 class Traffic(NamedTuple):

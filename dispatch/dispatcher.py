@@ -13,6 +13,7 @@ Idea: DeepEP (one copy of a token per rank; low-latency combine sums in top-k or
 Legend: T tokens of this rank, K choices, H hidden, N rows received, P pairs, R ranks, S slots per rank.
 """
 
+from time import perf_counter_ns
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -23,7 +24,7 @@ from dispatch import layout
 from dispatch.arguments import combine_problem, dispatch_problem, slot_problem
 from dispatch.buffers import Workspace
 from dispatch.cpu_kernels import message
-from dispatch.dispatched import Dispatched, Handle, TokenDispatcher, Traffic
+from dispatch.dispatched import Dispatched, Handle, TokenDispatcher, Traffic, Waits
 from dispatch.errors import RanksDisagree
 from dispatch.mode import NORMAL, Mode
 from dispatch.native import compile_all
@@ -72,6 +73,7 @@ class Dispatcher:
         self._shape = (slots_per_rank, transport.world_size, transport.rank)
         self._space = Workspace(slots_per_rank, transport.world_size)
         self._call = 0
+        self.waits = Waits()
         compile_all(*kernels.KERNELS)
 
     @property
@@ -83,6 +85,10 @@ class Dispatcher:
     def traffic(self) -> Traffic:
         """What this rank has sent so far."""
         return Traffic(*self._space.sent_bytes())
+
+    def sent_to_ranks(self) -> tuple[list[int], list[int]]:
+        """Bytes that this rank has sent to each rank so far, by dispatches and by combines."""
+        return self._space.sent_to_ranks()
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
         """Send each token once to every rank that holds one of its choices. Collective.
@@ -165,7 +171,9 @@ class Dispatcher:
             call.x, call.slots, choices, T, K, S, R, rank, space.tables, space.header_at,
             mask, transport.send_addresses.address, space.own_tokens.address, space.own_slots.address,
         )  # fmt: skip
+        begun_ns = perf_counter_ns()
         transport.exchange(sizes, None)
+        self.waits.dispatch_ns += perf_counter_ns() - begun_ns
         return call
 
     def _receive(self, call: _Call, x_TH: Tensor) -> tuple[int, int]:
@@ -207,7 +215,9 @@ class Dispatcher:
             y_PH.data_ptr(), row_bytes, R, rank, space.tables, sent.address,
             transport.send_addresses.address, space.pair_of_answer.address, call,
         )  # fmt: skip
+        begun_ns = perf_counter_ns()
         transport.exchange(sent, received)
+        self.waits.combine_ns += perf_counter_ns() - begun_ns
         stranger = kernels.check_answers(row_bytes, R, rank, transport.recv_addresses.address, call)
         if stranger >= 0:
             ours = f"H={handle.hidden}, {handle.dtype}"

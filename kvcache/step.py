@@ -41,6 +41,7 @@ class Step:
         self.block_tokens = block_tokens
         self.is_parallel = threads > 1
         self.num_tokens = 0
+        self.num_decodes = 0  # of the first rows
         self.num_padded = 0
         self.num_sequences = 0
         self.agreed_tokens = (
@@ -62,8 +63,10 @@ class Step:
         self._tiles: dict[int, np.ndarray] = {}
         self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
 
-    def fill(self, spans: Sequence[Span]) -> None:
+    def fill(self, spans: Sequence[Span], num_decodes: int = 0) -> None:
         """Describe a batch; sequences keep their order and their rows follow each other.
+
+        The first `num_decodes` spans are decodes, of one token each; it is only counted.
 
         The rows are padded to a multiple of `ROW_MULTIPLE`, at least once that: no model family takes zero rows.
         PyTorch's vectorised loops end in a scalar tail whose exp() differs in the last bit; with pairs of full
@@ -83,7 +86,7 @@ class Step:
         position_T = np.arange(tokens) + np.repeat(starts - self._query_start[:count], lengths)
         block_T = self._table[sequence_T, position_T // self.block_tokens]
         self._cache_slot[:tokens] = block_T * self.block_tokens + position_T % self.block_tokens
-        self.num_sequences, self.num_tokens = count, tokens
+        self.num_sequences, self.num_tokens, self.num_decodes = count, tokens, num_decodes
         self.num_pairs = int(lengths @ self._context[:count])
         self.num_padded = max(ROW_MULTIPLE, -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE)
         self._position[:tokens] = position_T

@@ -10,6 +10,7 @@ I intermediate dim.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.cpu_linear import grouped_linear, pack, silu_and_mul
+from moe.load_counts import LayerCounts
 
 NAME = "wideep_experts"
 
@@ -78,6 +80,7 @@ class ExpertLayer:
     dispatcher: TokenDispatcher
     step: Step
     load_E: Tensor = field(init=False)  # [E] int64: choices of this rank's tokens so far
+    counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
 
     def __post_init__(self) -> None:
         """Start counting."""
@@ -98,8 +101,13 @@ class ExpertLayer:
         ids_TK = ids_TK[:rows]
         self.load_E += torch.bincount(ids_TK.flatten(), minlength=len(self.load_E))
         mode = Mode(self.step.agreed_tokens)
-        sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), self.expert_slot_E[ids_TK], mode)
+        slots_TK = self.expert_slot_E[ids_TK]
+        sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, mode)
+        begun_ns = perf_counter_ns()
         y_PD = self._slots(module, sent.x_NH[sent.row_P], sent.slot_offsets)
+        if self.counts is not None:
+            self.counts.experts_ns += perf_counter_ns() - begun_ns
+            self.counts.add(ids_TK, slots_TK, self.step.num_decodes)
         out_TD = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype)
         out_TD[rows:] = 0.0
         self.dispatcher.combine(y_PD, weights_TK[:rows].float(), sent, out=out_TD[:rows])

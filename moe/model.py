@@ -23,6 +23,7 @@ from moe import experts as experts_organ
 from moe.checkpoint import Checkpoint
 from moe.experts import ExpertLayer, SlotTensors
 from moe.families import build_on_meta, experts_modules, read_config
+from moe.load_counts import LoadCounts
 from moe.load_plan import LoadPlan
 from moe.loader import Loader, Report
 from moe.rehearsal import rehearse
@@ -90,6 +91,12 @@ class Model:
         }
         plan = LoadPlan(self._net, self.checkpoint, parameters)
         loader = Loader(self._net, self.checkpoint, plan, dtype)
+        self.load_counts = LoadCounts(
+            placement.num_layers,
+            num_experts=placement.num_experts,
+            num_ranks=placement.num_ranks,
+            slots_per_rank=placement.slots_per_rank,
+        )
         with torch.no_grad():
             loader.load_plain(step, report)
             self.layers = self._load_experts(loader, dispatcher, rank, report)
@@ -108,6 +115,7 @@ class Model:
                 delattr(module, leaf)
             up, down = tensors.values()
             layer = ExpertLayer(up, down, expert_slot[index], dispatcher, self.step)
+            layer.counts = self.load_counts.layers[index]
             module.expert_layer = layer
             layers.append(layer)
             report("experts", (index + 1) / len(self.skeleton.experts))

@@ -23,10 +23,12 @@ from moe.warmup import compile_kernels
 from scheduler.config import EngineConfig, model_length
 from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
+from scheduler.load_report import ExpertMap
 from scheduler.lockstep import Header, LockStep, describe_modes
 from scheduler.policy import Scheduler
 from scheduler.runner import Runner
 from scheduler.sizing import num_blocks
+from scheduler.telemetry import Telemetry, expert_map
 
 Report = Callable[[str, float], None]
 
@@ -42,6 +44,8 @@ class Assembled(NamedTuple):
     num_blocks: int
     transport: str  # which, and why
     dispatch: str  # which steps go in which mode, and how rows travel
+    telemetry: Telemetry
+    experts: ExpertMap
 
 
 def assemble(
@@ -99,7 +103,12 @@ def assemble(
     chosen = f"{dispatcher.transport.name}, as {dispatcher.transport.reason}"
     modes = describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
     dispatch = f"{modes}; tokens travel {dispatcher.row_format}"
-    return Assembled(engine, scheduler, runner, model, length, blocks, chosen, dispatch)
+    telemetry = Telemetry(config.rank, model.load_counts, dispatcher, runner)
+    num_hidden_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
+    experts = expert_map(placement, list(skeleton.experts), num_hidden_layers)
+    return Assembled(
+        engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts
+    )
 
 
 def _open_dispatcher(

@@ -61,11 +61,12 @@ class Engine:
             if self._sleeping_step is not None:
                 self._doorbell.ring(self._sleeping_step)
 
-    def run(self, on_step: OnStep) -> None:
+    def run(self, on_step: OnStep, on_sleep: Callable[[], None] = lambda: None) -> None:
         """Walk steps until some rank stops; collective.
 
         Args:
             on_step: called after every step with what it yielded, and before every sleep; must not block.
+            on_sleep: called before every sleep as well, of all ranks at the same step.
 
         Raises:
             LockStepError, dispatch errors: another rank is lost or out of step.
@@ -77,6 +78,7 @@ class Engine:
                 return
             if decision is Decision.SLEEP:
                 on_step([], self._stats(0))
+                on_sleep()
                 self._sleep()
                 self._post()
                 continue

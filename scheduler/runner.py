@@ -1,9 +1,12 @@
 """Run one planned batch: fill the step, call the model, sample. Knows no policy and no requests' lives."""
 
+from time import perf_counter_ns
+
 import torch
 
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span, Step
+from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
 from scheduler.policy import Batch
 from scheduler.sampling import Sampled, sample
@@ -16,6 +19,8 @@ class Runner:
         """Take the model and a cache whose blocks the scheduler's pool counts."""
         self._model, self._cache = model, cache
         self._token_T = torch.zeros_like(model.step.position_T)
+        self.num_steps = self.busy_ns = 0  # counters, as is the next
+        self.num_tokens = [0] * NUM_PHASES  # prefill, decode
 
     @property
     def step(self) -> Step:
@@ -33,6 +38,7 @@ class Runner:
         Returns:
             One token per item that samples, in order.
         """
+        begun_ns = perf_counter_ns()
         spans, tokens, rows, row = [], [], [], 0
         for sequence, start, length, samples in batch.items:
             spans.append(
@@ -42,10 +48,16 @@ class Runner:
             row += length
             if samples:
                 rows.append(row - 1)
-        self.step.fill(spans)
+        num_decodes = batch.num_tokens - batch.num_prefill_tokens
+        self.step.fill(spans, num_decodes)
         self.step.agreed_tokens = agreed_tokens
         self._token_T[:row] = torch.tensor(tokens, dtype=torch.int64)
         self._token_T[row : self.step.num_padded] = 0
         token_T = self._token_T[: self.step.num_padded]
         logits_RV = self._model.forward(token_T, self._cache, torch.tensor(rows, dtype=torch.int64))
-        return sample(logits_RV, [item.sequence for item in batch.items if item.samples])
+        sampled = sample(logits_RV, [item.sequence for item in batch.items if item.samples])
+        self.num_steps += 1
+        self.num_tokens[PREFILL] += batch.num_prefill_tokens
+        self.num_tokens[DECODE] += num_decodes
+        self.busy_ns += perf_counter_ns() - begun_ns
+        return sampled

@@ -1,0 +1,47 @@
+"""What a rank says about its experts' load: counters since its start, so that a reader takes differences.
+
+Part of the vocabulary that front and engine share, like `request`: knows no torch and no wire format.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class ExpertMap(NamedTuple):
+    """Which experts there are and where they live."""
+
+    version: int  # of the placement
+    num_experts: int
+    num_ranks: int
+    layers: tuple[int, ...]  # index in the model of each MoE layer
+    num_hidden_layers: int  # of the model, those without experts included
+    slot_expert: np.ndarray  # [layers, ranks * slots_per_rank] expert of each physical slot, -1 where empty
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadReport:
+    """One rank's counters. All of them run from the engine's start.
+
+    `counts` is [layers, 2, experts + ranks] uint32, modulo 2^32: by layer and phase (prefill, decode) how often this
+    rank's tokens chose each expert, then how often a slot of each rank.
+    """
+
+    rank: int
+    step: int  # of the lock-step, equal on all ranks at the same moment
+    num_steps: int  # that ran the model
+    prefill_tokens: int
+    decode_tokens: int
+    placement_version: int
+    counts: np.ndarray
+    dispatch_bytes: tuple[int, ...]  # sent to each rank, by dispatches
+    combine_bytes: tuple[int, ...]  # likewise, by combines
+    dispatch_wait_s: (
+        float  # in the exchange of a dispatch: for ranks that are still at the layer before, and for wires
+    )
+    combine_wait_s: (
+        float  # in the exchange of a combine: for ranks whose experts still compute, and for wires
+    )
+    experts_s: float  # computing this rank's experts
+    step_s: float  # in steps, waits included

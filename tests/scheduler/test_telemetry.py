@@ -1,0 +1,86 @@
+"""A rank's load reports: what they add up to over real steps on two ranks, when they are due, what they cost to send."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from dispatch.dispatched import Waits
+from expert_placement.placement import linear_placement
+from moe.load_counts import LoadCounts
+from scheduler.telemetry import FRONT_BYTES_PER_S, REPORT_EVERY_S, Telemetry, expert_map
+
+
+class FakeTransport(NamedTuple):
+    """Says how many ranks there are."""
+
+    world_size: int
+
+
+class FakeDispatcher:
+    """Has sent something."""
+
+    def __init__(self, world_size: int) -> None:
+        self.transport, self.waits = FakeTransport(world_size), Waits(2_000_000_000, 500_000_000)
+
+    def sent_to_ranks(self) -> tuple[list[int], list[int]]:
+        """Bytes by dispatches and combines."""
+        return [0, 7], [0, 9]
+
+
+class FakeRunner:
+    """Counts steps."""
+
+    num_steps = 0
+    num_tokens = (3, 4)
+    busy_ns = 4_000_000_000
+
+
+def telemetry(
+    world_size: int = 2, layers: int = 2, experts: int = 4
+) -> tuple[Telemetry, FakeRunner, LoadCounts]:
+    counts = LoadCounts(layers, num_experts=experts, num_ranks=world_size, slots_per_rank=2)
+    runner, dispatcher = FakeRunner(), FakeDispatcher(world_size)
+    made: Any = Telemetry
+    return made(1, counts, dispatcher, runner), runner, counts
+
+
+def test_a_report_is_due_after_a_while_or_before_a_sleep_and_only_if_steps_ran() -> None:
+    reporter, runner, _ = telemetry()
+    assert reporter.is_due(5.0)
+    reporter.report(1, 0, 5.0)
+    assert not reporter.is_due(99.0), "nothing ran since"
+    runner.num_steps = 1
+    assert not reporter.is_due(5.0 + 0.9 * REPORT_EVERY_S)
+    assert reporter.is_due(5.0 + 0.1, is_sleeping=True)
+    assert reporter.is_due(5.0 + REPORT_EVERY_S)
+
+
+def test_a_report_says_what_was_counted() -> None:
+    reporter, runner, counts = telemetry()
+    runner.num_steps, counts.table[1, 0, 3] = 6, (1 << 32) + 5
+    counts.layers[0].experts_ns = 250_000_000
+    report = reporter.report(17, 3, 0.0)
+    assert (report.rank, report.step, report.num_steps, report.placement_version) == (1, 17, 6, 3)
+    assert (report.prefill_tokens, report.decode_tokens) == (3, 4)
+    assert (report.dispatch_bytes, report.combine_bytes) == ((0, 7), (0, 9))
+    times = (report.dispatch_wait_s, report.combine_wait_s, report.experts_s, report.step_s)
+    assert times == pytest.approx((2.0, 0.5, 0.25, 4.0))
+    assert report.counts[1, 0, 3] == 5, "modulo 2^32"
+    counts.table += 1
+    assert report.counts[0, 0, 0] == 0, "a report is a copy"
+
+
+def test_all_ranks_together_send_a_bounded_number_of_bytes_a_second() -> None:
+    small, _, _ = telemetry()
+    assert small.every_s == REPORT_EVERY_S
+    large, _, counts = telemetry(world_size=320, layers=58, experts=256)
+    assert 320 * 4 * counts.table.size / large.every_s == pytest.approx(FRONT_BYTES_PER_S)
+
+
+def test_the_map_names_the_models_own_layers() -> None:
+    placement = linear_placement(2, 6, 2)
+    made = expert_map(placement, ["model.layers.3.mlp.experts", "model.layers.11.mlp.experts"], 12)
+    assert made.layers == (3, 11)
+    assert (made.num_experts, made.num_ranks, made.num_hidden_layers) == (6, 2, 12)
+    np.testing.assert_array_equal(made.slot_expert, placement.slot_expert)
