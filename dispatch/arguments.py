@@ -1,6 +1,6 @@
 """What is wrong with a call's arguments, as a sentence that names the argument, the value and the rule; or nothing.
 
-All checks come before anything is sent. The caller turns a sentence into a refusal on every rank
+Each looks at a tensor a few times only, as they run in every layer. All checks come before anything is sent. The caller turns a sentence into a refusal on every rank
 (`Transport.refuse`), because ranks that were given good arguments wait for this one.
 """
 
@@ -12,11 +12,12 @@ from dispatch.mode import Mode
 
 def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode) -> str:
     """Check a dispatch, but for the values of `slots_TK`: these are looked at once, while they are counted."""
-    if x_TH.dim() != 2 or not x_TH.is_floating_point() or x_TH.device.type != "cpu":
+    x_shape, slots_shape = x_TH.shape, slots_TK.shape
+    if len(x_shape) != 2 or not x_TH.dtype.is_floating_point or not x_TH.is_cpu:
         return f"x_TH is {describe(x_TH)}; it must be a 2-dimensional floating tensor on the CPU"
-    if slots_TK.dim() != 2 or slots_TK.dtype != torch.int64 or slots_TK.device.type != "cpu":
+    if len(slots_shape) != 2 or slots_TK.dtype != torch.int64 or not slots_TK.is_cpu:
         return f"slots_TK is {describe(slots_TK)}; it must be a 2-dimensional int64 tensor on the CPU"
-    (T, H), (num_tokens, K) = x_TH.shape, slots_TK.shape
+    (T, H), (num_tokens, K) = x_shape, slots_shape
     if num_tokens != T:
         return f"slots_TK has {num_tokens} tokens and x_TH {T}; they must be equal"
     if H < 1 or K < 1:
@@ -56,16 +57,16 @@ def combine_problem(
     dtype: torch.dtype,
 ) -> str:
     """Check a combine of a dispatch whose pairs are [P, H] and whose choices are [T, K]."""
-    if y_PH.shape != pairs_shape or y_PH.dtype != dtype or y_PH.device.type != "cpu":
+    if y_PH.shape != pairs_shape or y_PH.dtype != dtype or not y_PH.is_cpu:
         return f"y_PH is {describe(y_PH)}; it must be {dtype} {list(pairs_shape)} on the CPU"
-    if weights_TK.shape != tokens_shape or not weights_TK.is_floating_point():
+    if weights_TK.shape != tokens_shape or not weights_TK.dtype.is_floating_point:
         return f"weights_TK is {describe(weights_TK)}; it must be a floating tensor {list(tokens_shape)}"
-    if weights_TK.device.type != "cpu":
+    if not weights_TK.is_cpu:
         return f"weights_TK is {describe(weights_TK)}; it must be on the CPU"
     if out_TH is None:
         return ""
     out_shape = (tokens_shape[0], pairs_shape[1])
-    if out_TH.shape != out_shape or out_TH.dtype != dtype or out_TH.device.type != "cpu":
+    if out_TH.shape != out_shape or out_TH.dtype != dtype or not out_TH.is_cpu:
         return f"out is {describe(out_TH)}; it must be {dtype} {list(out_shape)} on the CPU"
     return "" if out_TH.is_contiguous() else f"out has strides {list(out_TH.stride())}; it must be contiguous"
 

@@ -1,4 +1,8 @@
-"""Memory that grows and is never given back, and what one Dispatcher needs of it."""
+"""Memory that grows and is never given back, and what one Dispatcher needs of it.
+
+Views that were handed out are kept for the next call of the same size: making one costs some microseconds, more than
+a small step of the exchange.
+"""
 
 from typing import Any
 
@@ -7,6 +11,7 @@ from torch import Tensor
 
 from dispatch.cpu_kernels.message import (
     ANSWERED_BYTES,
+    HEADER_CALL,
     HEADER_ROW_BYTES,
     HEADER_WORDS,
     NUM_TABLES,
@@ -14,56 +19,71 @@ from dispatch.cpu_kernels.message import (
 )
 from dispatch.transport import RankTable
 
+_MOST_VIEWS = 256  # of one buffer
+
 
 class GrowingBuffer:
     """A one-dimensional tensor whose contents live until the next `reserve` that needs more.
 
     Attributes:
         address: of its first element.
+        capacity: in elements.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._memory = torch.empty(0, dtype=dtype)
-        self._capacity = 0
+        self._views: dict[int, Tensor] = {}
+        self.capacity = 0
         self.address = 0
 
     def reserve(self, count: int) -> int:
         """Make room for `count` elements and return the address; contents are undefined when it grew."""
-        if count > self._capacity:
-            self._capacity = count * 3 // 2
-            self._memory = torch.empty(self._capacity, dtype=self._memory.dtype)
+        if count > self.capacity:
+            self.capacity = count * 3 // 2
+            self._memory = torch.empty(self.capacity, dtype=self._memory.dtype)
+            self._views.clear()
             self.address = self._memory.data_ptr()
         return self.address
 
     def view(self, count: int) -> Tensor:
         """Return the first `count` elements, without a copy."""
-        return self._memory[:count]
+        return _kept(self._views, self._memory, count)
 
 
 class GrowingRows:
-    """A matrix with so many rows as the largest call needed, of the last call's width and type."""
+    """A matrix with so many rows as the largest call needed, of the last call's width and type.
+
+    Attributes:
+        address: of its first row.
+        num_rows: that there is room for.
+    """
 
     def __init__(self) -> None:
         self._bytes = GrowingBuffer(torch.uint8)
         self._matrix = torch.empty(0, 0)
+        self._views: dict[int, Tensor] = {}
+        self._form: tuple[int, torch.dtype] = (0, torch.float32)
+        self.num_rows = 0
+        self.address = 0
 
     def reserve(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
         """Make room and return the address; contents are undefined when it grew or changed its form."""
-        matrix = self._matrix
-        if num_rows > matrix.shape[0] or width != matrix.shape[1] or dtype != matrix.dtype:
-            num_bytes = num_rows * width * dtype.itemsize
-            self._bytes.reserve(num_bytes)
-            self._matrix = self._bytes.view(num_bytes).view(dtype).view(num_rows, width)
-        return self._bytes.address
+        if num_rows > self.num_rows or (width, dtype) != self._form:
+            row_bytes = width * dtype.itemsize
+            self.address = self._bytes.reserve(num_rows * row_bytes)
+            self.num_rows, self._form = self._bytes.capacity // row_bytes, (width, dtype)
+            in_use = self._bytes.view(self.num_rows * row_bytes)
+            self._matrix = in_use.view(dtype).view(self.num_rows, width)
+            self._views.clear()
+        return self.address
 
-    @property
-    def address(self) -> int:
-        """Of the first row."""
-        return self._bytes.address
+    def room(self, width: int, dtype: torch.dtype) -> int:
+        """Count the rows of this form that there is room for; -1 if the form is another."""
+        return self.num_rows if (width, dtype) == self._form else -1
 
     def view(self, num_rows: int) -> Tensor:
         """Return the first rows, without a copy."""
-        return self._matrix[:num_rows]
+        return _kept(self._views, self._matrix, num_rows)
 
 
 class Workspace:
@@ -78,21 +98,27 @@ class Workspace:
         self.tables, self.header_at = self._counts.data_ptr(), self._header.data_ptr()
         self.offsets_at, self.homes_at = self.slot_offsets.data_ptr(), self._rank_of_slot.data_ptr()
         self.header: Any = memoryview(self._header.numpy())  # type: ignore[arg-type]
+        self._common: tuple[int, ...] = ()  # the header's words that a call shares with the last one
         self.scratch = GrowingBuffer(torch.uint8)
         self.row_of_pair, self.pair_of_answer = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
         self.choices, self.own_slots = GrowingBuffer(torch.int32), GrowingBuffer(torch.int32)
         self.own_tokens = GrowingBuffer(torch.int64)
 
-    def write_header(self, *words: int) -> None:
-        """Set what every message of this call says alike, from HEADER_ROW_BYTES on; see `message`."""
-        for index, word in enumerate(words, HEADER_ROW_BYTES):
-            self.header[index] = word
+    def write_header(self, call: int, *words: int) -> None:
+        """Set what every message of this call says alike: its number, then all other words after HEADER_PAIRS."""
+        if words != self._common:
+            self._common = words
+            places = [word for word in range(HEADER_ROW_BYTES, HEADER_WORDS) if word != HEADER_CALL]
+            for place, word in zip(places, words, strict=True):
+                self.header[place] = word
+        self.header[HEADER_CALL] = call
 
     def reserve_tokens(self, num_tokens: int, num_choices: int) -> None:
         """Make room for what a rank sends."""
-        self.choices.reserve(2 * num_tokens * num_choices)
-        self.own_slots.reserve(num_tokens * num_choices)
-        self.own_tokens.reserve(num_tokens)
+        if num_tokens > self.own_tokens.capacity or num_tokens * num_choices > self.own_slots.capacity:
+            self.choices.reserve(2 * num_tokens * num_choices)
+            self.own_slots.reserve(num_tokens * num_choices)
+            self.own_tokens.reserve(num_tokens)
 
     def reserve_pairs(self, num_pairs: int) -> None:
         """Make room for the order of what a rank receives."""
@@ -106,3 +132,12 @@ class Workspace:
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         """Return the bytes that went to each rank so far, by dispatches and by combines."""
         return self._counts[SENT_BYTES].tolist(), self._counts[ANSWERED_BYTES].tolist()
+
+
+def _kept(views: dict[int, Tensor], memory: Tensor, count: int) -> Tensor:
+    view = views.get(count)
+    if view is None:
+        if len(views) >= _MOST_VIEWS:
+            views.clear()
+        view = views[count] = memory[:count]
+    return view

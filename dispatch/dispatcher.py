@@ -45,13 +45,14 @@ _FIELDS = {
 
 
 class _Call(NamedTuple):
-    """One dispatch's arguments as the kernels take them."""
+    """One dispatch's arguments, looked at once."""
 
-    x: int  # address of the rows as they travel
-    slots: int
+    x_TH: Tensor
+    rows: int  # address of the rows as they travel
     num_tokens: int
     num_choices: int
-    row_bytes: int
+    hidden: int
+    dtype: torch.dtype
     capacity: int
 
 
@@ -111,11 +112,10 @@ class Dispatcher:
         if problem:
             self._refuse(problem)
         x_TH, slots_TK = x_TH.contiguous(), slots_TK.contiguous()
-        call = self._send(x_TH, slots_TK, mode)
-        num_rows, num_pairs = self._receive(call, x_TH)
-        x_NH = self._take_rows(call, num_rows, x_TH)
-        T, K = slots_TK.shape
-        handle = Handle(self._call, T, K, x_TH.shape[1], x_TH.dtype, num_pairs)
+        call = self._send(x_TH, slots_TK, mode.capacity)
+        x_NH, num_pairs = self._receive(call)
+        _, _, T, K, H, dtype, _ = call
+        handle = Handle(self._call, T, K, H, dtype, num_pairs)
         return Dispatched(x_NH, self._space.row_of_pair.view(num_pairs), self._space.slot_offsets, handle)
 
     def combine(
@@ -139,73 +139,75 @@ class Dispatcher:
         handle = dispatched.handle
         self._check_combine(y_PH, weights_TK, handle, out)
         y_PH = y_PH.contiguous()
-        self._exchange_answers(y_PH, handle)
         out_TH = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype) if out is None else out
+        self._exchange_answers(y_PH, handle)
         if handle.dtype in _SUMS:
-            self._sum(y_PH, weights_TK, handle, out_TH)
+            stranger = self._sum(y_PH, weights_TK, handle, out_TH)
         else:
-            out_TH.copy_(self._sum_any(y_PH, weights_TK, handle))
+            stranger = self._sum_any(y_PH, weights_TK, handle, out_TH)
+        if stranger >= 0:
+            ours = f"rank {self.transport.rank}'s combine with H={handle.hidden}, {handle.dtype}"
+            raise RanksDisagree(f"rank {stranger} made another call than {ours}")
         return out_TH
 
     def close(self) -> None:
         """Close the transport; peers that wait for this rank get PeerLost. Local; may be called twice."""
         self.transport.close()
 
-    def _send(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode) -> _Call:
+    def _send(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> _Call:
         """Plan, and exchange the messages."""
         space, transport, (S, R, rank) = self._space, self.transport, self._shape
-        (T, K), row_bytes = slots_TK.shape, self._rows.row_bytes(x_TH)
-        room = mode.capacity or T
-        call = _Call(self._rows.encode(x_TH, room), slots_TK.data_ptr(), T, K, row_bytes, mode.capacity)
+        (T, H), K, dtype, slots = x_TH.shape, slots_TK.shape[1], x_TH.dtype, slots_TK.data_ptr()
+        room, row_bytes = capacity or T, self._rows.row_bytes(H, dtype)
+        rows = self._rows.encode(x_TH, room)
         space.reserve_tokens(room, K)
         mask, sizes, choices = transport.mask.address, space.send_bytes, space.choices.address
         bad = kernels.plan(
-            call.slots, T, K, S, R, rank, space.tables, row_bytes, mode.capacity,
+            slots, T, K, S, R, rank, space.tables, row_bytes, capacity,
             space.homes_at, mask, sizes.address, choices,
         )  # fmt: skip
         if bad >= 0:
             self._refuse(slot_problem(slots_TK, bad, R, S))
-        space.write_header(row_bytes, K, self._call, S, mode.capacity, self._rows.code(x_TH.dtype))
+        space.write_header(self._call, row_bytes, K, S, capacity, self._rows.code(dtype))
         transport.open_windows(sizes)
         kernels.pack(
-            call.x, call.slots, choices, T, K, S, R, rank, space.tables, space.header_at,
+            rows, slots, choices, T, K, S, R, rank, space.tables, space.header_at,
             mask, transport.send_addresses.address, space.own_tokens.address, space.own_slots.address,
         )  # fmt: skip
         begun_ns = perf_counter_ns()
         transport.exchange(sizes, None)
         self.waits.dispatch_ns += perf_counter_ns() - begun_ns
-        return call
+        return _Call(x_TH, rows, T, K, H, dtype, capacity)
 
-    def _receive(self, call: _Call, x_TH: Tensor) -> tuple[int, int]:
-        """Read what came and order its pairs; return how many rows and pairs there are."""
-        space, (S, R, rank), K = self._space, self._shape, call.num_choices
-        windows = self.transport.recv_addresses.address
-        num_rows, num_pairs, stranger = kernels.read_headers(space.header_at, R, rank, space.tables, windows)
+    def _receive(self, call: _Call) -> tuple[Tensor, int]:
+        """Read what came, order its pairs and bring its rows together; return the rows and the number of pairs."""
+        space, rows, R = self._space, self._rows, self._shape[1]
+        in_place = call.num_tokens if R == 1 and rows.is_plain else -1
+        num_rows, num_pairs, row_room, stranger = self._read(call, in_place)
         if stranger >= 0:
-            self._disagree(stranger, K, x_TH)
-        space.reserve_pairs(R * call.capacity * K or num_pairs)
-        kernels.order_pairs(
-            K, S, R, rank, space.tables, windows, space.own_slots.address,
-            space.row_of_pair.address, num_pairs, space.offsets_at, space.pair_of_answer.address,
-        )  # fmt: skip
-        return num_rows, num_pairs
+            self._disagree(stranger, call)
+        if num_pairs > space.pair_of_answer.capacity or row_room < num_rows != in_place:
+            space.reserve_pairs(R * call.capacity * call.num_choices or num_pairs)
+            rows.reserve(R * call.capacity or num_rows, call.hidden, call.dtype)
+            self._read(call, in_place)
+        if num_rows == in_place:
+            return call.x_TH, num_pairs
+        return rows.decode(num_rows, call.hidden, call.dtype), num_pairs
 
-    def _take_rows(self, call: _Call, num_rows: int, x_TH: Tensor) -> Tensor:
-        """Bring the received rows together, this rank's own among them."""
-        space, (_, R, rank) = self._space, self._shape
-        if R == 1 and num_rows == call.num_tokens and self._rows.is_plain:
-            return x_TH
-        room = R * call.capacity or num_rows
-        at = self._rows.reserve(room, x_TH)
-        kernels.unpack(
-            call.x, call.row_bytes, call.capacity, call.num_choices, R, rank, space.tables,
-            self.transport.recv_addresses.address, space.own_tokens.address, at,
+    def _read(self, call: _Call, in_place: int) -> tuple[int, int, int, int]:
+        """Take in the messages if there is room; return rows, pairs, room for rows, and a peer that disagrees."""
+        space, (S, R, rank) = self._space, self._shape
+        rows_at, row_room = self._rows.room(call.hidden, call.dtype)
+        num_rows, num_pairs, stranger = kernels.receive(
+            space.header_at, call.num_choices, S, R, rank, space.tables, self.transport.recv_addresses.address,
+            space.own_slots.address, space.row_of_pair.address, space.offsets_at, space.pair_of_answer.address,
+            space.pair_of_answer.capacity, call.rows, space.own_tokens.address, rows_at, row_room, in_place,
         )  # fmt: skip
-        return self._rows.decode(num_rows, x_TH)
+        return num_rows, num_pairs, row_room, stranger
 
     def _exchange_answers(self, y_PH: Tensor, handle: Handle) -> None:
         space, transport, (_, R, rank) = self._space, self.transport, self._shape
-        row_bytes, call = handle.hidden * y_PH.element_size(), handle.call + 1
+        row_bytes, call = handle.hidden * handle.dtype.itemsize, handle.call + 1
         sent, received = space.answer_send, space.answer_recv
         kernels.size_answers(
             row_bytes, R, rank, space.tables, transport.mask.address, sent.address, received.address
@@ -218,26 +220,26 @@ class Dispatcher:
         begun_ns = perf_counter_ns()
         transport.exchange(sent, received)
         self.waits.combine_ns += perf_counter_ns() - begun_ns
-        stranger = kernels.check_answers(row_bytes, R, rank, transport.recv_addresses.address, call)
-        if stranger >= 0:
-            ours = f"H={handle.hidden}, {handle.dtype}"
-            raise RanksDisagree(f"rank {stranger} made another call than rank {rank}'s combine with {ours}")
 
-    def _sum(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle, out_TH: Tensor) -> None:
+    def _sum(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle, out_TH: Tensor) -> int:
+        """Sum the answers; return a peer whose message is not of this call, or -1."""
         space, (_, R, rank) = self._space, self._shape
         T, K, H = handle.num_tokens, handle.num_choices, handle.hidden
         weights_TK = weights_TK.float().contiguous()
-        _SUMS[handle.dtype](
+        return _SUMS[handle.dtype](
             y_PH.data_ptr(), weights_TK.data_ptr(), space.choices.address, T, K, H, R, rank, space.tables,
             self.transport.recv_addresses.address, space.pair_of_answer.address,
-            space.scratch.reserve(8 * H), out_TH.data_ptr(),
+            space.scratch.reserve(8 * H), out_TH.data_ptr(), handle.call + 1,
         )  # fmt: skip
 
-    def _sum_any(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle) -> Tensor:
-        """Sum with the oracle, for types without a compiled sum."""
+    def _sum_any(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle, out_TH: Tensor) -> int:
+        """The same with the oracle, for types without a compiled sum."""
         space, (_, R, rank) = self._space, self._shape
         T, K, H = handle.num_tokens, handle.num_choices, handle.hidden
-        row_bytes = H * y_PH.element_size()
+        row_bytes, windows = H * handle.dtype.itemsize, self.transport.recv_addresses.address
+        stranger = kernels.check_answers(row_bytes, R, rank, windows, handle.call + 1)
+        if stranger >= 0:
+            return stranger
         gathered = space.scratch.reserve(T * K * row_bytes)
         kernels.gather_answers(
             y_PH.data_ptr(), row_bytes, space.choices.address, T, K, R, rank, space.tables,
@@ -246,7 +248,8 @@ class Dispatcher:
         answer_QH = space.scratch.view(T * K * row_bytes).view(y_PH.dtype).view(T * K, H)
         has_choice_TK = space.choices.view(2 * T * K).view(T, K, 2)[:, :, 0] >= 0
         position_TK = torch.where(has_choice_TK, torch.arange(T * K).view(T, K), layout.NO_CHOICE)
-        return layout.sum_answers(answer_QH, position_TK, weights_TK, handle.dtype)
+        out_TH.copy_(layout.sum_answers(answer_QH, position_TK, weights_TK, handle.dtype))
+        return -1
 
     def _check_combine(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle, out: Tensor | None) -> None:
         if handle.call != self._call:
@@ -263,7 +266,7 @@ class Dispatcher:
         self.transport.refuse(problem)
         raise ValueError(problem)
 
-    def _disagree(self, peer: int, K: int, x_TH: Tensor) -> NoReturn:
+    def _disagree(self, peer: int, call: _Call) -> NoReturn:
         """Name what differs. Every rank gets here: where not all are equal, each has a peer that differs."""
         rank = self.transport.rank
         theirs = self.transport.received(peer)[: message.HEADER_BYTES].view(torch.int64).tolist()
@@ -273,7 +276,7 @@ class Dispatcher:
             for i, name in _FIELDS.items()
             if theirs[i] != ours[i]
         ]
-        made = f"H={x_TH.shape[1]}, K={K}, {x_TH.dtype}, slots per rank {self.slots_per_rank}"
+        made = f"H={call.hidden}, K={call.num_choices}, {call.dtype}, slots per rank {self.slots_per_rank}"
         raise RanksDisagree(
             f"rank {peer} made another call than rank {rank}'s dispatch with {made}: {'; '.join(wrong)}"
         )

@@ -17,9 +17,10 @@ from dispatch.low_latency import cpu_fp8
 from dispatch.native import compile_all
 
 NAMES = ("auto", "fp8")
-_DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
+_CODES = {
+    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3,
+    torch.float8_e4m3fn: 4, torch.float8_e5m2: 5,
+}  # fmt: skip
 _OTHER_DTYPE, _FP8 = 32, 64  # places in a code
 
 
@@ -38,7 +39,7 @@ class RowFormat(Protocol):
         """A number for this format and the tokens' type; messages carry it, as it must be equal on all ranks."""
         ...
 
-    def row_bytes(self, x_TH: Tensor) -> int:
+    def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Bytes of one row on its way."""
         ...
 
@@ -49,12 +50,16 @@ class RowFormat(Protocol):
         """
         ...
 
-    def reserve(self, num_rows: int, x_TH: Tensor) -> int:
-        """Make room for received rows like those of `x_TH` and return the address to write them to."""
+    def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Return where received rows of this form go, and how many there is room for (-1: another form)."""
         ...
 
-    def decode(self, num_rows: int, x_TH: Tensor) -> Tensor:
-        """Return the first rows of the room in the type of `x_TH`: [num_rows, H], contiguous."""
+    def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
+        """Make room for received rows."""
+        ...
+
+    def decode(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """Return the first rows of the room in the tokens' type: [num_rows, H], contiguous."""
         ...
 
 
@@ -69,21 +74,25 @@ class PlainRows:
 
     def code(self, dtype: torch.dtype) -> int:
         """See `RowFormat`."""
-        return _DTYPES.index(dtype) if dtype in _DTYPES else _OTHER_DTYPE
+        return _CODES.get(dtype, _OTHER_DTYPE)
 
-    def row_bytes(self, x_TH: Tensor) -> int:
+    def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """See `RowFormat`."""
-        return x_TH.shape[1] * x_TH.element_size()
+        return hidden * dtype.itemsize
 
     def encode(self, x_TH: Tensor, room: int) -> int:
         """See `RowFormat`. Nothing is copied."""
         return x_TH.data_ptr()
 
-    def reserve(self, num_rows: int, x_TH: Tensor) -> int:
+    def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
         """See `RowFormat`."""
-        return self._rows.reserve(num_rows, x_TH.shape[1], x_TH.dtype)
+        return self._rows.address, self._rows.room(hidden, dtype)
 
-    def decode(self, num_rows: int, x_TH: Tensor) -> Tensor:
+    def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
+        """See `RowFormat`."""
+        self._rows.reserve(num_rows, hidden, dtype)
+
+    def decode(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """See `RowFormat`. A view."""
         return self._rows.view(num_rows)
 
@@ -102,35 +111,40 @@ class Fp8Rows:
 
     def code(self, dtype: torch.dtype) -> int:
         """See `RowFormat`."""
-        return _FP8 + (_DTYPES.index(dtype) if dtype in _DTYPES else _OTHER_DTYPE)
+        return _FP8 + _CODES.get(dtype, _OTHER_DTYPE)
 
-    def row_bytes(self, x_TH: Tensor) -> int:
+    def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """See `RowFormat`."""
-        hidden = x_TH.shape[1]
         return _scales_at(hidden) + 4 * num_blocks(hidden)
 
     def encode(self, x_TH: Tensor, room: int) -> int:
         """See `RowFormat`."""
-        (T, H), width = x_TH.shape, self.row_bytes(x_TH)
+        T, H = x_TH.shape
+        width = self.row_bytes(H, x_TH.dtype)
         at = self._sent.reserve(room, width, torch.uint8)
         quantise = cpu_fp8.quantise_bfloat16 if x_TH.dtype == torch.bfloat16 else cpu_fp8.quantise_float32
         wide_TH = x_TH if x_TH.dtype == torch.bfloat16 else x_TH.float()
         quantise(wide_TH.data_ptr(), T, H, at, width, _scales_at(H), 0, self._scratch.address)
         return at
 
-    def reserve(self, num_rows: int, x_TH: Tensor) -> int:
+    def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
         """See `RowFormat`."""
-        self._restored.reserve(num_rows, x_TH.shape[1], torch.float32)
-        return self._received.reserve(num_rows, self.row_bytes(x_TH), torch.uint8)
+        return self._received.address, self._received.room(self.row_bytes(hidden, dtype), torch.uint8)
 
-    def decode(self, num_rows: int, x_TH: Tensor) -> Tensor:
+    def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
+        """See `RowFormat`."""
+        self._restored.reserve(num_rows, hidden, torch.float32)
+        self._received.reserve(num_rows, self.row_bytes(hidden, dtype), torch.uint8)
+
+    def decode(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """See `RowFormat`. A view for float32, else new memory."""
-        hidden, width = x_TH.shape[1], self.row_bytes(x_TH)
+        width = self.row_bytes(hidden, dtype)
+        self._restored.reserve(num_rows, hidden, torch.float32)
         rows, restored = self._received.address, self._restored.address
         fp8_rows.restore_rows(
             rows, num_rows, hidden, width, _scales_at(hidden), self._scratch.address, restored
         )
-        return self._restored.view(num_rows).to(x_TH.dtype)
+        return self._restored.view(num_rows).to(dtype)
 
 
 def row_format(name: str) -> RowFormat:

@@ -13,11 +13,11 @@ from dispatch.cpu_kernels.answers import (
     sum_answers_bfloat16,
     sum_answers_float32,
 )
-from dispatch.cpu_kernels.receiving import order_pairs, read_headers, unpack
+from dispatch.cpu_kernels.receiving import order_pairs, read_headers, receive, unpack
 from dispatch.cpu_kernels.sending import pack, plan
 
 KERNELS = (
-    plan, pack, read_headers, order_pairs, unpack, size_answers, pack_answers, check_answers,
+    plan, pack, receive, read_headers, order_pairs, unpack, size_answers, pack_answers, check_answers,
     sum_answers_float32, sum_answers_bfloat16, gather_answers,
 )  # fmt: skip
 
@@ -30,6 +30,7 @@ __all__ = [
     "pack_answers",
     "plan",
     "read_headers",
+    "receive",
     "size_answers",
     "sum_answers_bfloat16",
     "sum_answers_float32",

@@ -88,9 +88,15 @@ def _answer_at(to: int, index: int, row_bytes: int, y: int, own: int, rank: int,
 @compiled
 def sum_answers_float32(
     y: int, weights: int, choices: int, T: int, K: int, H: int, R: int, rank: int, tables: int,
-    recv_addresses: int, pair_of_answer: int, scratch: int, out: int,
-) -> None:  # fmt: skip
-    """float32 rows: out[t] = sum over k in order of weights[t, k] * answer. `scratch` is not used."""
+    recv_addresses: int, pair_of_answer: int, scratch: int, out: int, call: int,
+) -> int:  # fmt: skip
+    """float32 rows: out[t] = sum over k in order of weights[t, k] * answer. `scratch` is not used.
+
+    Returns what `check_answers` does, and sums nothing unless that is -1.
+    """
+    stranger = check_answers(4 * H, R, rank, recv_addresses, call)
+    if stranger >= 0:
+        return stranger
     own = _own_answers(R, rank, tables, pair_of_answer)
     weight, choice = floats(weights, T * K), int32s(choices, 2 * T * K)
     for t in range(T):
@@ -102,17 +108,21 @@ def sum_answers_float32(
                 answer, w = floats(at, H), weight[i]
                 for h in range(H):
                     total[h] += w * answer[h]
+    return -1
 
 
 @compiled
 def sum_answers_bfloat16(
     y: int, weights: int, choices: int, T: int, K: int, H: int, R: int, rank: int, tables: int,
-    recv_addresses: int, pair_of_answer: int, scratch: int, out: int,
-) -> None:  # fmt: skip
+    recv_addresses: int, pair_of_answer: int, scratch: int, out: int, call: int,
+) -> int:  # fmt: skip
     """The same for bfloat16 rows: exact to float32, summed there, rounded once to nearest even.
 
     `scratch`: 8*H bytes.
     """
+    stranger = check_answers(2 * H, R, rank, recv_addresses, call)
+    if stranger >= 0:
+        return stranger
     own = _own_answers(R, rank, tables, pair_of_answer)
     weight, choice = floats(weights, T * K), int32s(choices, 2 * T * K)
     total, wide = floats(scratch, H), floats(scratch + 4 * H, H)
@@ -132,6 +142,7 @@ def sum_answers_bfloat16(
             bits = total_bits[h]
             is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
             rounded[h] = 0x7FC0 if is_nan else (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return -1
 
 
 @compiled

@@ -1,10 +1,13 @@
 """The receiver's side of a dispatch: read the headers, order the pairs, bring the rows together.
 
+`receive` does all in one call where the buffers are large enough: a call from Python costs more than small steps do.
+
 Legend as in `layout`. A peer that is lost (`Transport.mask`) has no window: its address is 0.
 """
 
 from dispatch.cpu_kernels.message import (
     HEADER_BYTES,
+    HEADER_CAPACITY,
     HEADER_PAIRS,
     HEADER_ROW_BYTES,
     HEADER_ROWS,
@@ -94,3 +97,36 @@ def unpack(
         elif recv_rows[r] > 0:
             copy(at, windows[r] + rows_at(recv_rows[r], K, capacity), recv_rows[r] * row_bytes)
         at += recv_rows[r] * row_bytes
+
+
+@compiled
+def receive(
+    header: int, K: int, S: int, R: int, rank: int, tables: int, recv_addresses: int, own_slots: int,
+    row_of_pair: int, slot_offsets: int, pair_of_answer: int, pair_room: int,
+    x: int, own_tokens: int, x_out: int, row_room: int, rows_in_place: int,
+) -> tuple[int, int, int]:  # fmt: skip
+    """As `read_headers`, then `order_pairs` and `unpack`, if there is room for so many pairs and rows.
+
+    `rows_in_place`: this many rows need no unpacking, as they can only be all of this rank's own.
+    """
+    num_rows, num_pairs, stranger = read_headers(header, R, rank, tables, recv_addresses)
+    in_place = num_rows == rows_in_place
+    if stranger < 0 and num_pairs <= pair_room and (in_place or num_rows <= row_room):
+        order_pairs(
+            K,
+            S,
+            R,
+            rank,
+            tables,
+            recv_addresses,
+            own_slots,
+            row_of_pair,
+            num_pairs,
+            slot_offsets,
+            pair_of_answer,
+        )
+        if not in_place:
+            common = words(header, HEADER_WORDS)
+            row_bytes, capacity = common[HEADER_ROW_BYTES], common[HEADER_CAPACITY]
+            unpack(x, row_bytes, capacity, K, R, rank, tables, recv_addresses, own_tokens, x_out)
+    return num_rows, num_pairs, stranger
