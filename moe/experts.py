@@ -24,6 +24,7 @@ from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.cpu_linear import grouped_linear, pack, silu_and_mul
 from moe.load_counts import LayerCounts
+from moe.replicas import Route
 
 NAME = "wideep_experts"
 
@@ -76,7 +77,8 @@ class ExpertLayer:
 
     up: SlotTensors  # gate_up_proj, or up_proj where the family has no gate
     down: SlotTensors
-    expert_slot_E: Tensor  # [E] int64: physical slot of each logical expert
+    route: Route  # of the placement that serves
+    num_experts: int
     dispatcher: TokenDispatcher
     step: Step
     load_E: Tensor = field(init=False)  # [E] int64: choices of this rank's tokens so far
@@ -84,7 +86,7 @@ class ExpertLayer:
 
     def __post_init__(self) -> None:
         """Start counting."""
-        self.load_E = torch.zeros_like(self.expert_slot_E)
+        self.load_E = torch.zeros(self.num_experts, dtype=torch.int64)
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Serve one layer; collective. Rows past the step's tokens are padding and come back as zero.
@@ -98,10 +100,10 @@ class ExpertLayer:
             [T, D] float32, new.
         """
         rows = self.step.num_tokens
-        ids_TK = ids_TK[:rows]
+        ids_TK = ids_TK[:rows].contiguous()
         self.load_E += torch.bincount(ids_TK.flatten(), minlength=len(self.load_E))
         mode = Mode(self.step.agreed_tokens)
-        slots_TK = self.expert_slot_E[ids_TK]
+        slots_TK = self.route.slots(ids_TK)
         sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, mode)
         begun_ns = perf_counter_ns()
         y_PD = self._slots(module, sent.x_NH[sent.row_P], sent.slot_offsets)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from attention import organ as attention_organ
 from dispatch.dispatched import TokenDispatcher
-from expert_placement.placement import EMPTY, Placement, linear_placement
+from expert_placement.placement import EMPTY, Placement
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
 from moe import experts as experts_organ
@@ -27,6 +27,7 @@ from moe.load_counts import LoadCounts
 from moe.load_plan import LoadPlan
 from moe.loader import Loader, Report
 from moe.rehearsal import rehearse
+from moe.replicas import routes
 
 
 class Skeleton:
@@ -47,10 +48,6 @@ class Skeleton:
         self.cache_shapes: list[LayerShape] = rehearse(self.model)
         self.model.set_attn_implementation(attention_organ.NAME)
         self.model.set_experts_implementation(experts_organ.NAME)
-
-    def placement(self, num_ranks: int) -> Placement:
-        """The placement a service starts with."""
-        return linear_placement(len(self.experts), self.num_experts, num_ranks)
 
 
 class Model:
@@ -105,7 +102,7 @@ class Model:
     def _load_experts(
         self, loader: Loader, dispatcher: TokenDispatcher, rank: int, report: Report
     ) -> list[ExpertLayer]:
-        local, expert_slot = self.placement.local(rank), torch.from_numpy(self.placement.expert_slot())
+        local, ways = self.placement.local(rank), routes(self.placement, rank)
         layers = []
         for index, (name, module) in enumerate(self.skeleton.experts.items()):
             tensors = {}
@@ -114,7 +111,7 @@ class Model:
             for leaf in [*dict(module.named_parameters(recurse=False))]:
                 delattr(module, leaf)
             up, down = tensors.values()
-            layer = ExpertLayer(up, down, expert_slot[index], dispatcher, self.step)
+            layer = ExpertLayer(up, down, ways[index], self.skeleton.num_experts, dispatcher, self.step)
             layer.counts = self.load_counts.layers[index]
             module.expert_layer = layer
             layers.append(layer)

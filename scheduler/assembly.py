@@ -28,6 +28,7 @@ from scheduler.lockstep import Header, LockStep, describe_modes
 from scheduler.policy import Scheduler
 from scheduler.runner import Runner
 from scheduler.sizing import num_blocks
+from scheduler.start_placement import check_agreed, start_placement
 from scheduler.telemetry import Telemetry, expert_map
 
 Report = Callable[[str, float], None]
@@ -85,8 +86,15 @@ def assemble(
         block_tokens=BLOCK_TOKENS,
         threads=config.threads,
     )
-    placement = skeleton.placement(config.world_size)
+    placement = start_placement(
+        len(skeleton.experts),
+        skeleton.num_experts,
+        config.world_size,
+        num_redundant=config.num_redundant_experts,
+        file=config.placement_file,
+    )
     group, mailbox_group = _groups(config)
+    check_agreed(placement, group)
     dispatcher = _open_dispatcher(config, group, placement.slots_per_rank)
     model = Model(
         skeleton,
@@ -106,9 +114,7 @@ def assemble(
     telemetry = Telemetry(config.rank, model.load_counts, dispatcher, runner)
     num_hidden_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
     experts = expert_map(placement, list(skeleton.experts), num_hidden_layers)
-    return Assembled(
-        engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts
-    )
+    return Assembled(engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts)
 
 
 def _open_dispatcher(

@@ -27,6 +27,8 @@ class EngineConfig:
     all2all_backend: str = "auto"
     dispatch_mode: DispatchMode = DispatchMode.AUTO
     dispatch_dtype: str = "auto"  # see dispatch.row_formats
+    num_redundant_experts: int = 0  # see scheduler.start_placement
+    placement_file: Path | None = None
     threads: int = 1
     timeout_s: float = 30.0  # of every collective
     epoch: int = 0

@@ -3,6 +3,7 @@
 import copy
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,10 @@ from transformers.integrations.moe import use_experts_implementation
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.transports.choose import open_transport
+from expert_placement.placement import Placement
 from kvcache.step import Span, Step
 from moe.experts import ExpertLayer, SlotTensors, serve_experts
+from moe.replicas import routes
 
 EXPERTS, HIDDEN, CHOICES = 5, 24, 2
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # sums of up to 40 products in another order than the library's
@@ -83,9 +86,9 @@ def layer_of(
         sides.append(slots)
     transport = open_transport("auto", None, timeout_s=10.0, epoch=0)
     step = Step(max_tokens=32, max_sequences=1, max_blocks=2, block_tokens=16)
-    expert_slot = torch.tensor([slot_expert.index(expert) for expert in range(EXPERTS)])
+    route = routes(Placement(np.array([slot_expert]), EXPERTS, 1), 0)[0]
     dispatcher = Dispatcher(transport, slots_per_rank=len(slot_expert))
-    return ExpertLayer(sides[0], sides[1], expert_slot, dispatcher, step)
+    return ExpertLayer(sides[0], sides[1], route, EXPERTS, dispatcher, step)
 
 
 def run(layer: ExpertLayer, module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

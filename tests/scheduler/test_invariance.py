@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from expert_placement.placement_file import save_placement
+from moe.model import Skeleton
 from scheduler.lockstep import DispatchMode
 from scheduler.request import Request, RequestOutput
 from tests.conftest import PoolOf
 from tests.support.families import VOCABULARY, write_checkpoint
+from tests.support.placements import random_placement
 from tests.support.serving import build, own_share, request, serve
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -125,6 +128,21 @@ def test_dispatch_modes_change_no_bit(
         "max_num_seqs": 3,
     }
     parts = pool_of(2).run(answers_on_rank, directory, 1, settings)
+    assert {key: value for part in parts for key, value in part.items()} == alone
+
+
+@pytest.mark.parametrize(("world_size", "slots"), [(1, 12), (2, 6), (4, 4)])
+def test_copies_shares_and_empty_slots_change_no_bit(
+    served_alone: tuple[Path, Answers], world_size: int, slots: int, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    directory, alone = served_alone
+    skeleton = Skeleton(directory)
+    placement = random_placement(
+        len(skeleton.experts), skeleton.num_experts, world_size, slots, seed=world_size
+    )
+    save_placement(placement, tmp_path / "placement.json")
+    settings = {"placement_file": tmp_path / "placement.json"}
+    parts = pool_of(world_size).run(answers_on_rank, directory, 1, settings)
     assert {key: value for part in parts for key, value in part.items()} == alone
 
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
+from moe.model import Model
+from moe.replicas import Route
 from scheduler.assembly import Assembled, assemble
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
@@ -105,3 +107,20 @@ def teacher_forced(built: Assembled, sequences: Sequence[Sequence[int]]) -> list
     logits = built.model.forward(tokens, cache, torch.arange(step.num_tokens)).numpy()
     ends = np.cumsum([len(sequence) for sequence in sequences])
     return np.split(logits, ends[:-1]) if sequences else []
+
+
+class _Misrouted:
+    """Sends every choice to another expert's slot."""
+
+    def __init__(self, route: Route, num_experts: int) -> None:
+        self._route, self._num_experts = route, num_experts
+
+    def slots(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        """As `Route.slots`, of the wrong experts."""
+        return self._route.slots((ids_TK + 1) % self._num_experts)
+
+
+def misroute(model: Model) -> None:
+    """Spoil a model: a control for tests that compare its outputs."""
+    for layer in model.layers:
+        layer.route = _Misrouted(layer.route, layer.num_experts)  # type: ignore[assignment]

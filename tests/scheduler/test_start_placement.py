@@ -1,0 +1,76 @@
+"""Where experts start: evenly, with redundant copies, or as a file says; and the mistakes that are refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from expert_placement.placement import EMPTY, linear_placement
+from expert_placement.placement_file import save_placement
+from scheduler.config import ConfigError
+from scheduler.start_placement import check_agreed, start_placement
+from tests.conftest import PoolOf
+from tests.support.placements import random_placement
+
+
+def test_without_a_wish_experts_are_in_order() -> None:
+    placement = start_placement(3, 10, 4, num_redundant=0, file=None)
+    assert placement.digest() == linear_placement(3, 10, 4).digest()
+
+
+def test_redundant_slots_hold_copies_and_are_rounded_up_to_full_ranks() -> None:
+    placement = start_placement(3, 10, 4, num_redundant=3, file=None)
+    assert placement.slots_per_rank == 4
+    assert not (placement.slot_expert == EMPTY).any()
+    assert (placement.num_copies.sum(axis=1) == 16).all()
+    assert placement.digest() == start_placement(3, 10, 4, num_redundant=6, file=None).digest()
+
+
+def test_more_redundancy_than_ranks_can_use_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 8 beside the model's 8 experts"):
+        start_placement(1, 8, 2, num_redundant=9, file=None)
+    with pytest.raises(ConfigError, match="at most 0"):
+        start_placement(1, 8, 1, num_redundant=1, file=None)
+
+
+def test_a_file_decides(tmp_path: Path) -> None:
+    placement = random_placement(2, 8, 4, 4, seed=1, version=7)
+    save_placement(placement, tmp_path / "p.json")
+    read = start_placement(2, 8, 4, num_redundant=0, file=tmp_path / "p.json")
+    assert (read.digest(), read.version) == (placement.digest(), 7)
+
+
+def test_a_file_of_another_service_is_refused_by_its_sizes(tmp_path: Path) -> None:
+    save_placement(random_placement(2, 8, 4, 4, seed=1), tmp_path / "p.json")
+    with pytest.raises(
+        ConfigError, match="2 layers of 8 experts on 4 ranks; this service has 2 layers of 8 experts on 2"
+    ):
+        start_placement(2, 8, 2, num_redundant=0, file=tmp_path / "p.json")
+
+
+def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.json is not a placement"):
+        start_placement(2, 8, 2, num_redundant=0, file=tmp_path / "absent.json")
+
+
+def agreed(seeds: list[int]) -> str:
+    """Check one placement per rank; returns what was said."""
+    placement = random_placement(2, 8, dist.get_world_size(), 6, seed=seeds[dist.get_rank()])
+    try:
+        check_agreed(placement, dist.group.WORLD)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_files_refuse_to_start(pool_of: PoolOf) -> None:
+    assert pool_of(2).run(agreed, [1, 1]) == ["", ""]
+    told = pool_of(2).run(agreed, [1, 2])
+    assert all("give every node the same file" in text for text in told)
+
+
+def test_random_placements_have_copies_and_empty_slots() -> None:
+    placement = random_placement(3, 8, 4, 4, seed=5)
+    assert (placement.slot_expert == EMPTY).any() and (placement.num_copies > 1).any()
+    assert np.unique(placement.share).size > 4
