@@ -6,13 +6,15 @@ travel to child processes in the environment, because everybody on the machine c
 """
 
 import argparse
+import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dispatch.availability import BACKENDS
+from expert_placement.eplb_config import EplbConfig, EplbConfigError, parse_eplb_config
 
 DEMO_MODEL = "demo"
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
@@ -52,6 +54,9 @@ class Options:
     dispatch_dtype: str  # auto or fp8
     threads: int | None  # per rank; None: cores / local ranks
     enable_prefix_caching: bool
+    enable_eplb: bool  # balance experts while serving
+    eplb_config: EplbConfig
+    expert_placement: str | None  # file of the placement to start with
     request_timeout_s: float  # 0 is none
 
 
@@ -66,6 +71,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_http_arguments(parser.add_argument_group("HTTP endpoint"))
     _add_rank_arguments(parser.add_argument_group("ranks"))
+    _add_placement_arguments(parser.add_argument_group("expert placement"))
     _add_limit_arguments(parser.add_argument_group("limits"))
     _add_memory_arguments(parser.add_argument_group("memory"))
 
@@ -133,6 +139,27 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         default="auto",
         choices=("auto", "float32", "bfloat16"),
         help="type the weights are kept in; CPU computes in float32 (default: %(default)s)",
+    )
+
+
+def _add_placement_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--enable-eplb",
+        action="store_true",
+        help="move experts while serving, where that pays by the load seen; `wideep experts apply` works without",
+    )
+    add(
+        "--eplb-config",
+        default="{}",
+        metavar="JSON",
+        help='such as {"num_redundant_experts": 8}; keys: window_size, step_interval, num_redundant_experts, '
+        "log_balancedness, policy, max_bytes_per_step, horizon_s, min_gain, max_moved",
+    )
+    add(
+        "--expert-placement",
+        metavar="FILE",
+        help="start with this placement, as `wideep experts plan --out FILE` writes it (default: experts evenly)",
     )
 
 
@@ -227,8 +254,18 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         dispatch_dtype=args.dispatch_dtype,
         threads=args.threads,
         enable_prefix_caching=args.enable_prefix_caching,
+        enable_eplb=args.enable_eplb,
+        eplb_config=_eplb_config(args.eplb_config),
+        expert_placement=args.expert_placement,
         request_timeout_s=args.request_timeout,
     )
+
+
+def _eplb_config(text: str) -> EplbConfig:
+    try:
+        return parse_eplb_config(text)
+    except EplbConfigError as error:
+        raise OptionsError(f"--eplb-config: {error}") from error
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -293,9 +330,12 @@ def arguments_from(options: Options) -> list[str]:
         "--request-timeout": options.request_timeout_s,
         "--kv-cache-memory": options.kv_cache_bytes,
         "--gpu-memory-utilization": options.gpu_memory_utilization,
+        "--eplb-config": json.dumps(asdict(options.eplb_config)),
+        "--expert-placement": options.expert_placement,
     }
     arguments = [options.model, *(f"--served-model-name={name}" for name in options.served_model_names)]
     arguments += [f"{flag}={value}" for flag, value in flags.items() if value is not None]
+    arguments += ["--enable-eplb"] if options.enable_eplb else []
     return arguments if options.enable_prefix_caching else [*arguments, "--no-enable-prefix-caching"]
 
 

@@ -59,6 +59,9 @@ def test_arguments_parse_back_to_the_same_options() -> None:
             "--all2all-backend=gloo",
             "--served-model-name=-dash",
             "--api-key=k",
+            "--enable-eplb",
+            '--eplb-config={"num_redundant_experts": 3, "horizon_s": 1.5}',
+            "--expert-placement=some/placement.json",
         ),
     )
     assert parse(*arguments_from(options), environment=environment_from(options)) == options
@@ -113,6 +116,8 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--api-key=a b"], "--api-key is empty or has white space"),
         (["--served-model-name="], "--served-model-name has an empty name"),
         ([""], "MODEL is empty"),
+        (["--eplb-config=1"], "--eplb-config: it is '1'; it must be an object"),
+        (['--eplb-config={"a": 1}'], "--eplb-config: a is not known"),
     ],
 )
 def test_bad_values_are_named(words: list[str], complaint: str) -> None:
