@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dispatch.faces.arguments import first_problem, fork_problem
 from dispatch.faces.events import EventOverlap
+from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.transport import Transport
 
@@ -24,7 +25,9 @@ class LowLatencyCalls:
 
     @cached_property
     def _low_latency(self) -> LowLatencyFace:
-        return LowLatencyFace(self._transport, strict=self.strict, enable_shrink=self.enable_shrink)
+        return LowLatencyFace(
+            CpuExchange(self._transport), strict=self.strict, enable_shrink=self.enable_shrink
+        )
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

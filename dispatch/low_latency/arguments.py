@@ -29,13 +29,20 @@ def first(problems: Iterator[str]) -> str:
 
 
 def dispatch_problems(
-    x: Any, topk_idx: Any, max_tokens: int, num_experts: int, num_ranks: int, *, strict: bool
+    x: Any,
+    topk_idx: Any,
+    max_tokens: int,
+    num_experts: int,
+    num_ranks: int,
+    *,
+    strict: bool,
+    device: torch.device,
 ) -> Iterator[str]:
     """Check what a dispatch sends."""
-    yield from _matrix_problems("x", x)
+    yield from _matrix_problems("x", x, device)
     if not x.is_floating_point() or x.element_size() == 1:
         yield f"x is {describe(x)}; it must be of a floating type of two bytes or more"
-    yield from _matrix_problems("topk_idx", topk_idx)
+    yield from _matrix_problems("topk_idx", topk_idx, device)
     if topk_idx.dtype not in _CHOICE_TYPES:
         yield f"topk_idx is {describe(topk_idx)}; it must be int64 (or int32)"
     if topk_idx.shape[0] != x.shape[0]:
@@ -72,15 +79,23 @@ def finish_problems(async_finish: bool, return_recv_hook: bool) -> Iterator[str]
         yield "async_finish and return_recv_hook are both True; a result is waited for by an event or by a hook"
 
 
-def stats_problems(name: str, stats: Any, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[str]:
+def dtype_problems(x: Tensor, dtypes: tuple[torch.dtype, ...] | None) -> Iterator[str]:
+    """Check that the exchange can move this type; it has been checked to be a floating one."""
+    if dtypes is not None and x.dtype not in dtypes:
+        yield f"x is {describe(x)}; the kernels of this device take {', '.join(map(str, dtypes))}"
+
+
+def stats_problems(
+    name: str, stats: Any, dtype: torch.dtype, *shapes: tuple[int, ...], device: torch.device
+) -> Iterator[str]:
     """Check a tensor of statistics that the call adds to; None asks for none."""
     if stats is None:
         return
     wanted = " or ".join(str(list(shape)) for shape in shapes)
     if not isinstance(stats, Tensor):
         yield f"{name} is {type(stats).__name__}; it must be a {dtype} tensor {wanted}, or None"
-    if stats.dtype != dtype or tuple(stats.shape) not in shapes or stats.device.type != "cpu":
-        yield f"{name} is {describe(stats)}; it must be {dtype} {wanted} on the CPU"
+    if stats.dtype != dtype or tuple(stats.shape) not in shapes or stats.device != device:
+        yield f"{name} is {describe(stats)}; it must be {dtype} {wanted} on {_name(device)}"
     if not stats.is_contiguous():
         yield f"{name} has strides {list(stats.stride())}; it must be contiguous"
 
@@ -95,7 +110,14 @@ def handle_problems(handle: Any) -> Iterator[str]:
 
 
 def combine_problems(
-    x: Any, topk_idx: Any, topk_weights: Any, shape: LowLatencyShape, num_tokens: int, *, strict: bool
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    shape: LowLatencyShape,
+    num_tokens: int,
+    *,
+    strict: bool,
+    device: torch.device,
 ) -> Iterator[str]:
     """Check what a combine sends, against the dispatch that it answers."""
     wanted = (shape.experts_per_rank, shape.rows_per_expert, shape.hidden)
@@ -107,9 +129,9 @@ def combine_problems(
     ):
         got = describe(x) if isinstance(x, Tensor) else repr(x)
         yield f"x is {got}; it must be {list(wanted)} of a floating type of two bytes or more"
-    yield from _placed_problems("x", x)
+    yield from _placed_problems("x", x, device)
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        yield from _matrix_problems(name, tensor)
+        yield from _matrix_problems(name, tensor, device)
         if tuple(tensor.shape) != (num_tokens, shape.choices):
             yield f"{name} is {describe(tensor)}; the dispatch of this handle had {[num_tokens, shape.choices]}"
     if topk_idx.dtype not in _CHOICE_TYPES:
@@ -121,28 +143,34 @@ def combine_problems(
         yield from _strict_problems(x, shape.choices, STRICT_COMBINE_CHOICES, shape.max_tokens, ranks)
 
 
-def out_problems(out: Any, num_tokens: int, hidden: int, dtype: torch.dtype) -> Iterator[str]:
+def out_problems(
+    out: Any, num_tokens: int, hidden: int, dtype: torch.dtype, *, device: torch.device
+) -> Iterator[str]:
     """Check where the caller wants the result; None leaves that to us."""
     if out is None:
         return
-    yield from _matrix_problems("out", out)
+    yield from _matrix_problems("out", out, device)
     if tuple(out.shape) != (num_tokens, hidden) or out.dtype != dtype:
         yield f"out is {describe(out)}; it must be {dtype} {[num_tokens, hidden]}, as x"
 
 
-def _matrix_problems(name: str, tensor: Any) -> Iterator[str]:
+def _matrix_problems(name: str, tensor: Any, device: torch.device) -> Iterator[str]:
     if not isinstance(tensor, Tensor):
         yield f"{name} is {type(tensor).__name__}; it must be a tensor"
     if tensor.dim() != 2:
         yield f"{name} is {describe(tensor)}; it must have two dimensions"
-    yield from _placed_problems(name, tensor)
+    yield from _placed_problems(name, tensor, device)
 
 
-def _placed_problems(name: str, tensor: Tensor) -> Iterator[str]:
-    if tensor.device.type != "cpu":
-        yield f"{name} is on {tensor.device}; this transport's ranks are on the CPU"
+def _placed_problems(name: str, tensor: Tensor, device: torch.device) -> Iterator[str]:
+    if tensor.device != device:
+        yield f"{name} is on {tensor.device}; this buffer's ranks are on {_name(device)}"
     if not tensor.is_contiguous():
         yield f"{name} has strides {list(tensor.stride())}; low-latency mode copies nothing and needs it contiguous"
+
+
+def _name(device: torch.device) -> str:
+    return "the CPU" if device.type == "cpu" else str(device)
 
 
 def _strict_problems(

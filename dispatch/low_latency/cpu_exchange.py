@@ -1,9 +1,5 @@
 """Low-latency dispatch and combine over a `Transport`: pack, send, and only when asked receive.
 
-A call is posted (its messages leave) and finished (its results are written), at once or, for a receive hook, later.
-One call travels at a time; posting the next finishes the one before into that one's own results, which every rank does
-in the same order, so nobody waits for a message that is not on its way.
-
 After the first call of a shape nothing is allocated and Python looks at no tensor's contents. Every message has a size
 that both sides know beforehand with `fixed_bytes`; without it only what is filled travels, which CPU wires find out
 without a round trip more.
@@ -22,10 +18,11 @@ from torch import Tensor
 
 from dispatch import layout
 from dispatch.buffers import GrowingBuffer
-from dispatch.errors import DispatchError, RanksDisagree
+from dispatch.errors import RanksDisagree
 from dispatch.low_latency import cpu_answers, cpu_fp8
 from dispatch.low_latency import cpu_kernels as kernels
-from dispatch.low_latency.ring import DispatchSlot, OutputRing, Ring
+from dispatch.low_latency.exchange import Posted
+from dispatch.low_latency.ring import DispatchSlot, Results
 from dispatch.low_latency.shape import HEADER_BYTES, LowLatencyShape
 from dispatch.native import compile_all
 from dispatch.transport import RankTable, Transport
@@ -34,45 +31,33 @@ _QUANTISE = {torch.bfloat16: cpu_fp8.quantise_bfloat16, torch.float32: cpu_fp8.q
 _SUMS = {torch.bfloat16: cpu_answers.sum_bfloat16, torch.float32: cpu_answers.sum_float32}
 
 
-class Posted:
-    """A call whose messages are on their way.
+class CpuSlot(DispatchSlot):
+    """And what brings the answers home.
 
-    Calling it waits for the peers' and writes the results; again is harmless. What goes wrong while another call
-    finishes this one is raised here, when its owner asks.
+    Attributes:
+        answer_TK: int32, which of its rank's answers each choice gets.
+        expected, owed: answers that come from and go to each rank.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish: Callable[[], None] | None = finish
-        self._error: DispatchError | None = None
-
-    def settle(self) -> None:
-        """Finish, and keep the error."""
-        finish, self._finish = self._finish, None
-        if finish is None:
-            return
-        try:
-            finish()
-        except DispatchError as error:
-            self._error = error
-
-    def __call__(self) -> None:
-        """Finish, and raise what went wrong."""
-        self.settle()
-        if self._error is not None:
-            raise self._error
+    def __init__(self, shape: LowLatencyShape, device: torch.device) -> None:
+        super().__init__(shape, device)
+        self.answer_TK = torch.zeros(shape.max_tokens, shape.choices, dtype=torch.int32)
+        self.expected, self.owed = RankTable(shape.world_size), RankTable(shape.world_size)
 
 
 class CpuExchange:
-    """One rank's end. Posting and finishing are collective, in the same order on all ranks; arguments are checked
-    by the caller.
+    """See `LowLatencyExchange`.
 
     Args:
-        transport: not owned.
+        transport: not owned. Opened with `mask_lost`, it masks ranks that are lost.
         fixed_bytes: send messages of their largest size, whatever is in them.
     """
 
+    dtypes: tuple[torch.dtype, ...] | None = None
+
     def __init__(self, transport: Transport, *, fixed_bytes: bool = False) -> None:
-        self.transport = transport
+        self.transport, self.device = transport, transport.device
+        self.rank, self.world_size = transport.rank, transport.world_size
         self._fixed_bytes = fixed_bytes
         R = transport.world_size
         self._place = (R, transport.rank)
@@ -80,9 +65,7 @@ class CpuExchange:
         self._row_counts, self._pack_cursors = RankTable(R), RankTable(2 * R)
         self._mask = transport.mask.address
         self._send_at, self._recv_at = transport.send_addresses.address, transport.recv_addresses.address
-        self._rings: dict[LowLatencyShape, Ring] = {}
-        self._outputs: dict[tuple[int, int, torch.dtype], OutputRing] = {}
-        self._slots: dict[int, DispatchSlot] = {}  # by the address of their source tokens: handles carry it
+        self._results = Results(CpuSlot, self.device)
         self._rows, self._own_answers = GrowingBuffer(torch.uint8), GrowingBuffer(torch.uint8)
         self._entries, self._scratch = GrowingBuffer(torch.int32), GrowingBuffer(torch.uint8)
         self._cursors, self._bases = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
@@ -90,19 +73,38 @@ class CpuExchange:
         compile_all(*kernels.KERNELS, *cpu_answers.KERNELS, *cpu_fp8.KERNELS)
 
     def settle(self) -> None:
-        """Finish the call that travels, if one does: for whoever uses the transport otherwise. Collective."""
+        """See `LowLatencyExchange`."""
         if self._travelling is not None:
             self._travelling.settle()
             self._travelling = None
 
     def refuse(self, text: str) -> None:
-        """Stand in for one call whose arguments are bad. Collective; the caller raises."""
+        """See `LowLatencyExchange`."""
         self.settle()
         self.transport.refuse(text)
 
-    def slot_of(self, source_token_LN: Tensor) -> DispatchSlot | None:
-        """Return the dispatch that handed this out."""
-        return self._slots.get(source_token_LN.data_ptr())
+    def slot_of(self, source_token_LN: Tensor) -> CpuSlot | None:
+        """See `LowLatencyExchange`."""
+        return self._results.slot_of(source_token_LN)
+
+    def find_bad_choice(self, topk_TK: Tensor, num_experts: int) -> int:
+        """See `LowLatencyExchange`."""
+        T, K = topk_TK.shape
+        return int(kernels.find_bad_expert(topk_TK.data_ptr(), T, K, num_experts))
+
+    def find_other_choice(self, topk_TK: Tensor, slot: DispatchSlot) -> int:
+        """See `LowLatencyExchange`."""
+        T, K = topk_TK.shape
+        return int(cpu_answers.find_other_choice(topk_TK.data_ptr(), slot.sent_TK.data_ptr(), T, K))
+
+    def set_mask(self, rank: int, is_masked: bool) -> None:
+        """See `LowLatencyExchange`."""
+        self.settle()
+        self.transport.mask.values[rank] = int(is_masked)
+
+    def write_mask(self, status_R: Tensor) -> None:
+        """See `LowLatencyExchange`."""
+        status_R.copy_(torch.from_numpy(self.transport.mask.values))
 
     def post_dispatch(
         self,
@@ -114,22 +116,10 @@ class CpuExchange:
         may_wait: bool,
         stats_L: Tensor | None = None,
         waited_R: Tensor | None = None,
-    ) -> tuple[DispatchSlot, Posted]:
-        """Send this rank's rows.
-
-        Args:
-            x_TH: [T <= M, H] of the shape's dtype, contiguous.
-            topk_TK: int64 [T, K] in [-1, R*L), contiguous.
-            round_scale: see `fp8`.
-            may_wait: the result is asked for later: what x_TH holds by then does not matter.
-            stats_L: int32, to add the received counts to.
-            waited_R: int64, to add the nanoseconds to that were waited.
-
-        Returns:
-            Where the results will be, and what writes them.
-        """
+    ) -> tuple[CpuSlot, Posted]:
+        """See `LowLatencyExchange`."""
         self.settle()
-        slot = self._ring(shape).next_slot()
+        slot = self._results.next_slot(shape)
         (R, rank), T, K, L = self._place, x_TH.shape[0], shape.choices, shape.experts_per_rank
         slot.num_tokens = T
         counts, topk = self._row_counts.address, topk_TK.data_ptr()
@@ -163,19 +153,8 @@ class CpuExchange:
         out_TH: Tensor | None = None,
         waited_R: Tensor | None = None,
     ) -> tuple[Tensor, Posted]:
-        """Send this rank's answers.
-
-        Args:
-            slot: of the dispatch that is answered.
-            y_LNH: floating [L, N, H], contiguous; rows beyond the counts are not read.
-            topk_TK: int64 [T, K], what was dispatched, or -1 to leave an answer out; contiguous.
-            weights_TK: float32 [T, K], contiguous.
-            may_wait: as in `post_dispatch`, for y_LNH.
-            out_TH: [T, H] in the dtype of y_LNH, contiguous.
-
-        Returns:
-            Where the sums will be, and what writes them.
-        """
+        """See `LowLatencyExchange`."""
+        assert isinstance(slot, CpuSlot), "slots come from this exchange"
         self.settle()
         shape, (R, rank) = slot.shape, self._place
         row_bytes = shape.hidden * y_LNH.element_size()
@@ -195,11 +174,11 @@ class CpuExchange:
         )  # fmt: skip
         self.transport.begin_exchange(self._send_bytes, self._recv_bytes)
         if out_TH is None:
-            out_TH = self._output(shape, y_LNH.dtype, topk_TK.shape[0])
+            out_TH = self._results.next_output(shape, y_LNH.dtype, topk_TK.shape[0])
         return out_TH, self._post(partial(self._sum_answers, slot, topk_TK, weights_TK, out_TH, waited_R))
 
     def barrier(self) -> None:
-        """Meet every rank that is not masked; with the transport's `mask_lost`, mask those that do not come."""
+        """See `LowLatencyExchange`."""
         self.settle()
         self._fill_sizes(self._send_bytes, HEADER_BYTES)
         self.transport.open_windows(self._send_bytes)
@@ -209,19 +188,6 @@ class CpuExchange:
     def _post(self, finish: Callable[[], None]) -> Posted:
         self._travelling = Posted(finish)
         return self._travelling
-
-    def _ring(self, shape: LowLatencyShape) -> Ring:
-        ring = self._rings.get(shape)
-        if ring is None:
-            ring = self._rings[shape] = Ring(shape)
-            self._slots.update({slot.source_token_LN.data_ptr(): slot for slot in ring.slots})
-        return ring
-
-    def _output(self, shape: LowLatencyShape, dtype: torch.dtype, num_tokens: int) -> Tensor:
-        key = (shape.max_tokens, shape.hidden, dtype)
-        if key not in self._outputs:
-            self._outputs[key] = OutputRing(*key)
-        return self._outputs[key].next_output(num_tokens)
 
     def _travelling_rows(
         self, shape: LowLatencyShape, x_TH: Tensor, round_scale: bool, may_wait: bool
@@ -264,7 +230,7 @@ class CpuExchange:
             )
 
     def _receive_rows(
-        self, slot: DispatchSlot, rows: int, stats_L: Tensor | None, waited_R: Tensor | None
+        self, slot: CpuSlot, rows: int, stats_L: Tensor | None, waited_R: Tensor | None
     ) -> None:
         shape, (R, rank) = slot.shape, self._place
         K, L, M = shape.choices, shape.experts_per_rank, shape.max_tokens
@@ -281,7 +247,7 @@ class CpuExchange:
         )  # fmt: skip
 
     def _sum_answers(
-        self, slot: DispatchSlot, topk_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, waited_R: Tensor | None
+        self, slot: CpuSlot, topk_TK: Tensor, weights_TK: Tensor, out_TH: Tensor, waited_R: Tensor | None
     ) -> None:
         shape, (R, rank) = slot.shape, self._place
         self._finish(shape.hidden * out_TH.element_size(), 0, 0, 0, "combine", waited_R)

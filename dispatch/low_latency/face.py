@@ -1,60 +1,48 @@
-"""DeepEP's low-latency calls, one to one, over a CPU exchange: what `dispatch.Buffer` delegates to.
+"""DeepEP's low-latency calls, one to one, over an exchange: what `dispatch.Buffer` delegates to.
 
-Differences from DeepEP, all for the better or without effect on a CPU:
+Differences from DeepEP, all for the better or without effect:
 - rows of an expert lie by source rank, then source token, always; DeepEP's order changes from run to run;
 - any floating dtype, hidden size and number of choices, but in `strict` mode; FP8 scales of a last, short block;
 - a token that names an expert twice is delivered to it once, and its answer counts twice;
 - bad arguments are an error on every rank before anything is delivered, and the next call works;
 - results come from a ring of two per shape: the third call of a kind overwrites the first one's results. DeepEP says
   the same of its buffers ("you cannot hold more than 2 results");
-- wait statistics are in nanoseconds, not clock cycles. A transport waits for all peers at once, so each gets the time
-  that the slowest took.
+- wait statistics are in nanoseconds, not clock cycles. A CPU transport waits for all peers at once, so each gets the
+  time that the slowest took.
+What a GPU does differently, where the host does not wait, is said in `triton_exchange`.
 
 Idea and interface: DeepEP 2.1, deep_ep/buffers/legacy.py.
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dispatch.faces.events import EventOverlap, finished
-from dispatch.low_latency import arguments, cpu_answers
-from dispatch.low_latency import cpu_kernels as kernels
-from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.low_latency.ring import DispatchSlot
-from dispatch.low_latency.shape import LowLatencyShape, size_hint
-from dispatch.transport import Transport
+from dispatch.low_latency import arguments
+from dispatch.low_latency.checked import CheckedCalls, Handle
+from dispatch.low_latency.exchange import LowLatencyExchange
+from dispatch.low_latency.shape import size_hint
 
-Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
 
 
-class LowLatencyFace:
-    """Low-latency mode over a transport, which stays the caller's. Every `low_latency_` call and the cleaning of the
+class LowLatencyFace(CheckedCalls):
+    """Low-latency mode over an exchange, which stays the caller's. Every `low_latency_` call and the cleaning of the
     buffer are collective, in the same order on all ranks; the mask's methods are local.
 
     Args:
-        transport: opened with `mask_lost=True` if `enable_shrink`.
+        exchange: one that masks ranks that are lost, if `enable_shrink`.
         enable_shrink: whether ranks may be masked.
         strict: apply the limits of DeepEP's hardware.
-        fixed_bytes: send messages of their largest size, see `CpuExchange`.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        *,
-        enable_shrink: bool = False,
-        strict: bool = False,
-        fixed_bytes: bool = False,
+        self, exchange: LowLatencyExchange, *, enable_shrink: bool = False, strict: bool = False
     ) -> None:
-        self.transport = transport
-        self.enable_shrink, self.strict = enable_shrink, strict
-        self._exchange = CpuExchange(transport, fixed_bytes=fixed_bytes)
-        self._choices: dict[tuple[int, ...], Tensor] = {}  # int32 choices as int64, by shape
-        self._combine_buffers: dict[tuple[Any, ...], Tensor] = {}
+        super().__init__(exchange, strict=strict)
+        self.enable_shrink = enable_shrink
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -101,46 +89,23 @@ class LowLatencyFace:
             ValueError: bad arguments, on this rank. PeerRefused: on another. The next call works.
             PeerLost, DispatchTimeout, RanksDisagree: the transport is of no more use.
         """
-        world, rank = self.transport.world_size, self.transport.rank
-        L = num_experts // world
+        shape = self._checked_shape(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, (use_fp8, round_scale, use_ue8m0)
+        )
+        counts, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         self._refuse_first(
-            arguments.dispatch_problems(
-                x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, world, strict=self.strict
-            ),
-            arguments.stats_problems(
-                "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, (L,)
-            ),
-            arguments.stats_problems(
-                "dispatch_wait_recv_cost_stats",
-                dispatch_wait_recv_cost_stats,
-                torch.int64,
-                (world,),
-                (world, world),
-            ),
+            self._count_problems("cumulative_local_expert_recv_stats", counts, shape.experts_per_rank),
+            self._wait_problems("dispatch_wait_recv_cost_stats", waits),
             arguments.finish_problems(async_finish, return_recv_hook),
         )
-        hidden = x.shape[1]
-        self._refuse_first(
-            arguments.format_problems(hidden, use_fp8, round_scale, use_ue8m0, strict=self.strict)
-        )
         topk_idx = self._checked_choices(topk_idx, num_experts)
-        shape = LowLatencyShape(
-            world_size=world,
-            experts_per_rank=L,
-            max_tokens=num_max_dispatch_tokens_per_rank,
-            hidden=hidden,
-            choices=topk_idx.shape[1],
-            dtype=x.dtype,
-            is_fp8=use_fp8,
-            is_ue8m0=use_ue8m0,
-        )
-        slot, posted = self._exchange.post_dispatch(
-            shape, x, topk_idx, round_scale=round_scale, may_wait=return_recv_hook,
-            stats_L=cumulative_local_expert_recv_stats, waited_R=_row_of(dispatch_wait_recv_cost_stats, rank),
+        slot, posted = self.exchange.post_dispatch(
+            shape, x, topk_idx, round_scale=round_scale, may_wait=return_recv_hook, stats_L=counts,
+            waited_R=self._row_of(waits),
         )  # fmt: skip
         if not return_recv_hook:
             posted()
-        handle = (slot.source_token_LN, slot.layout_range_LR, shape.max_tokens, hidden, num_experts)
+        handle = (slot.source_token_LN, slot.layout_range_LR, shape.max_tokens, shape.hidden, num_experts)
         recv_x = slot.x_LNH if slot.scales is None else (slot.x_LNH, slot.scales)
         return recv_x, slot.count_L, handle, finished(async_finish), posted if return_recv_hook else None
 
@@ -180,28 +145,18 @@ class LowLatencyFace:
         Raises:
             as `low_latency_dispatch`.
         """
-        world, rank = self.transport.world_size, self.transport.rank
         slot = self._slot_of(handle)
         if zero_copy:
             x = self._filled_buffer(slot, x)
+        self._check_answers(slot, x, topk_idx, topk_weights, out)
         self._refuse_first(
-            arguments.combine_problems(
-                x, topk_idx, topk_weights, slot.shape, slot.num_tokens, strict=self.strict
-            ),
-            arguments.stats_problems(
-                "combine_wait_recv_cost_stats",
-                combine_wait_recv_cost_stats,
-                torch.int64,
-                (world,),
-                (world, world),
-            ),
+            self._wait_problems("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats),
             arguments.finish_problems(async_finish, return_recv_hook),
         )
-        self._refuse_first(arguments.out_problems(out, slot.num_tokens, slot.shape.hidden, x.dtype))
         topk_idx = self._dispatched_choices(topk_idx, slot)
-        combined_x, posted = self._exchange.post_combine(
+        combined_x, posted = self.exchange.post_combine(
             slot, x, topk_idx, topk_weights, may_wait=return_recv_hook, out_TH=out,
-            waited_R=_row_of(combine_wait_recv_cost_stats, rank),
+            waited_R=self._row_of(combine_wait_recv_cost_stats),
         )  # fmt: skip
         if not return_recv_hook:
             posted()
@@ -223,125 +178,40 @@ class LowLatencyFace:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Meet all ranks. Collective. Nothing needs cleaning here: messages are numbered.
+        """Meet all ranks. Collective; waits also where calls do not. Nothing needs cleaning: messages are numbered.
 
         Raises:
             as `low_latency_dispatch`; with `enable_shrink` a rank that does not come is masked instead.
         """
-        self._exchange.barrier()
+        self.exchange.barrier()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Mask a rank, or unmask it: this rank neither sends to it nor waits for it. Local."""
         self._need_shrink()
-        if not 0 <= rank_to_mask < self.transport.world_size:
-            raise ValueError(
-                f"rank_to_mask is {rank_to_mask}; it must be in [0, {self.transport.world_size})"
-            )
-        self._exchange.settle()
-        self.transport.mask.values[rank_to_mask] = int(mask)
+        R = self.exchange.world_size
+        if not 0 <= rank_to_mask < R:
+            raise ValueError(f"rank_to_mask is {rank_to_mask}; it must be in [0, {R})")
+        self.exchange.set_mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Write the mask to int32 [R]: 1 for a rank that is masked. Local."""
         self._need_shrink()
-        world = self.transport.world_size
-        problem = arguments.first(arguments.stats_problems("mask_status", mask_status, torch.int32, (world,)))
+        R, device = self.exchange.world_size, self.exchange.device
+        checks = arguments.stats_problems("mask_status", mask_status, torch.int32, (R,), device=device)
+        problem = arguments.first(checks)
         if problem or mask_status is None:
-            raise ValueError(problem or f"mask_status is None; it must be torch.int32 [{world}]")
-        mask_status.copy_(torch.from_numpy(self.transport.mask.values))
+            raise ValueError(problem or f"mask_status is None; it must be torch.int32 [{R}]")
+        self.exchange.write_mask(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmask every rank. Local."""
         self._need_shrink()
-        self._exchange.settle()
-        self.transport.mask.values[:] = 0
+        for rank in range(self.exchange.world_size):
+            self.exchange.set_mask(rank, False)
 
     def settle(self) -> None:
         """Receive what travels, if its hook has not run: before the transport is used for anything else."""
-        self._exchange.settle()
-
-    def _refuse_first(self, *checks: Any) -> None:
-        problem = next((problem for check in checks for problem in check), "")
-        if problem:
-            self._refuse(problem)
-
-    def _refuse(self, problem: str) -> NoReturn:
-        """Tell every rank, then raise."""
-        self._exchange.refuse(problem)
-        raise ValueError(problem)
-
-    def _slot_of(self, handle: Handle) -> DispatchSlot:
-        problem, slot = self._find_slot(handle)
-        if slot is None:
-            self._refuse(problem)
-        return slot
-
-    def _find_slot(self, handle: Handle) -> tuple[str, DispatchSlot | None]:
-        problem = arguments.first(arguments.handle_problems(handle))
-        if problem:
-            return problem, None
-        slot = self._exchange.slot_of(handle[0])
-        if slot is None:
-            return (
-                "handle is of none of this buffer's dispatches, or a copy of it; pass what was returned",
-                None,
-            )
-        shape = slot.shape
-        wanted = (shape.max_tokens, shape.hidden, shape.experts_per_rank * shape.world_size)
-        if tuple(handle[2:]) != wanted:
-            return (
-                f"handle ends in {tuple(handle[2:])}; its dispatch had {wanted}, pass what was returned",
-                None,
-            )
-        return "", slot
-
-    def _checked_choices(self, topk_idx: Tensor, num_experts: int) -> Tensor:
-        topk_idx = self._as_int64(topk_idx)
-        T, K = topk_idx.shape
-        bad = kernels.find_bad_expert(topk_idx.data_ptr(), T, K, num_experts)
-        if bad >= 0:
-            token, choice = divmod(bad, topk_idx.shape[1])
-            seen = int(topk_idx[token, choice])
-            self._refuse(f"topk_idx[{token}, {choice}] is {seen}; it must be -1 or in [0, {num_experts})")
-        return topk_idx
-
-    def _dispatched_choices(self, topk_idx: Tensor, slot: DispatchSlot) -> Tensor:
-        topk_idx = self._as_int64(topk_idx)
-        T, K = topk_idx.shape
-        bad = cpu_answers.find_other_choice(topk_idx.data_ptr(), slot.sent_TK.data_ptr(), T, K)
-        if bad >= 0:
-            token, choice = divmod(bad, topk_idx.shape[1])
-            seen, sent = int(topk_idx[token, choice]), int(slot.sent_TK[token, choice])
-            self._refuse(
-                f"topk_idx[{token}, {choice}] is {seen} where the dispatch of this handle had {sent}; it must be that "
-                "or -1"
-            )
-        return topk_idx
-
-    def _as_int64(self, topk_idx: Tensor) -> Tensor:
-        if topk_idx.dtype == torch.int64:
-            return topk_idx
-        self._exchange.settle()  # a combine that travels reads its choices when it is finished
-        shape = tuple(topk_idx.shape)
-        if shape not in self._choices:
-            self._choices[shape] = torch.empty(shape, dtype=torch.int64)
-        return self._choices[shape].copy_(topk_idx)
-
-    def _combine_buffer(self, slot: DispatchSlot) -> Tensor:
-        shape = slot.shape
-        key = (shape.experts_per_rank, shape.rows_per_expert, shape.hidden, shape.dtype)
-        if key not in self._combine_buffers:
-            self._combine_buffers[key] = torch.zeros(key[:3], dtype=shape.dtype)
-        return self._combine_buffers[key]
-
-    def _filled_buffer(self, slot: DispatchSlot, x: Tensor) -> Tensor:
-        """Return what the caller wrote its answers to instead of x."""
-        buffer = self._combine_buffer(slot)
-        if not isinstance(x, Tensor) or x.dtype != buffer.dtype:
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            self._refuse(
-                f"x is {got} and zero_copy True; the combine buffer of this handle holds {buffer.dtype}"
-            )
-        return buffer
+        self.exchange.settle()
 
     def _need_shrink(self) -> None:
         if not self.enable_shrink:
@@ -349,7 +219,6 @@ class LowLatencyFace:
                 "enable_shrink is False; a buffer whose ranks can be masked is opened with enable_shrink=True"
             )
 
-
-def _row_of(stats: Tensor | None, rank: int) -> Tensor | None:
-    """Return this rank's part of wait statistics [R] or [R, R]."""
-    return stats if stats is None or stats.dim() == 1 else stats[rank]
+    def _row_of(self, stats: Tensor | None) -> Tensor | None:
+        """Return this rank's part of wait statistics [R] or [R, R]."""
+        return stats if stats is None or stats.dim() == 1 else stats[self.exchange.rank]

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.transports.choose import open_transport
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, make_cases, zero_undefined
 
 
 @contextmanager
-def open_face(name: str, **kwargs: Any) -> Iterator[LowLatencyFace]:
+def open_face(name: str, *, fixed_bytes: bool = False, **kwargs: Any) -> Iterator[LowLatencyFace]:
     """A face over all ranks of the pool."""
     transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
     try:
-        yield LowLatencyFace(transport, **kwargs)
+        yield LowLatencyFace(CpuExchange(transport, fixed_bytes=fixed_bytes), **kwargs)
     finally:
         transport.close()
 
@@ -30,7 +31,7 @@ def run_layer(
     Args:
         spoil: overwrite what was sent before the hooks run.
     """
-    rank = face.transport.rank
+    rank = face.exchange.rank
     case = layer.cases[rank]
     x_TH = case.x_TH.clone()
     recv_x, count_L, handle, _, hook = face.low_latency_dispatch(
@@ -82,12 +83,12 @@ def one_rank_wrong(name: str, wrong_rank: int, call: str, change: dict[str, Any]
     torch.manual_seed(0)
     layer = Layer(make_cases(1, [3] * dist.get_world_size(), dtype=torch.bfloat16), 4, 2)
     with open_face(name) as face:
-        text = catch(lambda: _call(face, layer, call, change if face.transport.rank == wrong_rank else {}))
+        text = catch(lambda: _call(face, layer, call, change if face.exchange.rank == wrong_rank else {}))
         return text, run_layer(face, layer)
 
 
 def _call(face: LowLatencyFace, layer: Layer, call: str, change: dict[str, Any]) -> None:
-    case = layer.cases[face.transport.rank]
+    case = layer.cases[face.exchange.rank]
     arguments: dict[str, Any] = {
         "x": case.x_TH, "topk_idx": case.topk_TK, "num_max_dispatch_tokens_per_rank": layer.max_tokens,
         "num_experts": layer.experts_per_rank * len(layer.cases), "use_fp8": False,

@@ -52,7 +52,7 @@ def check_rows(
 
 def check_form(face: LowLatencyFace, form: tuple[bool, bool, bool], hooks: bool, is_named: bool) -> None:
     """One dispatch, and two combines of what came."""
-    rank, world_size = face.transport.rank, face.transport.world_size
+    rank, world_size = face.exchange.rank, face.exchange.world_size
     named, noise, topk, weights = bring(rank, world_size)
     all_topk = torch.stack([bring(source, world_size)[2] for source in range(world_size)])
     x, (use_fp8, round_scale, use_ue8m0) = named if is_named else noise, form

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.faces.events import EventOverlap
+from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.transports.choose import open_transport
 from dispatch.transports.local import LocalTransport
@@ -20,7 +21,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def face() -> LowLatencyFace:
-    return LowLatencyFace(LocalTransport())
+    return LowLatencyFace(CpuExchange(LocalTransport()))
 
 
 def bring(tokens: int = 3, hidden: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,7 +202,7 @@ def test_combine_refuses_bad_input_by_name(
     ],
 )
 def test_strict_mode_has_deepeps_limits(change: dict[str, Any], message: str) -> None:
-    face = LowLatencyFace(LocalTransport(), strict=True)
+    face = LowLatencyFace(CpuExchange(LocalTransport()), strict=True)
     good = {**GOOD, "x": torch.zeros(3, 2048, dtype=BF16)}
     with pytest.raises(ValueError, match=message):
         face.low_latency_dispatch(**{**good, **change})
@@ -236,7 +237,7 @@ def test_a_refusal_reaches_every_rank_and_the_next_call_works(
 
 def disagree(name: str, wrong: str) -> str:
     with open_face(name) as face:
-        rank = face.transport.rank
+        rank = face.exchange.rank
         x = torch.zeros(2, 8 + 8 * rank * (wrong == "hidden"), dtype=torch.float32)
         topk = torch.zeros(2, 2 + rank * (wrong == "choices"), dtype=torch.int64)
         max_tokens, experts = 4 + rank * (wrong == "tokens"), 4 + 2 * rank * (wrong == "experts")
@@ -253,7 +254,7 @@ def test_ranks_that_disagree_get_a_named_error(pool_of: PoolOf, name: str, wrong
 def overlap_two(name: str, layers: list[Layer]) -> list[torch.Tensor]:
     """Send two dispatches, then receive both; the same with the combines, in the other order."""
     with open_face(name) as face:
-        mine = [layer.cases[face.transport.rank] for layer in layers]
+        mine = [layer.cases[face.exchange.rank] for layer in layers]
         experts = layers[0].experts_per_rank * len(layers[0].cases)
         sent = [
             face.low_latency_dispatch(c.x_TH, c.topk_TK, 9, experts, use_fp8=False, return_recv_hook=True)
@@ -290,12 +291,12 @@ def send_before_the_peer(name: str) -> float:
         x, topk = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64)
         for _ in range(2):  # the first calls compile and connect
             face.low_latency_dispatch(x, topk, 4, 2, use_fp8=False)
-        if face.transport.rank == 1:
+        if face.exchange.rank == 1:
             dist.recv(torch.zeros(1), 0)  # until rank 0 has posted
         begin = time.monotonic()
         *_, hook = face.low_latency_dispatch(x, topk, 4, 2, use_fp8=False, return_recv_hook=True)
         elapsed = time.monotonic() - begin
-        if face.transport.rank == 0:
+        if face.exchange.rank == 0:
             dist.send(torch.zeros(1), 1)
         assert hook is not None
         hook()
@@ -313,8 +314,8 @@ def refused_while_hook_waits(name: str) -> tuple[str, str]:
     """Rank 1 refuses what rank 0 has posted with a hook; both make another call before rank 0's hook runs."""
     layer = Layer(make_cases(1, [3, 3]), 4, 2)
     with open_face(name) as face:
-        case = layer.cases[face.transport.rank]
-        topk = case.topk_TK if face.transport.rank == 0 else torch.full_like(case.topk_TK, 77)
+        case = layer.cases[face.exchange.rank]
+        topk = case.topk_TK if face.exchange.rank == 0 else torch.full_like(case.topk_TK, 77)
         kept: list[Any] = []
         text = catch(
             lambda: kept.append(
@@ -322,7 +323,7 @@ def refused_while_hook_waits(name: str) -> tuple[str, str]:
             )
         )
         result = run_layer(face, layer)
-        assert_same(result, simulate(layer)[face.transport.rank], name)
+        assert_same(result, simulate(layer)[face.exchange.rank], name)
         return text, catch(kept[0]) if kept else ""
 
 
@@ -336,7 +337,7 @@ def test_a_refusal_is_raised_by_the_hook_it_belongs_to(pool_of: PoolOf, name: st
 
 def count_waits(name: str) -> tuple[list[int], list[list[int]]]:
     with open_face(name) as face:
-        rank = face.transport.rank
+        rank = face.exchange.rank
         x, topk = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64)
         waits, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)
         recv_x, _, handle, _, _ = face.low_latency_dispatch(x, topk, 4, 2, None, waits, use_fp8=False)
@@ -354,7 +355,7 @@ def test_waits_are_noted_for_peers(pool_of: PoolOf) -> None:
 def mask_one(name: str, layer: Layer, masked: int) -> torch.Tensor | None:
     """All but one rank mask that one; it takes no part."""
     transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
-    face = LowLatencyFace(transport, enable_shrink=True)
+    face = LowLatencyFace(CpuExchange(transport), enable_shrink=True)
     try:
         if transport.rank == masked:
             return None
@@ -399,7 +400,7 @@ def test_masks_need_enable_shrink(face: LowLatencyFace) -> None:
 
 
 def test_mask_arguments_are_checked() -> None:
-    face = LowLatencyFace(LocalTransport(), enable_shrink=True)
+    face = LowLatencyFace(CpuExchange(LocalTransport()), enable_shrink=True)
     with pytest.raises(ValueError, match=r"rank_to_mask is 1; it must be in \[0, 1\)"):
         face.low_latency_update_mask_buffer(1, True)
     with pytest.raises(ValueError, match=r"mask_status is torch.int64 \[1\]"):

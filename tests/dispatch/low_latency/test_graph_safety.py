@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.transports.choose import open_transport
 from dispatch.transports.local import LocalTransport
@@ -35,7 +36,7 @@ class GraphSafe(TorchDispatchMode):
 
 def addresses_of_rounds(face: LowLatencyFace, layer: Layer, rounds: int, *, use_out: bool) -> list[list[int]]:
     """Run guarded rounds after two that may allocate; return where each one's results lie."""
-    case = layer.cases[face.transport.rank]
+    case = layer.cases[face.exchange.rank]
     hidden, num_experts = case.x_TH.shape[1], layer.experts_per_rank * len(layer.cases)
     y_LNH = torch.zeros(layer.experts_per_rank, layer.shape().rows_per_expert, hidden, dtype=case.x_TH.dtype)
     out_TH = torch.zeros_like(case.x_TH) if use_out else None
@@ -67,7 +68,7 @@ def addresses_of_rounds(face: LowLatencyFace, layer: Layer, rounds: int, *, use_
 def rounds_of(name: str, layer: Layer, use_out: bool) -> list[list[int]]:
     transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
     try:
-        return addresses_of_rounds(LowLatencyFace(transport), layer, 6, use_out=use_out)
+        return addresses_of_rounds(LowLatencyFace(CpuExchange(transport)), layer, 6, use_out=use_out)
     finally:
         transport.close()
 
@@ -88,7 +89,7 @@ def test_calls_neither_allocate_nor_synchronise(pool_of: PoolOf, name: str, is_f
 
 def test_the_result_goes_to_out() -> None:
     layer = Layer(make_cases(1, [3], hidden=256), 6, 2)
-    rounds = addresses_of_rounds(LowLatencyFace(LocalTransport()), layer, 4, use_out=True)
+    rounds = addresses_of_rounds(LowLatencyFace(CpuExchange(LocalTransport())), layer, 4, use_out=True)
     assert len({addresses[-1] for addresses in rounds}) == 1
 
 
