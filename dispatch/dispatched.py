@@ -32,8 +32,46 @@ class Dispatched(NamedTuple):
     handle: Handle
 
 
+@dataclass
+class Waits:
+    """Nanoseconds that a rank spent in exchanges so far: waiting for peers, and for wires. Counters."""
+
+    dispatch_ns: int = 0
+    combine_ns: int = 0
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank gave its transport for other ranks, headers and unused room included."""
+
+    dispatch_bytes: int
+    combine_bytes: int
+
+
 class TokenDispatcher(Protocol):
-    """What the MoE layer needs: `Dispatcher`, or one that goes another way with the same bits."""
+    """What the service needs: `Dispatcher`, or one that goes another way with the same bits.
+
+    Attributes:
+        world_size: number of ranks.
+        name: the transport, or both; reason: why it was taken.
+        row_format: how rows travel, in words.
+    """
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def row_format(self) -> str: ...
+    @property
+    def waits(self) -> Waits:
+        """Time in exchanges so far."""
+        ...
+
+    def sent_to_ranks(self) -> tuple[list[int], list[int]]:
+        """Return the bytes sent to each rank so far, by dispatches and by combines."""
+        ...
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
         """See `Dispatcher`."""
@@ -48,18 +86,3 @@ class TokenDispatcher(Protocol):
     def close(self) -> None:
         """See `Dispatcher`."""
         ...
-
-
-@dataclass
-class Waits:
-    """Nanoseconds that a rank spent in exchanges so far: waiting for peers, and for wires. Counters."""
-
-    dispatch_ns: int = 0
-    combine_ns: int = 0
-
-
-class Traffic(NamedTuple):
-    """Bytes that a rank gave its transport for other ranks, headers and unused room included."""
-
-    dispatch_bytes: int
-    combine_bytes: int

@@ -71,6 +71,7 @@ class Dispatcher:
         self.transport = transport
         self.slots_per_rank = slots_per_rank
         self._rows = rows or PlainRows()
+        self.world_size, self.name, self.reason = transport.world_size, transport.name, transport.reason
         self._shape = (slots_per_rank, transport.world_size, transport.rank)
         self._space = Workspace(slots_per_rank, transport.world_size)
         self._call = 0

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import TransportUnavailable
+from dispatch.hierarchical.groups import open_hierarchical
 from dispatch.mailbox import open_mailbox
 from dispatch.row_formats import row_format
 from dispatch.transports.choose import open_transport
@@ -108,7 +110,7 @@ def assemble(
     compile_kernels(model)
     runner = Runner(model, PagedCache(skeleton.cache_shapes, blocks))
     engine = Engine(config.rank, scheduler, runner, _open_lockstep(config, mailbox_group), doorbell)
-    chosen = f"{dispatcher.transport.name}, as {dispatcher.transport.reason}"
+    chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     modes = describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
     dispatch = f"{modes}; tokens travel {dispatcher.row_format}"
     telemetry = Telemetry(config.rank, model.load_counts, dispatcher, runner)
@@ -119,8 +121,19 @@ def assemble(
 
 def _open_dispatcher(
     config: EngineConfig, group: dist.ProcessGroup | None, slots_per_rank: int
-) -> Dispatcher:
-    transport = open_transport(config.all2all_backend, group, timeout_s=config.timeout_s, epoch=config.epoch)
+) -> TokenDispatcher:
+    backend, timeout_s, epoch = config.all2all_backend, config.timeout_s, config.epoch
+    if config.dispatch_node_size:
+        return open_hierarchical(
+            backend,
+            group,
+            node_size=config.dispatch_node_size,
+            slots_per_rank=slots_per_rank,
+            timeout_s=timeout_s,
+            epoch=epoch,
+            rows=config.dispatch_dtype,
+        )
+    transport = open_transport(backend, group, timeout_s=timeout_s, epoch=epoch)
     return Dispatcher(transport, slots_per_rank=slots_per_rank, rows=row_format(config.dispatch_dtype))
 
 

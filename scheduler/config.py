@@ -27,6 +27,7 @@ class EngineConfig:
     all2all_backend: str = "auto"
     dispatch_mode: DispatchMode = DispatchMode.AUTO
     dispatch_dtype: str = "auto"  # see dispatch.row_formats
+    dispatch_node_size: int = 0  # ranks of a node in node-limited dispatch; 0: flat
     num_redundant_experts: int = 0  # see scheduler.start_placement
     placement_file: Path | None = None
     threads: int = 1

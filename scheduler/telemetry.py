@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dispatch.dispatcher import Dispatcher
+from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import Placement
 from moe.load_counts import DECODE, PREFILL, LoadCounts
 from scheduler.load_report import ExpertMap, LoadReport
@@ -24,22 +24,22 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 class Telemetry:
     """One rank's reporter. Called by the thread that runs steps."""
 
-    def __init__(self, rank: int, counts: LoadCounts, dispatcher: Dispatcher, runner: Runner) -> None:
+    def __init__(self, rank: int, counts: LoadCounts, dispatcher: TokenDispatcher, runner: Runner) -> None:
         self._rank, self._counts, self._dispatcher, self._runner = rank, counts, dispatcher, runner
         self._due_s = 0.0
         self._reported_steps = -1
-        bytes_of_all = 4 * counts.table.size * dispatcher.transport.world_size
+        bytes_of_all = 4 * counts.table.size * dispatcher.world_size
         self.every_s = max(REPORT_EVERY_S, bytes_of_all / FRONT_BYTES_PER_S)
 
     def is_due(self, now_s: float, *, is_sleeping: bool = False) -> bool:
-        """Whether to report now: some time has passed, or the ranks fall asleep, and steps ran since the last.
+        """Whether to report now: some time has passed and steps ran since the last; or the ranks fall asleep.
 
         Args:
             now_s: of any clock that only goes forward.
         """
-        if now_s < self._due_s and not is_sleeping:
-            return False
-        return self._runner.num_steps != self._reported_steps
+        if is_sleeping:
+            return True
+        return now_s >= self._due_s and self._runner.num_steps != self._reported_steps
 
     def report(self, step: int, placement_version: int, now_s: float) -> LoadReport:
         """Copy the counters."""

@@ -149,6 +149,7 @@ def _config(options: Options, place: Place) -> EngineConfig:
         all2all_backend=options.all2all_backend,
         dispatch_mode=DispatchMode(options.dispatch_mode),
         dispatch_dtype=options.dispatch_dtype,
+        dispatch_node_size=options.dispatch_node_size,
         num_redundant_experts=options.eplb_config.num_redundant_experts,
         placement_file=Path(options.expert_placement) if options.expert_placement else None,
         threads=options.threads or 1,

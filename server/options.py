@@ -25,6 +25,7 @@ _LEAST = {  # the smallest value of whole-number flags
     "max_num_seqs": 1,
     "max_num_batched_tokens": 16,
     "threads": 1,
+    "dispatch_node_size": 0,
 }
 
 
@@ -52,6 +53,7 @@ class Options:
     all2all_backend: str  # one of dispatch.availability's BACKENDS
     dispatch_mode: str  # auto, normal or low_latency
     dispatch_dtype: str  # auto or fp8
+    dispatch_node_size: int  # ranks of a node; 0: tokens go straight to their ranks
     threads: int | None  # per rank; None: cores / local ranks
     enable_prefix_caching: bool
     enable_eplb: bool  # balance experts while serving
@@ -126,6 +128,14 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "fp8"),
         help="what tokens travel to experts as: the model's own type, or FP8 with DeepSeek's block scales, a "
         "quarter of float32's bytes and not the same bits (default: %(default)s)",
+    )
+    add(
+        "--dispatch-node-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="send a token once to each node of N ranks and spread it inside, where links between nodes are the "
+        "slow ones; divides the number of ranks (default: 0, straight to every rank)",
     )
     add(
         "--distributed-timeout-seconds",
@@ -252,6 +262,7 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         all2all_backend=args.all2all_backend,
         dispatch_mode=args.dispatch_mode,
         dispatch_dtype=args.dispatch_dtype,
+        dispatch_node_size=args.dispatch_node_size,
         threads=args.threads,
         enable_prefix_caching=args.enable_prefix_caching,
         enable_eplb=args.enable_eplb,
@@ -323,6 +334,7 @@ def arguments_from(options: Options) -> list[str]:
         "--all2all-backend": options.all2all_backend,
         "--dispatch-mode": options.dispatch_mode,
         "--dispatch-dtype": options.dispatch_dtype,
+        "--dispatch-node-size": options.dispatch_node_size,
         "--dtype": options.dtype,
         "--max-model-len": options.max_model_len,
         "--max-num-seqs": options.max_num_seqs,

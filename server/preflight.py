@@ -53,6 +53,7 @@ def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_f
         PreflightError: naming the first thing that is wrong.
     """
     check_backend(options.all2all_backend, num_ranks)
+    check_nodes(options.dispatch_node_size, num_ranks)
     directory = Path(options.model)
     config = read_config(directory)
     check_is_moe(config, directory)
@@ -74,6 +75,19 @@ def check_backend(name: str, num_ranks: int) -> None:
     problem = check_service_backend(name, num_ranks)
     if problem:
         raise PreflightError(problem)
+
+
+def check_nodes(node_size: int, num_ranks: int) -> None:
+    """Refuse nodes that the ranks do not fill.
+
+    Raises:
+        PreflightError: naming the sizes that work.
+    """
+    if node_size and num_ranks % node_size:
+        sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+        raise PreflightError(
+            f"--dispatch-node-size is {node_size} for {num_ranks} ranks; give one of {sizes}, or 0"
+        )
 
 
 def read_config(directory: Path) -> dict[str, Any]:

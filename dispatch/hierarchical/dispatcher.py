@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dispatch import layout
 from dispatch.arguments import combine_problem, dispatch_problem, slot_problem
-from dispatch.dispatched import Dispatched, Handle, Traffic
+from dispatch.dispatched import Dispatched, Handle, Traffic, Waits
 from dispatch.hierarchical.messages import Message
 from dispatch.hierarchical.plan import Arrival, Spread, node_choices, plan_arrival, plan_spread
 from dispatch.hierarchical.rows import decode_rows, encode_rows
@@ -151,6 +151,20 @@ class HierarchicalDispatcher:
         return _traffic((self._rail, self._inner))
 
     @property
+    def waits(self) -> Waits:
+        """Time in exchanges so far, of both stages."""
+        waited_ns = self._rail.waited_ns + self._inner.waited_ns
+        return Waits(waited_ns[_DISPATCH], waited_ns[_WEIGHTS] + waited_ns[_ANSWERS])
+
+    def sent_to_ranks(self) -> tuple[list[int], list[int]]:
+        """Bytes that this rank has sent to each rank so far, by dispatches and by combines: to whom it hands a token,
+        which is not always where the token ends."""
+        sent = self._rail.sent_bytes + self._inner.sent_bytes
+        ranks = range(self.world_size)
+        combined = [sent[_WEIGHTS, rank] + sent[_ANSWERS, rank] for rank in ranks]
+        return [sent[_DISPATCH, rank] for rank in ranks], combined
+
+    @property
     def crossing(self) -> Traffic:
         """What of it went to other nodes."""
         return _traffic((self._rail,))
@@ -269,5 +283,6 @@ def _join(messages: Sequence[Message], part: int, dtype: torch.dtype, columns: i
 
 
 def _traffic(stages: Sequence[Stage]) -> Traffic:
-    dispatched = sum(stage.sent_bytes.get(_DISPATCH, 0) for stage in stages)
-    return Traffic(dispatched, sum(sum(stage.sent_bytes.values()) for stage in stages) - dispatched)
+    sent = [(kind, count) for stage in stages for (kind, _), count in stage.sent_bytes.items()]
+    dispatched = sum(count for kind, count in sent if kind == _DISPATCH)
+    return Traffic(dispatched, sum(count for _, count in sent) - dispatched)

@@ -6,7 +6,9 @@ A peer that is lost or late in one stage is known only to the ranks of that stag
 so that those who wait for it in the other stage hear at once and not by time-out.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 from typing import Self
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
@@ -32,7 +34,8 @@ class Stage:
         assert len(ranks) == transport.world_size, "every rank of the transport has a number"
         self.transport, self.ranks, self.rank = transport, ranks, rank
         self._close = close
-        self.sent_bytes: dict[int, int] = {}  # by first word: for other ranks, headers included
+        self.sent_bytes: Counter[tuple[int, int]] = Counter()  # by (first word, rank), headers included
+        self.waited_ns: Counter[int] = Counter()  # in swaps, by first word
 
     def swap(
         self,
@@ -74,8 +77,10 @@ class Stage:
     def _swap(
         self, messages: Sequence[Message], words: tuple[int, ...], expected: Sequence[Sequence[int]] | None
     ) -> list[Message]:
+        begun_ns = perf_counter_ns()
         try:
             received = swap(self.transport, messages, expected)
+            self.waited_ns[words[0]] += perf_counter_ns() - begun_ns
             self._count(messages, words[0])
         except DispatchError as error:
             raise self._translated(error) from error.__cause__
@@ -103,6 +108,6 @@ class Stage:
         return error
 
     def _count(self, messages: Sequence[Message], kind: int) -> None:
-        own = self.transport.rank
-        sent = sum(num_bytes(message) for peer, message in enumerate(messages) if peer != own)
-        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
+        for rank, message in zip(self.ranks, messages, strict=True):
+            if rank != self.rank:
+                self.sent_bytes[kind, rank] += num_bytes(message)

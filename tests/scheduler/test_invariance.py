@@ -146,6 +146,16 @@ def test_copies_shares_and_empty_slots_change_no_bit(
     assert {key: value for part in parts for key, value in part.items()} == alone
 
 
+@pytest.mark.parametrize(("node_size", "backend"), [(2, "auto"), (2, "gloo"), (1, "gloo")])
+def test_node_limited_dispatch_changes_no_bit(
+    served_alone: tuple[Path, Answers], node_size: int, backend: str, pool_of: PoolOf
+) -> None:
+    directory, alone = served_alone
+    settings = {"dispatch_node_size": node_size, "all2all_backend": backend}
+    parts = pool_of(4).run(answers_on_rank, directory, 1, settings)
+    assert {key: value for part in parts for key, value in part.items()} == alone
+
+
 def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
     served_alone: tuple[Path, Answers], pool_of: PoolOf
 ) -> None:

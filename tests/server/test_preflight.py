@@ -19,6 +19,7 @@ from server.preflight import (
     check_is_moe,
     check_length,
     check_memory,
+    check_nodes,
     check_port,
     check_start,
     read_config,
@@ -252,3 +253,9 @@ def test_a_backend_for_gpus_is_refused_before_the_model_is_looked_at(tmp_path: P
 def test_local_is_refused_for_two_ranks() -> None:
     check_backend("local", 1)
     assert "it serves one: use auto, gloo or shm" in complaint_of(lambda: check_backend("local", 2))
+
+
+def test_nodes_must_be_filled_by_the_ranks() -> None:
+    check_nodes(0, 3)
+    check_nodes(3, 6)
+    assert "give one of [1, 2, 3, 6], or 0" in complaint_of(lambda: check_nodes(4, 6))
