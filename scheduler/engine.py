@@ -41,6 +41,11 @@ class Engine:
         self._sleeping_step: int | None = None
         self._is_stopping = False
 
+    @property
+    def step(self) -> int:
+        """Number of the lock-step, equal on all ranks."""
+        return self._lockstep.step
+
     def submit(self, request: Request) -> None:
         """Queue a request; its outputs come through `run`'s callback."""
         self._deliver(request)

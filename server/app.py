@@ -18,6 +18,7 @@ from server.metrics import Metrics
 from server.openai.streaming import error_response
 
 _GUARDED = "/v1"
+_OPEN_POSTS = ("/ping",)
 _SEEN_CHARS = 80  # of a wrong value, quoted
 
 
@@ -27,7 +28,7 @@ def build_app(
     """Put the application together.
 
     Args:
-        api_keys: any of them opens /v1; none leaves it open.
+        api_keys: any of them opens /v1 and what changes something; none leaves all open.
     """
     app = FastAPI(title="WideEP", version=version, redoc_url=None)
     for router in routers:
@@ -42,7 +43,7 @@ def build_app(
 
 
 class KeyGuard:
-    """Lets requests to /v1 through that carry a known key."""
+    """Lets requests to /v1, and whatever changes something, through if they carry a known key."""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
         self._app = app
@@ -50,10 +51,7 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
-        guarded = (
-            scope["type"] == "http" and scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS"
-        )
-        if not guarded or self._opens(dict(scope["headers"]).get(b"authorization", b"")):
+        if not _is_guarded(scope) or self._opens(dict(scope["headers"]).get(b"authorization", b"")):
             await self._app(scope, receive, send)
             return
         failure = ApiError(
@@ -68,6 +66,13 @@ class KeyGuard:
         # Every key is compared, in constant time: the time taken says nothing about which was near.
         known = [hmac.compare_digest(key.strip(), each) for each in self._keys]
         return scheme.lower() == b"bearer" and any(known)
+
+
+def _is_guarded(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] == "OPTIONS":
+        return False
+    changes = scope["method"] not in ("GET", "HEAD") and scope["path"] not in _OPEN_POSTS
+    return changes or scope["path"].startswith(_GUARDED)
 
 
 class Meter:

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -116,6 +117,8 @@ def _walk(
         on_lost=on_lost,
     )
     link.open(JOIN_TIMEOUT_S)
+    if place.rank == 0:
+        link.send_experts(built.experts)
     supervisor.tell(ready=True)
     idle_steps = 0
 
@@ -125,9 +128,15 @@ def _walk(
         if outputs or not stats.num_step_tokens or idle_steps >= STATS_EVERY:
             idle_steps = 0
             link.send(outputs, stats)
+        send_load_when_due()
+
+    def send_load_when_due(*, is_sleeping: bool = False) -> None:
+        now_s = time.monotonic()
+        if built.telemetry.is_due(now_s, is_sleeping=is_sleeping):
+            link.send_load(built.telemetry.report(built.engine.step, built.experts.version, now_s))
 
     try:
-        engine.run(on_step)
+        engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
     except FAILURES as error:
         link.close(f"{type(error).__name__}: {error}")
         raise

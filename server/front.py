@@ -14,8 +14,9 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from scheduler.request import RequestOutput
 from server.errors import ApiError
@@ -25,6 +26,10 @@ from server.options import Options, OptionsError
 from server.parent_death import die_with_parent
 from server.ranks import Ranks, listen
 from server.requests import Requests
+from server.wire import RankFacts
+
+if TYPE_CHECKING:  # it imports the planner's compiled kernels
+    from server.experts_load import ExpertsLoad
 
 LOCAL_HOST = "127.0.0.1"
 _STOP_TIMEOUT_S = 1.2  # for ranks that were asked to stop; the supervisor kills after STOP_GRACE_S
@@ -83,9 +88,13 @@ class _Front:
             self._token,
             on_outputs=self._deliver,
             on_stats=self._metrics.note_stats,
-            on_attached=self._metrics.note_rank,
+            on_attached=self._attach,
             on_lost=self._lose,
+            on_load=lambda load: self._tell_load(lambda experts: experts.take_load(load)),
+            on_experts=lambda known: self._tell_load(lambda experts: experts.take_experts(known)),
         )
+        self._experts_load: ExpertsLoad | None = None  # once the slow half is imported
+        self._early: list[Callable[[ExpertsLoad], None]] = []  # what it is to be told then
         self._requests: Requests | None = None  # once the tokenizer is loaded
         self._fatal: str | None = None
         self._ending = asyncio.Event()
@@ -109,7 +118,9 @@ class _Front:
             )
         except ValueError as error:  # TokenizerError: its class came with the slow import
             return _complain(str(error))
-        self._requests = http.requests
+        self._requests, self._experts_load = http.requests, http.experts_load
+        for tell in self._early:
+            tell(http.experts_load)
         serving = asyncio.create_task(http.serve(listener))
         await self._ending.wait()
         self._ranks.stop()
@@ -127,6 +138,16 @@ class _Front:
         except TimeoutError:
             ranks = ", ".join(map(str, self._ranks.attached))
             print(f"wideep front: did not hear goodbye from rank {ranks}", file=sys.stderr)
+
+    def _attach(self, facts: RankFacts) -> None:
+        self._metrics.note_rank(facts)
+        self._tell_load(lambda experts: experts.note_rank(facts.rank, facts.host))
+
+    def _tell_load(self, tell: "Callable[[ExpertsLoad], None]") -> None:
+        if self._experts_load is None:
+            self._early.append(tell)
+        else:
+            tell(self._experts_load)
 
     def _deliver(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
         assert self._requests is not None, "outputs come only for requests that were submitted"

@@ -6,15 +6,20 @@
 import contextlib
 import importlib.metadata
 import json
+import os
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from server.app import build_app
+from server.experts_http import experts_routes
+from server.experts_load import ExpertsLoad
+from server.experts_metrics import ExpertsMetrics
 from server.journal import Journal
 from server.metrics import Metrics
 from server.openai.chat import chat_routes
@@ -30,6 +35,9 @@ from server.tokenizer import Tokenizer
 
 # What vLLM, too, takes from generation_config.json as defaults.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_RECORD_VARIABLE = (
+    "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"  # so that scripts written for SGLang find their files
+)
 _GRACE_S = 2  # for open connections when the server ends
 _KEEP_ALIVE_S = 60  # between requests of one client; shorter makes pooled clients meet closed connections
 
@@ -38,7 +46,14 @@ class HttpService:
     """Requests in over HTTP; the ranks' outputs back out."""
 
     def __init__(
-        self, options: Options, tokenizer: Tokenizer, *, ranks: Ranks, journal: Journal, metrics: Metrics
+        self,
+        options: Options,
+        tokenizer: Tokenizer,
+        *,
+        ranks: Ranks,
+        journal: Journal,
+        metrics: Metrics,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
         """Put the application together."""
         router = Router(ranks.num_ranks)
@@ -57,6 +72,8 @@ class HttpService:
             max_len=_max_len(options, tokenizer, ranks),
             created=int(time.time()),
         )
+        self.experts_load = ExpertsLoad(options.served_model_names[0])
+        metrics.add(ExpertsMetrics(self.experts_load, options.served_model_names[0]))
         version = _version()
         app = build_app(
             [
@@ -64,6 +81,11 @@ class HttpService:
                 completion_routes(self.model, self.requests),
                 model_routes(self.model),
                 ops_routes(version, metrics, lambda: why_not_ready(ranks)),
+                experts_routes(
+                    self.experts_load,
+                    rank_steps=lambda: _steps(ranks),
+                    record_directory=Path(environment.get(_RECORD_VARIABLE) or tempfile.gettempdir()),
+                ),
             ],
             version=version,
             api_keys=options.api_keys,
@@ -106,6 +128,12 @@ def why_not_ready(ranks: Ranks) -> str | None:
         return None
     numbers = ", ".join(map(str, missing))
     return f"waiting for rank{'s' if len(missing) > 1 else ''} {numbers} of {ranks.num_ranks}"
+
+
+def _steps(ranks: Ranks) -> dict[int, int]:
+    """The last step that each attached rank has told of."""
+    told = {rank: stream.stats for rank, stream in ranks.attached.items()}
+    return {rank: stats.step for rank, stats in told.items() if stats is not None}
 
 
 def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[], int]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 from scheduler.request import FinishReason, RankStats
 from server.wire import RankFacts
@@ -150,6 +151,10 @@ class Metrics:
             buckets=_HTTP_S,
             registry=self._registry,
         )
+
+    def add(self, collector: Collector) -> None:
+        """Export what a collector yields as well."""
+        self._registry.register(collector)
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""

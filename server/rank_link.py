@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
+from scheduler.load_report import ExpertMap, LoadReport
 from scheduler.request import RankStats, Request, RequestOutput
+from server import load_wire, wire
 from server import ranks_pb2 as pb
-from server import wire
 from server.channel import METADATA_KEY, OPTIONS, bearer
 from server.ranks_pb2_grpc import FrontStub
 from server.wire import RankFacts
@@ -57,6 +58,8 @@ class RankLink:
         self._outputs: list[RequestOutput] = []
         self._num_pending_tokens = 0
         self._stats: RankStats | None = None
+        self._load: LoadReport | None = None
+        self._experts: ExpertMap | None = None
         self._goodbye: str | None = None  # the reason, once closing
         self._end_writer = False
         self._end_expected = False  # by either side
@@ -105,6 +108,18 @@ class RankLink:
         if overrun:
             self._lose(f"the front at {self.address} does not read: {MAX_PENDING_TOKENS} tokens are waiting")
 
+    def send_load(self, load: LoadReport) -> None:
+        """Queue a load report in place of one that waits: they are counters. Never blocks."""
+        with self._changed:
+            self._load = load
+            self._changed.notify()
+
+    def send_experts(self, experts: ExpertMap) -> None:
+        """Queue where the experts are, in place of what waits. Never blocks."""
+        with self._changed:
+            self._experts = experts
+            self._changed.notify()
+
     def close(self, reason: str = "") -> None:
         """Send what is queued, then goodbye with `reason` (empty: asked to stop), and disconnect."""
         with self._changed:
@@ -121,18 +136,26 @@ class RankLink:
         yield pb.FromRank(hello=wire.hello_from(self._facts))
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._outputs or self._stats or self._goodbye is not None or self._end_writer
-                )
+                self._changed.wait_for(self._has_news)
                 if self._end_writer:
                     return
                 outputs, stats, goodbye = self._outputs, self._stats, self._goodbye
+                load, experts = self._load, self._experts
                 self._outputs, self._stats, self._num_pending_tokens = [], None, 0
+                self._load = self._experts = None
             if outputs or stats:
                 yield pb.FromRank(output=wire.step_output_from(outputs, stats))
+            if experts is not None:
+                yield pb.FromRank(experts=load_wire.experts_to_wire(experts))
+            if load is not None:
+                yield pb.FromRank(load=load_wire.load_to_wire(load))
             if goodbye is not None:
                 yield pb.FromRank(goodbye=pb.Goodbye(reason=goodbye))
                 return
+
+    def _has_news(self) -> bool:
+        queued = self._outputs or self._stats or self._load or self._experts
+        return bool(queued) or self._goodbye is not None or self._end_writer
 
     def _read(self, call: Iterator[pb.ToRank]) -> None:
         """Hand the front's messages to the callbacks until the stream ends."""

@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 import grpc.aio
 
+from scheduler.load_report import ExpertMap, LoadReport
 from scheduler.request import RankStats, Request, RequestOutput
+from server import load_wire, wire
 from server import ranks_pb2 as pb
-from server import wire
 from server.channel import METADATA_KEY, OPTIONS, bearer
 from server.ranks_pb2_grpc import FrontServicer, add_FrontServicer_to_server
 from server.wire import RankFacts
@@ -57,6 +58,8 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         on_stats: Callable[[RankStats], None],
         on_attached: Callable[[RankFacts], None],
         on_lost: Callable[[int, str], None],
+        on_load: Callable[[LoadReport], None] = lambda _load: None,
+        on_experts: Callable[[ExpertMap], None] = lambda _experts: None,
     ) -> None:
         """Args: on_lost(rank, reason) is called when a stream ends that was not asked to stop."""
         self.num_ranks = num_ranks
@@ -67,6 +70,8 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         self._on_stats = on_stats
         self._on_attached = on_attached
         self._on_lost = on_lost
+        self._on_load = on_load
+        self._on_experts = on_experts
 
     def missing(self) -> list[int]:
         """Return the ranks that are not attached yet."""
@@ -151,6 +156,10 @@ class Ranks(FrontServicer):  # type: ignore[misc]
                 self._on_stats(stream.stats)
             if message.output.outputs:
                 self._on_outputs(rank, [wire.output_from(output) for output in message.output.outputs])
+        elif kind == "load":
+            self._on_load(load_wire.load_from(message.load))
+        elif kind == "experts":
+            self._on_experts(load_wire.experts_from(message.experts))
         elif kind == "goodbye":
             stream.said_goodbye = message.goodbye.reason
 

@@ -24,41 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12server/ranks.proto\x12\twideep.v1\"\x85\x01\n\x08\x46romRank\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.wideep.v1.HelloH\x00\x12\'\n\x06output\x18\x02 \x01(\x0b\x32\x15.wideep.v1.StepOutputH\x00\x12%\n\x07goodbye\x18\x03 \x01(\x0b\x32\x12.wideep.v1.GoodbyeH\x00\x42\x06\n\x04kind\"\x9b\x01\n\x05Hello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\"\\\n\nStepOutput\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.wideep.v1.RequestOutput\x12#\n\x05stats\x18\x02 \x01(\x0b\x32\x14.wideep.v1.RankStats\"\xbc\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.wideep.v1.TokenLogprobs\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.wideep.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"Y\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\"\xe8\x01\n\tRankStats\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_step_tokens\x18\x07 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\t \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\n \x01(\x04\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xa0\x01\n\x06ToRank\x12#\n\x06submit\x18\x01 \x01(\x0b\x32\x11.wideep.v1.SubmitH\x00\x12!\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x10.wideep.v1.AbortH\x00\x12\x1f\n\x04stop\x18\x03 \x01(\x0b\x32\x0f.wideep.v1.StopH\x00\x12%\n\x07welcome\x18\x04 \x01(\x0b\x32\x12.wideep.v1.WelcomeH\x00\x42\x06\n\x04kind\"\x84\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12)\n\x06params\x18\x03 \x01(\x0b\x32\x19.wideep.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x14\n\x0creplayed_ids\x18\x05 \x03(\r\"\x9d\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x06\n\x04Stop\"\t\n\x07Welcome*X\n\x0c\x46inishReason\x12\x0e\n\nUNFINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x41\x42ORT\x10\x03\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x04\x12\t\n\x05\x45RROR\x10\x05\x32=\n\x05\x46ront\x12\x34\n\x06\x41ttach\x12\x13.wideep.v1.FromRank\x1a\x11.wideep.v1.ToRank(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12server/ranks.proto\x12\twideep.v1\"\xcd\x01\n\x08\x46romRank\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.wideep.v1.HelloH\x00\x12\'\n\x06output\x18\x02 \x01(\x0b\x32\x15.wideep.v1.StepOutputH\x00\x12%\n\x07goodbye\x18\x03 \x01(\x0b\x32\x12.wideep.v1.GoodbyeH\x00\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x0f.wideep.v1.LoadH\x00\x12%\n\x07\x65xperts\x18\x05 \x01(\x0b\x32\x12.wideep.v1.ExpertsH\x00\x42\x06\n\x04kind\"\x9b\x01\n\x05Hello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\"\\\n\nStepOutput\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.wideep.v1.RequestOutput\x12#\n\x05stats\x18\x02 \x01(\x0b\x32\x14.wideep.v1.RankStats\"\xbc\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.wideep.v1.TokenLogprobs\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.wideep.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"Y\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x01\"\xe8\x01\n\tRankStats\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_step_tokens\x18\x07 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\t \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\n \x01(\x04\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xa6\x02\n\x04Load\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tnum_steps\x18\x03 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x05 \x01(\x04\x12\x19\n\x11placement_version\x18\x06 \x01(\r\x12\x0e\n\x06\x63ounts\x18\x07 \x01(\x0c\x12\x12\n\nnum_layers\x18\x08 \x01(\r\x12\x16\n\x0e\x64ispatch_bytes\x18\t \x03(\x04\x12\x15\n\rcombine_bytes\x18\n \x03(\x04\x12\x17\n\x0f\x64ispatch_wait_s\x18\x0b \x01(\x01\x12\x16\n\x0e\x63ombine_wait_s\x18\x0c \x01(\x01\x12\x11\n\texperts_s\x18\r \x01(\x01\x12\x0e\n\x06step_s\x18\x0e \x01(\x01\"\x82\x01\n\x07\x45xperts\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bnum_experts\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x03(\r\x12\x19\n\x11num_hidden_layers\x18\x05 \x01(\r\x12\x13\n\x0bslot_expert\x18\x06 \x01(\x0c\"\xa0\x01\n\x06ToRank\x12#\n\x06submit\x18\x01 \x01(\x0b\x32\x11.wideep.v1.SubmitH\x00\x12!\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x10.wideep.v1.AbortH\x00\x12\x1f\n\x04stop\x18\x03 \x01(\x0b\x32\x0f.wideep.v1.StopH\x00\x12%\n\x07welcome\x18\x04 \x01(\x0b\x32\x12.wideep.v1.WelcomeH\x00\x42\x06\n\x04kind\"\x84\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12)\n\x06params\x18\x03 \x01(\x0b\x32\x19.wideep.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\x12\x14\n\x0creplayed_ids\x18\x05 \x03(\r\"\x9d\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x06\n\x04Stop\"\t\n\x07Welcome*X\n\x0c\x46inishReason\x12\x0e\n\nUNFINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x41\x42ORT\x10\x03\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x04\x12\t\n\x05\x45RROR\x10\x05\x32=\n\x05\x46ront\x12\x34\n\x06\x41ttach\x12\x13.wideep.v1.FromRank\x1a\x11.wideep.v1.ToRank(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'server.ranks_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1599
-  _globals['_FINISHREASON']._serialized_end=1687
+  _globals['_FINISHREASON']._serialized_start=2101
+  _globals['_FINISHREASON']._serialized_end=2189
   _globals['_FROMRANK']._serialized_start=34
-  _globals['_FROMRANK']._serialized_end=167
-  _globals['_HELLO']._serialized_start=170
-  _globals['_HELLO']._serialized_end=325
-  _globals['_STEPOUTPUT']._serialized_start=327
-  _globals['_STEPOUTPUT']._serialized_end=419
-  _globals['_REQUESTOUTPUT']._serialized_start=422
-  _globals['_REQUESTOUTPUT']._serialized_end=610
-  _globals['_TOKENLOGPROBS']._serialized_start=612
-  _globals['_TOKENLOGPROBS']._serialized_end=701
-  _globals['_RANKSTATS']._serialized_start=704
-  _globals['_RANKSTATS']._serialized_end=936
-  _globals['_GOODBYE']._serialized_start=938
-  _globals['_GOODBYE']._serialized_end=963
-  _globals['_TORANK']._serialized_start=966
-  _globals['_TORANK']._serialized_end=1126
-  _globals['_SUBMIT']._serialized_start=1129
-  _globals['_SUBMIT']._serialized_end=1261
-  _globals['_SAMPLINGPARAMS']._serialized_start=1264
-  _globals['_SAMPLINGPARAMS']._serialized_end=1549
-  _globals['_ABORT']._serialized_start=1551
-  _globals['_ABORT']._serialized_end=1578
-  _globals['_STOP']._serialized_start=1580
-  _globals['_STOP']._serialized_end=1586
-  _globals['_WELCOME']._serialized_start=1588
-  _globals['_WELCOME']._serialized_end=1597
-  _globals['_FRONT']._serialized_start=1689
-  _globals['_FRONT']._serialized_end=1750
+  _globals['_FROMRANK']._serialized_end=239
+  _globals['_HELLO']._serialized_start=242
+  _globals['_HELLO']._serialized_end=397
+  _globals['_STEPOUTPUT']._serialized_start=399
+  _globals['_STEPOUTPUT']._serialized_end=491
+  _globals['_REQUESTOUTPUT']._serialized_start=494
+  _globals['_REQUESTOUTPUT']._serialized_end=682
+  _globals['_TOKENLOGPROBS']._serialized_start=684
+  _globals['_TOKENLOGPROBS']._serialized_end=773
+  _globals['_RANKSTATS']._serialized_start=776
+  _globals['_RANKSTATS']._serialized_end=1008
+  _globals['_GOODBYE']._serialized_start=1010
+  _globals['_GOODBYE']._serialized_end=1035
+  _globals['_LOAD']._serialized_start=1038
+  _globals['_LOAD']._serialized_end=1332
+  _globals['_EXPERTS']._serialized_start=1335
+  _globals['_EXPERTS']._serialized_end=1465
+  _globals['_TORANK']._serialized_start=1468
+  _globals['_TORANK']._serialized_end=1628
+  _globals['_SUBMIT']._serialized_start=1631
+  _globals['_SUBMIT']._serialized_end=1763
+  _globals['_SAMPLINGPARAMS']._serialized_start=1766
+  _globals['_SAMPLINGPARAMS']._serialized_end=2051
+  _globals['_ABORT']._serialized_start=2053
+  _globals['_ABORT']._serialized_end=2080
+  _globals['_STOP']._serialized_start=2082
+  _globals['_STOP']._serialized_end=2088
+  _globals['_WELCOME']._serialized_start=2090
+  _globals['_WELCOME']._serialized_end=2099
+  _globals['_FRONT']._serialized_start=2191
+  _globals['_FRONT']._serialized_end=2252
 # @@protoc_insertion_point(module_scope)

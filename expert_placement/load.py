@@ -1,0 +1,133 @@
+"""Loads over time: how often experts were chosen in the last steps, and how evenly that fell on ranks.
+
+A window of steps, not of seconds: an idle service keeps showing what it did last. Reports are differences between
+counters; each goes into the part of the window that its step falls in, so reports of different ranks about the same
+steps meet, whenever they arrive. Memory is PARTS parts, whatever the length of the window.
+
+Balancedness is mean over ranks / max over ranks of each layer, and only then aggregated over layers: ranks wait for
+one another in every layer, and layers have different slowest ranks. Rejected: vLLM's sum over layers first.
+
+Legend: L layers, E experts, R ranks, P phases (prefill, decode).
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+PHASES = ("prefill", "decode")
+PARTS = 16  # of a window: it slides by a sixteenth of its length
+
+
+class RankFigures(NamedTuple):
+    """What ranks did in a window, one entry per rank. Times are seconds."""
+
+    steps: np.ndarray  # [R]
+    tokens: np.ndarray  # [R, P] of the rank's own requests
+    dispatch_wait_s: np.ndarray
+    combine_wait_s: np.ndarray
+    experts_s: np.ndarray
+    step_s: np.ndarray  # [R] all of the steps
+    dispatch_bytes: np.ndarray  # [R, R] from, to
+    combine_bytes: np.ndarray
+
+
+def no_figures(num_ranks: int) -> RankFigures:
+    """Figures of nothing."""
+    flat, square = (num_ranks,), (num_ranks, num_ranks)
+    shapes = (flat, (num_ranks, len(PHASES)), flat, flat, flat, flat, square, square)
+    return RankFigures(*(np.zeros(shape) for shape in shapes))
+
+
+class _Part(NamedTuple):
+    number: int
+    counts: np.ndarray  # [L, P, E + R]
+    figures: RankFigures
+
+
+class LoadWindow:
+    """The last steps' load, of all ranks together."""
+
+    def __init__(self, num_layers: int, num_experts: int, num_ranks: int, num_steps: int = 1000) -> None:
+        """`num_steps` is the window's length, as vLLM's `window_size`; at least 1.
+
+        Raises:
+            ValueError: a length below 1.
+        """
+        if num_steps < 1:
+            raise ValueError(f"a window of {num_steps} steps; it must have at least 1")
+        self.num_experts, self.num_ranks = num_experts, num_ranks
+        self._part_steps = -(-num_steps // PARTS)
+        self._counts = np.zeros((num_layers, len(PHASES), num_experts + num_ranks), dtype=np.int64)
+        self._figures = no_figures(num_ranks)
+        self._parts: deque[_Part] = deque()
+
+    def add(self, step: int, counts: np.ndarray, figures: RankFigures) -> None:
+        """Add what was counted up to a step.
+
+        Args:
+            step: the last one that was counted; what is older than the window is left out.
+            counts: [L, P, E + R] choices of each expert, then of a slot of each rank.
+            figures: of the ranks that reported, zeros for the others.
+        """
+        number = step // self._part_steps
+        if self._parts and number <= self._parts[-1].number - PARTS:
+            return
+        part = self._part(number)
+        for total in (self._counts, part.counts):
+            total += counts
+        for field, total, of_part in zip(figures, self._figures, part.figures, strict=True):
+            total += field
+            of_part += field
+
+    def _part(self, number: int) -> _Part:
+        """The part with this number; a new newest one ends the parts that fall out of the window."""
+        for part in self._parts:
+            if part.number == number:
+                return part
+        made = _Part(number, np.zeros_like(self._counts), no_figures(self.num_ranks))
+        self._parts.append(made)
+        if len(self._parts) > 1 and number < self._parts[-2].number:
+            self._parts = deque(sorted(self._parts, key=lambda part: part.number))
+        while self._parts[0].number <= self._parts[-1].number - PARTS:
+            self._drop(self._parts.popleft())
+        return made
+
+    def _drop(self, part: _Part) -> None:
+        self._counts -= part.counts
+        for total, of_part in zip(self._figures, part.figures, strict=True):
+            total -= of_part
+            np.maximum(total, 0.0, out=total)  # sums of seconds may leave a rounding error below 0
+
+    def expert_tokens(self, phase: str | None = None) -> np.ndarray:
+        """Choices of each expert, of one phase or both: [L, E] int64."""
+        return self._of(phase)[:, : self.num_experts]
+
+    def rank_tokens(self, phase: str | None = None) -> np.ndarray:
+        """Choices that fell on each rank's slots, of one phase or both: [L, R] int64."""
+        return self._of(phase)[:, self.num_experts :]
+
+    def _of(self, phase: str | None) -> np.ndarray:
+        if phase is None:
+            total: np.ndarray = self._counts.sum(axis=1)
+            return total
+        return self._counts[:, PHASES.index(phase)].copy()
+
+    @property
+    def figures(self) -> RankFigures:
+        """What ranks did."""
+        return RankFigures(*(field.copy() for field in self._figures))
+
+
+def measured_balancedness(rank_tokens: np.ndarray) -> np.ndarray:
+    """Mean over max of the ranks' tokens, layer by layer.
+
+    Args:
+        rank_tokens: [L, R]; axis 1 is ranks.
+
+    Returns:
+        [L] float64, from 1 / R to 1 (even); nan where a layer has no tokens.
+    """
+    most, mean = rank_tokens.max(axis=1), rank_tokens.mean(axis=1)
+    result: np.ndarray = np.divide(mean, most, out=np.full(len(most), np.nan), where=most > 0)
+    return result

@@ -1,0 +1,119 @@
+"""HTTP about experts: GET /experts/load and /experts/record, and SGLang's POST /{start,stop,dump}_expert_distribution_record.
+
+A dump writes three files: SGLang's own .pt, the same as .json (its `--init-expert-location` reads both), and ours,
+.npz with a time axis. The .pt is written by a short-lived child process, because the front keeps torch out.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
+
+from server import errors
+from server.errors import ApiError
+from server.experts_load import ExpertsLoad
+from server.load_recorder import Record
+
+SETTLE_S = 3.0  # how long a stop waits for the ranks' last reports, which come about once a second
+_PT_WRITER = Path(__file__).with_name("record_to_pt.py")
+_PT_TIMEOUT_S = 120.0
+
+
+def experts_routes(
+    load: ExpertsLoad, *, rank_steps: Callable[[], Mapping[int, int]], record_directory: Path
+) -> APIRouter:
+    """Return the routes.
+
+    Args:
+        rank_steps: by attached rank, the last step that it is known to have reached.
+        record_directory: where dumps are written.
+    """
+    router = APIRouter()
+
+    async def show_load() -> Response:
+        """The window's load as JSON."""
+        _known(load)
+        return Response(json.dumps(load.to_json()), media_type="application/json")
+
+    async def show_record() -> Response:
+        """What was recorded so far, as .npz."""
+        record = _recorded(load)
+        return Response(await asyncio.to_thread(record.npz), media_type="application/octet-stream")
+
+    async def start_record() -> Response:
+        """Forget what was recorded, and record."""
+        _known(load)
+        await load.settle(rank_steps(), SETTLE_S)  # what happened before the start is not recorded
+        load.recorder.start()
+        return PlainTextResponse("Start recording expert distribution.\n")
+
+    async def stop_record() -> Response:
+        """Record no more."""
+        if not load.recorder.is_on:
+            raise errors.bad_request(
+                "Nothing is being recorded; POST /start_expert_distribution_record first."
+            )
+        await load.settle(rank_steps(), SETTLE_S)
+        load.recorder.stop()
+        return PlainTextResponse("Stop recording expert distribution.\n")
+
+    async def dump_record() -> Response:
+        """Write the files, and forget what was recorded."""
+        if load.recorder.is_on:
+            await load.settle(rank_steps(), SETTLE_S)
+        paths = await asyncio.to_thread(_write, _recorded(load), record_directory)
+        load.recorder.clear()
+        lines = "".join(f"{path}\n" for path in paths)
+        return PlainTextResponse(f"Dump expert distribution record.\n{lines}")
+
+    router.add_api_route("/experts/load", show_load, methods=["GET"], response_model=None)
+    router.add_api_route("/experts/record", show_record, methods=["GET"], response_model=None)
+    for verb, route in (("start", start_record), ("stop", stop_record), ("dump", dump_record)):
+        path = f"/{verb}_expert_distribution_record"
+        router.add_api_route(path, route, methods=["POST"], response_model=None)
+    return router
+
+
+def _known(load: ExpertsLoad) -> None:
+    if load.experts is None:
+        raise errors.not_ready("rank 0 has not said yet which experts there are")
+
+
+def _recorded(load: ExpertsLoad) -> Record:
+    if load.experts is None or not load.recorder.num_rows:
+        hint = (
+            "no step has ended since the start"
+            if load.recorder.is_on
+            else "POST /start_expert_distribution_record first"
+        )
+        raise errors.bad_request(f"Nothing has been recorded: {hint}.")
+    return load.recorder.take(load.model, load.experts)
+
+
+def _write(record: Record, directory: Path) -> list[Path]:
+    """Write a record in all formats; returns the paths."""
+    stem = directory / f"expert_distribution_recorder_{time.time()}"  # SGLang's name
+    as_npz, as_json, as_pt = (stem.with_name(stem.name + ending) for ending in (".npz", ".json", ".pt"))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        as_npz.write_bytes(record.npz())
+        as_json.write_text(json.dumps(record.sglang()))
+    except OSError as error:
+        raise ApiError(500, f"The record cannot be written to {directory}: {error.strerror}.") from error
+    _write_pt(as_json, as_pt)
+    return [as_pt, as_json, as_npz]
+
+
+def _write_pt(source: Path, target: Path) -> None:
+    command: list[Any] = [sys.executable, "-P", _PT_WRITER, source, target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PT_TIMEOUT_S)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ApiError(500, f"{source} is written, {target.name} could not be: {last}.")

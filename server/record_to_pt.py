@@ -1,0 +1,22 @@
+"""Write a recorded load as the .pt file that SGLang's recorder makes: python record_to_pt.py RECORD.json RECORD.pt.
+
+A script of its own, because it needs torch and the front does not. Format (SGLang, `stat` mode): a dict of `rank`,
+`logical_count` [steps, layers, experts] int32 and `average_utilization_rate_over_window`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(source: str, target: str) -> None:
+    """Convert one file."""
+    record = json.loads(Path(source).read_text())
+    record["logical_count"] = torch.tensor(record["logical_count"], dtype=torch.int32)
+    torch.save(record, target)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
