@@ -25,6 +25,7 @@ examples:
   wideep serve                         make the demo model once, serve it on 2 ranks at 127.0.0.1:8000
   wideep serve ./Qwen3-30B-A3B -dp 4   serve a Hugging Face directory on 4 ranks
   wideep chat                          talk to it in the terminal
+  wideep experts load                  what its experts are asked to do, live
   wideep experts simulate LOADFILE ...  what if: policies and redundancy on a recorded load
 
 `wideep COMMAND --help` explains a command.
@@ -153,6 +154,10 @@ def _run_chat(url: str) -> int:
 
 
 def _run_experts(args: argparse.Namespace) -> int:
+    if args.verb in ("load", "record"):
+        from server.experts_live import run_live
+
+        return run_live(args)
     from server.experts_offline import run_experts
 
     return run_experts(args)

@@ -1,4 +1,4 @@
-"""The flags of `wideep experts plan` and `wideep experts simulate`; `experts_offline` runs them.
+"""The flags of `wideep experts VERB`; `experts_offline` and, for a running service, `experts_live` run them.
 
 Nothing heavy is imported here, because `wideep --help` needs it.
 """
@@ -16,6 +16,7 @@ example:
   wideep experts simulate decode.json --ranks 32 64 --slots 288 320 --policy even shares repair
 policies:
 """
+_MOST_SECONDS = 604_800  # a week
 POLICIES = {
     "linear": "experts in order, no copies, nothing ever moves",
     "even": "planned anew for every window, copies share evenly",
@@ -35,10 +36,11 @@ def add_experts_parser(commands: Any) -> None:
     """Add `experts` and its verbs to the command line's parser."""
     experts = commands.add_parser(
         "experts",
-        help="plan where experts go, and try policies on recorded loads",
-        description="Plan where experts go, and try policies on recorded loads.",
+        help="see what experts are asked to do, plan where they go, try policies on recorded loads",
+        description="See what experts are asked to do, plan where they go, try policies on recorded loads.",
     )
     verbs = experts.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True)
+    _add_live_verbs(verbs)
     lines = "".join(f"  {name:8}{what}\n" for name, what in POLICIES.items())
     simulation = verbs.add_parser(
         "simulate",
@@ -79,6 +81,63 @@ def add_experts_parser(commands: Any) -> None:
     )
     for parser in (simulation, planning):
         _add_rules(parser)
+
+
+def _seconds(text: str) -> float:
+    """A flag's seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most {_MOST_SECONDS} seconds")
+    return value
+
+
+def _rows(text: str) -> int:
+    """A flag's number of rows."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 up")
+    return int(text)
+
+
+def _add_live_verbs(verbs: Any) -> None:
+    """The verbs that ask a running service; `experts_live` runs them."""
+    load = verbs.add_parser(
+        "load",
+        help="what a running service's experts are asked to do: layers, ranks, the hottest experts",
+        description="Show the load of the last steps; on a terminal again and again until Ctrl-C.",
+    )
+    load.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="default: %(default)s")
+    load.add_argument("--once", action="store_true", help="show it once, on a terminal too")
+    load.add_argument(
+        "--rows",
+        type=_rows,
+        default=8,
+        metavar="N",
+        help="layers, ranks and experts to show (default: %(default)s)",
+    )
+    load.add_argument("--json", action="store_true", help="print what GET /experts/load answers")
+    record = verbs.add_parser(
+        "record",
+        help="record a running service's load to a file, for simulate and plan",
+        description="Record how often experts are chosen, second by second, and write it as .npz.",
+        epilog="example:\n  wideep experts record --seconds 60 --out load.npz\n",
+    )
+    record.add_argument(
+        "--seconds", type=_seconds, default=30.0, metavar="S", help="how long (default: %(default)s)"
+    )
+    record.add_argument(
+        "--out", type=Path, default=Path("load.npz"), metavar="FILE", help="default: %(default)s"
+    )
+    for parser in (load, record):
+        parser.add_argument(
+            "url",
+            nargs="?",
+            default="http://127.0.0.1:8000",
+            metavar="URL",
+            help="the service (default: %(default)s)",
+        )
 
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:
