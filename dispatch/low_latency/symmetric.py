@@ -1,12 +1,16 @@
 """Memory that every rank has alike and others write into: where things lie in it, and who provides it.
 
 A provider gives this rank its memory, zeroed, and the base address of every rank's: that is all that the kernels need.
-Shared memory stands for it between CPU ranks of one host. On GPUs torch's symmetric memory gives the same table
-(`torch_symmetric`); nvshmem4py would give a third (`get_peer_tensor`), with 0 for peers that are not mapped, but without
-a device to run it on it is left out.
+Shared memory stands for it between CPU ranks of one host; on GPUs torch's symmetric memory gives the same table
+(`torch_symmetric`).
 A provider belongs to one membership epoch: a rank that comes late has another epoch's memory and cannot write here.
+
+The memory has two halves, taken in turn by calls of any shape: a call writes to a peer's half only after that peer has
+finished the call before the last, so it never overwrites what is still read. A half holds flags int64 [R], texts of
+refusals [R, TEXT_BYTES], and the contents of one call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,16 +21,51 @@ from torch import Tensor
 from dispatch.low_latency.shape import ROW_ALIGNMENT, LowLatencyShape, aligned
 from dispatch.transports.segment import SharedSegment
 
+TEXT_BYTES = 1024  # a power of two, above `MAX_REFUSAL_BYTES`
 _LINE_BYTES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricLayout:
-    """Offsets within a rank's memory: two phases, each with the parts below.
+    """Offsets of a half's parts within a rank's memory, by a call's number."""
 
-    flags int32 [R] and answer flags int32 [R]; entries int32 [R, M, K]; rows [R, M, row_bytes]; answers
-    [M, K, answer_bytes]; and, for peers that are reached by a put, room to put from.
-    """
+    world_size: int
+    total_bytes: int
+
+    @staticmethod
+    def bytes_for(world_size: int, content_bytes: int) -> int:
+        """Return the size of memory that has room for calls of `content_bytes`."""
+        return 2 * (
+            SymmetricLayout(world_size=world_size, total_bytes=0)._head_bytes
+            + aligned(content_bytes, _LINE_BYTES)
+        )
+
+    @property
+    def _head_bytes(self) -> int:
+        return aligned(8 * self.world_size, _LINE_BYTES) + self.world_size * TEXT_BYTES
+
+    @property
+    def content_bytes(self) -> int:
+        """The most that one call may write."""
+        return self.total_bytes // 2 // _LINE_BYTES * _LINE_BYTES - self._head_bytes
+
+    def flags_at(self, number: int) -> int:
+        """Where flags are."""
+        return (number & 1) * (self.total_bytes // 2 // _LINE_BYTES * _LINE_BYTES)
+
+    def texts_at(self, number: int) -> int:
+        """Where refusals are."""
+        return self.flags_at(number) + aligned(8 * self.world_size, _LINE_BYTES)
+
+    def contents_at(self, number: int) -> int:
+        """Where a call's contents begin."""
+        return self.flags_at(number) + self._head_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchContents:
+    """A dispatch's contents: entries int32 [R, M, K], rows [R, M, row_bytes] and, for peers that are reached by a put,
+    room to put from."""
 
     shape: LowLatencyShape
     has_remote: bool = False
@@ -37,67 +76,49 @@ class SymmetricLayout:
         return aligned(self.shape.row_bytes, ROW_ALIGNMENT)
 
     @property
+    def _entries_bytes(self) -> int:
+        return aligned(4 * self.shape.rows_per_expert * self.shape.choices, _LINE_BYTES)
+
+    @property
+    def rows_at(self) -> int:
+        """Where rows are, behind the entries."""
+        return self._entries_bytes
+
+    @property
+    def staging_at(self) -> int:
+        """Where puts start from."""
+        return self.rows_at + aligned(self.shape.rows_per_expert * self.row_bytes, _LINE_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        """All of them."""
+        staged = self.shape.max_tokens * self.row_bytes + self._entries_bytes if self.has_remote else 0
+        return self.staging_at + aligned(staged, _LINE_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineContents:
+    """A combine's contents: answers [M, K, answer_bytes] of a type, and staging as in `DispatchContents`."""
+
+    shape: LowLatencyShape
+    dtype: torch.dtype
+    has_remote: bool = False
+
+    @property
     def answer_bytes(self) -> int:
         """Bytes of an answer, padded."""
-        return aligned(self.shape.answer_bytes, ROW_ALIGNMENT)
+        return aligned(self.shape.hidden * self.dtype.itemsize, ROW_ALIGNMENT)
 
     @property
-    def _flags_bytes(self) -> int:
-        return aligned(4 * self.shape.world_size, _LINE_BYTES)
-
-    @property
-    def _entries_bytes(self) -> int:
-        shape = self.shape
-        return aligned(4 * shape.rows_per_expert * shape.choices, _LINE_BYTES)
-
-    @property
-    def _rows_bytes(self) -> int:
-        return aligned(self.shape.rows_per_expert * self.row_bytes, _LINE_BYTES)
-
-    @property
-    def _answers_bytes(self) -> int:
+    def staging_at(self) -> int:
+        """Where puts start from."""
         return aligned(self.shape.max_tokens * self.shape.choices * self.answer_bytes, _LINE_BYTES)
 
     @property
-    def _staging_bytes(self) -> int:
-        if not self.has_remote:
-            return 0
-        shape = self.shape
-        sent = shape.max_tokens * self.row_bytes + self._entries_bytes
-        return aligned(
-            max(sent, shape.experts_per_rank * shape.rows_per_expert * self.answer_bytes), _LINE_BYTES
-        )
-
-    @property
-    def phase_bytes(self) -> int:
-        """Bytes of a phase."""
-        parts = self._entries_bytes + self._rows_bytes + self._answers_bytes + self._staging_bytes
-        return 2 * self._flags_bytes + parts
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of a rank's memory."""
-        return 2 * self.phase_bytes
-
-    def flags_at(self, number: int) -> int:
-        """Where a call's flags are, of dispatch and combine alike: they have different numbers."""
-        return (number & 1) * self.phase_bytes
-
-    def entries_at(self, number: int) -> int:
-        """Where entries are."""
-        return self.flags_at(number) + 2 * self._flags_bytes
-
-    def rows_at(self, number: int) -> int:
-        """Where rows are."""
-        return self.entries_at(number) + self._entries_bytes
-
-    def answers_at(self, number: int) -> int:
-        """Where answers are."""
-        return self.rows_at(number) + self._rows_bytes
-
-    def staging_at(self, number: int) -> int:
-        """Where puts start from."""
-        return self.answers_at(number) + self._answers_bytes
+    def num_bytes(self) -> int:
+        """All of them."""
+        num_rows = self.shape.experts_per_rank * self.shape.rows_per_expert if self.has_remote else 0
+        return self.staging_at + aligned(num_rows * self.answer_bytes, _LINE_BYTES)
 
 
 class SymmetricMemory(Protocol):
@@ -106,6 +127,7 @@ class SymmetricMemory(Protocol):
     Attributes:
         rank, world_size: within the group.
         device: where the memory is.
+        memory: uint8, this rank's own.
         peers: int64 [R] on that device, every rank's base address; 0 where a peer cannot be addressed.
         base: this rank's own address.
     """
@@ -113,12 +135,17 @@ class SymmetricMemory(Protocol):
     rank: int
     world_size: int
     device: torch.device
+    memory: Tensor
     peers: Tensor
     base: int
 
     def close(self) -> None:
         """Release it. Addresses are dead afterwards."""
         ...
+
+
+OpenMemory = Callable[[int], SymmetricMemory]
+"""Provide so many bytes, zeroed. Collective; all ranks ask for the same."""
 
 
 class SharedMemory:
@@ -135,7 +162,10 @@ class SharedMemory:
         self._segment = SharedSegment(group, self.world_size * num_bytes, timeout_s=timeout_s)
         self.peers = torch.tensor([self._segment.start + rank * num_bytes for rank in range(self.world_size)])
         self.base = int(self.peers[self.rank])
+        own_at = self.base - self._segment.base
+        self.memory = self._segment.memory[own_at : own_at + num_bytes]
 
     def close(self) -> None:
         """See `SymmetricMemory`."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self._segment.close()

@@ -1,7 +1,10 @@
 """`SymmetricMemory` between GPUs that can address each other, by torch's symmetric memory.
 
-A module of its own because its import is heavy and only GPUs need it. Written against torch 2.13; not run on a GPU yet.
+A module of its own because its import is heavy and only GPUs need it. Written against torch 2.13; without a GPU at hand
+it was imported and its refusals tested, never run.
 """
+
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,23 +17,55 @@ class TorchSymmetricMemory:
     """See `SymmetricMemory`. Opening is collective over `group`. Several ranks on one GPU need
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
 
+    Args:
+        group: its store is used; no collective of a device runs on it.
+        provider: "CUDA" maps the peers' memory itself; "NVSHMEM" takes it from NVSHMEM's heap, for the whole process.
+
     Raises:
-        TransportUnavailable: there is no CUDA device.
+        TransportUnavailable: there is no CUDA device, torch was built without NVSHMEM, or a peer cannot be addressed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
-        if not torch.cuda.is_available():
-            raise TransportUnavailable(
-                "torch's symmetric memory needs a CUDA device and this machine has none; use shm or gloo"
-            )
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int,
+        device: torch.device,
+        provider: Literal["CUDA", "NVSHMEM"] = "CUDA",
+    ) -> None:
+        _check_available(provider)
         self.rank, self.world_size, self.device = dist.get_rank(group), dist.get_world_size(group), device
-        self._memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
-        self._handle = symm_mem.rendezvous(self._memory, group)
+        if provider == "NVSHMEM":
+            symm_mem.set_backend(provider)
+        self.memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+        self._handle = symm_mem.rendezvous(self.memory, group)
+        addresses = self._handle.buffer_ptrs
         torch.cuda.synchronize(device)
         dist.barrier(group)  # nobody writes before everybody's memory is zero
-        self.peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
-        self.base = int(self._handle.buffer_ptrs[self.rank])
+        check_addresses(addresses)
+        self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.base = int(addresses[self.rank])
 
     def close(self) -> None:
         """See `SymmetricMemory`."""
-        del self._handle, self._memory
+        del self._handle, self.memory
+
+
+def _check_available(provider: str) -> None:
+    if not torch.cuda.is_available():
+        raise TransportUnavailable(
+            "torch's symmetric memory needs a CUDA device and this machine has none; use shm or gloo"
+        )
+    if provider == "NVSHMEM" and not symm_mem.is_nvshmem_available():
+        raise TransportUnavailable(
+            "this torch has no NVSHMEM; use nccl, or install torch with nvidia-nvshmem"
+        )
+
+
+def check_addresses(addresses: list[int]) -> None:
+    """Raise TransportUnavailable if a peer has none: the kernels as launched reach peers by address only."""
+    missing = [rank for rank, address in enumerate(addresses) if not address]
+    if missing:
+        raise TransportUnavailable(
+            f"the memory of ranks {missing} cannot be addressed from here (no NVLink or another host); "
+            "low-latency mode on GPUs needs ranks that can address each other"
+        )

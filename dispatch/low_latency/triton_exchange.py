@@ -1,252 +1,294 @@
-"""Launches the Triton kernels: low-latency dispatch and combine through symmetric memory, for one shape.
+"""`LowLatencyExchange` by Triton kernels through symmetric memory: between GPUs, or in the interpreter between CPU ranks.
 
-Nothing is allocated after construction but what the caller passes, and nothing is looked at from the host, so the
-launches can be captured in a CUDA graph. Posting and finishing are apart, as in `CpuExchange`; posting the next call
-finishes the one before, which is what makes two phases enough.
+Nothing is allocated after the first call of a shape. On a GPU nothing is looked at from the host either, so that calls
+can be captured in a CUDA graph. This has consequences there, unless `is_blocking`:
+- choices out of range, and choices of a combine that were not dispatched, are no choices instead of errors;
+- a call that a peer refused or that ranks disagree on delivers no rows and sums to zero; the error comes with the next
+  `barrier` (`clean_low_latency_buffer`), which looks. Likewise a late peer: after about `timeout_s` its rows are left
+  out, and it is masked if `mask_lost`.
+Where the host waits anyway, on the CPU, errors are raised by the call, as `CpuExchange` does; only that a peer which
+died is late, not lost.
 
-Without `mask_lost` a peer that is late is only noted: `late_ranks` reads that, and is the only method that
-synchronises with the device. There is no refusal here: the host has no part in the exchange, so that arguments that one
-rank gets wrong are this rank's error alone, before it launches anything; its peers time out.
+Memory is opened once, and grows in a call that needs more: that one waits for all ranks, as opening is collective.
 
-Legend as in `triton_kernels`.
+Interpreted across processes, and compiled for sm_90; never run on a GPU yet.
 """
 
+import logging
+import time
+import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from dispatch import fp8
-from dispatch.low_latency import triton_kernels as kernels
+from dispatch.errors import DispatchError, DispatchTimeout, PeerRefused, RanksDisagree
+from dispatch.low_latency import triton_flags as flags
+from dispatch.low_latency.exchange import Posted
+from dispatch.low_latency.ring import DispatchSlot, Results
 from dispatch.low_latency.shape import LowLatencyShape
-from dispatch.low_latency.symmetric import SymmetricLayout, SymmetricMemory
+from dispatch.low_latency.symmetric import (
+    TEXT_BYTES,
+    CombineContents,
+    DispatchContents,
+    OpenMemory,
+    SymmetricLayout,
+    SymmetricMemory,
+)
+from dispatch.low_latency.triton_launches import DTYPES, Launches, TritonSlot
+from dispatch.transport import decode_refusal, encode_refusal
 
-_TILE_GROUPS = 8  # blocks of 128 channels that a program handles at once: 1,024 elements
-_WARPS = 8
-_ENTRY_TILE = 32  # tokens whose choices a program looks at at once
-_STORED = {torch.bfloat16: torch.int16, torch.float32: torch.float32}  # how kernels see each dtype
+POLLS_PER_S = 1_000_000  # of a GPU, about: a look at a flag goes to memory
+_POLLS_PER_LOOK = 64  # by a host that looks at the clock in between
+_TROUBLE_BITS = 3  # of a status, below the call's number
 
-
-class Received(NamedTuple):
-    """One dispatch's results; overwritten by the dispatch after the next."""
-
-    x_LNH: Tensor
-    scales: Tensor | None  # column-major
-    count_L: Tensor
-    source_token_LN: Tensor
-    layout_range_LR: Tensor
-    place_LN: Tensor  # int32, source * M + token
-    choice_LN: Tensor  # int32, which of its token's choices
-    sent_MK: Tensor  # int32, this rank's own choices
+log = logging.getLogger(__name__)
 
 
 class TritonExchange:
-    """One rank's end for one shape. Calls are collective, in the same order on all ranks.
+    """See `LowLatencyExchange`. Opening is collective.
 
     Args:
-        memory: of `SymmetricLayout(shape=shape).total_bytes`, zeroed, not owned.
-        max_polls: looks at a flag before its rank counts as late; about a microsecond each on a GPU.
+        open_memory: provides memory; called again where a call needs more. What it gave is closed by `close`.
+        world_size: ranks that it connects.
+        num_bytes: of memory to begin with, at least.
+        timeout_s: how long a peer may keep this rank waiting.
         mask_lost: mask ranks that are late.
+        is_blocking: look at every call's outcome from the host; None: on the CPU only.
         lanes: programs per expert that copy rows.
     """
 
+    dtypes: tuple[torch.dtype, ...] | None = DTYPES
+
     def __init__(
         self,
-        shape: LowLatencyShape,
-        memory: SymmetricMemory,
+        open_memory: OpenMemory,
+        world_size: int,
         *,
-        round_scale: bool = False,
-        max_polls: int = 10_000_000,
+        num_bytes: int = 0,
+        timeout_s: float = 30.0,
         mask_lost: bool = False,
+        is_blocking: bool | None = None,
         lanes: int = 16,
     ) -> None:
-        if shape.dtype not in _STORED:
-            raise ValueError(f"dtype is {shape.dtype}; the kernels take {', '.join(map(str, _STORED))}")
-        self.shape, self.memory = shape, memory
-        self.layout = SymmetricLayout(shape=shape)
-        self._round_scale, self._max_polls, self._mask_lost, self._lanes = (
-            round_scale,
-            max_polls,
-            mask_lost,
-            lanes,
-        )
-        device, R = memory.device, shape.world_size
-        self.mask = torch.zeros(R, dtype=torch.int32, device=device)
-        self.arrived, self.polls = (
-            torch.zeros_like(self.mask),
-            torch.zeros(R, dtype=torch.int64, device=device),
-        )
-        self._results = [_allocate(shape, device) for _ in range(2)]
-        self._stored = _STORED[shape.dtype]
-        self._number, self._num_dispatches = 0, 0
-        self._travelling: Callable[[], None] | None = None
+        self._open_memory, self._timeout_s, self._mask_lost = open_memory, timeout_s, mask_lost
+        self._lanes = lanes
+        memory = open_memory(max(num_bytes, SymmetricLayout.bytes_for(world_size, 0)))
+        self.rank, self.world_size, self.device = memory.rank, memory.world_size, memory.device
+        self._is_blocking = self.device.type == "cpu" if is_blocking is None else is_blocking
+        self._mask = torch.zeros(world_size, dtype=torch.int32, device=self.device)
+        self._arrived = torch.zeros_like(self._mask)
+        self._trouble = torch.zeros(world_size, dtype=torch.int64, device=self.device)
+        self._text = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device=self.device)
+        self._results = Results(TritonSlot, self.device)
+        self._number = 0  # of the last call
+        self._travelling: Posted | None = None
+        self._use(memory)
 
-    def post_dispatch(self, x_TH: Tensor, topk_TK: Tensor, stats_L: Tensor | None = None) -> Received:
-        """Send this rank's rows; `finish` receives.
+    def settle(self) -> None:
+        """See `LowLatencyExchange`."""
+        if self._travelling is not None:
+            self._travelling.settle()
+            self._travelling = None
 
-        Args:
-            x_TH: [T <= M, H] in the shape's dtype, contiguous.
-            topk_TK: int64 [T, K] in [-1, R*L), contiguous; not checked, as that would synchronise.
-            stats_L: int32, to add the received counts to.
-
-        Raises:
-            ValueError: of another dtype or shape.
-        """
-        self._check(x_TH, topk_TK)
-        self.finish()
-        self._number += 1
-        number, shape, layout = self._number, self.shape, self.layout
-        received = self._results[self._num_dispatches % 2]
-        self._num_dispatches += 1
-        kernels.send_rows[(shape.max_tokens,)](
-            x_TH.view(self._stored), topk_TK, received.sent_MK, self.memory.peers, self.mask, x_TH.shape[0],
-            self.memory.rank, layout.entries_at(number), layout.rows_at(number), layout.staging_at(number),
-            **self._sizes(), ROW_BYTES=layout.row_bytes, SCALES_AT=shape.scales_at, GROUPS=self._groups(),
-            IS_FP8=shape.is_fp8, ROUND_SCALE=self._round_scale, IS_BFLOAT16=shape.dtype == torch.bfloat16,
-            HAS_REMOTE=False, num_warps=_WARPS, enable_fp_fusion=False,
+    def refuse(self, text: str) -> None:
+        """See `LowLatencyExchange`. Returns when all have met, where the host looks."""
+        self.settle()
+        number = self._next_number()
+        content = encode_refusal(text).ljust(TEXT_BYTES, b"\0")
+        self._text.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        memory, layout = self._memory, self._layout
+        flags.post_refusal[(self.world_size,)](
+            self._text, memory.peers, self._mask, self.rank, layout.flags_at(number), layout.texts_at(number),
+            number << 32, TEXT_BYTES=TEXT_BYTES, HAS_REMOTE=False, num_warps=1,
         )  # fmt: skip
-        self._post(number)
-        self._travelling = lambda: self._receive(number, received, stats_L)
-        return received
+        self._wait(number << 32, "a refusal", is_any_call=True)
+
+    def slot_of(self, source_token_LN: Tensor) -> TritonSlot | None:
+        """See `LowLatencyExchange`."""
+        return self._results.slot_of(source_token_LN)
+
+    def find_bad_choice(self, topk_TK: Tensor, num_experts: int) -> int:
+        """See `LowLatencyExchange`."""
+        return self._find((topk_TK < -1) | (topk_TK >= num_experts)) if self._is_blocking else -1
+
+    def find_other_choice(self, topk_TK: Tensor, slot: DispatchSlot) -> int:
+        """See `LowLatencyExchange`."""
+        if not self._is_blocking:
+            return -1
+        return self._find((topk_TK != -1) & (topk_TK != slot.sent_TK[: topk_TK.shape[0]]))
+
+    def set_mask(self, rank: int, is_masked: bool) -> None:
+        """See `LowLatencyExchange`."""
+        self.settle()
+        self._mask[rank] = int(is_masked)
+
+    def write_mask(self, status_R: Tensor) -> None:
+        """See `LowLatencyExchange`."""
+        status_R.copy_(self._mask)
+
+    def post_dispatch(
+        self,
+        shape: LowLatencyShape,
+        x_TH: Tensor,
+        topk_TK: Tensor,
+        *,
+        round_scale: bool,
+        may_wait: bool,
+        stats_L: Tensor | None = None,
+        waited_R: Tensor | None = None,
+    ) -> tuple[TritonSlot, Posted]:
+        """See `LowLatencyExchange`."""
+        self.settle()
+        self._make_room(DispatchContents(shape=shape).num_bytes)
+        number, slot = self._next_number(), self._results.next_slot(shape)
+        slot.num_tokens = x_TH.shape[0]
+        self._launches.send_rows(number, slot, x_TH, topk_TK, round_scale=round_scale)
+        deliver = partial(self._launches.deliver_rows, number, slot, stats_L)
+        return slot, self._post(_word(number, "dispatch", shape), "a dispatch", deliver, waited_R)
 
     def post_combine(
-        self, received: Received, y_LNH: Tensor, topk_TK: Tensor, weights_TK: Tensor, out_TH: Tensor
-    ) -> Tensor:
-        """Send this rank's answers; `finish` receives and sums into out_TH [T, H], in the shape's dtype."""
-        shape, layout = self.shape, self.layout
-        wanted = (shape.experts_per_rank, shape.rows_per_expert, shape.hidden)
-        if tuple(y_LNH.shape) != wanted or y_LNH.dtype != shape.dtype or not y_LNH.is_contiguous():
-            raise ValueError(
-                f"y_LNH is {y_LNH.dtype} {list(y_LNH.shape)}; it must be {shape.dtype} {list(wanted)}"
+        self,
+        slot: DispatchSlot,
+        y_LNH: Tensor,
+        topk_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        may_wait: bool,
+        out_TH: Tensor | None = None,
+        waited_R: Tensor | None = None,
+    ) -> tuple[Tensor, Posted]:
+        """See `LowLatencyExchange`."""
+        assert isinstance(slot, TritonSlot), "slots come from this exchange"
+        self.settle()
+        self._make_room(CombineContents(shape=slot.shape, dtype=y_LNH.dtype).num_bytes)
+        number = self._next_number()
+        if out_TH is None:
+            out_TH = self._results.next_output(slot.shape, y_LNH.dtype, topk_TK.shape[0])
+        self._launches.send_answers(number, slot, y_LNH)
+        add_up = partial(self._launches.sum_answers, number, slot, topk_TK, weights_TK, out_TH)
+        word = _word(number, f"combine of {y_LNH.dtype}", slot.shape)
+        return out_TH, self._post(word, "a combine", add_up, waited_R)
+
+    def barrier(self) -> None:
+        """See `LowLatencyExchange`. Looks at what went wrong since it last did, on a GPU too."""
+        self.settle()
+        self._meet("barrier")
+
+    def close(self) -> None:
+        """Release the memory. Local; peers must have finished their last call."""
+        self._memory.close()
+
+    def _use(self, memory: SymmetricMemory) -> None:
+        self._memory = memory
+        size = int(memory.memory.numel())
+        self._layout = SymmetricLayout(world_size=self.world_size, total_bytes=size)
+        self._launches = Launches(memory, self._layout, self._mask, self._arrived, lanes=self._lanes)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Open larger memory if a call needs it, when all ranks have come to do so."""
+        if num_bytes <= self._layout.content_bytes:
+            return
+        self._meet(f"need of {num_bytes} bytes")
+        if self._mask.any():
+            raise DispatchError(
+                f"a low-latency call needs {num_bytes} bytes and there are {self._layout.content_bytes}; memory cannot "
+                "grow while ranks are masked: open the buffer with num_rdma_bytes of get_low_latency_rdma_size_hint"
             )
-        self._check(out_TH, topk_TK)
-        self.finish()
+        self._memory.close()
+        self._use(self._open_memory(SymmetricLayout.bytes_for(self.world_size, num_bytes)))
+
+    def _meet(self, doing: str) -> None:
+        """Make a call without contents, and look at its outcome."""
+        word = _word(self._next_number(), doing, None)
+        self._post_flags(word)
+        self._wait(word, f"a {doing}", must_look=True)
+
+    def _next_number(self) -> int:
         self._number += 1
-        number = self._number
-        kernels.send_answers[(shape.experts_per_rank, self._lanes)](
-            y_LNH.view(self._stored), received.count_L, received.place_LN, received.choice_LN, self.memory.peers,
-            self.mask, self.memory.rank, layout.answers_at(number), layout.staging_at(number),
-            M=shape.max_tokens, N=shape.rows_per_expert, K=shape.choices, H=shape.hidden,
-            ANSWER_BYTES=layout.answer_bytes, TILE=self._tile(), HAS_REMOTE=False, num_warps=_WARPS,
-        )  # fmt: skip
-        self._post(number)
-        self._travelling = lambda: self._sum(number, received, topk_TK, weights_TK, out_TH)
-        return out_TH
+        return self._number
 
-    def finish(self) -> None:
-        """Receive what was posted last, if that has not been done."""
-        travelling, self._travelling = self._travelling, None
-        if travelling is not None:
-            travelling()
+    def _post(self, word: int, doing: str, deliver: Callable[[], None], waited_R: Tensor | None) -> Posted:
+        """Say that this call's contents are there; the result waits for the peers' and delivers them."""
+        self._post_flags(word)
 
-    def late_ranks(self) -> list[int]:
-        """Return the ranks whose last message did not come, masked ones too. Synchronises."""
-        return [rank for rank, has_come in enumerate(self.arrived.tolist()) if not has_come]
+        def finish() -> None:
+            self._wait(word, doing, waited_R=waited_R)
+            deliver()
 
-    def _post(self, number: int) -> None:
-        kernels.post_flags[(self.shape.world_size,)](
-            self.memory.peers, self.mask, self.memory.rank, self.layout.flags_at(number), number, HAS_REMOTE=False,
+        self._travelling = Posted(finish)
+        return self._travelling
+
+    def _post_flags(self, word: int) -> None:
+        flags.post_flags[(self.world_size,)](
+            self._memory.peers, self._mask, self.rank, self._layout.flags_at(word >> 32), word, HAS_REMOTE=False,
             num_warps=1,
         )  # fmt: skip
 
-    def _wait(self, number: int) -> None:
-        kernels.wait_flags[(self.shape.world_size,)](
-            self.memory.peers, self.mask, self.arrived, self.polls, self.memory.rank, self.layout.flags_at(number),
-            number, self._max_polls, IS_MASKING=self._mask_lost, num_warps=1,
-        )  # fmt: skip
-
-    def _receive(self, number: int, received: Received, stats_L: Tensor | None) -> None:
-        self._wait(number)
-        shape, layout, base = self.shape, self.layout, self.memory.base
-        sizes = self._sizes()
-        kernels.place_rows[(shape.experts_per_rank,)](
-            base + layout.entries_at(number), self.arrived, received.count_L, received.layout_range_LR,
-            received.source_token_LN, received.place_LN, received.choice_LN, stats_L,
-            R=sizes["R"], L=sizes["L"], M=sizes["M"], K=sizes["K"], K_PAD=sizes["K_PAD"],
-            TILE=min(_ENTRY_TILE, triton.next_power_of_2(shape.max_tokens)), HAS_STATS=stats_L is not None,
-        )  # fmt: skip
-        scales = received.scales
-        if scales is not None:
-            scales = scales.transpose(1, 2).view(torch.uint8 if shape.is_ue8m0 else torch.int32)
-        x_out = received.x_LNH.view(torch.uint8 if shape.is_fp8 else self._stored)
-        kernels.deliver_rows[(shape.experts_per_rank, self._lanes)](
-            base + layout.rows_at(number), received.count_L, received.place_LN, x_out, scales,
-            N=shape.rows_per_expert, H=shape.hidden, ROW_BYTES=layout.row_bytes, SCALES_AT=shape.scales_at,
-            SCALES=shape.num_scales, SCALES_PAD=triton.next_power_of_2(4 * fp8.num_words(shape.hidden)),
-            TILE=self._tile(), IS_FP8=shape.is_fp8, IS_UE8M0=shape.is_ue8m0, num_warps=_WARPS,
-        )  # fmt: skip
-
-    def _sum(
-        self, number: int, received: Received, topk_TK: Tensor, weights_TK: Tensor, out_TH: Tensor
+    def _wait(
+        self,
+        word: int,
+        doing: str,
+        *,
+        waited_R: Tensor | None = None,
+        is_any_call: bool = False,
+        must_look: bool = False,
     ) -> None:
-        self._wait(number)
-        shape, layout, T = self.shape, self.layout, out_TH.shape[0]
-        if T == 0:
+        """Wait for every peer's flag; where the host looks, raise what went wrong."""
+        options = {"IS_MASKING": self._mask_lost, "ANY_CALL": is_any_call}
+        if not (self._is_blocking or must_look):
+            polls = int(self._timeout_s * POLLS_PER_S)
+            self._wait_flags(word, waited_R, polls, IS_LAST=True, HAS_CLOCK=waited_R is not None, **options)
             return
-        kernels.sum_answers[(T, triton.cdiv(shape.hidden, self._tile()))](
-            self.memory.base + layout.answers_at(number), self.arrived, topk_TK, received.sent_MK, weights_TK,
-            out_TH.view(self._stored), L=shape.experts_per_rank, K=shape.choices,
-            K_PAD=triton.next_power_of_2(shape.choices), H=shape.hidden, ANSWER_BYTES=layout.answer_bytes,
-            TILE=self._tile(), IS_BFLOAT16=shape.dtype == torch.bfloat16, num_warps=_WARPS, enable_fp_fusion=False,
+        begin, is_late = time.monotonic(), False
+        while not is_late:
+            is_late = time.monotonic() - begin > self._timeout_s
+            self._wait_flags(word, None, _POLLS_PER_LOOK, IS_LAST=is_late, HAS_CLOCK=False, **options)
+            if bool(((self._arrived != 0) | (self._mask != 0)).all()):
+                break
+        if waited_R is not None:
+            others = self._mask == 0
+            others[self.rank] = False
+            waited_R += others * int((time.monotonic() - begin) * 1e9)
+        self._raise_trouble(doing)
+
+    def _wait_flags(self, word: int, waited_R: Tensor | None, polls: int, **options: Any) -> None:
+        flags.wait_flags[(self.world_size,)](
+            self._memory.peers, self._mask, self._arrived, self._trouble, waited_R, self.rank,
+            self._layout.flags_at(word >> 32), word, polls, **options, num_warps=1,
         )  # fmt: skip
 
-    def _sizes(self) -> dict[str, int]:
-        shape = self.shape
-        return {
-            "R": shape.world_size,
-            "L": shape.experts_per_rank,
-            "M": shape.max_tokens,
-            "K": shape.choices,
-            "K_PAD": triton.next_power_of_2(shape.choices),
-            "H": shape.hidden,
-        }
+    def _raise_trouble(self, doing: str) -> None:
+        """Look at what went wrong, and forget it."""
+        trouble = self._trouble.tolist()
+        if not any(trouble):
+            return
+        self._trouble.zero_()
+        found = {rank: (word >> _TROUBLE_BITS, word & 7) for rank, word in enumerate(trouble) if word}
+        for rank, (number, status) in found.items():
+            if status == flags.REFUSED.value:
+                raise PeerRefused(rank, self._read_text(rank, number))
+        for rank, (_, status) in found.items():
+            if status == flags.OTHER_CALL.value:
+                raise RanksDisagree(
+                    f"rank {rank} made another call than rank {self.rank}'s {doing} in low-latency mode"
+                )
+        if not self._mask_lost:
+            raise DispatchTimeout(min(found), self._timeout_s, f"{doing} in low-latency mode")
+        log.warning("rank %d goes on without ranks %s: they were late for %s", self.rank, list(found), doing)
 
-    def _groups(self) -> int:
-        groups: int = triton.next_power_of_2(fp8.num_blocks(self.shape.hidden))
-        return min(_TILE_GROUPS, groups)
+    def _read_text(self, rank: int, number: int) -> str:
+        at = self._layout.texts_at(number) + rank * TEXT_BYTES
+        return decode_refusal(bytes(self._memory.memory[at : at + TEXT_BYTES].tolist()).rstrip(b"\0"))
 
-    def _tile(self) -> int:
-        return self._groups() * fp8.BLOCK
-
-    def _check(self, rows_TH: Tensor, topk_TK: Tensor) -> None:
-        shape, T = self.shape, rows_TH.shape[0]
-        is_right = rows_TH.dtype == shape.dtype and shape.max_tokens >= T and rows_TH.is_contiguous()
-        if not is_right or rows_TH.dim() != 2 or rows_TH.shape[1] != shape.hidden:
-            raise ValueError(
-                f"rows are {rows_TH.dtype} {list(rows_TH.shape)}; they must be {shape.dtype} "
-                f"[T <= {shape.max_tokens}, {shape.hidden}] and contiguous"
-            )
-        if (
-            topk_TK.dtype != torch.int64
-            or topk_TK.shape != torch.Size([T, shape.choices])
-            or not topk_TK.is_contiguous()
-        ):
-            raise ValueError(
-                f"topk_TK is {topk_TK.dtype} {list(topk_TK.shape)}; it must be int64 {[T, shape.choices]}, contiguous"
-            )
+    @staticmethod
+    def _find(is_bad_TK: Tensor) -> int:
+        bad = is_bad_TK.flatten().nonzero()
+        return int(bad[0]) if bad.numel() else -1
 
 
-def _allocate(shape: LowLatencyShape, device: torch.device) -> Received:
-    L, N = shape.experts_per_rank, shape.rows_per_expert
-    scales = None
-    if shape.is_fp8:
-        width = fp8.num_words(shape.hidden) if shape.is_ue8m0 else shape.num_scales
-        kind = torch.int32 if shape.is_ue8m0 else torch.float32
-        scales = torch.zeros(L, width, N, dtype=kind, device=device).transpose(1, 2)
-    rows = torch.int32
-
-    def table(*sizes: int, dtype: torch.dtype = rows) -> Tensor:
-        return torch.zeros(*sizes, dtype=dtype, device=device)
-
-    return Received(
-        table(L, N, shape.hidden, dtype=torch.float8_e4m3fn if shape.is_fp8 else shape.dtype),
-        scales,
-        table(L),
-        table(L, N),
-        table(L, shape.world_size, dtype=torch.int64),
-        table(L, N),
-        table(L, N),
-        table(shape.max_tokens, shape.choices),
-    )
+def _word(number: int, doing: str, shape: LowLatencyShape | None) -> int:
+    """Return a flag's value: the number, and 32 bits of what call it is, never 0."""
+    return number << 32 | max(1, zlib.crc32(f"{doing} {shape}".encode()))

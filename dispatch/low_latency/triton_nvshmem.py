@@ -52,12 +52,12 @@ def quiet(_semantic=None):
 
 @core.extern
 def set_flag(flag, number, peer, _semantic=None):
-    """Write an int32 at the peer."""
+    """Write an int64 at the peer."""
     arguments = [
         tl.cast(flag, tl.int64, _semantic=_semantic),
-        tl.cast(number, tl.int32, _semantic=_semantic),
+        tl.cast(number, tl.int64, _semantic=_semantic),
         tl.cast(peer, tl.int32, _semantic=_semantic),
     ]
-    signature = (tl.int64, tl.int32, tl.int32)
-    known = {signature: ("nvshmem_int_p", tl.int32)}
+    signature = (tl.int64, tl.int64, tl.int32)
+    known = {signature: ("nvshmem_long_p", tl.int32)}
     return core.extern_elementwise("", "", arguments, known, is_pure=False, _semantic=_semantic)

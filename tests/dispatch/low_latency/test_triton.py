@@ -1,9 +1,7 @@
-"""The Triton kernels: interpreted across processes they equal the oracle bit for bit, and for sm_90 they compile without
-spilling. The interpreter is slow, so sizes are small."""
+"""The Triton kernels compile for sm_90 without spilling; what they compute, `test_triton_face` tries in the interpreter."""
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +9,9 @@ import pytest
 import torch
 
 from dispatch.errors import TransportUnavailable
-from dispatch.low_latency.shape import LowLatencyShape
-from dispatch.low_latency.symmetric import SymmetricLayout
-from dispatch.low_latency.torch_symmetric import TorchSymmetricMemory
-from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
-from tests.dispatch.low_latency.interpreted import dispatch_without, run_interpreted
-from tests.support.ranks import RankPool
+from dispatch.low_latency.shape import LowLatencyShape, size_hint
+from dispatch.low_latency.symmetric import TEXT_BYTES, CombineContents, DispatchContents, SymmetricLayout
+from dispatch.low_latency.torch_symmetric import TorchSymmetricMemory, check_addresses
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from triton._C.libtriton import ir  # noqa: E402
@@ -25,53 +20,10 @@ from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 
-from dispatch.low_latency import triton_kernels as kernels  # noqa: E402
+from dispatch.low_latency import triton_answers, triton_flags, triton_kernels  # noqa: E402
 from dispatch.low_latency import triton_nvshmem as nvshmem  # noqa: E402
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def fresh_pool() -> Iterator[RankPool]:
-    """Two ranks of their own: the interpreter must be chosen before anything in a process imports triton."""
-    with RankPool(2, timeout_s=120.0) as pool:
-        yield pool
-
-
-def small_layers() -> list[Layer]:
-    return [
-        Layer(make_cases(1, [3, 5], hidden=200, dtype=BF16), 5, 2),
-        Layer(make_cases(2, [4, 0], hidden=130, choices=5, no_choice=0.0), 6, 2),  # float32, repeated experts
-        Layer(make_cases(3, [2, 3], hidden=300, dtype=BF16), 3, 2, is_fp8=True),
-        Layer(make_cases(4, [2, 3], hidden=640), 3, 2, is_fp8=True, round_scale=True, is_ue8m0=True),
-        Layer(
-            make_cases(5, [3, 2], hidden=128, dtype=BF16, only_expert=3), 3, 2, is_fp8=True, round_scale=True
-        ),
-    ]
-
-
-def test_interpreted_kernels_give_the_oracles_bits_across_processes(fresh_pool: RankPool) -> None:
-    layers = small_layers()
-    results = fresh_pool.run(run_interpreted, layers)
-    for index, layer in enumerate(layers):
-        for rank, want in enumerate(simulate(layer)):
-            for turn, ours in enumerate(results[rank][index]):
-                assert_same(ours, want, f"layer {index}, rank {rank}, turn {turn}")
-
-
-def test_a_rank_that_does_not_come_is_masked_and_adds_nothing(fresh_pool: RankPool) -> None:
-    layer = Layer(make_cases(6, [3, 2], hidden=16), 3, 2)
-    late, mask, counts, out_TH = fresh_pool.run(dispatch_without, layer, 1)[0]
-    present, absent = layer.cases
-    cases = [
-        present._replace(topk_TK=torch.where(present.topk_TK // 2 == 1, -1, present.topk_TK)),
-        absent._replace(topk_TK=torch.full_like(absent.topk_TK, -1)),
-    ]
-    want = simulate(layer._replace(cases=cases))[0]
-    assert late == [1]
-    assert mask == [0, 1]
-    assert counts == want.count_L.tolist()
-    assert torch.equal(out_TH, want.combined_TH)
 
 
 def test_the_parts_of_symmetric_memory_do_not_overlap() -> None:
@@ -79,22 +31,35 @@ def test_the_parts_of_symmetric_memory_do_not_overlap() -> None:
         world_size=3, experts_per_rank=2, max_tokens=5, hidden=200, choices=3, dtype=BF16, is_fp8=True
     )
     for has_remote in (False, True):
-        layout = SymmetricLayout(shape=shape, has_remote=has_remote)
-        starts = [
-            part(number)
-            for number in (2, 3)
-            for part in (
-                layout.flags_at,
-                layout.entries_at,
-                layout.rows_at,
-                layout.answers_at,
-                layout.staging_at,
-            )
-        ]
-        needed = [4 * 3, 4 * 3 * 5 * 3, 3 * 5 * layout.row_bytes, 5 * 3 * layout.answer_bytes, 0] * 2
-        for start, size, following in zip(starts, needed, [*starts[1:], layout.total_bytes], strict=True):
+        sent = DispatchContents(shape=shape, has_remote=has_remote)
+        answered = CombineContents(shape=shape, dtype=torch.float32, has_remote=has_remote)
+        num_bytes = max(sent.num_bytes, answered.num_bytes)
+        layout = SymmetricLayout(world_size=3, total_bytes=SymmetricLayout.bytes_for(3, num_bytes))
+        assert layout.content_bytes >= num_bytes
+        halves = [(layout.flags_at(n), layout.texts_at(n), layout.contents_at(n)) for n in (2, 3)]
+        starts = [*halves[0], *halves[1], layout.total_bytes]
+        needed = [8 * 3, TEXT_BYTES * 3, num_bytes] * 2
+        for start, size, following in zip(starts[:-1], needed, starts[1:], strict=True):
             assert start % 128 == 0
             assert start + size <= following
+        assert (layout.flags_at(4), layout.contents_at(5)) == (layout.flags_at(2), layout.contents_at(3))
+        rows = 3 * 5 * sent.row_bytes
+        assert sent.rows_at >= 4 * 3 * 5 * 3 and sent.rows_at + rows <= sent.staging_at <= sent.num_bytes
+        assert 5 * 3 * answered.answer_bytes <= answered.staging_at <= answered.num_bytes
+        assert (sent.num_bytes > sent.staging_at, answered.num_bytes > answered.staging_at) == (
+            has_remote,
+        ) * 2
+
+
+def test_the_size_hint_has_room_for_deepeps_largest_calls() -> None:
+    """What callers of DeepEP give as num_rdma_bytes, so that memory need not grow."""
+    hint = size_hint(128, 7168, 8, 256)
+    room = SymmetricLayout(world_size=8, total_bytes=hint).content_bytes
+    shape = LowLatencyShape(
+        world_size=8, experts_per_rank=32, max_tokens=128, hidden=7168, choices=11, dtype=BF16
+    )
+    assert DispatchContents(shape=shape).num_bytes <= room
+    assert CombineContents(shape=shape, dtype=torch.float32).num_bytes <= room
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device")
@@ -103,6 +68,12 @@ def test_symmetric_memory_says_what_it_needs() -> None:
         TransportUnavailable, match="needs a CUDA device and this machine has none; use shm or gloo"
     ):
         TorchSymmetricMemory(None, 128, torch.device("cuda"))  # type: ignore[arg-type]
+
+
+def test_peers_that_cannot_be_addressed_are_named() -> None:
+    check_addresses([1 << 40, 1 << 41])
+    with pytest.raises(TransportUnavailable, match=r"memory of ranks \[1, 2\] cannot be addressed"):
+        check_addresses([1 << 40, 0, 0])
 
 
 class Kernel(NamedTuple):
@@ -117,28 +88,30 @@ class Kernel(NamedTuple):
 
 V3 = {"R": 8, "L": 32, "M": 128, "K": 8, "K_PAD": 8, "H": 7168}
 SEND = {
-    "x": "*i16", "topk": "*i64", "sent": "*i32", "peers": "*i64", "mask": "*i32", "num_tokens": "i32", "rank": "i32",
+    "x": "*i16", "topk": "*i64", "sent": "*i64", "peers": "*i64", "mask": "*i32", "num_tokens": "i32", "rank": "i32",
     "entries_at": "i64", "rows_at": "i64", "staging_at": "i64",
 }  # fmt: skip
 ROW = {"SCALES_AT": 7168, "GROUPS": 8, "IS_BFLOAT16": True, "ROUND_SCALE": False, "HAS_REMOTE": False}
+FLAGS = {"peers": "*i64", "mask": "*i32", "rank": "i32", "flags_at": "i64", "word": "i64"}
+WAIT = {**FLAGS, "arrived": "*i32", "trouble": "*i64", "waits": "*i64", "max_polls": "i32"}
 DELIVER = {"rows": "i64", "counts": "*i32", "row_places": "*i32"}
+SUM = {"answers": "i64", "arrived": "*i32", "topk": "*i64", "sent": "*i64", "weights": "*fp32", "out": "*i16"}
 KERNELS = {
     "send_bf16": Kernel("send_rows", SEND, {**V3, **ROW, "ROW_BYTES": 14336, "IS_FP8": False}),
     "send_fp8": Kernel("send_rows", SEND, {**V3, **ROW, "ROW_BYTES": 7392, "IS_FP8": True}),
     "send_fp8_rounded": Kernel("send_rows", SEND, {**V3, **ROW, "ROW_BYTES": 7392, "IS_FP8": True, "ROUND_SCALE": True}),
-    "post": Kernel(
-        "post_flags",
-        {"peers": "*i64", "mask": "*i32", "rank": "i32", "flags_at": "i64", "number": "i32"},
-        {"HAS_REMOTE": False},
-        1,
+    "send_fp16": Kernel(
+        "send_rows", {**SEND, "x": "*fp16"}, {**V3, **ROW, "ROW_BYTES": 7392, "IS_FP8": True, "IS_BFLOAT16": False}
     ),
-    "wait": Kernel(
+    "post": Kernel("post_flags", FLAGS, {"HAS_REMOTE": False}, 1),
+    "refuse": Kernel(
+        "post_refusal", {**FLAGS, "text": "*u8", "texts_at": "i64"}, {"TEXT_BYTES": 1024, "HAS_REMOTE": False}, 1
+    ),
+    "wait": Kernel("wait_flags", WAIT, {"IS_LAST": True, "IS_MASKING": True, "ANY_CALL": False, "HAS_CLOCK": True}, 1),
+    "wait_without_clock": Kernel(
         "wait_flags",
-        {
-            "peers": "*i64", "mask": "*i32", "arrived": "*i32", "polls": "*i64", "rank": "i32", "flags_at": "i64",
-            "number": "i32", "max_polls": "i32",
-        },
-        {"IS_MASKING": True},
+        {**WAIT, "waits": "constexpr"},
+        {"waits": None, "IS_LAST": True, "IS_MASKING": False, "ANY_CALL": True, "HAS_CLOCK": False},
         1,
     ),
     "place": Kernel(
@@ -176,15 +149,21 @@ KERNELS = {
     ),
     "sum": Kernel(
         "sum_answers",
-        {"answers": "i64", "arrived": "*i32", "topk": "*i64", "sent": "*i32", "weights": "*fp32", "out": "*i16"},
-        {"L": 32, "K": 8, "K_PAD": 8, "H": 7168, "ANSWER_BYTES": 14336, "TILE": 1024, "IS_BFLOAT16": True},
+        SUM,
+        {"R": 8, "L": 32, "K": 8, "K_PAD": 8, "H": 7168, "ANSWER_BYTES": 14336, "TILE": 1024, "IS_BFLOAT16": True},
+    ),
+    "sum_fp16": Kernel(
+        "sum_answers",
+        {**SUM, "out": "*fp16"},
+        {"R": 8, "L": 32, "K": 8, "K_PAD": 8, "H": 7168, "ANSWER_BYTES": 14336, "TILE": 1024, "IS_BFLOAT16": False},
     ),
 }  # fmt: skip
 
 
 def compile_for_sm90(kernel: Kernel) -> str:
     """Compile without a GPU, up to the assembler's text."""
-    function = getattr(kernels, kernel.name)
+    module = next(m for m in (triton_kernels, triton_answers, triton_flags) if kernel.name in vars(m))
+    function = getattr(module, kernel.name)
     names = [parameter.name for parameter in function.params]
     signature = {name: kernel.types.get(name, "constexpr") for name in names}
     constants = {name: value for name, value in kernel.sizes.items() if name in names}
@@ -231,6 +210,7 @@ def test_products_are_not_fused_into_sums() -> None:
 
 def test_flags_are_released_and_acquired_for_the_whole_system() -> None:
     assert "sys.release" in compile_for_sm90(KERNELS["post"])
+    assert "sys.release" in compile_for_sm90(KERNELS["refuse"])
     assert "sys.acquire" in compile_for_sm90(KERNELS["wait"])
 
 
@@ -239,7 +219,8 @@ def test_flags_are_released_and_acquired_for_the_whole_system() -> None:
     [
         ("send_fp8", {"nvshmemx_putmem_nbi_block"}),
         ("send_bf16", {"nvshmemx_putmem_nbi_block"}),
-        ("post", {"nvshmem_quiet", "nvshmem_int_p"}),
+        ("post", {"nvshmem_quiet", "nvshmem_long_p"}),
+        ("refuse", {"nvshmemx_putmem_nbi_block", "nvshmem_quiet", "nvshmem_long_p"}),
         ("answer", {"nvshmemx_putmem_nbi_block"}),
     ],
 )

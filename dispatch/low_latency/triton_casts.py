@@ -1,0 +1,119 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""What the low-latency Triton kernels do to one row: cast it to FP8 with its scales, widen, narrow, copy.
+
+Casts to FP8 and bfloat16 are written in integers: the same in the interpreter, on every GPU and in torch. Compile
+without floating-point fusion: products are rounded before they are added.
+"""
+
+import triton
+import triton.language as tl
+
+CHANNELS = tl.constexpr(128)  # per FP8 scale
+_FP8_MAX = tl.constexpr(448.0)
+_AMAX_FLOOR = tl.constexpr(1e-4)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_NAN_BITS = tl.constexpr(0x7FC00000)
+_NORMAL_FROM = tl.constexpr(121 << 23)  # see `cpu_fp8` for these
+_SUBNORMAL_SHIFT = tl.constexpr(16384.0)
+_SUBNORMAL_SHIFT_BITS = tl.constexpr(141 << 23)
+_LOST_FROM = tl.constexpr(1087 << 20)
+_REBIAS = tl.constexpr((7 - 127) * (1 << 23) + 0x7FFFF)
+
+
+@triton.jit
+def _e4m3_bits(values):
+    """Round float32 to nearest e4m3, as its bits."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & _MAGNITUDE
+    normal = (magnitude + _REBIAS + ((magnitude >> 20) & 1)) >> 20
+    shifted = magnitude.to(tl.float32, bitcast=True) + _SUBNORMAL_SHIFT
+    small = shifted.to(tl.int32, bitcast=True) - _SUBNORMAL_SHIFT_BITS
+    code = tl.where(magnitude >= _NORMAL_FROM, normal, small)
+    code = tl.where(magnitude >= _LOST_FROM, 0x7F, code)
+    return (((bits >> 24) & 0x80) | code).to(tl.uint8)
+
+
+@triton.jit
+def _scales_of(values, ROUND_SCALE: tl.constexpr):
+    """Return each row's scale and its inverse, as `dispatch.fp8` defines them."""
+    top = tl.max(values.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)  # as integers NaN is the largest
+    largest = top.to(tl.float32, bitcast=True)
+    largest = tl.where(largest < _AMAX_FLOOR, _AMAX_FLOOR, largest)
+    limit = tl.full(largest.shape, _FP8_MAX, tl.float32)
+    scale, factor = tl.div_rn(largest, limit), tl.div_rn(limit, largest)
+    if ROUND_SCALE:
+        bits = scale.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+        scale = tl.where(exponent < 255, exponent << 23, _NAN_BITS).to(tl.float32, bitcast=True)
+        factor = tl.where(exponent < 255, (254 - exponent) << 23, _NAN_BITS).to(tl.float32, bitcast=True)
+    return scale, factor
+
+
+@triton.jit
+def narrow(values, dtype, IS_BFLOAT16: tl.constexpr):
+    """Round float32 to nearest even in a stored type: int16 bits of bfloat16, float16 or float32."""
+    if IS_BFLOAT16:
+        return _bfloat16_bits(values)
+    else:
+        return values.to(dtype)
+
+
+@triton.jit
+def _bfloat16_bits(values):
+    """Round float32 to nearest even bfloat16, as its bits."""
+    bits = values.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & _MAGNITUDE) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
+def widen(values, IS_BFLOAT16: tl.constexpr):
+    """Turn what is stored, int16 bits of bfloat16, float16 or float32, into float32."""
+    if IS_BFLOAT16:
+        return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
+def copy_row(target, source, H: tl.constexpr, TILE: tl.constexpr):
+    """Copy H elements of the pointers' type."""
+    for first in range(0, H, TILE):
+        at = first + tl.arange(0, TILE)
+        tl.store(target + at, tl.load(source + at, mask=at < H), mask=at < H)
+
+
+@triton.jit
+def _quantise_row(
+    target,
+    scales,
+    row,
+    H: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROUND_SCALE: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr,
+):
+    """Write a row's e4m3 bits to the uint8 address `target` and its scales to the float32 address `scales`."""
+    for first in range(0, H, GROUPS * CHANNELS):
+        group, channel = tl.arange(0, GROUPS), tl.arange(0, CHANNELS)
+        at = first + group[:, None] * CHANNELS + channel[None, :]
+        values = widen(tl.load(row + at, mask=at < H, other=0), IS_BFLOAT16)
+        scale, factor = _scales_of(values, ROUND_SCALE)
+        tl.store(target + at, _e4m3_bits(values * factor[:, None]), mask=at < H)
+        index = first // CHANNELS + group
+        tl.store(scales + index, scale, mask=index * CHANNELS < H)
+
+
+@triton.jit
+def write_row(
+    address, row, H: tl.constexpr, SCALES_AT: tl.constexpr, GROUPS: tl.constexpr, IS_FP8: tl.constexpr,
+    ROUND_SCALE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
+):  # fmt: skip
+    """Write one row as it travels."""
+    if IS_FP8:
+        _quantise_row(
+            address.to(tl.pointer_type(tl.uint8)), (address + SCALES_AT).to(tl.pointer_type(tl.float32)), row,
+            H, GROUPS, ROUND_SCALE, IS_BFLOAT16,
+        )  # fmt: skip
+    else:
+        copy_row(address.to(tl.pointer_type(row.dtype.element_ty)), row, H, GROUPS * CHANNELS)

@@ -1,0 +1,237 @@
+"""DeepEP's interface over interpreted Triton kernels does what it does over the CPU exchange, bit for bit.
+
+The interpreter is slow, so there are two ranks, and sizes are small.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dispatch.low_latency.face import LowLatencyFace
+from tests.dispatch.low_latency import test_face as faces
+from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
+from tests.dispatch.low_latency.interpreted import open_interpreted
+from tests.dispatch.low_latency.ranks import catch, one_rank_wrong, open_face, run_layer, run_layers
+from tests.support.ranks import RankPool
+
+pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
+
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(scope="module")
+def fresh_pool() -> Iterator[RankPool]:
+    """Two ranks of their own: the interpreter must be chosen before anything in a process imports triton."""
+    with RankPool(2, timeout_s=120.0) as pool:
+        yield pool
+
+
+def small_layers() -> list[Layer]:
+    """All types and forms, edges by name; layers of one shape come twice, so that both halves are used again."""
+    return [
+        Layer(make_cases(1, [3, 5], hidden=200, dtype=BF16), 5, 2),
+        Layer(make_cases(2, [4, 0], hidden=130, choices=5, no_choice=0.0), 6, 2),  # float32, repeated experts
+        Layer(make_cases(3, [2, 3], hidden=300, dtype=BF16), 3, 2, is_fp8=True),
+        Layer(make_cases(4, [2, 3], hidden=640), 3, 2, is_fp8=True, round_scale=True, is_ue8m0=True),
+        Layer(make_cases(5, [3, 2], dtype=BF16, only_expert=3), 3, 2, is_fp8=True, round_scale=True),
+        Layer(make_cases(6, [3, 2], hidden=17, dtype=F16), 3, 2),
+        Layer(make_cases(7, [2, 2], hidden=129, dtype=F16), 3, 2, is_fp8=True),
+        Layer(make_cases(8, [0, 0]), 2, 2),  # nobody has tokens
+        Layer(make_cases(9, [5, 1], hidden=200, dtype=BF16), 5, 2),
+        Layer(make_cases(10, [2, 2], no_choice=1.0), 2, 2),  # nobody chooses
+    ]
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_interpreted_kernels_give_the_oracles_bits_across_processes(
+    fresh_pool: RankPool, hooks: bool
+) -> None:
+    """And with hooks what was sent may be overwritten before they run."""
+    layers = small_layers()
+    results = fresh_pool.run(run_layers, "triton", layers, hooks, False)
+    for index, layer in enumerate(layers):
+        for rank, want in enumerate(simulate(layer)):
+            assert_same(results[rank][index], want, f"layer {index}, rank {rank}")
+
+
+def answer_in_another_type() -> list[torch.Tensor]:
+    """Dispatch in bfloat16, answer in float32 and in float16, through both exchanges."""
+    layer = Layer(make_cases(1, [3, 2], dtype=BF16), 4, 2)
+    results = []
+    for name in ("triton", "gloo"):
+        with open_face(name) as face:
+            case = layer.cases[face.exchange.rank]
+            for dtype in (torch.float32, F16):
+                recv_x, _, handle, _, _ = face.low_latency_dispatch(
+                    case.x_TH, case.topk_TK.int(), 4, 4, use_fp8=False
+                )
+                y = (recv_x.float() * 1.3).to(dtype)
+                left_out = case.topk_TK.clone()
+                left_out[0, 0] = -1
+                combined, _, _ = face.low_latency_combine(y, left_out, case.weights_TK, handle)
+                results.append(combined.clone())
+    return results
+
+
+def test_answers_may_have_another_type_and_leave_choices_out(fresh_pool: RankPool) -> None:
+    for ours32, ours16, cpu32, cpu16 in fresh_pool.run(answer_in_another_type):
+        assert torch.equal(ours32, cpu32) and ours32.dtype == torch.float32
+        assert torch.equal(ours16, cpu16) and ours16.dtype == F16
+
+
+@pytest.mark.parametrize(
+    ("call", "change", "message"),
+    [
+        ("dispatch", {"topk_idx": torch.full((3, 3), 99)}, "topk_idx[0, 0] is 99"),
+        (
+            "dispatch",
+            {"x": torch.zeros(3, 16, dtype=torch.float64)},
+            "x is torch.float64 [3, 16] on cpu; the kernels",
+        ),
+        ("combine", {"topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, "topk_idx["),
+    ],
+)
+def test_a_refusal_reaches_every_rank_and_the_next_call_works(
+    fresh_pool: RankPool, call: str, change: dict[str, Any], message: str
+) -> None:
+    results = fresh_pool.run(one_rank_wrong, "triton", 1, call, change)
+    wants = simulate(Layer(make_cases(1, [3] * 2, dtype=BF16), 4, 2))
+    for rank, (text, result) in enumerate(results):
+        who = "ValueError: " if rank == 1 else "PeerRefused: rank 1 refused the call: "
+        assert text.startswith(who + message), text
+        assert_same(result, wants[rank], f"rank {rank}")
+
+
+def test_a_refusal_is_raised_by_the_hook_it_belongs_to(fresh_pool: RankPool) -> None:
+    (posted, hooked), (refused, _) = fresh_pool.run(faces.refused_while_hook_waits, "triton")
+    assert posted == "no error"
+    assert hooked.startswith("PeerRefused: rank 1 refused the call: topk_idx[0, 0] is 77")
+    assert refused.startswith("ValueError: topk_idx[0, 0] is 77")
+
+
+@pytest.mark.parametrize("wrong", ["hidden", "choices", "tokens", "experts"])
+def test_ranks_that_disagree_get_a_named_error(fresh_pool: RankPool, wrong: str) -> None:
+    for text in fresh_pool.run(faces.disagree, "triton", wrong):
+        assert text.startswith("RanksDisagree: rank ")
+
+
+def test_two_calls_may_be_under_way_and_posting_does_not_wait(fresh_pool: RankPool) -> None:
+    layers = [Layer(make_cases(seed, [3, 5], dtype=BF16), 9, 2) for seed in (1, 2)]
+    ours, cpus = (fresh_pool.run(faces.overlap_two, name, layers) for name in ("triton", "gloo"))
+    assert all(torch.equal(a, b) for rank in (0, 1) for a, b in zip(ours[rank], cpus[rank], strict=True))
+    assert all(elapsed < 20 for elapsed in fresh_pool.run(faces.send_before_the_peer, "triton"))
+
+
+def test_waits_are_noted_for_peers(fresh_pool: RankPool) -> None:
+    for rank, (waits, table) in enumerate(fresh_pool.run(faces.count_waits, "triton")):
+        assert 0 < waits[1 - rank] < 20e9
+        assert 0 < table[rank][1 - rank] < 20e9
+
+
+def grow_and_reuse() -> list[str]:
+    """Calls that need ever more memory, and one that is refused by a rank where the other would grow."""
+    exchange, texts = open_interpreted(num_bytes=0), []
+    face = LowLatencyFace(exchange)
+    for hidden, experts in ((16, 4), (500, 4), (900, 3), (900, 4), (16, 4)):
+        case = make_cases(hidden, [3, 2], hidden=hidden)[exchange.rank]
+        chosen = (
+            case.topk_TK if exchange.rank == 0 else torch.where(case.topk_TK >= 0, case.topk_TK % experts, -1)
+        )
+        if experts == 3:
+            chosen = torch.full_like(chosen, 99) if exchange.rank == 1 else chosen
+        layer = Layer(make_cases(hidden, [3, 2], hidden=hidden), 4, 2)
+        if experts == 4:
+            assert_same(run_layer(face, layer), simulate(layer)[exchange.rank], f"hidden {hidden}")
+            texts.append("same")
+        else:
+            texts.append(
+                catch(lambda x=case.x_TH, c=chosen: face.low_latency_dispatch(x, c, 4, 4, use_fp8=False))
+            )
+    dist.barrier()
+    exchange.close()
+    return texts
+
+
+def test_memory_grows_and_a_refusal_meets_a_rank_that_would_grow(fresh_pool: RankPool) -> None:
+    first, second = fresh_pool.run(grow_and_reuse)
+    assert first[2].startswith("PeerRefused: rank 1 refused the call: topk_idx[0, 0] is 99")
+    assert second[2].startswith("ValueError: topk_idx[0, 0] is 99")
+    assert [*first[:2], *first[3:], *second[:2], *second[3:]] == ["same"] * 8
+
+
+def come_late(absent: int, enable_shrink: bool) -> tuple[str, list[int], Any] | None:
+    """All but one rank make a layer's calls."""
+    layer = Layer(make_cases(6, [3, 2], hidden=16), 3, 2)
+    exchange = open_interpreted(timeout_s=0.3, mask_lost=enable_shrink)
+    face = LowLatencyFace(exchange, enable_shrink=enable_shrink)
+    dist.barrier()  # nobody is late because it still imports
+    try:
+        if exchange.rank == absent:
+            return None
+        results: list[Any] = []
+        text = catch(lambda: results.append(run_layer(face, layer)))
+        status = torch.zeros(2, dtype=torch.int32)
+        exchange.write_mask(status)
+        return text, status.tolist(), results
+    finally:
+        dist.barrier()
+        exchange.close()
+
+
+def test_a_rank_that_does_not_come_is_a_named_error(fresh_pool: RankPool) -> None:
+    text, mask, _ = fresh_pool.run(come_late, 1, False)[0]
+    assert text.startswith("DispatchTimeout: ") and "rank 1" in text
+    assert mask == [0, 0]
+
+
+def test_a_rank_that_does_not_come_is_masked_and_adds_nothing(fresh_pool: RankPool) -> None:
+    text, mask, results = fresh_pool.run(come_late, 1, True)[0]
+    present, absent = make_cases(6, [3, 2], hidden=16)
+    cases = [
+        present._replace(topk_TK=torch.where(present.topk_TK // 2 == 1, -1, present.topk_TK)),
+        absent._replace(topk_TK=torch.full_like(absent.topk_TK, -1)),
+    ]
+    assert (text, mask) == ("no error", [0, 1])
+    assert_same(results[0], simulate(Layer(cases, 3, 2))[0], "rank 0")
+
+
+def call_without_looking() -> tuple[list[str], list[torch.Tensor]]:
+    """As on a GPU: the host looks at nothing until the barrier. Rank 1 refuses the second call."""
+    exchange = open_interpreted(timeout_s=20.0, is_blocking=False)
+    face = LowLatencyFace(exchange)
+    layer = Layer(make_cases(1, [3, 3], dtype=BF16), 4, 2)
+    case, rank = layer.cases[exchange.rank], exchange.rank
+    assert_same(run_layer(face, layer), simulate(layer)[rank], "before")
+    texts, seen = [], []
+
+    def dispatch(**change: Any) -> None:
+        arguments = {
+            "x": case.x_TH,
+            "topk_idx": case.topk_TK,
+            "num_max_dispatch_tokens_per_rank": 4,
+            **change,
+        }
+        seen.append(face.low_latency_dispatch(num_experts=4, use_fp8=False, **arguments)[1].clone())
+
+    texts.append(catch(lambda: dispatch(**({"topk_idx": case.topk_TK.float()} if rank == 1 else {}))))
+    texts.append(catch(lambda: dispatch(topk_idx=torch.full_like(case.topk_TK, 99))))  # no choices
+    texts.append(catch(lambda: face.clean_low_latency_buffer(4, 16, 4)))
+    texts.append(catch(lambda: face.clean_low_latency_buffer(4, 16, 4)))
+    assert_same(run_layer(face, layer), simulate(layer)[rank], "after")
+    dist.barrier()
+    exchange.close()
+    return texts, seen
+
+
+def test_where_the_host_does_not_look_nothing_is_delivered_and_the_barrier_says_why(
+    fresh_pool: RankPool,
+) -> None:
+    (first, counts), (second, _) = fresh_pool.run(call_without_looking)
+    refused = "PeerRefused: rank 1 refused the call: topk_idx is torch.float32"
+    assert [text[: len(refused)] for text in first] == ["no error", "no error", refused, "no error"]
+    assert second[0].startswith("ValueError: topk_idx is torch.float32")
+    assert second[1:] == ["no error"] * 3
+    assert [count.tolist() for count in counts] == [[0, 0], [0, 0]]
