@@ -9,7 +9,7 @@ I intermediate dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
@@ -81,12 +81,7 @@ class ExpertLayer:
     num_experts: int
     dispatcher: TokenDispatcher
     step: Step
-    load_E: Tensor = field(init=False)  # [E] int64: choices of this rank's tokens so far
     counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
-
-    def __post_init__(self) -> None:
-        """Start counting."""
-        self.load_E = torch.zeros(self.num_experts, dtype=torch.int64)
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Serve one layer; collective. Rows past the step's tokens are padding and come back as zero.
@@ -101,7 +96,6 @@ class ExpertLayer:
         """
         rows = self.step.num_tokens
         ids_TK = ids_TK[:rows].contiguous()
-        self.load_E += torch.bincount(ids_TK.flatten(), minlength=len(self.load_E))
         mode = Mode(self.step.agreed_tokens)
         slots_TK = self.route.slots(ids_TK)
         sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, mode)

@@ -15,6 +15,7 @@ from dispatch.transports.choose import open_transport
 from expert_placement.placement import Placement
 from kvcache.step import Span, Step
 from moe.experts import ExpertLayer, SlotTensors, serve_experts
+from moe.load_counts import LoadCounts
 from moe.replicas import routes
 
 EXPERTS, HIDDEN, CHOICES = 5, 24, 2
@@ -88,7 +89,15 @@ def layer_of(
     step = Step(max_tokens=32, max_sequences=1, max_blocks=2, block_tokens=16)
     route = routes(Placement(np.array([slot_expert]), EXPERTS, 1), 0)[0]
     dispatcher = Dispatcher(transport, slots_per_rank=len(slot_expert))
-    return ExpertLayer(sides[0], sides[1], route, EXPERTS, dispatcher, step)
+    slots = len(slot_expert)
+    counts = LoadCounts(1, num_experts=EXPERTS, num_ranks=1, slots_per_rank=slots).layers[0]
+    return ExpertLayer(sides[0], sides[1], route, EXPERTS, dispatcher, step, counts)
+
+
+def counted(layer: ExpertLayer) -> list[int]:
+    """How often each expert was chosen so far."""
+    assert layer.counts is not None
+    return layer.counts.expert_E.tolist()  # type: ignore[no-any-return]
 
 
 def run(layer: ExpertLayer, module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -167,7 +176,7 @@ def test_no_tokens_give_padding_only() -> None:
     layer = layer_of(module, form, [0, 1, 2, 3, 4])
     rows = torch.zeros(0, HIDDEN), torch.zeros(0, CHOICES, dtype=torch.int64), torch.zeros(0, CHOICES)
     assert run(layer, module, *rows).shape == (0, HIDDEN)
-    assert layer.load_E.tolist() == [0] * EXPERTS
+    assert counted(layer) == [0] * EXPERTS
 
 
 def test_load_counts_the_choices_of_real_rows() -> None:
@@ -177,7 +186,7 @@ def test_load_counts_the_choices_of_real_rows() -> None:
     for seed in (1, 2):
         run(layer, module, *routed(11, seed))
     both = torch.cat([routed(11, seed)[1] for seed in (1, 2)])
-    assert layer.load_E.tolist() == torch.bincount(both.flatten(), minlength=EXPERTS).tolist()
+    assert counted(layer) == torch.bincount(both.flatten(), minlength=EXPERTS).tolist()
 
 
 def test_bfloat16_slots_give_the_bits_of_the_same_weights_in_float32() -> None:
