@@ -9,6 +9,7 @@ Legend: T tokens (rows), K input features, N output features, P pairs (row, expe
 """
 
 import numba
+import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
@@ -75,7 +76,7 @@ def _linear(x, x_stride, w, k, panels, out, out_stride, rows, bf16):  # type: ig
             )
 
 
-def _grouped(x, w, slot_offsets, k, panels, out, bf16, shares):  # type: ignore[no-untyped-def]
+def _grouped(x, w_S, slot_offsets, k, panels, out, bf16, shares):  # type: ignore[no-untyped-def]
     # A task is one share of a slot's panels: contiguous memory, and every thread gets the same part of each slot.
     num_slots = slot_offsets.shape[0] - 1
     panel_bytes = k * LANES * (2 if bf16 else 4)
@@ -85,7 +86,7 @@ def _grouped(x, w, slot_offsets, k, panels, out, bf16, shares):  # type: ignore[
         begin, rows = slot_offsets[slot], slot_offsets[slot + 1] - slot_offsets[slot]
         if rows > 0:
             for panel in range(share * panels // shares, (share + 1) * panels // shares):
-                weights = w + (slot * panels + panel) * panel_bytes
+                weights = w_S[slot] + panel * panel_bytes
                 result = out + begin * out_stride + panel * LANES * 4
                 _panel(x + begin * k * 4, k * 4, weights, k, result, out_stride, rows, bf16)
 
@@ -134,12 +135,20 @@ def linear(x_TK: Tensor, packed: Tensor, out_TN: Tensor, *, parallel: bool) -> N
     )
 
 
-def grouped_linear(x_PK: Tensor, packed_S: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
+def grouped_linear(
+    x_PK: Tensor,
+    packed_S: Tensor,
+    slot_offsets: Tensor,
+    *,
+    parallel: bool,
+    address_S: np.ndarray | None = None,
+) -> Tensor:
     """Apply every slot's weight to its own rows.
 
     Args:
         x_PK: [P, K] float32 contiguous, rows sorted by slot.
         packed_S: [S, panels, K, 16] from `pack`.
+        address_S: [S] int64, where each slot's panels are, if not in packed_S, whose shape and dtype they have.
         slot_offsets: [S + 1] int64; rows [offsets[s], offsets[s + 1]) belong to slot s.
         parallel: use all of this process's threads.
 
@@ -151,9 +160,11 @@ def grouped_linear(x_PK: Tensor, packed_S: Tensor, slot_offsets: Tensor, *, para
     slots = packed_S.shape[0]
     is_worth_it = parallel and _pays(x_PK.shape[0], packed_S.numel() // slots, slots)
     kernel = _grouped_parallel if is_worth_it else _grouped_serial
+    if address_S is None:
+        address_S = packed_S.data_ptr() + np.arange(slots) * (packed_S.stride(0) * packed_S.element_size())
     kernel(
         x_PK.data_ptr(),
-        packed_S.data_ptr(),
+        address_S,
         slot_offsets.numpy(),
         k,
         panels,

@@ -9,10 +9,11 @@ I intermediate dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
@@ -27,6 +28,7 @@ from moe.load_counts import LayerCounts
 from moe.replicas import Route
 
 NAME = "wideep_experts"
+SAMPLE_ROWS = 8
 
 
 @dataclass
@@ -34,8 +36,15 @@ class SlotTensors:
     """One named weight of all slots of a layer, packed, with its optional bias."""
 
     out_dim: int
-    packed_S: Tensor  # [S, panels, in_dim, 16]
+    packed_S: Tensor  # [S, panels, in_dim, 16]: where slots are at first, and what their shape and dtype is
     bias_SN: Tensor | None  # [S, out_dim] float32
+    rows: list[Tensor] = field(init=False)  # [panels, in_dim, 16] of each slot, where it is now
+    address_S: np.ndarray = field(init=False)  # [S] int64: of the rows, for the kernels
+
+    def __post_init__(self) -> None:
+        """Point at the slots."""
+        self.rows = list(self.packed_S.unbind(0))
+        self.address_S = np.array([row.data_ptr() for row in self.rows], dtype=np.int64)
 
     @classmethod
     def empty(cls, slots: int, out_dim: int, in_dim: int, dtype: torch.dtype) -> "SlotTensors":
@@ -45,11 +54,32 @@ class SlotTensors:
 
     def put(self, slot: int, weight_NK: Tensor) -> None:
         """Store one expert's weight [out_dim, in_dim] in a slot."""
-        self.packed_S[slot] = pack(weight_NK.to(self.packed_S.dtype))
+        self.rows[slot].copy_(pack(weight_NK.to(self.packed_S.dtype)))
+
+    def at(self, slot: int) -> "SlotTensors":
+        """One slot by itself; its memory is the slot's."""
+        bias = None if self.bias_SN is None else self.bias_SN[slot : slot + 1]
+        return SlotTensors(self.out_dim, self.rows[slot][None], bias)
+
+    def spare(self) -> "SlotTensors":
+        """Reserve one zeroed slot outside the layer, of the layer's kind."""
+        bias = None if self.bias_SN is None else torch.zeros_like(self.bias_SN[:1])
+        return SlotTensors(self.out_dim, torch.zeros_like(self.packed_S[:1]), bias)
+
+    def exchange(self, slot: int, new: "SlotTensors") -> "SlotTensors":
+        """Put another memory in a slot's place, without copying weights; returns the old one, its bias undefined."""
+        old, self.rows[slot] = self.rows[slot], new.rows[0]
+        self.address_S[slot] = new.address_S[0]
+        if self.bias_SN is None or new.bias_SN is None:
+            return SlotTensors(self.out_dim, old[None], None)
+        self.bias_SN[slot] = new.bias_SN[0]  # a few KB, and then `apply` needs no gathering
+        return SlotTensors(self.out_dim, old[None], new.bias_SN)
 
     def apply(self, x_PK: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
         """Multiply rows sorted by slot; returns [P, out_dim] float32, contiguous."""
-        out_PN = grouped_linear(x_PK, self.packed_S, slot_offsets, parallel=parallel)
+        out_PN = grouped_linear(
+            x_PK, self.packed_S, slot_offsets, parallel=parallel, address_S=self.address_S
+        )
         if out_PN.shape[1] != self.out_dim:
             out_PN = out_PN[:, : self.out_dim].contiguous()
         if self.bias_SN is not None:
@@ -82,6 +112,7 @@ class ExpertLayer:
     dispatcher: TokenDispatcher
     step: Step
     counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
+    sample_TD: Tensor | None = None  # some real rows, which try out experts that arrive
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Serve one layer; collective. Rows past the step's tokens are padding and come back as zero.
@@ -95,12 +126,14 @@ class ExpertLayer:
             [T, D] float32, new.
         """
         rows = self.step.num_tokens
+        if self.sample_TD is None and rows:
+            self.sample_TD = hidden_TD[: min(rows, SAMPLE_ROWS)].clone()
         ids_TK = ids_TK[:rows].contiguous()
         mode = Mode(self.step.agreed_tokens)
         slots_TK = self.route.slots(ids_TK)
         sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, mode)
         begun_ns = perf_counter_ns()
-        y_PD = self._slots(module, sent.x_NH[sent.row_P], sent.slot_offsets)
+        y_PD = self.compute(module, sent.x_NH[sent.row_P], sent.slot_offsets, parallel=self.step.is_parallel)
         if self.counts is not None:
             self.counts.experts_ns += perf_counter_ns() - begun_ns
             self.counts.add(ids_TK, slots_TK, self.step.num_decodes)
@@ -109,8 +142,8 @@ class ExpertLayer:
         self.dispatcher.combine(y_PD, weights_TK[:rows].float(), sent, out=out_TD[:rows])
         return out_TD
 
-    def _slots(self, module: Any, x_PD: Tensor, slot_offsets: Tensor) -> Tensor:
-        parallel = self.step.is_parallel
+    def compute(self, module: Any, x_PD: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
+        """Apply every slot's expert to its own rows; local. Returns [P, D] float32, new."""
         raised_PN = self.up.apply(x_PD, slot_offsets, parallel=parallel)
         gate = getattr(module._apply_gate, "__func__", None)
         if not module.has_gate:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -143,6 +144,11 @@ class Model:
         return logits
 
     @property
+    def modules(self) -> list[Any]:
+        """The experts modules of `layers`, in the same order."""
+        return list(self.skeleton.experts.values())
+
+    @property
     def lm_head(self) -> Tensor:
         """The output projection, [V, D]."""
         weight: Tensor = self._net.get_output_embeddings().weight
@@ -172,7 +178,9 @@ def _load_slots(loader: Loader, module: Any, target: str, local_experts: Any) ->
         weight = loader.stored(tensor.T if module.is_transposed else tensor)
         slots = slots or SlotTensors.empty(len(local_experts), out_dim, in_dim, weight.dtype)
         slots.put(slot, weight)
-    slots = slots or SlotTensors.empty(len(local_experts), out_dim, in_dim, torch.float32)
+    if slots is None:  # all empty, for now: one expert tells the type that others will come in
+        _, tensor = next(loader.load_experts(target, np.zeros(1, dtype=np.int64)))
+        slots = SlotTensors.empty(len(local_experts), out_dim, in_dim, loader.stored(tensor).dtype)
     if module.has_bias:
         slots.bias_SN = torch.zeros(len(local_experts), out_dim)
         for slot, bias in loader.load_experts(f"{target}_bias", local_experts):

@@ -17,6 +17,7 @@ from dispatch.hierarchical.groups import open_hierarchical
 from dispatch.mailbox import open_mailbox
 from dispatch.row_formats import row_format
 from dispatch.transports.choose import open_transport
+from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.step import Step
@@ -25,9 +26,12 @@ from moe.warmup import compile_kernels
 from scheduler.config import EngineConfig, model_length
 from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
+from scheduler.expert_transfer import Place
 from scheduler.load_report import ExpertMap
 from scheduler.lockstep import Header, LockStep, describe_modes
+from scheduler.peer_channel import ChannelError, Pace, open_channel
 from scheduler.policy import Scheduler
+from scheduler.relocation import Relocation
 from scheduler.runner import Runner
 from scheduler.sizing import num_blocks
 from scheduler.start_placement import check_agreed, start_placement
@@ -49,6 +53,7 @@ class Assembled(NamedTuple):
     dispatch: str  # which steps go in which mode, and how rows travel
     telemetry: Telemetry
     experts: ExpertMap
+    relocation: Relocation
 
 
 def assemble(
@@ -109,14 +114,18 @@ def assemble(
     )
     compile_kernels(model)
     runner = Runner(model, PagedCache(skeleton.cache_shapes, blocks))
-    engine = Engine(config.rank, scheduler, runner, _open_lockstep(config, mailbox_group), doorbell)
+    relocation = _open_relocation(config, placement, model)
+    lockstep = _open_lockstep(config, mailbox_group, placement.version)
+    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation)
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     modes = describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
     dispatch = f"{modes}; tokens travel {dispatcher.row_format}"
     telemetry = Telemetry(config.rank, model.load_counts, dispatcher, runner)
     num_hidden_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
     experts = expert_map(placement, list(skeleton.experts), num_hidden_layers)
-    return Assembled(engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts)
+    return Assembled(
+        engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts, relocation
+    )
 
 
 def _open_dispatcher(
@@ -137,7 +146,16 @@ def _open_dispatcher(
     return Dispatcher(transport, slots_per_rank=slots_per_rank, rows=row_format(config.dispatch_dtype))
 
 
-def _open_lockstep(config: EngineConfig, group: dist.ProcessGroup | None) -> LockStep:
+def _open_relocation(config: EngineConfig, placement: Placement, model: Model) -> Relocation:
+    try:
+        channel = open_channel(list(range(config.world_size)))
+    except ChannelError as error:
+        raise TransportUnavailable(f"rank {config.rank}: {error}") from error
+    places = [Place(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
+    return Relocation(config.rank, placement, places, channel, Pace(config.max_move_bytes_per_step))
+
+
+def _open_lockstep(config: EngineConfig, group: dist.ProcessGroup | None, placement_version: int) -> LockStep:
     width = len(Header._fields)
     mailbox = open_mailbox(config.all2all_backend, group, width=width, timeout_s=config.timeout_s)
     return LockStep(
@@ -146,6 +164,7 @@ def _open_lockstep(config: EngineConfig, group: dist.ProcessGroup | None) -> Loc
         timeout_s=config.timeout_s,
         mode=config.dispatch_mode,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        placement_version=placement_version,
     )
 
 

@@ -30,6 +30,7 @@ class EngineConfig:
     dispatch_node_size: int = 0  # ranks of a node in node-limited dispatch; 0: flat
     num_redundant_experts: int = 0  # see scheduler.start_placement
     placement_file: Path | None = None
+    max_move_bytes_per_step: int = 1 << 20  # of experts that move, sent by this rank beside one step
     threads: int = 1
     timeout_s: float = 30.0  # of every collective
     epoch: int = 0

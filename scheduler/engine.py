@@ -14,6 +14,7 @@ from collections.abc import Callable
 from scheduler.doorbell import Doorbell
 from scheduler.lockstep import Decision, LockStep
 from scheduler.policy import Scheduler
+from scheduler.relocation import Relocation
 from scheduler.request import RankStats, Request, RequestOutput
 from scheduler.runner import Runner
 
@@ -30,10 +31,13 @@ class Engine:
         runner: Runner,
         lockstep: LockStep,
         doorbell: Doorbell,
+        relocation: Relocation,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Compose; nothing runs before `run`."""
+        self._relocation = relocation
+        relocation.on_news = self._wake
         self._rank, self._scheduler, self._runner = rank, scheduler, runner
         self._lockstep, self._doorbell, self._clock = lockstep, doorbell, clock
         self._lock = threading.Lock()
@@ -59,6 +63,10 @@ class Engine:
         self._is_stopping = True
         self._deliver(None)
 
+    def _wake(self) -> None:
+        """Take a step's turn if all sleep: there is something to tell the other ranks."""
+        self._deliver(None)
+
     def _deliver(self, item: Request | str | None) -> None:
         with self._lock:
             if item is not None:
@@ -78,18 +86,22 @@ class Engine:
         """
         self._post()
         while True:
-            decision, agreed_tokens = self._lockstep.agree()
+            decision, agreed_tokens, switch_to = self._lockstep.agree()
+            if switch_to is not None:
+                self._relocation.switch(switch_to, self._lockstep.step)
             if decision is Decision.STOP:
                 return
             if decision is Decision.SLEEP:
                 on_step([], self._stats(0))
                 on_sleep()
+                self._relocation.pace.rest()
                 self._sleep()
                 self._post()
                 continue
             self._step(agreed_tokens, on_step)
 
     def _step(self, agreed_tokens: int, on_step: OnStep) -> None:
+        self._relocation.pace.step()
         outputs = self._take_inbox()
         outputs += self._scheduler.expire(self._clock())
         num_decodes = self._scheduler.next_step.num_decodes
@@ -107,12 +119,13 @@ class Engine:
             is_stopping=self._is_stopping,
             has_prefill=coming.has_prefill or has_arrivals,
             num_decodes=coming.num_decodes,
+            ready_version=self._relocation.version_to_post(),
         )
 
     def _sleep(self) -> None:
         with self._lock:
             self._sleeping_step = self._lockstep.step
-            if self._inbox or self._is_stopping:
+            if self._inbox or self._is_stopping or self._relocation.has_news:
                 self._doorbell.ring(self._lockstep.step)
         self._doorbell.wait(self._lockstep.step)
         with self._lock:

@@ -48,6 +48,9 @@ class Header(NamedTuple):
     is_stopping: int  # 1: asked to end
     has_prefill: int  # 1: part of a prompt waits to run
     num_decodes: int  # tokens of running requests, at most
+    ready_version: (
+        int  # of a placement whose experts are here and verified; the one that serves if there is no other
+    )
 
 
 class Decision(Enum):
@@ -65,6 +68,7 @@ class Agreement(NamedTuple):
     agreed_tokens: int = (
         0  # no rank may run more in this step, which is dispatched in low-latency mode; 0: no limit
     )
+    switch_to: int | None = None  # the placement that serves from this step on; None: it stays
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -82,6 +86,13 @@ def decide(headers: Sequence[Header]) -> Decision:
     if any(header.is_stopping for header in headers):
         return Decision.STOP
     return Decision.RUN if any(header.has_work for header in headers) else Decision.SLEEP
+
+
+def agree_on_switch(headers: Sequence[Header]) -> int | None:
+    """Derive the placement that all ranks switch to now: the one that all are ready for. None: it stays."""
+    ready = {header.ready_version for header in headers}
+    version = headers[0].ready_version
+    return version if len(ready) == 1 and version != headers[0].placement_version else None
 
 
 def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batched_tokens: int) -> int:
@@ -123,20 +134,35 @@ class LockStep:
         timeout_s: float,
         mode: DispatchMode = DispatchMode.AUTO,
         max_num_batched_tokens: int = 0,
+        placement_version: int = 0,
     ) -> None:
         """`timeout_s` bounds how long another rank's header may take; all but it are equal on all ranks."""
         self._mailbox, self._epoch, self._timeout_s = mailbox, epoch, timeout_s
         self._mode, self._max_num_batched_tokens = mode, max_num_batched_tokens
+        self.placement_version = placement_version
         self.step = 0
 
-    def post(self, *, has_work: bool, is_stopping: bool, has_prefill: bool, num_decodes: int) -> None:
-        """Say what this rank will have to do in the next step."""
+    def post(
+        self,
+        *,
+        has_work: bool,
+        is_stopping: bool,
+        has_prefill: bool,
+        num_decodes: int,
+        ready_version: int | None = None,
+    ) -> None:
+        """Say what this rank will have to do in the next step, and which placement it could switch to."""
         flags = int(has_work), int(is_stopping), int(has_prefill)
-        self._mailbox.post(Header(self.step, self._epoch, 0, *flags, num_decodes))
+        ready = self.placement_version if ready_version is None else ready_version
+        self._mailbox.post(Header(self.step, self._epoch, self.placement_version, *flags, num_decodes, ready))
 
     def agree(self) -> Agreement:
         """Read everybody's header of this step and move to the next; collective."""
         rows = self._mailbox.collect(self._timeout_s)
         self.step += 1
         headers = [Header(*row[: len(Header._fields)]) for row in rows]
-        return Agreement(decide(headers), agree_on_tokens(headers, self._mode, self._max_num_batched_tokens))
+        decision, switch_to = decide(headers), agree_on_switch(headers)
+        if switch_to is not None:
+            self.placement_version = switch_to
+        tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens)
+        return Agreement(decision, tokens, switch_to)

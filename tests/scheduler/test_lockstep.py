@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dispatch.mailbox import open_mailbox
 from kvcache.blocks import BlockPool
 from scheduler.lockstep import (
     Agreement,
@@ -12,6 +13,7 @@ from scheduler.lockstep import (
     Header,
     LockStep,
     LockStepError,
+    agree_on_switch,
     agree_on_tokens,
     decide,
     describe_modes,
@@ -21,7 +23,7 @@ from tests.support.serving import request
 
 
 def header(*, step: int = 1, work: int = 1, stopping: int = 0, prefill: int = 0, decodes: int = 0) -> Header:
-    return Header(step, 0, 0, work, stopping, prefill, decodes)
+    return Header(step, 0, 0, work, stopping, prefill, decodes, 0)
 
 
 class FakeMailbox:
@@ -106,3 +108,25 @@ def test_no_step_has_more_tokens_than_its_rank_announced(
         ended += sum(output.finish_reason is not None for output in outputs)
         steps += 1
         assert steps < 2000, "somebody is never served"
+
+
+def test_ranks_switch_when_all_are_ready_for_the_same_placement() -> None:
+    def told(*ready: int) -> int | None:
+        return agree_on_switch([header()._replace(placement_version=3, ready_version=v) for v in ready])
+
+    assert told(3, 3, 3) is None
+    assert told(4, 3, 4) is None
+    assert told(4, 5, 4) is None
+    assert told(4, 4, 4) == 4
+
+
+def test_a_switch_is_agreed_on_once_and_later_headers_speak_of_the_new_placement() -> None:
+    mailbox = open_mailbox("local", None, width=len(Header._fields))
+    lockstep = LockStep(mailbox, epoch=0, timeout_s=1.0, placement_version=6)
+    nothing = {"has_work": False, "is_stopping": False, "has_prefill": False, "num_decodes": 0}
+    switches = []
+    for ready in (None, 7, 7, None):
+        lockstep.post(**nothing, ready_version=ready)  # type: ignore[arg-type]
+        switches.append(lockstep.agree().switch_to)
+    assert switches == [None, 7, None, None]
+    assert lockstep.placement_version == 7

@@ -1,0 +1,28 @@
+"""What a rank says about a change of placement. Part of the vocabulary of front and engine: no torch, no wire format."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class MoveState(Enum):
+    """How far a rank is with a placement."""
+
+    VERIFIED = "verified"  # all experts that come to this rank are here and checked; it waits for the others
+    SERVING = "serving"  # switched, at the same step as all ranks
+    FAILED = "failed"  # something did not come as it was sent; nothing of it serves
+    DROPPED = "dropped"  # given up, as asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementReport:
+    """One rank's word on one placement."""
+
+    rank: int
+    version: int
+    state: MoveState
+    reason: str = ""
+    digest: str = ""  # of the placement
+    step: int = 0  # first step that it serves; SERVING only
+    num_moves: int = 0  # experts that came to this rank
+    num_bytes: int = 0
+    seconds: float = 0.0

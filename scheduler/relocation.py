@@ -1,0 +1,209 @@
+"""One rank's part in a change of placement: move beside the steps, verify, say so, switch when all have said so.
+
+A thread of its own carries experts into spare memory; what serves is not touched until the step at which all ranks
+switch, which is exchanging addresses. The step loop asks for the version to tell the others (`version_to_post`), and
+calls `switch` when all told the same one: a rank that told a version can no longer take it back in that round, so a
+wish to drop one waits until the round is over. Until the switch, whatever fails or dies, the old placement is whole.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from expert_placement.placement import Placement
+from expert_placement.transfers import Transfer, transfers_between
+from moe.expert_weights import ExpertWeights, exchange_slot
+from moe.replicas import Route, routes
+from moe.spare_slots import SpareSlots
+from scheduler.expert_transfer import MoveError, Place, copy_expert, receive_expert, send_expert
+from scheduler.peer_channel import ChannelError, Pace, PeerChannel
+from scheduler.placement_report import MoveState, PlacementReport
+
+
+@dataclass
+class _Staged:
+    """What has come for a placement that does not serve yet."""
+
+    target: Placement
+    weights: dict[tuple[int, int], ExpertWeights] = field(
+        default_factory=dict
+    )  # by layer and this rank's slot
+    routes: list[Route] = field(default_factory=list)
+    num_bytes: int = 0
+    begun_s: float = 0.0
+    seconds: float = 0.0
+
+
+class Relocation:
+    """Moves experts to and from one rank. `prepare` and `drop` from any thread, the rest from the step loop's."""
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        places: Sequence[Place],
+        channel: PeerChannel,
+        pace: Pace,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the serving placement and the model's layers.
+
+        Args:
+            channel: used by this object alone.
+            pace: told of every step by the step loop.
+        """
+        self.placement, self.pace = placement, pace
+        self.on_report: Callable[[PlacementReport], None] = lambda _report: None
+        self.on_news: Callable[[], None] = lambda: None
+        self._rank, self._places, self._channel, self._clock = rank, places, channel, clock
+        self._spare = SpareSlots()
+        self._lock = threading.Condition()
+        self._wanted: deque[Placement] = deque()
+        self._ready: _Staged | None = None
+        self._posted_version = placement.version
+        self._dropped_version: int | None = None
+        self._why_broken = ""
+        self._mover: threading.Thread | None = None
+
+    def prepare(self, target: Placement) -> None:
+        """Begin to move what comes to this rank, and send what others need; all ranks must be told the same."""
+        with self._lock:
+            self._wanted.append(target)
+            self._lock.notify_all()
+            if self._mover is None:
+                self._mover = threading.Thread(target=self._move_forever, name="expert-mover", daemon=True)
+                self._mover.start()
+
+    def drop(self, version: int) -> None:
+        """Give a placement up that has not been switched to; later ones may be prepared. Too late is ignored."""
+        with self._lock:
+            if version > self.placement.version:
+                self._dropped_version = version
+        self.on_news()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the step loop should tell the others something, though nothing runs."""
+        with self._lock:
+            ready = self.placement.version if self._ready is None else self._ready.target.version
+            return ready != self._posted_version or (
+                self._ready is not None and self._is_dropped(self._ready)
+            )
+
+    def version_to_post(self) -> int:
+        """The placement that this rank can switch to; that which serves if there is no other."""
+        with self._lock:
+            staged = self._ready
+            if staged is not None and self._is_dropped(staged):
+                self._ready = None
+                self._discard(staged)
+                self._report(staged, MoveState.DROPPED)
+            self._posted_version = (
+                self.placement.version if self._ready is None else self._ready.target.version
+            )
+            return self._posted_version
+
+    def switch(self, version: int, step: int) -> None:
+        """Serve the placement that all ranks told, from this step on. Some microseconds per layer."""
+        with self._lock:
+            staged, self._ready = self._ready, None
+            assert staged is not None and staged.target.version == version, f"{version} was not told"
+            for (layer, slot), weights in staged.weights.items():
+                self._spare.give(exchange_slot(self._places[layer].layer, slot, weights))
+            for place, route in zip(self._places, staged.routes, strict=True):
+                place.layer.route = route
+            self.placement = staged.target
+            self._report(staged, MoveState.SERVING, step=step)
+
+    def _is_dropped(self, staged: _Staged) -> bool:
+        return self._dropped_version == staged.target.version
+
+    def _discard(self, staged: _Staged) -> None:
+        for weights in staged.weights.values():
+            self._spare.give(weights)
+        staged.weights.clear()
+
+    def _move_forever(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: bool(self._wanted))
+                target, previous = self._wanted.popleft(), self._ready
+            staged = _Staged(target, begun_s=self._clock())
+            problem = self._why_not(target, previous)
+            if not problem:
+                problem = self._move(staged)
+            staged.seconds = self._clock() - staged.begun_s
+            with self._lock:
+                if problem:
+                    self._discard(staged)
+                else:
+                    self._ready = staged
+                # Under the lock, so that it is said before the step loop says that the placement serves.
+                self._report(staged, MoveState.FAILED if problem else MoveState.VERIFIED, reason=problem)
+            self.on_news()
+
+    def _why_not(self, target: Placement, previous: _Staged | None) -> str:
+        """What forbids a move, seen alike by all ranks: nobody begins what another one refuses."""
+        current = self.placement
+        if self._why_broken:
+            return self._why_broken
+        if previous is not None:
+            return f"placement {previous.target.version} is not switched to or dropped yet"
+        if target.version <= current.version:
+            return f"placement {target.version} is not newer than {current.version}, which serves"
+        sizes = [(*p.slot_expert.shape, p.num_experts, p.num_ranks) for p in (target, current)]
+        if sizes[0] != sizes[1]:
+            return f"its (layers, slots, experts, ranks) are {sizes[0]}; this service has {sizes[1]}"
+        return ""
+
+    def _move(self, staged: _Staged) -> str:
+        """Go through all transfers of this rank; returns what went wrong, to the end where others depend on it."""
+        problem = ""
+        for transfer in transfers_between(self.placement, staged.target):
+            try:
+                self._carry(transfer, staged)
+            except MoveError as error:
+                problem = problem or str(error)
+            except ChannelError as error:
+                self._why_broken = str(error)
+                return self._why_broken
+        if not problem:
+            staged.routes = routes(staged.target, self._rank)
+        return problem
+
+    def _carry(self, transfer: Transfer, staged: _Staged) -> None:
+        width = self.placement.slots_per_rank
+        (source_rank, source), (target_rank, target) = (
+            divmod(slot, width) for slot in (transfer.source, transfer.target)
+        )
+        place = self._places[transfer.layer]
+        if target_rank != self._rank:
+            if source_rank == self._rank:
+                send_expert(place, source, transfer, self._channel, target_rank, self.pace)
+            return
+        weights = self._spare.take(place.layer)
+        staged.weights[transfer.layer, target] = weights
+        if source_rank == self._rank:
+            staged.num_bytes += copy_expert(place, source, weights, transfer)
+        else:
+            staged.num_bytes += receive_expert(
+                place, weights, transfer, self._channel, source_rank, self.pace.bytes_per_step
+            )
+
+    def _report(self, staged: _Staged, state: MoveState, *, reason: str = "", step: int = 0) -> None:
+        self.on_report(
+            PlacementReport(
+                rank=self._rank,
+                version=staged.target.version,
+                state=state,
+                reason=reason,
+                digest=staged.target.digest(),
+                step=step,
+                num_moves=len(staged.weights),
+                num_bytes=staged.num_bytes,
+                seconds=staged.seconds,
+            )
+        )

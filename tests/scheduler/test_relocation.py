@@ -1,0 +1,232 @@
+"""Experts move while requests are served: equal bits, whole placements, and nothing unverified ever serves."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dispatch.errors import DispatchError
+from expert_placement.placement import Placement
+from moe.expert_weights import ExpertWeights, digest, read_slot
+from scheduler import expert_transfer, relocation
+from scheduler.expert_transfer import Place
+from scheduler.peer_channel import PeerChannel
+from scheduler.placement_report import MoveState
+from scheduler.request import Request
+from tests.conftest import PoolOf
+from tests.support.families import VOCABULARY, write_checkpoint
+from tests.support.moves import MovedRank, Moves, build_with_copies, targets
+from tests.support.ranks import RankDied
+from tests.support.serving import build, own_share, request, serve
+
+FAMILIES = ("gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow))  # the first has biases
+SERVING, FAILED, VERIFIED, DROPPED = (
+    MoveState.SERVING, MoveState.FAILED, MoveState.VERIFIED, MoveState.DROPPED,
+)  # fmt: skip
+
+
+def requests(count: int = 8) -> list[Request]:
+    generator = torch.Generator().manual_seed(4)
+    lengths = (3, 40, 17, 9, 26, 1, 33, 12)[:count]
+    prompts = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        request(str(index), prompt, max_tokens=40, num_logprobs=0) for index, prompt in enumerate(prompts)
+    ]
+
+
+def answers(moved: MovedRank) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for output in moved.served.outputs:
+        found.setdefault(output.request_id, []).extend((e.token_id, e.logprob) for e in output.logprobs)
+    return found
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, directory)
+    return directory
+
+
+def slot_digests(built: Any) -> list[list[bytes]]:
+    """The check sums of all of this rank's slots."""
+    return [
+        [digest(read_slot(layer, slot).tensors()) for slot in range(len(layer.up.rows))]
+        for layer in built.model.layers
+    ]
+
+
+def fresh_digests(directory: Path, placement: Placement, rank: int) -> list[list[bytes | None]]:
+    """What a rank's slots must hold by the checkpoint: one rank loads all experts."""
+    whole = build(directory, rank=0, world_size=1)
+    return [
+        [None if expert < 0 else digest(read_slot(layer, expert).tensors()) for expert in row]
+        for layer, row in zip(whole.model.layers, placement.local(rank).tolist(), strict=True)
+    ]
+
+
+def moving(directory: Path, count: int, settings: dict[str, Any]) -> tuple[MovedRank, bool]:
+    """Serve while going through placements; says whether every slot holds the checkpoint's bytes at the end."""
+    built = build_with_copies(directory, 6, **settings)
+    wanted = targets(built.relocation.placement, count)
+    moved = Moves(built, wanted).serve(own_share(requests()), own_share(requests()))
+    rank = settings.get("rank", torch.distributed.get_rank())
+    expected = fresh_digests(directory, built.relocation.placement, rank)
+    held = slot_digests(built)
+    return moved, all(
+        want is None or have == want
+        for wants, haves in zip(expected, held, strict=True)
+        for want, have in zip(wants, haves, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "shm"), (4, "gloo")])
+def test_answers_keep_their_bits_while_experts_move_again_and_again(
+    checkpoint: Path, world_size: int, backend: str, pool_of: PoolOf
+) -> None:
+    alone = build(checkpoint, max_model_len=160)
+    wanted = answers(MovedRank(serve(alone, requests(), requests())))
+    parts = pool_of(world_size).run(moving, checkpoint, 4, {"all2all_backend": backend})
+    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == wanted
+    for moved, is_whole in parts:
+        assert is_whole, "a slot does not hold its expert's bytes"
+        assert moved.states() == [(v, state) for v in (1, 2, 3, 4) for state in (VERIFIED, SERVING)]
+    assert len({moved.digest for moved, _ in parts}) == 1
+    switched = [[r.step for r in moved.reports if r.state is SERVING] for moved, _ in parts]
+    assert all(steps == switched[0] for steps in switched), "all ranks switch at the same step"
+    assert sum(report.num_bytes for moved, _ in parts for report in moved.reports) > 0
+
+
+class _Flipping:
+    """A channel in which one bit of the n-th message of more than 2 KiB turns over."""
+
+    def __init__(self, channel: PeerChannel, at: int) -> None:
+        self._channel, self._left = channel, at
+
+    def send(self, data: torch.Tensor, peer: int) -> None:
+        if len(data) > 2048:
+            self._left -= 1
+            if self._left == 0:
+                data = data.clone()
+                data[len(data) // 2] ^= 4
+        self._channel.send(data, peer)
+
+    def receive(self, data: torch.Tensor, peer: int) -> None:
+        self._channel.receive(data, peer)
+
+
+def spoil(built: Any, how: str, patch: pytest.MonkeyPatch) -> None:
+    """Let something go wrong once in what rank 0 sends."""
+    if torch.distributed.get_rank() != 0:
+        return
+    if how == "flipped bit":
+        built.relocation._channel = _Flipping(built.relocation._channel, 2)
+        return
+    true_send, true_read, true_try = relocation.send_expert, read_slot, expert_transfer.try_out
+    true_tensors = ExpertWeights.tensors
+
+    def lacking(weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        tensors = true_tensors(weights)
+        tensors.pop("up_bias" if "up_bias" in tensors else "down")
+        return tensors
+
+    def send(place: Place, slot: int, *rest: Any) -> int:
+        with pytest.MonkeyPatch.context() as brief:
+            if how == "missing tensor":
+                brief.setattr(ExpertWeights, "tensors", lacking)
+            else:  # sound bytes with a sound check sum, of another expert
+                tried = true_read(place.layer, slot)
+                brief.setattr(
+                    expert_transfer, "read_slot", lambda layer, _slot: true_read(layer, (slot + 1) % 6)
+                )
+                brief.setattr(
+                    expert_transfer, "try_out", lambda layer, module, _w, x: true_try(layer, module, tried, x)
+                )
+            return true_send(place, slot, *rest)
+
+    patch.setattr(relocation, "send_expert", send)
+
+
+def failing(directory: Path, how: str) -> tuple[MovedRank, bool, str]:
+    """Serve while a first move is spoilt and a second one is not."""
+    built = build_with_copies(directory, 6)
+    before, start = slot_digests(built), built.relocation.placement
+    spoilt, sound = targets(start, 1)[0], targets(start, 2)[1]
+    with pytest.MonkeyPatch.context() as patch:
+        spoil(built, how, patch)
+        moved = Moves(built, [spoilt], doomed=[1]).serve(own_share(requests()))
+    unchanged = slot_digests(built) == before and moved.digest == start.digest()
+    built.relocation._channel = getattr(built.relocation._channel, "_channel", built.relocation._channel)
+    reason = next((r.reason for r in moved.reports if r.state is FAILED), "")
+    built.engine._is_stopping = False
+    again = Moves(built, [sound.with_version(2)]).serve(own_share(requests()))
+    assert again.states() == [(2, VERIFIED), (2, SERVING)], again.reports
+    moved.served.outputs += again.served.outputs
+    return moved, unchanged, reason
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("flipped bit", "another check sum"),
+        ("missing tensor", "it must be {"),
+        ("wrong expert", "answers 8 rows otherwise"),
+    ],
+)
+def test_what_does_not_arrive_as_it_was_never_serves_and_serving_goes_on(
+    checkpoint: Path, how: str, said: str, pool_of: PoolOf
+) -> None:
+    alone = build(checkpoint, max_model_len=160)
+    wanted = answers(MovedRank(serve(alone, requests(), requests())))
+    parts = pool_of(2).run(failing, checkpoint, how)
+    assert {key: rows for moved, _, _ in parts for key, rows in answers(moved).items()} == wanted
+    assert all(unchanged for _, unchanged, _ in parts), "slots and placement are those from before the move"
+    assert parts[0][0].states() == [(1, VERIFIED), (1, DROPPED)]
+    assert parts[1][0].states() == [(1, FAILED)]
+    assert said in parts[1][2]
+
+
+class _Dying:
+    """A channel on which this process dies when the n-th message comes."""
+
+    def __init__(self, channel: PeerChannel, at: int) -> None:
+        self._channel, self._left = channel, at
+
+    def send(self, data: torch.Tensor, peer: int) -> None:
+        self._channel.send(data, peer)
+
+    def receive(self, data: torch.Tensor, peer: int) -> None:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._channel.receive(data, peer)
+
+
+def dying(directory: Path) -> tuple[str, bool, list[tuple[int, MoveState]]]:
+    """Serve, and begin a move in which rank 1 dies; the survivor says what became of its slots and placement."""
+    built = build_with_copies(directory, 6, timeout_s=5.0)
+    before, start = slot_digests(built), built.relocation.placement
+    if torch.distributed.get_rank() == 1:
+        built.relocation._channel = _Dying(built.relocation._channel, 9)
+    moves = Moves(built, targets(start, 1))
+    try:
+        moves.serve(own_share(requests()))
+    except DispatchError as error:
+        unchanged = slot_digests(built) == before and built.relocation.placement is start
+        moves.wait_for_end(1)
+        return type(error).__name__, unchanged, moves.moved.states()
+    return "nothing happened", False, moves.moved.states()
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_move_leaves_no_half_placement(
+    checkpoint: Path, pool_of: PoolOf
+) -> None:
+    pool = pool_of(2)
+    pool.start(dying, checkpoint)
+    (error, unchanged, states), died = pool.collect(may_die=[1], timeout_s=60.0)
+    assert isinstance(died, RankDied)
+    assert error in ("PeerLost", "DispatchTimeout") and unchanged
+    assert states == [(1, FAILED)]
