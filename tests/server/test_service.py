@@ -1,5 +1,7 @@
 """The whole service with real engines: one command, official client, bad input, and what happens when a part dies."""
 
+import functools
+import io
 import os
 import signal
 import sys
@@ -8,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
@@ -102,6 +105,36 @@ def test_a_client_that_leaves_frees_its_blocks(client: OpenAI, service: RealServ
     running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
     assert running
     assert all(float(line.split()[-1]) == 0 for line in running)
+
+
+def test_the_recorded_load_is_every_token_of_every_layer(client: OpenAI, service: RealService) -> None:
+    post = functools.partial(httpx.post, timeout=60)
+    assert post(f"{service.url}/start_expert_distribution_record").status_code == 200
+    answers = [
+        client.completions.create(model="tiny", prompt=f"{index} on the mat", max_tokens=9, temperature=0)
+        for index in range(4)
+    ]
+    assert post(f"{service.url}/stop_expert_distribution_record").status_code == 200
+    used = [answer.usage for answer in answers if answer.usage is not None]
+    cached = sum(
+        usage.prompt_tokens_details.cached_tokens or 0 for usage in used if usage.prompt_tokens_details
+    )
+    prefilled = sum(usage.prompt_tokens for usage in used) - cached
+    decoded = sum(
+        usage.completion_tokens - 1 for usage in used
+    )  # the first token comes with the prompt's last
+    record = io.BytesIO(httpx.get(f"{service.url}/experts/record").content)
+    with np.load(record, allow_pickle=False) as arrays:
+        found = {phase: arrays[phase].sum(axis=(0, 2)) for phase in ("prefill", "decode")}
+        served = arrays["rank_tokens"].sum(axis=(0, 2, 3))
+    choices = int(found["prefill"][0]) // prefilled
+    assert choices > 1
+    assert found["prefill"].tolist() == [choices * prefilled] * len(served)
+    assert found["decode"].tolist() == [choices * decoded] * len(served)
+    assert served.tolist() == (found["prefill"] + found["decode"]).tolist()
+    ranks = httpx.get(f"{service.url}/experts/load").json()["ranks"]
+    assert all(rank["experts_s"] > 0 and rank["step_s"] > rank["dispatch_wait_s"] > 0 for rank in ranks)
+    assert all(rank["dispatch_bytes"][1 - rank["rank"]] > 0 for rank in ranks)
 
 
 def test_ctrl_c_ends_every_process_with_status_0(model: Path, tmp_path: Path) -> None:
