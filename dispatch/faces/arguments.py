@@ -131,6 +131,7 @@ def _mask_problem(call: DispatchArguments, world: World) -> Iterator[str]:
         got = describe(mask) if isinstance(mask, Tensor) else repr(mask)
         yield f"is_token_in_rank is {got}; without a handle it must be bool {wanted}, see get_dispatch_layout"
     assert mask is not None
+    yield from _place_problem("is_token_in_rank", mask, call.x)
     if world.strict and not mask.is_contiguous():
         yield f"is_token_in_rank has strides {list(mask.stride())}; DeepEP needs it contiguous (strict=True)"
     counts = call.num_tokens_per_rank
@@ -166,11 +167,18 @@ def _topk_problem(call: DispatchArguments) -> Iterator[str]:
         yield f"{missing} is None and {given} is not; give both or neither"
     if choices is None:
         return
-    assert call.num_tokens_per_expert is not None, "checked before"
+    assert call.num_tokens_per_expert is not None and weights is not None, "checked before"
+    for name, tensor in (("topk_idx", choices), ("topk_weights", weights)):
+        yield from _place_problem(name, tensor, call.x)
     yield from choices_problem(choices, call.num_tokens_per_expert.numel())
     if choices.shape[0] != call.x.shape[0]:
         yield f"topk_idx has {choices.shape[0]} tokens and x {call.x.shape[0]}; they must be equal"
     yield from weights_problem(weights, tuple(choices.shape))
+
+
+def _place_problem(name: str, tensor: Any, x: Tensor) -> Iterator[str]:
+    if isinstance(tensor, Tensor) and tensor.device != x.device:
+        yield f"{name} is {describe(tensor)}; it must be on {x.device}, as x"
 
 
 def weights_problem(weights: Any, shape: tuple[int, ...]) -> Iterator[str]:
@@ -199,6 +207,7 @@ def combine_problem(
     if topk_weights is not None:
         is_matrix = isinstance(topk_weights, Tensor) and topk_weights.dim() == 2
         yield from weights_problem(topk_weights, (num_rows, topk_weights.shape[1] if is_matrix else 0))
+        yield from _place_problem("topk_weights", topk_weights, x)
     if len(biases) > 2:
         yield f"bias is a tuple of {len(biases)}; it must be a tensor or a tuple of two"
     wanted = (handles.num_tokens(handle), x.shape[1])
@@ -206,6 +215,7 @@ def combine_problem(
         if not isinstance(bias, Tensor) or bias.dtype != x.dtype or tuple(bias.shape) != wanted:
             got = describe(bias) if isinstance(bias, Tensor) else repr(bias)
             yield f"bias is {got}; it must be {x.dtype} {list(wanted)}"
+        yield from _place_problem("bias", bias, x)
 
 
 def config_problem(config: Any) -> Iterator[str]:

@@ -8,9 +8,8 @@ any number of ranks, rows always in the same order, errors that name the argumen
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,20 +17,21 @@ from dispatch.errors import DispatchError
 from dispatch.faces import arguments as args
 from dispatch.faces import handles
 from dispatch.faces.config import NVL_PEERS, Config
-from dispatch.faces.events import EventHandle, EventOverlap, finished
+from dispatch.faces.events import EventOverlap, finished
 from dispatch.faces.installed import InstalledCalls
 from dispatch.faces.limits import check_buffer
+from dispatch.faces.local_calls import LocalCalls
 from dispatch.faces.low_latency_calls import LowLatencyCalls
 from dispatch.faces.normal_mode import NormalMode, find_layout
-from dispatch.faces.runtime import Runtime, check_group, scratch_like
+from dispatch.faces.runtime import Runtime, check_group
+from dispatch.faces.wires import open_wires
 from dispatch.rows import RowExchange
-from dispatch.transports.choose import open_transport
 
 Rows = Tensor | tuple[Tensor, Tensor]
 Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, handles.Handle | None, EventOverlap]
 
 
-class Buffer(LowLatencyCalls):
+class Buffer(LocalCalls, LowLatencyCalls):
     """One rank's end of DeepEP's exchange. Calls are collective, in the same order on all ranks, unless said local.
 
     A bad argument is a ValueError on the rank that gave it and PeerRefused on all others, before anything is sent;
@@ -39,8 +39,8 @@ class Buffer(LowLatencyCalls):
 
     Args:
         group: a process group over all ranks; a gloo group where ours must meet (vLLM passes one).
-        num_nvl_bytes, num_rdma_bytes: kept, of no effect: buffers grow as needed.
-        low_latency_mode: kept, of no effect: both modes work on any buffer.
+        num_nvl_bytes, num_rdma_bytes: kept, of no effect on the CPU: buffers grow as needed.
+        low_latency_mode: kept, of no effect on the CPU: both modes work on any buffer.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: of no effect.
         explicitly_destroy: `destroy` may be called then, and must be to release the transport before the end.
         enable_shrink: a rank that is lost in a low-latency call is masked and not an error; see the mask methods.
@@ -50,6 +50,10 @@ class Buffer(LowLatencyCalls):
         strict: refuse what DeepEP's hardware could not do (dtypes, sizes, numbers of ranks, contiguity).
         timeout_s: how long a peer may keep this rank waiting.
         node_size: ranks of a node. With more ranks than that, layouts and handles are internode ones.
+        kernels: what moves low-latency calls, by the buffer's device; "triton" has the CPU interpret the GPU's kernels.
+
+    Where CUDA is, backends auto, nccl and nvshmem take and give tensors of the current device (never run yet; on a
+    GPU low-latency mode is opened with the buffer if `low_latency_mode`, with memory of `num_rdma_bytes` to begin with).
 
     Attributes:
         num_sms: class attribute; kept, of no effect.
@@ -60,8 +64,6 @@ class Buffer(LowLatencyCalls):
         ValueError: no group, comm, or a limit of DeepEP's with strict.
         TransportUnavailable: the backend cannot work here.
     """
-
-    num_sms: int = 20
 
     def __new__(cls, *_: Any, backend: str = "auto", **__: Any) -> Self:
         if backend == "deep_ep" and cls is Buffer:
@@ -85,6 +87,7 @@ class Buffer(LowLatencyCalls):
         strict: bool = False,
         timeout_s: float = 30.0,
         node_size: int = NVL_PEERS,
+        kernels: str = "auto",
     ) -> None:
         group = check_group(group, comm)
         self.rank, self.group, self.group_size = dist.get_rank(group), group, dist.get_world_size(group)
@@ -95,11 +98,15 @@ class Buffer(LowLatencyCalls):
             raise ValueError(f"node_size is {node_size}; it must be at least 1")
         if strict:
             check_buffer(self.group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode)
-        self._transport = open_transport(backend, group, timeout_s=timeout_s, mask_lost=enable_shrink)
-        self._normal = NormalMode(RowExchange(self._transport), node_size=node_size)
+        self._wires = open_wires(backend, group, timeout_s=timeout_s, mask_lost=enable_shrink)
+        self._kernels = kernels
+        transport = self._wires.transport
+        self._normal = NormalMode(RowExchange(transport), node_size=node_size)
         self._world = args.World(num_ranks=self.group_size, num_nodes=self._normal.num_nodes, strict=strict)
         self.runtime: Any = Runtime(self.rank, self._normal.num_nodes, node_size)
-        self._close = weakref.finalize(self, self._transport.close)
+        self._close = weakref.finalize(self, transport.close)
+        if low_latency_mode and self._wires.device.type != "cpu":
+            self.open_low_latency()
 
     def destroy(self) -> None:
         """Release the transport; peers that still wait for this rank get PeerLost. Local.
@@ -113,59 +120,6 @@ class Buffer(LowLatencyCalls):
             )
         self._close()
         self.runtime = None
-
-    @staticmethod
-    def is_sm90_compiled() -> bool:
-        """Say whether FP8 rows can be sent: always. Local."""
-        return True
-
-    @staticmethod
-    def set_num_sms(new_num_sms: int) -> None:
-        """Set `num_sms` for all buffers: kept and put into configs, of no other effect. Local."""
-        if new_num_sms < 0 or new_num_sms % 2 != 0:
-            raise ValueError(f"new_num_sms is {new_num_sms}; it must be an even number, 0 or more")
-        Buffer.num_sms = new_num_sms
-
-    @staticmethod
-    def capture() -> EventOverlap:
-        """Return an event of the work so far: on the CPU it has happened. Local."""
-        return EventOverlap(EventHandle())
-
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> Config:
-        """Return a config for any number of ranks: ours have no effect, DeepEP's table is not repeated. Local."""
-        return _default_config(num_ranks)
-
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """Return a config as `get_dispatch_config` does. Local."""
-        return _default_config(num_ranks)
-
-    def get_comm_stream(self) -> NoReturn:
-        """Raise DispatchError: the CPU has no streams, all work is done when a call returns. Local."""
-        raise DispatchError(
-            f"get_comm_stream: backend {self._transport.name} has no streams; a call's work is done when it returns"
-        )
-
-    def get_local_buffer_tensor(
-        self,
-        dtype: torch.dtype,
-        size: torch.Size | None = None,
-        offset: int = 0,
-        use_rdma_buffer: bool = False,
-    ) -> Tensor:
-        """Return new memory of the size that DeepEP's buffer would have, which nobody reads. Local.
-
-        Callers zero the buffer after a fault; ours needs no clearing, so that doing it is harmless.
-
-        Args:
-            dtype: of the tensor.
-            size: shape; None: all elements from `offset` on, as one dimension.
-            offset: elements to leave out in front.
-            use_rdma_buffer: sized by num_rdma_bytes instead of num_nvl_bytes.
-        """
-        name = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
-        return scratch_like(dtype, size, offset, name=name, num_bytes=getattr(self, name))
 
     def get_dispatch_layout(
         self,
@@ -308,7 +262,10 @@ class Buffer(LowLatencyCalls):
         if self.runtime is None:
             raise DispatchError(f"{method}: the buffer is destroyed")
         self.settle_low_latency()
-        self._refuse_forks(method, forks)
+        problem = args.first_problem(args.fork_problem(method, forks))
+        if problem:
+            self._wires.transport.refuse(problem)
+            raise TypeError(problem)
         return [args.config_problem(config), args.stream_problem(event, is_async, allocates, self._world)]
 
     def _handle_checks(self, handle: Any) -> Iterator[str]:
@@ -323,12 +280,6 @@ class Buffer(LowLatencyCalls):
 
 class InstalledBuffer(InstalledCalls, Buffer):
     """What `Buffer(..., backend="deep_ep")` makes: every call goes to the installed package."""
-
-
-def _default_config(num_ranks: int) -> Config:
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
-    return Config(Buffer.num_sms)
 
 
 def _with_scales(x: Tensor, scales: Tensor | None) -> Rows:

@@ -1,7 +1,7 @@
 """DeepEP's events: a point in the work of a stream that another may wait for.
 
 On the CPU a call has done its work when it returns, so that every event has happened when it can be asked for, and
-waiting for it returns at once. The classes keep DeepEP's contract otherwise (an event exists only where a call was
+waiting for it returns at once. Where CUDA is in use an event is one of the current stream (never run there). The classes keep DeepEP's contract otherwise (an event exists only where a call was
 asked to finish asynchronously; hooks run once, after the wait), so that code which breaks it breaks here too, where
 it is easy to see, and not on the cluster.
 """
@@ -10,12 +10,22 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 
 class EventHandle:
     """An event of the stream that was current when it was made. On the CPU it has always happened."""
 
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
     def current_stream_wait(self) -> None:
         """Let the current stream wait for it. On the CPU there is nothing to wait for."""
+        if self._event is not None:
+            self._event.wait()
 
 
 class EventOverlap:

@@ -3,6 +3,7 @@
 Here are names, order of arguments and what forks add; shapes, rules and errors are `LowLatencyFace`'s.
 """
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -11,23 +12,28 @@ from torch import Tensor
 
 from dispatch.faces.arguments import first_problem, fork_problem
 from dispatch.faces.events import EventOverlap
-from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.faces.wires import Wires
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.transport import Transport
 
 
 class LowLatencyCalls:
     """Mixed into `Buffer`. Calls are collective unless they say local."""
 
-    _transport: Transport
+    _wires: Wires
+    _kernels: str
+    num_rdma_bytes: int
     strict: bool
     enable_shrink: bool
 
     @cached_property
     def _low_latency(self) -> LowLatencyFace:
-        return LowLatencyFace(
-            CpuExchange(self._transport), strict=self.strict, enable_shrink=self.enable_shrink
-        )
+        exchange = self._wires.open_low_latency(self._kernels, self.num_rdma_bytes)
+        weakref.finalize(self, exchange.close)
+        return LowLatencyFace(exchange, strict=self.strict, enable_shrink=self.enable_shrink)
+
+    def open_low_latency(self) -> None:
+        """Open low-latency mode now and not with its first call. Collective where symmetric memory is opened."""
+        _ = self._low_latency
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -146,6 +152,5 @@ class LowLatencyCalls:
         """Raise a TypeError here and PeerRefused elsewhere for arguments that V1 does not have."""
         problem = first_problem(fork_problem(method, forks))
         if problem:
-            self.settle_low_latency()
-            self._transport.refuse(problem)
+            self._low_latency.exchange.refuse(problem)
             raise TypeError(problem)

@@ -185,6 +185,9 @@ class CpuExchange:
         self._fill_sizes(self._recv_bytes, HEADER_BYTES)
         self.transport.exchange(self._send_bytes, self._recv_bytes)
 
+    def close(self) -> None:
+        """See `LowLatencyExchange`. The transport stays its owner's."""
+
     def _post(self, finish: Callable[[], None]) -> Posted:
         self._travelling = Posted(finish)
         return self._travelling

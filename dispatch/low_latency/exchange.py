@@ -145,3 +145,7 @@ class LowLatencyExchange(Protocol):
     def write_mask(self, status_R: Tensor) -> None:
         """Write 1 for every masked rank to int32 [R], 0 for others. Local."""
         ...
+
+    def close(self) -> None:
+        """Release what it has opened itself. Local; may be called twice."""
+        ...

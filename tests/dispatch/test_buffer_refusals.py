@@ -57,6 +57,14 @@ DISPATCH: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
         lambda a, h: {"is_token_in_rank": a["is_token_in_rank"][1:]},
         r"is_token_in_rank is torch.bool \[2, \d\].*bool \[3, \d\]",
     ),
+    "mask elsewhere": (
+        lambda a, h: {"is_token_in_rank": a["is_token_in_rank"].to("meta")},
+        "is_token_in_rank is .* on meta; it must be on cpu, as x",
+    ),
+    "weights elsewhere": (
+        lambda a, h: {"topk_weights": a["topk_weights"].to("meta")},
+        "topk_weights is .* on meta; it must be on cpu, as x",
+    ),
     "mask of integers": (lambda a, h: {"is_token_in_rank": a["is_token_in_rank"].int()}, "must be bool"),
     "counts that do not fit": (
         lambda a, h: {"num_tokens_per_rank": a["num_tokens_per_rank"] + 1},
@@ -128,6 +136,10 @@ COMBINE: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
     "bias of another type": (
         lambda a, h: {"bias": torch.ones(T, H)},
         r"bias is torch.float32.*torch.bfloat16 \[3, 16\]",
+    ),
+    "bias elsewhere": (
+        lambda a, h: {"bias": torch.ones(T, H, device="meta").bfloat16()},
+        "bias is .* on meta; it must be on cpu, as x",
     ),
     "bias of another shape": (lambda a, h: {"bias": torch.ones(T, 1).bfloat16()}, r"bias is .*\[3, 1\]"),
     "three biases": (

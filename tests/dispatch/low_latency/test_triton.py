@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from dispatch.errors import TransportUnavailable
+from dispatch.low_latency.choose import load_triton
 from dispatch.low_latency.shape import LowLatencyShape, size_hint
 from dispatch.low_latency.symmetric import TEXT_BYTES, CombineContents, DispatchContents, SymmetricLayout
 from dispatch.low_latency.torch_symmetric import TorchSymmetricMemory, check_addresses
@@ -68,6 +70,17 @@ def test_symmetric_memory_says_what_it_needs() -> None:
         TransportUnavailable, match="needs a CUDA device and this machine has none; use shm or gloo"
     ):
         TorchSymmetricMemory(None, 128, torch.device("cuda"))  # type: ignore[arg-type]
+
+
+def test_kernels_are_interpreted_on_the_cpu_only_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(TransportUnavailable, match="set TRITON_INTERPRET=1 before Python starts"):
+        load_triton(torch.device("cpu"))
+    assert load_triton(torch.device("cuda", 0)).TritonExchange.dtypes == (BF16, torch.float16, torch.float32)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(TransportUnavailable, match=r"on cuda:0 needs Triton.*pip install 'wideep\[gpu\]'"):
+        load_triton(torch.device("cuda", 0))
 
 
 def test_peers_that_cannot_be_addressed_are_named() -> None:

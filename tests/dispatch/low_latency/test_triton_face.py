@@ -3,6 +3,7 @@
 The interpreter is slow, so there are two ranks, and sizes are small.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dispatch import Buffer
 from dispatch.low_latency.face import LowLatencyFace
 from tests.dispatch.low_latency import test_face as faces
-from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
+from tests.dispatch.low_latency.cases import Layer, answer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.interpreted import open_interpreted
 from tests.dispatch.low_latency.ranks import catch, one_rank_wrong, open_face, run_layer, run_layers
 from tests.support.ranks import RankPool
@@ -235,3 +237,39 @@ def test_where_the_host_does_not_look_nothing_is_delivered_and_the_barrier_says_
     assert second[0].startswith("ValueError: topk_idx is torch.float32")
     assert second[1:] == ["no error"] * 3
     assert [count.tolist() for count in counts] == [[0, 0], [0, 0]]
+
+
+def use_a_buffer() -> tuple[torch.Tensor, torch.Tensor, str]:
+    """`Buffer` whose low-latency calls are the interpreted kernels', between two calls of normal mode."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    layer = Layer(make_cases(1, [3, 3], dtype=BF16), 4, 2)
+    case = layer.cases[dist.get_rank()]
+    results = []
+    for kernels in ("triton", "auto"):
+        buffer = Buffer(dist.group.WORLD, num_rdma_bytes=1 << 17, low_latency_mode=True, kernels=kernels)
+        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(case.topk_TK, 4)
+        layout = {
+            "num_tokens_per_rank": per_rank,
+            "is_token_in_rank": mask,
+            "num_tokens_per_expert": per_expert,
+        }
+        buffer.dispatch(case.x_TH, **layout)
+        (rows, scales), _, handle, _, hook = buffer.low_latency_dispatch(
+            case.x_TH, case.topk_TK, 4, 4, return_recv_hook=True
+        )
+        hook()
+        y = answer(rows, scales, dist.get_rank(), BF16)
+        zero_copy = buffer.get_next_low_latency_combine_buffer(handle)
+        zero_copy.copy_(y)
+        combined, _, _ = buffer.low_latency_combine(y, case.topk_TK, case.weights_TK, handle, zero_copy=True)
+        results.append(combined.clone())
+        buffer.dispatch(case.x_TH, **layout)
+        text = catch(lambda b=buffer: b.low_latency_dispatch(case.x_TH, case.topk_TK, 4, 4, use_nvfp4=True))
+        buffer.clean_low_latency_buffer(4, 16, 4)
+    return results[0], results[1], text
+
+
+def test_a_buffer_takes_the_kernels_when_asked_to(fresh_pool: RankPool) -> None:
+    for ours, cpu, text in fresh_pool.run(use_a_buffer):
+        assert torch.equal(ours, cpu)
+        assert text.startswith("TypeError: low_latency_dispatch got use_nvfp4")

@@ -1,0 +1,91 @@
+"""Pick what moves low-latency calls: compiled CPU passes over a transport, or Triton kernels over symmetric memory.
+
+By the device of the buffer: Triton on a GPU, CPU passes on the CPU. Triton on the CPU runs in its interpreter, which is
+for tests: it must be asked for, and be switched on before Python starts. Triton is an optional package and imported
+only where it is needed.
+"""
+
+import importlib
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from dispatch.errors import TransportUnavailable
+from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.low_latency.exchange import LowLatencyExchange
+from dispatch.low_latency.symmetric import OpenMemory, SharedMemory
+from dispatch.transport import Transport
+
+Kernels = Literal["auto", "triton"]
+KERNELS = ("auto", "triton")
+
+
+def open_low_latency(
+    transport: Transport,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    kernels: str = "auto",
+    provider: Literal["CUDA", "NVSHMEM"] = "CUDA",
+    num_bytes: int = 0,
+    timeout_s: float = 30.0,
+    mask_lost: bool = False,
+) -> LowLatencyExchange:
+    """Open an exchange for the ranks of `group`. Collective where it is Triton's.
+
+    Args:
+        transport: for the CPU passes; not owned.
+        device: where tokens lie.
+        kernels: "auto", or "triton" for the kernels' interpreter on the CPU.
+        provider: whose memory is used between GPUs.
+        num_bytes: of symmetric memory to begin with.
+        timeout_s, mask_lost: as the transport was opened with.
+
+    Raises:
+        ValueError: unknown kernels.
+        TransportUnavailable: no Triton, no interpreter on the CPU, or no symmetric memory.
+    """
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(KERNELS)}")
+    if device.type == "cpu" and kernels == "auto":
+        return CpuExchange(transport)
+    kernels_module = load_triton(device)
+    open_memory = _shared(group, timeout_s) if device.type == "cpu" else _symmetric(group, device, provider)
+    exchange: LowLatencyExchange = kernels_module.TritonExchange(
+        open_memory, dist.get_world_size(group), num_bytes=num_bytes, timeout_s=timeout_s, mask_lost=mask_lost
+    )
+    return exchange
+
+
+def load_triton(device: torch.device) -> Any:
+    """Import `triton_exchange`.
+
+    Raises:
+        TransportUnavailable: Triton is not installed, or compiles where it should interpret.
+    """
+    try:
+        triton = importlib.import_module("triton")
+    except ImportError as error:
+        raise TransportUnavailable(
+            f"low-latency mode on {device} needs Triton, which cannot be imported ({error}); "
+            "pip install 'wideep[gpu]'"
+        ) from error
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise TransportUnavailable(
+            "kernels is 'triton' on the CPU, where only Triton's interpreter runs; set TRITON_INTERPRET=1 before "
+            "Python starts, or leave kernels='auto'"
+        )
+    return importlib.import_module("dispatch.low_latency.triton_exchange")
+
+
+def _shared(group: dist.ProcessGroup, timeout_s: float) -> OpenMemory:
+    return partial(SharedMemory, group, timeout_s=timeout_s)
+
+
+def _symmetric(
+    group: dist.ProcessGroup, device: torch.device, provider: Literal["CUDA", "NVSHMEM"]
+) -> OpenMemory:
+    memory: Any = importlib.import_module("dispatch.low_latency.torch_symmetric").TorchSymmetricMemory
+    return partial(memory, group, device=device, provider=provider)
