@@ -61,9 +61,6 @@ def test_without_a_gpu_its_backends_are_a_named_error(pool_of: PoolOf) -> None:
     for nccl, nvshmem in pool_of(2).run(open_for_gpus):
         assert nccl.startswith("nccl cannot be used: this machine has no CUDA device")
         assert nvshmem.startswith("nvshmem cannot be used: this machine has no CUDA device")
-        assert (
-            "set TRITON_INTERPRET=1 before Python starts" in triton or "pip install 'wideep[gpu]'" in triton
-        )
 
 
 def test_other_kernels_than_ours_are_refused() -> None:
