@@ -9,28 +9,26 @@ DeepEP's hybrid mode forwards inside a node; that way is `dispatch.hierarchical`
 """
 
 import weakref
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.errors import DispatchError
 from dispatch.faces import elastic_arguments as args
 from dispatch.faces.arguments import World, first_problem
+from dispatch.faces.elastic_domains import NUM_SMS, ElasticDomains
 from dispatch.faces.elastic_mode import ElasticMode, Rows, local_choices
 from dispatch.faces.elastic_refused import RefusedCalls
-from dispatch.faces.elastic_sizes import align_to_buffer, buffer_bytes, check_domains, find_node_size
+from dispatch.faces.elastic_sizes import align_to_buffer, buffer_bytes
 from dispatch.faces.ep_handle import EPHandle
 from dispatch.faces.events import EventHandle, EventOverlap, finished
 from dispatch.rows import RowExchange
 from dispatch.transport import RankTable
 from dispatch.transports.choose import open_transport
-from dispatch.transports.segment import identify_process
-
-NUM_SMS = 4  # the smallest number that DeepEP takes; ours uses none
 
 
-class ElasticBuffer(RefusedCalls):
+class ElasticBuffer(ElasticDomains, RefusedCalls):
     """One rank's end of DeepEP's 2.x exchange. Calls are collective, in the same order on all ranks, unless said local.
 
     A bad argument is a ValueError on the rank that gave it and PeerRefused on all others, before anything is sent;
@@ -92,24 +90,16 @@ class ElasticBuffer(RefusedCalls):
             raise ValueError(
                 f"group is {group!r}; it must be a torch.distributed process group over all ranks"
             )
-        self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
-        size = _ranks_of_a_host(group) if node_size is None else node_size
-        self.num_rdma_ranks, self.num_nvlink_ranks = check_domains(self.num_ranks, size)
+        self._set_domains(group, node_size, bool(allow_hybrid_mode), num_allocated_qps)
         if num_cpu_bytes:
             raise ValueError(f"num_cpu_bytes is {num_cpu_bytes}; it is for engram storage, which is not here")
-        self.allow_hybrid_mode, self.allow_multiple_reduction = (
-            bool(allow_hybrid_mode),
-            bool(allow_multiple_reduction),
-        )
+        self.allow_multiple_reduction = bool(allow_multiple_reduction)
         self.prefer_overlap_with_compute, self.deterministic = prefer_overlap_with_compute, deterministic
-        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
-        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
         sizes = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
         self.num_bytes = buffer_bytes(self.num_ranks, *sizes) if num_bytes is None else num_bytes
         if strict and align_to_buffer(self.num_bytes) != self.num_bytes:
             raise ValueError(f"num_bytes is {num_bytes}; DeepEP needs a multiple of 2 MiB (strict=True)")
-        self.num_allocated_qps = num_allocated_qps or (65 if allow_hybrid_mode else 17)
         limit_s = min(timeout_s, num_cpu_timeout_secs, num_gpu_timeout_secs)
         transport = open_transport(backend, group, timeout_s=limit_s)
         self._mode = ElasticMode(
@@ -134,57 +124,6 @@ class ElasticBuffer(RefusedCalls):
             )
         self._close()
         self.runtime = None
-
-    @staticmethod
-    def get_buffer_size_hint(
-        group: dist.ProcessGroup,
-        num_max_tokens_per_rank: int,
-        hidden: int,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-    ) -> int:
-        """Return the bytes that the messages of the largest call can take, rounded up to 2 MiB. Local.
-
-        Of no effect on the CPU, where memory grows as needed, and not DeepEP's number.
-        """
-        return buffer_bytes(group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
-
-    @staticmethod
-    def capture() -> EventHandle:
-        """Return an event of the work so far: on the CPU it has happened. Local."""
-        return EventHandle()
-
-    def get_comm_stream(self) -> NoReturn:
-        """Raise DispatchError: the CPU has no streams, all work is done when a call returns. Local."""
-        raise DispatchError("get_comm_stream: the CPU has no streams; a call's work is done when it returns")
-
-    def get_physical_domain_size(self) -> tuple[int, int]:
-        """Return the number of nodes and the ranks of a node. Local."""
-        return self.num_rdma_ranks, self.num_nvlink_ranks
-
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """Return the same with hybrid mode, (1, all ranks) without. Local."""
-        return self.get_physical_domain_size() if self.allow_hybrid_mode else (1, self.num_ranks)
-
-    def get_theoretical_num_sms(
-        self,
-        num_experts: int,
-        num_topk: int,
-        num_scaleout_topk: int = 0,
-        rdma_gbs: float = 0,
-        nvlink_gbs: float = 0,
-        sm_read_gbs: float = 200,
-        sm_write_gbs: float = 50,
-    ) -> int:
-        """Return the smallest number DeepEP gives: there are no SMs here to reckon with. Local."""
-        return NUM_SMS
-
-    def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Return DeepEP's number for `num_sms`; nothing depends on it here. Local."""
-        wanted = num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9)
-        return min(wanted, self.num_allocated_qps)
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
@@ -253,11 +192,7 @@ class ElasticBuffer(RefusedCalls):
             topk_idx=cached.topk_idx if cached else topk_idx,
             topk_weights=topk_weights,
             stats=cumulative_local_expert_recv_stats,
-            num_experts=cached.num_experts if cached else num_experts,
-            max_tokens=cached.num_max_tokens_per_rank
-            if cached
-            else num_max_tokens_per_rank or self.num_max_tokens_per_rank,
-            alignment=cached.expert_alignment if cached else _or(expert_alignment, 1),
+            **self._agreed(cached, num_experts, num_max_tokens_per_rank, expert_alignment),
             num_sms=num_sms or NUM_SMS,
             do_handle_copy=bool(do_handle_copy),
             do_cpu_sync=bool(_or(do_cpu_sync, True)),
@@ -272,20 +207,11 @@ class ElasticBuffer(RefusedCalls):
             "num_max_tokens_per_rank": num_max_tokens_per_rank,
             "expert_alignment": expert_alignment,
         }
-        events = {
-            "previous_event": previous_event,
-            "previous_event_before_epilogue": previous_event_before_epilogue,
-        }
-        checks = [args.event_problem(events, allocate_on_comm_stream)]
+        checks = [_event_problem(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)]
         if handle is not None:
             checks.append(args.cached_problem(call, handle, given))
         self._refuse_if(first_problem(*checks, args.dispatch_problem(call, self._world)))
-        if handle is None:
-            handle, recv_x, recv_weights = self._mode.dispatch(call)
-        else:
-            recv_x, recv_weights = self._mode.dispatch_cached(call, handle)
-        recv_idx = None if call.do_expand else local_choices(handle)
-        return recv_x, recv_idx, recv_weights, handle, finished(async_with_compute_stream)
+        return (*self._dispatch(call, handle), finished(async_with_compute_stream))
 
     def combine(
         self,
@@ -318,16 +244,36 @@ class ElasticBuffer(RefusedCalls):
             `(combined_x, combined_topk_weights, event)`: [T, H] in x's dtype; each choice's weight as float32 [T, K],
             0 for none, or None.
         """
-        events = {
-            "previous_event": previous_event,
-            "previous_event_before_epilogue": previous_event_before_epilogue,
-        }
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
         call = args.CombineCall(x=x, topk_weights=topk_weights, biases=biases)
-        checks = [args.event_problem(events, allocate_on_comm_stream), args.handle_problem(handle)]
+        checks = [_event_problem(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)]
+        checks.append(args.handle_problem(handle))
         self._refuse_if(first_problem(*checks, args.combine_problem(call, handle, self._world)))
         combined, weights = self._mode.combine(call, handle)
         return combined, weights, finished(async_with_compute_stream)
+
+    def _agreed(
+        self, cached: EPHandle | None, num_experts: int | None, max_tokens: int | None, alignment: int | None
+    ) -> dict[str, Any]:
+        """Return what a cached dispatch takes from its handle, and others from the caller or the buffer."""
+        numbers: tuple[Any, ...] = (
+            num_experts,
+            max_tokens or self.num_max_tokens_per_rank,
+            _or(alignment, 1),
+        )
+        if cached is not None:
+            numbers = (cached.num_experts, cached.num_max_tokens_per_rank, cached.expert_alignment)
+        return dict(zip(("num_experts", "max_tokens", "alignment"), numbers, strict=True))
+
+    def _dispatch(
+        self, call: args.DispatchCall, handle: EPHandle | None
+    ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle]:
+        if handle is None:
+            handle, recv_x, recv_weights = self._mode.dispatch(call)
+        else:
+            recv_x, recv_weights = self._mode.dispatch_cached(call, handle)
+        recv_idx = None if call.do_expand else local_choices(handle)
+        return recv_x, recv_idx, recv_weights, handle
 
     def _refuse_if(self, problem: str) -> None:
         if problem:
@@ -338,8 +284,6 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _ranks_of_a_host(group: dist.ProcessGroup) -> int:
-    """Collective over `group`."""
-    hosts: list[Any] = [None] * group.size()
-    dist.all_gather_object(hosts, identify_process().host, group=group)
-    return find_node_size(hosts)
+def _event_problem(previous: Any, before_epilogue: Any, allocate_on_comm_stream: bool) -> Iterator[str]:
+    events = {"previous_event": previous, "previous_event_before_epilogue": before_epilogue}
+    return args.event_problem(events, allocate_on_comm_stream)

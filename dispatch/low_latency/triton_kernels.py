@@ -46,20 +46,9 @@ def send_rows(
     expert = tl.where(tl.sum(is_twin.to(tl.int32), axis=1) > 0, -1, expert)
     owner = tl.where(expert >= 0, expert // L, -1)
     place = (rank * M + token).to(tl.int64)
-    for r in range(R):
-        base = tl.load(peers + r)
-        entry = tl.where(owner == r, expert - r * L, -1)
-        if tl.load(mask + r) == 0:
-            if base != 0:
-                tl.store(
-                    (base + entries_at + place * (4 * K)).to(tl.pointer_type(tl.int32)) + k, entry, mask=k < K
-                )
-            elif HAS_REMOTE:
-                own = tl.load(peers + rank)
-                outgoing = own + staging_at + M * ROW_BYTES + (r * M + token).to(tl.int64) * (4 * K)
-                tl.store(outgoing.to(tl.pointer_type(tl.int32)) + k, entry, mask=k < K)
-                tl.debug_barrier()
-                nvshmem.put_block(own + entries_at + place * (4 * K), outgoing, 4 * K, r)
+    _announce(
+        expert, owner, place, token, peers, mask, rank, entries_at, staging_at, R, L, M, K, K_PAD, ROW_BYTES, HAS_REMOTE,
+    )  # fmt: skip
     row = x + token.to(tl.int64) * H
     if HAS_REMOTE:
         write_row(
@@ -82,6 +71,30 @@ def send_rows(
                     own = tl.load(peers + rank)
                     outgoing = own + staging_at + token.to(tl.int64) * ROW_BYTES
                     nvshmem.put_block(own + rows_at + place * ROW_BYTES, outgoing, ROW_BYTES, to)
+
+
+@triton.jit
+def _announce(
+    expert, owner, place, token, peers, mask, rank, entries_at, staging_at,
+    R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, ROW_BYTES: tl.constexpr,
+    HAS_REMOTE: tl.constexpr,
+):  # fmt: skip
+    """Write to every rank which of its experts a token is for, at its place; -1 for those of others."""
+    k = tl.arange(0, K_PAD)
+    for r in range(R):
+        base = tl.load(peers + r)
+        entry = tl.where(owner == r, expert - r * L, -1)
+        if tl.load(mask + r) == 0:
+            if base != 0:
+                tl.store(
+                    (base + entries_at + place * (4 * K)).to(tl.pointer_type(tl.int32)) + k, entry, mask=k < K
+                )
+            elif HAS_REMOTE:
+                own = tl.load(peers + rank)
+                outgoing = own + staging_at + M * ROW_BYTES + (r * M + token).to(tl.int64) * (4 * K)
+                tl.store(outgoing.to(tl.pointer_type(tl.int32)) + k, entry, mask=k < K)
+                tl.debug_barrier()
+                nvshmem.put_block(own + entries_at + place * (4 * K), outgoing, 4 * K, r)
 
 
 @triton.jit
