@@ -3,7 +3,6 @@
 Legend: N rows received, H hidden, P pairs, S slots per rank.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,12 +31,12 @@ class Dispatched(NamedTuple):
     handle: Handle
 
 
-@dataclass
-class Waits:
+class Waits(NamedTuple):
     """Nanoseconds that a rank spent in exchanges so far: waiting for peers, and for wires. Counters."""
 
-    dispatch_ns: int = 0
-    combine_ns: int = 0
+    dispatch_ns: int
+    combine_ns: int
+    wire_ns: int = 0  # of both, at least so much for wires; 0 where that is not known
 
 
 class Traffic(NamedTuple):

@@ -26,6 +26,7 @@ from dispatch.buffers import Workspace
 from dispatch.cpu_kernels import message
 from dispatch.dispatched import Dispatched, Handle, TokenDispatcher, Traffic, Waits
 from dispatch.errors import RanksDisagree
+from dispatch.exchange_clock import ExchangeClock
 from dispatch.mode import NORMAL, Mode
 from dispatch.native import compile_all
 from dispatch.row_formats import PlainRows, RowFormat
@@ -75,7 +76,7 @@ class Dispatcher:
         self._shape = (slots_per_rank, transport.world_size, transport.rank)
         self._space = Workspace(slots_per_rank, transport.world_size)
         self._call = 0
-        self.waits = Waits()
+        self._dispatch_clock, self._combine_clock = ExchangeClock(), ExchangeClock()
         compile_all(*kernels.KERNELS)
 
     @property
@@ -87,6 +88,12 @@ class Dispatcher:
     def traffic(self) -> Traffic:
         """What this rank has sent so far."""
         return Traffic(*self._space.sent_bytes())
+
+    @property
+    def waits(self) -> Waits:
+        """Time in exchanges so far."""
+        dispatch, combine = self._dispatch_clock, self._combine_clock
+        return Waits(dispatch.total_ns, combine.total_ns, dispatch.wire_ns + combine.wire_ns)
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         """Bytes that this rank has sent to each rank so far, by dispatches and by combines."""
@@ -177,7 +184,7 @@ class Dispatcher:
         )  # fmt: skip
         begun_ns = perf_counter_ns()
         transport.exchange(sizes, None)
-        self.waits.dispatch_ns += perf_counter_ns() - begun_ns
+        self._dispatch_clock.add(perf_counter_ns() - begun_ns)
         return _Call(x_TH, rows, T, K, H, dtype, capacity)
 
     def _receive(self, call: _Call) -> tuple[Tensor, int]:
@@ -220,7 +227,7 @@ class Dispatcher:
         )  # fmt: skip
         begun_ns = perf_counter_ns()
         transport.exchange(sent, received)
-        self.waits.combine_ns += perf_counter_ns() - begun_ns
+        self._combine_clock.add(perf_counter_ns() - begun_ns)
 
     def _sum(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle, out_TH: Tensor) -> int:
         """Sum the answers; return a peer whose message is not of this call, or -1."""

@@ -26,6 +26,7 @@ class RankFigures(NamedTuple):
     tokens: np.ndarray  # [R, P] of the rank's own requests
     dispatch_wait_s: np.ndarray
     combine_wait_s: np.ndarray
+    wire_s: np.ndarray  # of both waits, at least so much for wires
     experts_s: np.ndarray
     step_s: np.ndarray  # [R] all of the steps
     dispatch_bytes: np.ndarray  # [R, R] from, to
@@ -35,7 +36,7 @@ class RankFigures(NamedTuple):
 def no_figures(num_ranks: int) -> RankFigures:
     """Figures of nothing."""
     flat, square = (num_ranks,), (num_ranks, num_ranks)
-    shapes = (flat, (num_ranks, len(PHASES)), flat, flat, flat, flat, square, square)
+    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 5, square, square)
     return RankFigures(*(np.zeros(shape) for shape in shapes))
 
 

@@ -4,8 +4,9 @@ Ranks meet twice in every MoE layer, so their steps last equally long, and who w
 From what each rank did in a window:
 - a hot expert: some rank's experts got more tokens than the mean, at the cost per token that all ranks have;
 - a slow rank: some rank took longer than the mean for the same tokens, in its experts or outside of them;
-- a slow link: even the rank that waits least spends this long in exchanges, which no rank's work explains. That is
-  a bound from above: in different layers different ranks may be last.
+- a slow link: exchanges take this long even when nobody is late (`dispatch.exchange_clock` bounds it from below);
+- uneven ranks: what else even the rank that waits least spends in exchanges. Now one rank is late and now another, as
+  on a machine that has other work; or wires, where their part is not known.
 The largest is named if it is worth FLOOR of the steps' time.
 """
 
@@ -21,7 +22,7 @@ FLOOR = 0.05
 class Slowness(NamedTuple):
     """The largest cause of waiting, in parts of the steps' time."""
 
-    kind: str  # "hot expert", "slow rank", "slow link" or "none"
+    kind: str  # "hot expert", "slow rank", "slow link", "uneven ranks" or "none"
     rank: int | None  # that the others wait for
     share: float  # of the steps' time
     sentence: str
@@ -40,12 +41,14 @@ def explain(figures: RankFigures, rank_tokens: np.ndarray) -> Slowness:
     tokens = rank_tokens.astype(np.float64)
     expected_s = tokens * figures.experts_s.sum() / max(tokens.sum(), 1.0)
     own_s = figures.step_s - figures.dispatch_wait_s - figures.combine_wait_s - expected_s
-    wire_s = figures.dispatch_wait_s.min() + figures.combine_wait_s.min()
+    wire_s = float(figures.wire_s.min())
+    uneven_s = max(0.0, float(figures.dispatch_wait_s.min() + figures.combine_wait_s.min()) - wire_s)
     hot, slow = int(expected_s.argmax()), int(own_s.argmax())
     causes = (
         _hot(hot, _excess(expected_s) / step_s, tokens),
         Slowness("slow rank", slow, _excess(own_s) / step_s, f"rank {slow} takes longest for the same work"),
-        Slowness("slow link", None, float(wire_s) / step_s, _busiest(figures)),
+        Slowness("slow link", None, wire_s / step_s, _busiest(figures)),
+        Slowness("uneven ranks", None, uneven_s / step_s, "now one rank is late and now another"),
     )
     worst = max(causes, key=lambda cause: cause.share)
     if worst.share < FLOOR:
@@ -65,4 +68,4 @@ def _hot(rank: int, share: float, tokens: np.ndarray) -> Slowness:
 def _busiest(figures: RankFigures) -> str:
     sent = figures.dispatch_bytes + figures.combine_bytes
     source, to = np.unravel_index(int(sent.argmax()), sent.shape)
-    return f"all ranks wait in exchanges (most bytes go from rank {source} to rank {to})"
+    return f"all ranks wait for wires (most bytes go from rank {source} to rank {to})"

@@ -43,5 +43,6 @@ class LoadReport:
     combine_wait_s: (
         float  # in the exchange of a combine: for ranks whose experts still compute, and for wires
     )
+    wire_s: float  # of both, at least so much for wires; 0 where that is not known
     experts_s: float  # computing this rank's experts
     step_s: float  # in steps, waits included

@@ -59,6 +59,7 @@ class Telemetry:
             combine_bytes=tuple(combined),
             dispatch_wait_s=waits.dispatch_ns * 1e-9,
             combine_wait_s=waits.combine_ns * 1e-9,
+            wire_s=waits.wire_ns * 1e-9,
             experts_s=self._counts.experts_s,
             step_s=self._runner.busy_ns * 1e-9,
         )

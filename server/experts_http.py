@@ -88,12 +88,10 @@ def _known(load: ExpertsLoad) -> None:
 
 def _recorded(load: ExpertsLoad) -> Record:
     if load.experts is None or not load.recorder.num_rows:
-        hint = (
-            "no step has ended since the start"
-            if load.recorder.is_on
-            else "POST /start_expert_distribution_record first"
+        raise errors.bad_request(
+            "Nothing has been recorded: no step has ended since POST /start_expert_distribution_record, or nobody "
+            "called it."
         )
-        raise errors.bad_request(f"Nothing has been recorded: {hint}.")
     return load.recorder.take(load.model, load.experts)
 
 

@@ -17,6 +17,9 @@ from scheduler.load_report import ExpertMap, LoadReport
 from server.load_recorder import LoadRecorder
 
 WINDOW_STEPS = 1000  # vLLM's default
+_ADDED = (
+    "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "dispatch_bytes", "combine_bytes",
+)  # fmt: skip
 
 
 class ExpertsLoad:
@@ -129,6 +132,7 @@ class ExpertsLoad:
             "combine_bytes": [int(count) for count in figures.combine_bytes[rank]],
             "dispatch_wait_s": round(float(figures.dispatch_wait_s[rank]), 6),
             "combine_wait_s": round(float(figures.combine_wait_s[rank]), 6),
+            "wire_s": round(float(figures.wire_s[rank]), 6),
             "experts_s": round(float(figures.experts_s[rank]), 6),
             "step_s": round(float(figures.step_s[rank]), 6),
         }
@@ -144,14 +148,7 @@ def _difference(report: LoadReport, last: LoadReport | None, num_ranks: int) -> 
     made, rank = no_figures(num_ranks), report.rank
     made.steps[rank] = since("num_steps")
     made.tokens[rank] = since("prefill_tokens"), since("decode_tokens")
-    for name in (
-        "dispatch_wait_s",
-        "combine_wait_s",
-        "experts_s",
-        "step_s",
-        "dispatch_bytes",
-        "combine_bytes",
-    ):
+    for name in _ADDED:
         getattr(made, name)[rank] = since(name)
     return made
 

@@ -16,6 +16,7 @@ def steps(
     attention_s: list[float],
     slow_experts: list[float] | None = None,
     wire_s: float = 0.0,
+    jitter_s: float = 0.0,
 ) -> Slowness:
     """Walk one dispatch and one combine: everybody waits for the last, and for the wire."""
     figures = no_figures(RANKS)
@@ -24,6 +25,9 @@ def steps(
     figures.dispatch_wait_s[:] = attention.max() - attention + wire_s
     figures.combine_wait_s[:] = figures.experts_s.max() - figures.experts_s + wire_s
     figures.step_s[:] = attention.max() + figures.experts_s.max() + 2 * wire_s
+    figures.wire_s[:] = 2 * wire_s
+    figures.dispatch_wait_s[:] += jitter_s
+    figures.step_s[:] += jitter_s
     figures.dispatch_bytes[2, 1] = 7
     return explain(figures, tokens)
 
@@ -54,6 +58,11 @@ def test_a_slow_link_makes_everybody_wait() -> None:
     assert (found.kind, found.rank) == ("slow link", None)
     assert found.share == pytest.approx(0.2 / 0.5)
     assert "from rank 2 to rank 1" in found.sentence
+
+
+def test_ranks_that_are_late_in_turn_are_no_slow_link() -> None:
+    found = steps(EVEN, attention_s=[0.2] * RANKS, wire_s=0.005, jitter_s=0.2)
+    assert (found.kind, found.rank) == ("uneven ranks", None)
 
 
 def test_one_rank_waits_for_nobody_and_no_step_says_nothing() -> None:

@@ -1,6 +1,6 @@
 """A rank's load reports: what they add up to over real steps on two ranks, when they are due, what they cost to send."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +11,11 @@ from moe.load_counts import LoadCounts
 from scheduler.telemetry import FRONT_BYTES_PER_S, REPORT_EVERY_S, Telemetry, expert_map
 
 
-class FakeTransport(NamedTuple):
-    """Says how many ranks there are."""
-
-    world_size: int
-
-
 class FakeDispatcher:
     """Has sent something."""
 
     def __init__(self, world_size: int) -> None:
-        self.transport, self.waits = FakeTransport(world_size), Waits(2_000_000_000, 500_000_000)
+        self.world_size, self.waits = world_size, Waits(2_000_000_000, 500_000_000, 100_000_000)
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         """Bytes by dispatches and combines."""
@@ -67,8 +61,8 @@ def test_a_report_says_what_was_counted() -> None:
     assert (report.rank, report.step, report.num_steps, report.placement_version) == (1, 17, 6, 3)
     assert (report.prefill_tokens, report.decode_tokens) == (3, 4)
     assert (report.dispatch_bytes, report.combine_bytes) == ((0, 7), (0, 9))
-    times = (report.dispatch_wait_s, report.combine_wait_s, report.experts_s, report.step_s)
-    assert times == pytest.approx((2.0, 0.5, 0.25, 4.0))
+    times = (report.dispatch_wait_s, report.combine_wait_s, report.wire_s, report.experts_s, report.step_s)
+    assert times == pytest.approx((2.0, 0.5, 0.1, 0.25, 4.0))
     assert report.counts[1, 0, 3] == 5, "modulo 2^32"
     counts.table += 1
     assert report.counts[0, 0, 0] == 0, "a report is a copy"

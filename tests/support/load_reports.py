@@ -34,6 +34,7 @@ def report(rank: int, step: int, total: np.ndarray, **changes: object) -> LoadRe
         "combine_bytes": tuple(20 * step if to != rank else 0 for to in range(RANKS)),
         "dispatch_wait_s": 0.01 * step,
         "combine_wait_s": 0.02 * step,
+        "wire_s": 0.005 * step,
         "experts_s": 0.03 * step,
         "step_s": 0.1 * step,
     }
