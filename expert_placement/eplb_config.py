@@ -26,6 +26,7 @@ class EplbConfig:
     horizon_s: float = 600.0  # a plan must pay for itself within it
     min_gain: float = 0.02  # part of the experts' time that a plan must save
     max_moved: float = 0.1  # part of all slots that one decision may fill
+    history_file: str = ""  # where decisions are kept, on the front's node; empty: in memory
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -21,12 +21,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dispatch.errors import DispatchError, TransportUnavailable
 from moe.checkpoint import CheckpointError
+from moe.expert_weights import read_slot
 from moe.families import UnsupportedModelError
 from scheduler.assembly import Assembled, assemble
 from scheduler.config import ConfigError, EngineConfig
 from scheduler.doorbell import StoreDoorbell
 from scheduler.limits import SchedulerLimitsError
 from scheduler.lockstep import DispatchMode, LockStepError
+from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import RankStats, RequestOutput
 from scheduler.sizing import KVMemoryError
 from server.machine import available_bytes
@@ -115,11 +117,15 @@ def _walk(
         on_abort=engine.abort,
         on_stop=engine.stop,
         on_lost=on_lost,
+        on_prepare=built.relocation.prepare,
+        on_drop=built.relocation.drop,
     )
     link.open(JOIN_TIMEOUT_S)
     if place.rank == 0:
         link.send_experts(built.experts)
+        _send_start(built, link)
     supervisor.tell(ready=True)
+    built.relocation.on_report = lambda report: _send_report(report, built, link)
     idle_steps = 0
 
     def on_step(outputs: list[RequestOutput], stats: RankStats) -> None:
@@ -133,7 +139,9 @@ def _walk(
     def send_load_when_due(*, is_sleeping: bool = False) -> None:
         now_s = time.monotonic()
         if built.telemetry.is_due(now_s, is_sleeping=is_sleeping):
-            link.send_load(built.telemetry.report(built.engine.step, built.experts.version, now_s))
+            link.send_load(
+                built.telemetry.report(built.engine.step, built.relocation.placement.version, now_s)
+            )
 
     try:
         engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
@@ -141,6 +149,23 @@ def _walk(
         link.close(f"{type(error).__name__}: {error}")
         raise
     link.close()
+
+
+def _send_start(built: Assembled, link: RankLink) -> None:
+    """Say what serves at the start."""
+    placement = built.relocation.placement
+    report = PlacementReport(
+        rank=0, version=placement.version, state=MoveState.SERVING, digest=placement.digest()
+    )
+    link.send_placement(report, placement, read_slot(built.model.layers[0], 0).num_bytes)
+
+
+def _send_report(report: PlacementReport, built: Assembled, link: RankLink) -> None:
+    """Say what became of a placement, and rank 0 also where experts are now."""
+    if report.state is MoveState.SERVING and report.rank == 0:
+        slots = built.relocation.placement.slot_expert
+        link.send_experts(built.experts._replace(version=report.version, slot_expert=slots))
+    link.send_placement(report)
 
 
 def _config(options: Options, place: Place) -> EngineConfig:
@@ -160,6 +185,7 @@ def _config(options: Options, place: Place) -> EngineConfig:
         dispatch_dtype=options.dispatch_dtype,
         dispatch_node_size=options.dispatch_node_size,
         num_redundant_experts=options.eplb_config.num_redundant_experts,
+        max_move_bytes_per_step=options.eplb_config.max_bytes_per_step,
         placement_file=Path(options.expert_placement) if options.expert_placement else None,
         threads=options.threads or 1,
         timeout_s=options.distributed_timeout_s,

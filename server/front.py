@@ -24,12 +24,14 @@ from server.journal import Journal
 from server.metrics import Metrics
 from server.options import Options, OptionsError
 from server.parent_death import die_with_parent
+from server.placement_wire import PlacementWord
 from server.ranks import Ranks, listen
 from server.requests import Requests
 from server.wire import RankFacts
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.experts_load import ExpertsLoad
+    from server.placement_control import PlacementControl
 
 LOCAL_HOST = "127.0.0.1"
 _STOP_TIMEOUT_S = 1.2  # for ranks that were asked to stop; the supervisor kills after STOP_GRACE_S
@@ -92,7 +94,10 @@ class _Front:
             on_lost=self._lose,
             on_load=lambda load: self._tell_load(lambda experts: experts.take_load(load)),
             on_experts=lambda known: self._tell_load(lambda experts: experts.take_experts(known)),
+            on_placement=self._take_placement,
         )
+        self._placement: PlacementControl | None = None  # as the next: once the slow half is imported
+        self._early_words: list[PlacementWord] = []
         self._experts_load: ExpertsLoad | None = None  # once the slow half is imported
         self._early: list[Callable[[ExpertsLoad], None]] = []  # what it is to be told then
         self._requests: Requests | None = None  # once the tokenizer is loaded
@@ -121,6 +126,9 @@ class _Front:
         self._requests, self._experts_load = http.requests, http.experts_load
         for tell in self._early:
             tell(http.experts_load)
+        self._placement = http.placement
+        for word in self._early_words:
+            http.placement.take_word(word)
         serving = asyncio.create_task(http.serve(listener))
         await self._ending.wait()
         self._ranks.stop()
@@ -148,6 +156,12 @@ class _Front:
             self._early.append(tell)
         else:
             tell(self._experts_load)
+
+    def _take_placement(self, word: PlacementWord) -> None:
+        if self._placement is None:
+            self._early_words.append(word)
+        else:
+            self._placement.take_word(word)
 
     def _deliver(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
         assert self._requests is not None, "outputs come only for requests that were submitted"

@@ -3,6 +3,7 @@
 `front` binds its sockets first and imports this afterwards, with torch hidden, by name.
 """
 
+import asyncio
 import contextlib
 import importlib.metadata
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from expert_placement.history import History
 from server.app import build_app
 from server.experts_http import experts_routes
 from server.experts_load import ExpertsLoad
@@ -27,6 +29,8 @@ from server.openai.completions import completion_routes
 from server.openai.models import model_routes
 from server.ops import ops_routes
 from server.options import Options
+from server.placement_control import PlacementControl
+from server.placement_http import placement_routes
 from server.ranks import Ranks
 from server.requests import Requests
 from server.router import Router
@@ -72,7 +76,11 @@ class HttpService:
             max_len=_max_len(options, tokenizer, ranks),
             created=int(time.time()),
         )
-        self.experts_load = ExpertsLoad(options.served_model_names[0])
+        eplb = options.eplb_config
+        self.experts_load = ExpertsLoad(options.served_model_names[0], window_steps=eplb.window_size)
+        history = History(Path(eplb.history_file) if eplb.history_file else None)
+        self.placement = PlacementControl(ranks, self.experts_load, eplb, history)
+        self._balances = options.enable_eplb
         metrics.add(ExpertsMetrics(self.experts_load, options.served_model_names[0]))
         version = _version()
         app = build_app(
@@ -80,6 +88,7 @@ class HttpService:
                 chat_routes(self.model, self.requests),
                 completion_routes(self.model, self.requests),
                 model_routes(self.model),
+                placement_routes(self.placement, eplb),
                 ops_routes(version, metrics, lambda: why_not_ready(ranks)),
                 experts_routes(
                     self.experts_load,
@@ -105,7 +114,12 @@ class HttpService:
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer on a bound socket until `stop`."""
-        await self._server.serve(sockets=[listener])
+        balancing = asyncio.create_task(self.placement.run()) if self._balances else None
+        try:
+            await self._server.serve(sockets=[listener])
+        finally:
+            if balancing is not None:
+                balancing.cancel()
 
     def stop(self) -> None:
         """Let `serve` return soon: no new connections, open ones have a moment to end."""

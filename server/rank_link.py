@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
+from expert_placement.placement import Placement
 from scheduler.load_report import ExpertMap, LoadReport
+from scheduler.placement_report import PlacementReport
 from scheduler.request import RankStats, Request, RequestOutput
-from server import load_wire, wire
+from server import load_wire, placement_wire, wire
 from server import ranks_pb2 as pb
 from server.channel import METADATA_KEY, OPTIONS, bearer
 from server.ranks_pb2_grpc import FrontStub
@@ -46,6 +48,8 @@ class RankLink:
         on_abort: Callable[[str], None],
         on_stop: Callable[[], None],
         on_lost: Callable[[str], None],
+        on_prepare: Callable[[Placement], None] = lambda _placement: None,
+        on_drop: Callable[[int], None] = lambda _version: None,
     ) -> None:
         self.address = address
         self._token = token
@@ -54,6 +58,9 @@ class RankLink:
         self._on_abort = on_abort
         self._on_stop = on_stop
         self._on_lost = on_lost
+        self._on_prepare = on_prepare
+        self._on_drop = on_drop
+        self._placement_reports: list[pb.PlacementReport] = []
         self._changed = threading.Condition()
         self._outputs: list[RequestOutput] = []
         self._num_pending_tokens = 0
@@ -120,6 +127,14 @@ class RankLink:
             self._experts = experts
             self._changed.notify()
 
+    def send_placement(
+        self, report: PlacementReport, placement: Placement | None = None, expert_bytes: int = 0
+    ) -> None:
+        """Queue what became of a placement, in order; never blocks. The first report says what serves at the start."""
+        with self._changed:
+            self._placement_reports.append(placement_wire.report_to_wire(report, placement, expert_bytes))
+            self._changed.notify()
+
     def close(self, reason: str = "") -> None:
         """Send what is queued, then goodbye with `reason` (empty: asked to stop), and disconnect."""
         with self._changed:
@@ -143,10 +158,13 @@ class RankLink:
                 load, experts = self._load, self._experts
                 self._outputs, self._stats, self._num_pending_tokens = [], None, 0
                 self._load = self._experts = None
+                reports, self._placement_reports = self._placement_reports, []
             if outputs or stats:
                 yield pb.FromRank(output=wire.step_output_from(outputs, stats))
             if experts is not None:
                 yield pb.FromRank(experts=load_wire.experts_to_wire(experts))
+            for report in reports:
+                yield pb.FromRank(placement=report)
             if load is not None:
                 yield pb.FromRank(load=load_wire.load_to_wire(load))
             if goodbye is not None:
@@ -154,7 +172,7 @@ class RankLink:
                 return
 
     def _has_news(self) -> bool:
-        queued = self._outputs or self._stats or self._load or self._experts
+        queued = self._outputs or self._stats or self._load or self._experts or self._placement_reports
         return bool(queued) or self._goodbye is not None or self._end_writer
 
     def _read(self, call: Iterator[pb.ToRank]) -> None:
@@ -176,6 +194,10 @@ class RankLink:
         elif kind == "stop":
             self._end_expected = True
             self._on_stop()
+        elif kind == "prepare":
+            self._on_prepare(placement_wire.placement_from(message.prepare.placement))
+        elif kind == "drop":
+            self._on_drop(message.drop.version)
         elif kind == "welcome":
             self._welcome.set()
 

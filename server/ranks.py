@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 import grpc.aio
 
+from expert_placement.placement import Placement
 from scheduler.load_report import ExpertMap, LoadReport
 from scheduler.request import RankStats, Request, RequestOutput
-from server import load_wire, wire
+from server import load_wire, placement_wire, wire
 from server import ranks_pb2 as pb
 from server.channel import METADATA_KEY, OPTIONS, bearer
+from server.placement_wire import PlacementWord
 from server.ranks_pb2_grpc import FrontServicer, add_FrontServicer_to_server
 from server.wire import RankFacts
 
@@ -60,6 +62,7 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         on_lost: Callable[[int, str], None],
         on_load: Callable[[LoadReport], None] = lambda _load: None,
         on_experts: Callable[[ExpertMap], None] = lambda _experts: None,
+        on_placement: Callable[[PlacementWord], None] = lambda _word: None,
     ) -> None:
         """Args: on_lost(rank, reason) is called when a stream ends that was not asked to stop."""
         self.num_ranks = num_ranks
@@ -72,6 +75,7 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         self._on_lost = on_lost
         self._on_load = on_load
         self._on_experts = on_experts
+        self._on_placement = on_placement
 
     def missing(self) -> list[int]:
         """Return the ranks that are not attached yet."""
@@ -85,6 +89,17 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         """Ask a rank to drop a request; a rank that is gone has dropped it."""
         if rank in self.attached:
             self._post(rank, pb.ToRank(abort=pb.Abort(request_id=request_id)))
+
+    def prepare(self, placement: Placement) -> None:
+        """Ask every rank to move experts and to switch once all have theirs."""
+        content = placement_wire.placement_to_wire(placement)
+        for rank in list(self.attached):
+            self._post(rank, pb.ToRank(prepare=pb.Prepare(placement=content)))
+
+    def drop_placement(self, version: int) -> None:
+        """Ask every rank to give up a placement that does not serve yet."""
+        for rank in list(self.attached):
+            self._post(rank, pb.ToRank(drop=pb.DropPlacement(version=version)))
 
     def stop(self) -> None:
         """Ask every rank to end in an orderly way."""
@@ -160,6 +175,8 @@ class Ranks(FrontServicer):  # type: ignore[misc]
             self._on_load(load_wire.load_from(message.load))
         elif kind == "experts":
             self._on_experts(load_wire.experts_from(message.experts))
+        elif kind == "placement":
+            self._on_placement(placement_wire.word_from(message.placement))
         elif kind == "goodbye":
             stream.said_goodbye = message.goodbye.reason
 
