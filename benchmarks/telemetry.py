@@ -121,7 +121,7 @@ def front_part() -> dict[str, float]:
     report = LoadReport(
         rank=0, step=1, num_steps=1, prefill_tokens=0, decode_tokens=0, placement_version=0,
         counts=table.astype(np.uint32), dispatch_bytes=none, combine_bytes=none, dispatch_wait_s=0.0,
-        combine_wait_s=0.0, experts_s=0.0, step_s=1.0,
+        combine_wait_s=0.0, wire_s=0.0, experts_s=0.0, step_s=1.0,
     )  # fmt: skip
     message = load_wire.load_to_wire(report).SerializeToString()
     taken = seconds_per_call(lambda: load.take_load(load_wire.load_from(pb.Load.FromString(message))), 100)
