@@ -158,6 +158,10 @@ def _run_experts(args: argparse.Namespace) -> int:
         from server.experts_live import run_live
 
         return run_live(args)
+    if args.verb in ("apply", "rollback", "history"):
+        from server.experts_change import run_change
+
+        return run_change(args)
     from server.experts_offline import run_experts
 
     return run_experts(args)

@@ -41,6 +41,7 @@ def add_experts_parser(commands: Any) -> None:
     )
     verbs = experts.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True)
     _add_live_verbs(verbs)
+    _add_change_verbs(verbs)
     lines = "".join(f"  {name:8}{what}\n" for name, what in POLICIES.items())
     simulation = verbs.add_parser(
         "simulate",
@@ -131,6 +132,47 @@ def _add_live_verbs(verbs: Any) -> None:
         "--out", type=Path, default=Path("load.npz"), metavar="FILE", help="default: %(default)s"
     )
     for parser in (load, record):
+        parser.add_argument(
+            "url",
+            nargs="?",
+            default="http://127.0.0.1:8000",
+            metavar="URL",
+            help="the service (default: %(default)s)",
+        )
+
+
+def _add_change_verbs(verbs: Any) -> None:
+    """The verbs that change a running service's placement, or tell of changes; `experts_change` runs them."""
+    apply = verbs.add_parser(
+        "apply",
+        help="move a running service's experts: to a planned placement, or to one from a file",
+        description="Move experts while the service serves, and wait until the new placement serves or is dropped.",
+        epilog="examples:\n  wideep experts apply --dry-run\n  wideep experts apply --placement placement.json\n",
+    )
+    wish = apply.add_mutually_exclusive_group()
+    wish.add_argument("--placement", type=Path, metavar="FILE", help="make this one serve (.json or .npz)")
+    wish.add_argument(
+        "--policy",
+        choices=("repair", "shares", "plan"),
+        default="repair",
+        help="plan by the load seen: few moves, no moves, or anew (default: %(default)s)",
+    )
+    apply.add_argument("--dry-run", action="store_true", help="say what it would do and change nothing")
+    rollback = verbs.add_parser(
+        "rollback",
+        help="go back to the placement before a running service's last change",
+        description="Make the placement before the last change serve again.",
+    )
+    history = verbs.add_parser(
+        "history",
+        help="what a running service decided and moved, with reasons",
+        description="Show decisions and moves, oldest first.",
+    )
+    history.add_argument(
+        "--rows", type=_rows, default=20, metavar="N", help="the last N (default: %(default)s)"
+    )
+    for parser in (apply, rollback, history):
+        parser.add_argument("--json", action="store_true", help="print JSON")
         parser.add_argument(
             "url",
             nargs="?",
