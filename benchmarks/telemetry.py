@@ -27,6 +27,7 @@ import torch
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.profile import NoDoorbell, decode
 from benchmarks.random_model import ensure_random_model
+from dispatch.exchange_clock import ExchangeClock
 from kvcache.paged_cache import PagedCache
 from moe.load_counts import LoadCounts
 from scheduler.assembly import Assembled, assemble
@@ -38,7 +39,7 @@ from server import ranks_pb2 as pb
 from server.experts_load import ExpertsLoad
 
 GOAL = 0.01  # of a step
-CLOCK_READINGS = 6  # a layer: around dispatch's exchange, combine's, and the experts
+CLOCK_READINGS, EXCHANGES = 6, 2  # a layer: around dispatch's exchange, combine's, and the experts
 CALLS = 2000  # of what takes microseconds
 FRONT = {"num_layers": 58, "num_experts": 256, "num_ranks": 32, "slots_per_rank": 9}
 
@@ -82,9 +83,10 @@ def parts(built: Assembled, batch: int) -> dict[str, float]:
     counts = LoadCounts(1, num_experts=experts, num_ranks=1, slots_per_rank=slots).layers[0]
     ids = torch.randint(experts, (batch, choices))
     counting = seconds_per_call(lambda: counts.add(ids, ids, batch))
-    clock = seconds_per_call(time.perf_counter_ns)
+    clock, exchange = seconds_per_call(time.perf_counter_ns), ExchangeClock()
+    added = seconds_per_call(lambda: exchange.add(1))
     report = seconds_per_call(lambda: load_wire.load_to_wire(built.telemetry.report(0, 0, 0.0)), 200)
-    return {"count_s": counting, "clocks_s": CLOCK_READINGS * clock, "report_s": report}
+    return {"count_s": counting, "clocks_s": CLOCK_READINGS * clock + EXCHANGES * added, "report_s": report}
 
 
 def measure(built: Assembled, cache: PagedCache, batch: int, options: argparse.Namespace) -> dict[str, Any]:
