@@ -19,6 +19,7 @@ import uvicorn
 
 from expert_placement.history import History
 from server.app import build_app
+from server.dashboard.routes import dashboard_routes
 from server.experts_http import experts_routes
 from server.experts_load import ExpertsLoad
 from server.experts_metrics import ExpertsMetrics
@@ -90,6 +91,7 @@ class HttpService:
                 model_routes(self.model),
                 placement_routes(self.placement, eplb),
                 ops_routes(version, metrics, lambda: why_not_ready(ranks)),
+                dashboard_routes(),
                 experts_routes(
                     self.experts_load,
                     rank_steps=lambda: _steps(ranks),

@@ -1,0 +1,55 @@
+// Numbers and times as text. "–" is what is not known.
+
+const NONE = "–";
+
+/** Three significant digits with a suffix: 1234567 is 1.23M. */
+export function short(value) {
+  if (value === null || value === undefined) return NONE;
+  for (const [size, suffix] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
+    if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(3))}${suffix}`;
+  return `${Number(value.toPrecision(3))}`;
+}
+
+/** All digits, grouped: 1234567 is 1,234,567. */
+export function exact(value) {
+  return value === null || value === undefined ? NONE : value.toLocaleString("en-US", { maximumFractionDigits: 1 });
+}
+
+/** A balancedness. */
+export function balance(value) {
+  return value === null || value === undefined ? NONE : value.toFixed(3);
+}
+
+/** A share of 1, as a percentage. */
+export function percent(value, digits = 1) {
+  return value === null || value === undefined ? NONE : `${(value * 100).toFixed(digits)} %`;
+}
+
+/** A load over the mean. */
+export function times(ratio) {
+  return ratio === null || ratio === undefined ? NONE : `${ratio.toFixed(ratio < 10 ? 2 : 1)}×`;
+}
+
+/** Seconds as a duration. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return NONE;
+  if (seconds < 1) return `${Number((seconds * 1e3).toPrecision(3))} ms`;
+  if (seconds < 120) return `${Number(seconds.toPrecision(3))} s`;
+  return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${Number((seconds / 3600).toPrecision(3))} h`;
+}
+
+/** Seconds since 1970 as this browser's time of day. */
+export function clock(seconds) {
+  return new Date(seconds * 1e3).toLocaleTimeString("en-GB");
+}
+
+/** At most `most` of a list's numbers. */
+export function list(numbers, most = 12) {
+  const shown = numbers.slice(0, most).join(", ");
+  return numbers.length > most ? `${shown} and ${numbers.length - most} more` : shown;
+}
+
+/** A count and its word, in the plural where it must be. */
+export function counted(number, word) {
+  return `${exact(number)} ${word}${number === 1 ? "" : "s"}`;
+}

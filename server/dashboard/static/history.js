@@ -1,0 +1,50 @@
+// The service's rebalances as a table, newest first.
+
+import { clock, counted, duration, percent, short } from "./format.js";
+
+const MOST = 50;
+const COLUMNS = [
+  ["time", (change) => clock(change.time), ""],
+  ["what", (change) => change.kind, "text"],
+  ["why", (change) => change.reason, "text"],
+  ["predicted", (change) => percent(change.predicted_gain), ""],
+  ["measured", (change) => percent(change.measured_gain), ""],
+  ["slots", (change) => short(change.moves), ""],
+  ["bytes", (change) => short(change.bytes), ""],
+];
+
+/** Whether a decision moved nothing. */
+export function isQuiet(change) {
+  return !change.moves;
+}
+
+/** All of an entry's numbers as lines. */
+export function describeChange(change) {
+  const lines = [`${clock(change.time)}  ${change.kind}, placement ${change.version}`, change.reason];
+  if (change.predicted_gain !== null) lines.push(`predicted gain ${percent(change.predicted_gain, 2)}`);
+  if (change.measured_gain !== null) lines.push(`measured gain ${percent(change.measured_gain, 2)}`);
+  if (change.moves)
+    lines.push(`${counted(change.moves, "slot")} filled, ${short(change.bytes)}B in ${duration(change.seconds)}`);
+  return lines.filter(Boolean).join("\n");
+}
+
+/** Fill an element with the table. */
+export function showHistory(parent, history) {
+  const table = document.createElement("table");
+  const head = table.createTHead().insertRow();
+  for (const [title, , kind] of COLUMNS) head.append(cell("th", title, kind));
+  const body = table.createTBody();
+  for (const change of history.slice(-MOST).reverse()) {
+    const row = body.insertRow();
+    row.className = isQuiet(change) ? "quiet" : "";
+    for (const [, text, kind] of COLUMNS) row.append(cell("td", text(change), kind));
+  }
+  parent.replaceChildren(...(history.length ? [table] : []));
+}
+
+function cell(name, text, kind) {
+  const element = document.createElement(name);
+  element.textContent = text;
+  element.className = kind;
+  return element;
+}

@@ -1,0 +1,215 @@
+// The page: polls GET /experts/load, keeps one state (loading, empty, live, refused, gone), and draws.
+
+import { balance, clock, counted, duration, exact, list, percent, short, times } from "./format.js";
+import { HeatMap } from "./heatmap.js";
+import { showHistory } from "./history.js";
+import { checkLoad, expertsOf, hottest, overMean, overMeanPair, rankFigures, ranksOf, viewOf } from "./load.js";
+import { poll, Refusal } from "./poll.js";
+import { Strips } from "./strips.js";
+import { Timeline } from "./timeline.js";
+
+const ADDRESS = "experts/load"; // relative: the service may be behind a prefix
+const PHASES = ["all", "prefill", "decode"];
+const at = (name) => document.getElementById(name);
+
+const experts = new HeatMap(at("experts"), {
+  octaves: 3,
+  label: "Load of each expert in each layer",
+  rowTitle: "layer",
+  columnTitle: "expert",
+});
+const ranks = new HeatMap(at("ranks"), {
+  octaves: 1,
+  label: "Load of each rank in each layer",
+  rowTitle: "layer",
+  columnTitle: "rank",
+});
+const traffic = new HeatMap(at("traffic"), {
+  octaves: 2,
+  label: "Bytes dispatched from each rank to each other rank",
+  rowTitle: "from rank",
+  columnTitle: "to rank",
+});
+const timeline = new Timeline(at("timeline"));
+const strips = new Strips(at("strips"));
+
+let load = null; // the last good answer
+let seen = null; // when it came, the server's time
+let phase = "all";
+
+function take(answer, time) {
+  load = checkLoad(answer);
+  seen = time;
+  const views = Object.fromEntries(PHASES.map((name) => [name, viewOf(load, name)]));
+  const isEmpty = views.all.total === 0 && !timeline.points.length;
+  if (!isEmpty) timeline.note(time, views);
+  at("model").textContent = ` of ${load.model}`;
+  document.title = `Expert load of ${load.model}`;
+  at("shape").textContent = shapeOf(load);
+  enter(isEmpty ? "empty" : "live", `${isEmpty ? "idle" : "live"}, ${clock(time)}`);
+  if (isEmpty) explainEmpty();
+  else draw(views[phase]);
+}
+
+function shapeOf(load) {
+  const slots = load.slots_per_rank * load.num_ranks;
+  return (
+    `${counted(load.layers.length, "MoE layer")} × ${counted(load.num_experts, "expert")} in ${exact(slots)} slots ` +
+    `on ${counted(load.num_ranks, "rank")} · placement ${load.placement_version} · epoch ${load.epoch}`
+  );
+}
+
+function draw(view) {
+  const window = `${counted(load.window.steps, "step")} in ${duration(load.window.seconds)}`;
+  showTiles(view, window);
+  showExperts(view);
+  showRanks(view);
+  showTraffic();
+  const history = load.history ?? [];
+  timeline.show(phase, history);
+  at("timeline-note").textContent =
+    `Mean over fullest rank of each layer, then over layers; 1 is even. ` +
+    `Each point is a window; the lines begin when this page was opened.`;
+  at("history-note").textContent = history.length ? "" : "None so far: nothing was moved and nothing was considered.";
+  showHistory(at("history"), history);
+  strips.show(rankFigures(load));
+}
+
+function showTiles(view, window) {
+  const hot = hottest(overMean(view.tokens));
+  const worst = view.worstLayer === null ? "–" : `layer ${load.layers[view.worstLayer]}`;
+  const tiles = [
+    ["Balancedness, mean", balance(view.mean), `over the layers; median ${balance(view.median)}`],
+    ["Balancedness, worst", balance(view.worst), worst],
+    ["Hottest expert", hot ? times(hot.ratio) : "–", hot ? `expert ${hot.expert} of layer ${load.layers[hot.layer]}` : ""],
+    ["Tokens to experts", short(view.total), `in ${window}`],
+    ["Placement", `${load.placement_version}`, lastMove()],
+  ];
+  at("tiles").replaceChildren(
+    ...tiles.map(([title, value, more]) => {
+      const tile = document.createElement("div");
+      for (const [name, text] of [["dt", title], ["dd", value], ["dd", more]]) {
+        const line = document.createElement(name);
+        line.textContent = text;
+        tile.append(line);
+      }
+      tile.lastChild.className = "note";
+      return tile;
+    }),
+  );
+}
+
+function lastMove() {
+  const moves = (load.history ?? []).filter((change) => change.moves > 0);
+  return moves.length ? `since ${clock(moves.at(-1).time)}` : "as at the start";
+}
+
+function showExperts(view) {
+  const ratios = overMean(view.tokens);
+  const sums = view.tokens.map((row) => row.reduce((a, b) => a + b, 0));
+  const describe = (row, expert) => {
+    const held = ranksOf(load, row, expert);
+    const lines = [
+      `layer ${load.layers[row]}, expert ${expert}`,
+      `${exact(view.tokens[row][expert])} tokens, ${times(ratios[row][expert])} the layer's mean`,
+      `${percent(sums[row] ? view.tokens[row][expert] / sums[row] : null, 2)} of the layer`,
+      held.length ? `on rank ${list(held)}` : "on no rank",
+    ];
+    return lines.join("\n");
+  };
+  experts.show({ ratios, rows: load.layers, describe });
+  at("experts-note").textContent =
+    `Tokens of each expert over its layer's mean.` + shared(experts, "experts");
+}
+
+function showRanks(view) {
+  const ratios = overMean(view.rankTokens);
+  const describe = (row, rank) => {
+    const held = expertsOf(load, row, rank);
+    const lines = [
+      `layer ${load.layers[row]}, rank ${rank}` + hostOf(rank),
+      `${exact(view.rankTokens[row][rank])} tokens, ${times(ratios[row][rank])} the layer's mean`,
+      `holds ${counted(held.length, "expert")}: ${list(held)}`,
+      `balancedness of the layer ${balance(view.perLayer[row])}`,
+    ];
+    return lines.join("\n");
+  };
+  ranks.show({ ratios, rows: load.layers, describe, bars: view.perLayer });
+  at("ranks-note").textContent =
+    `Tokens of each rank over the layer's mean; bars: the layer's balancedness.` + shared(ranks, "ranks");
+}
+
+function showTraffic() {
+  const bytes = load.ranks.map((rank) => rank.dispatch_bytes);
+  const ratios = overMeanPair(
+    bytes,
+    load.ranks.map((rank) => rank.rank),
+  );
+  const describe = (row, to) => {
+    const from = load.ranks[row];
+    return `from rank ${from.rank}${hostOf(from.rank)}\nto rank ${to}${hostOf(to)}\n${exact(bytes[row][to])} bytes, ${times(ratios[row][to])} the mean`;
+  };
+  traffic.show({ ratios, rows: load.ranks.map((rank) => rank.rank), describe });
+  at("traffic-note").textContent = `From each rank to each rank, over the mean pair.` + shared(traffic, "pairs");
+}
+
+function hostOf(rank) {
+  const found = load.ranks.find((each) => each.rank === rank);
+  return found ? ` on ${found.host}` : "";
+}
+
+/** Says so where neighbours share a cell. */
+function shared(map, what) {
+  const members = map.grouped[0] * map.grouped[1];
+  return members > 1 ? ` A cell is the hottest of ${members} neighbouring ${what}.` : "";
+}
+
+function explainEmpty() {
+  at("why-nothing").textContent =
+    "The service answers, and no token has been routed to an expert in its window. Send it something:";
+  const body = JSON.stringify({ model: load.model, prompt: "Hello", max_tokens: 64 });
+  at("try").textContent =
+    `curl ${new URL("v1/completions", location.href)} -H 'Content-Type: application/json' \\\n  -d '${body}'`;
+}
+
+function fail(error) {
+  if (error instanceof Refusal) {
+    enter("refused", `refused: ${error.status}`);
+    complain(`The service answers GET /${ADDRESS} with ${error.status}: ${error.message}`);
+  } else if (error instanceof TypeError || error.name === "TimeoutError" || error.name === "AbortError") {
+    enter("gone", "no answer");
+    complain(`The service at ${location.host} does not answer.`);
+  } else {
+    enter("refused", "not understood");
+    complain(`The page and the service do not fit together: ${error.message}.`);
+    console.error(error);
+  }
+}
+
+function complain(message) {
+  const shown = document.querySelector("main").hidden ? "" : ` What is shown is from ${clock(seen)}.`;
+  at("banner").textContent = `${message}${shown} Trying again by itself.`;
+}
+
+/** Change the state: which parts are seen, and what the status says. */
+function enter(state, status) {
+  document.body.dataset.state = state;
+  at("status").textContent = status;
+  at("banner").hidden = state === "live" || state === "empty";
+  if (state === "live" || state === "empty") {
+    at("nothing").hidden = state !== "empty";
+    document.querySelector("main").hidden = state !== "live";
+  }
+}
+
+function redraw() {
+  if (load && timeline.points.length) draw(viewOf(load, phase));
+}
+
+at("phases").addEventListener("change", (event) => {
+  phase = event.target.value;
+  redraw();
+});
+addEventListener("resize", redraw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+poll(ADDRESS, { onAnswer: take, onFailure: fail });
