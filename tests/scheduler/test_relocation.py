@@ -61,7 +61,7 @@ def slot_digests(built: Any) -> list[list[bytes]]:
 
 def fresh_digests(directory: Path, placement: Placement, rank: int) -> list[list[bytes | None]]:
     """What a rank's slots must hold by the checkpoint: one rank loads all experts."""
-    whole = build(directory, rank=0, world_size=1)
+    whole = build(directory, rank=0, world_size=1, max_model_len=160)
     return [
         [None if expert < 0 else digest(read_slot(layer, expert).tensors()) for expert in row]
         for layer, row in zip(whole.model.layers, placement.local(rank).tolist(), strict=True)
@@ -83,7 +83,9 @@ def moving(directory: Path, count: int, settings: dict[str, Any]) -> tuple[Moved
     )
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(2, "shm"), (4, "gloo")])
+@pytest.mark.parametrize(
+    ("world_size", "backend"), [(2, "shm"), pytest.param(4, "gloo", marks=pytest.mark.slow)]
+)
 def test_answers_keep_their_bits_while_experts_move_again_and_again(
     checkpoint: Path, world_size: int, backend: str, pool_of: PoolOf
 ) -> None:
@@ -98,6 +100,26 @@ def test_answers_keep_their_bits_while_experts_move_again_and_again(
     switched = [[r.step for r in moved.reports if r.state is SERVING] for moved, _ in parts]
     assert all(steps == switched[0] for steps in switched), "all ranks switch at the same step"
     assert sum(report.num_bytes for moved, _ in parts for report in moved.reports) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_thirty_rebalances_under_load_change_no_token_and_lose_no_request(
+    checkpoint: Path, world_size: int, pool_of: PoolOf
+) -> None:
+    alone = build(checkpoint, max_model_len=160)
+    wanted = answers(MovedRank(serve(alone, *[requests()] * 2)))
+    parts = pool_of(world_size).run(moving, checkpoint, 30, {"max_move_bytes_per_step": 1 << 14})
+    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == wanted
+    for moved, is_whole in parts:
+        assert is_whole and moved.states()[-1] == (30, SERVING)
+        ended = [output for output in moved.served.outputs if output.finish_reason is not None]
+        assert len(ended) == 2 * len(own_ids(moved)) and not any(output.error for output in ended)
+
+
+def own_ids(moved: MovedRank) -> set[str]:
+    """The requests that a rank served."""
+    return {output.request_id for output in moved.served.outputs}
 
 
 class _Flipping:
