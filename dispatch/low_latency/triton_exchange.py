@@ -41,7 +41,9 @@ from dispatch.low_latency.triton_launches import DTYPES, Launches, TritonSlot
 from dispatch.transport import decode_refusal, encode_refusal
 
 POLLS_PER_S = 1_000_000  # of a GPU, about: a look at a flag goes to memory
-_POLLS_PER_LOOK = 64  # by a host that looks at the clock in between
+_POLLS_PER_LOOK = 10_000  # by a host that looks at the clock in between
+_INTERPRETED_POLLS = 4  # which are slow, and take the core that a peer may need: hence a pause
+_PAUSE_S = 0.001
 _TROUBLE_BITS = 3  # of a status, below the call's number
 
 log = logging.getLogger(__name__)
@@ -242,12 +244,16 @@ class TritonExchange:
             polls = int(self._timeout_s * POLLS_PER_S)
             self._wait_flags(word, waited_R, polls, IS_LAST=True, HAS_CLOCK=waited_R is not None, **options)
             return
+        is_interpreted = self.device.type == "cpu"
+        polls = _INTERPRETED_POLLS if is_interpreted else _POLLS_PER_LOOK
         begin, is_late = time.monotonic(), False
         while not is_late:
             is_late = time.monotonic() - begin > self._timeout_s
-            self._wait_flags(word, None, _POLLS_PER_LOOK, IS_LAST=is_late, HAS_CLOCK=False, **options)
+            self._wait_flags(word, None, polls, IS_LAST=is_late, HAS_CLOCK=False, **options)
             if bool(((self._arrived != 0) | (self._mask != 0)).all()):
                 break
+            if is_interpreted:
+                time.sleep(_PAUSE_S)
         if waited_R is not None:
             others = self._mask == 0
             others[self.rank] = False
