@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from expert_placement.placement import Placement
 from expert_placement.transfers import Transfer, transfers_between
 from moe.expert_weights import ExpertWeights, exchange_slot
@@ -127,6 +129,7 @@ class Relocation:
         staged.weights.clear()
 
     def _move_forever(self) -> None:
+        torch.set_num_threads(1)  # OpenMP counts per thread: a new one would take all cores from the steps
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: bool(self._wanted))
