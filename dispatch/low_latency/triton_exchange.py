@@ -1,7 +1,7 @@
 """`LowLatencyExchange` by Triton kernels through symmetric memory: between GPUs, or in the interpreter between CPU ranks.
 
-Nothing is allocated after the first call of a shape. On a GPU nothing is looked at from the host either, so that calls
-can be captured in a CUDA graph. This has consequences there, unless `is_blocking`:
+Nothing is allocated after the first call of a shape, and on a GPU the host looks at nothing. (A CUDA graph cannot replay
+these calls yet: the host counts them, and a replay would repeat a number.) Consequences there, unless `is_blocking`:
 - choices out of range, and choices of a combine that were not dispatched, are no choices instead of errors;
 - a call that a peer refused or that ranks disagree on delivers no rows and sums to zero; the error comes with the next
   `barrier` (`clean_low_latency_buffer`), which looks. Likewise a late peer: after about `timeout_s` its rows are left
