@@ -187,13 +187,21 @@ def test_rebalances_are_listed_and_marked_and_markup_in_them_is_text(
     browser.open(service.url)
     browser.wait_for(LIVE)
     now_s = browser.evaluate("Date.now() / 1000")
-    moved = change(0, 1, "move", 6, "saves <b>8 %</b> of a step")
+    moved = change(0, 1, "repair", 6, "saves <b>8 %</b> of a step")
+    dropped = {
+        **change(0, 1, "repair", 6, "saves 8 %"),
+        "failed": "rank 1: a checksum differs",
+        "time": now_s,
+    }
     quiet = change(0, 1, "nothing", 0, "too little to gain")
-    service.answer = load_answer(2, 8, 2, history=[{**moved, "time": now_s}, {**quiet, "time": now_s}])
-    browser.wait_for("document.querySelectorAll('#timeline .mark').length === 2")
-    assert browser.evaluate("document.querySelectorAll('#timeline .mark.quiet').length") == 1
+    service.answer = load_answer(
+        2, 8, 2, history=[{**moved, "time": now_s}, {**quiet, "time": now_s}, dropped]
+    )
+    browser.wait_for("document.querySelectorAll('#timeline .mark').length === 3")
+    assert browser.evaluate("document.querySelectorAll('#timeline .mark.quiet').length") == 2
     rows = text(browser, "history").splitlines()
     assert any("too little to gain" in row for row in rows)
+    assert any("dropped, because rank 1: a checksum differs" in row for row in rows)
     assert "saves <b>8 %</b> of a step" in "\n".join(rows)
 
 

@@ -6,21 +6,21 @@ const MOST = 50;
 const COLUMNS = [
   ["time", (change) => clock(change.time), ""],
   ["what", (change) => change.kind, "text"],
-  ["why", (change) => change.reason, "text"],
+  ["why", reasonOf, "text"],
   ["predicted", (change) => percent(change.predicted_gain), ""],
   ["measured", (change) => percent(change.measured_gain), ""],
   ["slots", (change) => short(change.moves), ""],
   ["bytes", (change) => short(change.bytes), ""],
 ];
 
-/** Whether a decision moved nothing. */
+/** Whether the placement stayed as it was; new shares change it without a move. */
 export function isQuiet(change) {
-  return !change.moves;
+  return change.kind === "nothing" || Boolean(change.failed);
 }
 
 /** All of an entry's numbers as lines. */
 export function describeChange(change) {
-  const lines = [`${clock(change.time)}  ${change.kind}, placement ${change.version}`, change.reason];
+  const lines = [`${clock(change.time)}  ${change.kind}, placement ${change.version}`, reasonOf(change)];
   if (change.predicted_gain !== null) lines.push(`predicted gain ${percent(change.predicted_gain, 2)}`);
   if (change.measured_gain !== null) lines.push(`measured gain ${percent(change.measured_gain, 2)}`);
   if (change.moves)
@@ -40,6 +40,10 @@ export function showHistory(parent, history) {
     for (const [, text, kind] of COLUMNS) row.append(cell("td", text(change), kind));
   }
   parent.replaceChildren(...(history.length ? [table] : []));
+}
+
+function reasonOf(change) {
+  return change.failed ? `dropped, because ${change.failed}` : change.reason;
 }
 
 function cell(name, text, kind) {

@@ -2,7 +2,7 @@
 
 import { balance, clock, counted, duration, exact, list, percent, short, times } from "./format.js";
 import { HeatMap } from "./heatmap.js";
-import { showHistory } from "./history.js";
+import { isQuiet, showHistory } from "./history.js";
 import { checkLoad, expertsOf, hottest, overMean, overMeanPair, rankFigures, ranksOf, viewOf } from "./load.js";
 import { poll, Refusal } from "./poll.js";
 import { Strips } from "./strips.js";
@@ -70,8 +70,9 @@ function draw(view) {
   at("timeline-note").textContent =
     `Mean over fullest rank of each layer, then over layers; 1 is even. ` +
     `Each point is a window; the lines begin when this page was opened.`;
-  at("history-note").textContent = history.length ? "" : "None so far: nothing was moved and nothing was considered.";
+  at("history-note").textContent = history.length ? "" : "None so far.";
   showHistory(at("history"), history);
+  at("why").textContent = load.why?.sentence ?? "";
   strips.show(rankFigures(load));
 }
 
@@ -100,7 +101,7 @@ function showTiles(view, window) {
 }
 
 function lastMove() {
-  const moves = (load.history ?? []).filter((change) => change.moves > 0);
+  const moves = (load.history ?? []).filter((change) => !isQuiet(change));
   return moves.length ? `since ${clock(moves.at(-1).time)}` : "as at the start";
 }
 
@@ -155,7 +156,7 @@ function showTraffic() {
 
 function hostOf(rank) {
   const found = load.ranks.find((each) => each.rank === rank);
-  return found ? ` on ${found.host}` : "";
+  return found?.host ? ` on ${found.host}` : "";
 }
 
 /** Says so where neighbours share a cell. */

@@ -103,7 +103,7 @@ export class Strips {
 
 function describe(rank) {
   const lines = [
-    `rank ${rank.rank} on ${rank.host}, ${counted(rank.steps, "step")}`,
+    `rank ${rank.rank} on ${rank.host ?? "a host not known"}, ${counted(rank.steps, "step")}`,
     `${exact(rank.served)} tokens served by its experts`,
     `${exact(rank.tokens)} tokens of its own requests`,
     `experts ${duration(rank.experts_s)}, ${short(rank.perTokenUs)} µs per token`,

@@ -126,7 +126,7 @@ function legend() {
   const entries = [
     ["first", "mean over layers"],
     ["second", "worst layer"],
-    ["moved", "experts moved (short: decided not to)"],
+    ["moved", "placement changed (short: it did not)"],
   ];
   for (const [name, text] of entries) {
     const entry = document.createElement("span");
