@@ -63,10 +63,10 @@ class Step:
         self._tiles: dict[int, np.ndarray] = {}
         self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
 
-    def fill(self, spans: Sequence[Span], num_decodes: int = 0) -> None:
+    def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
         """Describe a batch; sequences keep their order and their rows follow each other.
 
-        The first `num_decodes` spans are decodes, of one token each; it is only counted.
+        The first `num_decodes` spans are decodes, of one token each; it is only counted. `agreed_tokens`: see there.
 
         The rows are padded to a multiple of `ROW_MULTIPLE`, at least once that: no model family takes zero rows.
         PyTorch's vectorised loops end in a scalar tail whose exp() differs in the last bit; with pairs of full
@@ -87,6 +87,7 @@ class Step:
         block_T = self._table[sequence_T, position_T // self.block_tokens]
         self._cache_slot[:tokens] = block_T * self.block_tokens + position_T % self.block_tokens
         self.num_sequences, self.num_tokens, self.num_decodes = count, tokens, num_decodes
+        self.agreed_tokens = agreed_tokens
         self.num_pairs = int(lengths @ self._context[:count])
         self.num_padded = max(ROW_MULTIPLE, -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE)
         self._position[:tokens] = position_T

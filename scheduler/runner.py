@@ -49,8 +49,7 @@ class Runner:
             if samples:
                 rows.append(row - 1)
         num_decodes = batch.num_tokens - batch.num_prefill_tokens
-        self.step.fill(spans, num_decodes)
-        self.step.agreed_tokens = agreed_tokens
+        self.step.fill(spans, num_decodes, agreed_tokens=agreed_tokens)
         self._token_T[:row] = torch.tensor(tokens, dtype=torch.int64)
         self._token_T[row : self.step.num_padded] = 0
         token_T = self._token_T[: self.step.num_padded]

@@ -6,7 +6,7 @@ from benchmarks.serve_options import Layout, OptionsError, parse_options
 def test_defaults_are_the_whole_measurement() -> None:
     options = parse_options([])
     assert options.models == ("demo", "random")
-    assert options.levels == ((1, 4), (4, 8), (16, 32), (32, 32))
+    assert options.levels == ((1, 2), (4, 8), (16, 16), (32, 32))
     assert (options.rounds, options.prompt_tokens, options.output_tokens) == (3, 128, 64)
     assert options.layouts == (Layout(1, 2), Layout(2, 1))
     assert options.max_model_len == 192
@@ -18,7 +18,7 @@ def test_quick_changes_defaults_and_flags_override_it() -> None:
     options = parse_options(["--quick", "--rounds", "2", "--models", "demo"])
     assert options.models == ("demo",)
     assert options.rounds == 2
-    assert options.levels == ((1, 4), (4, 8))
+    assert options.levels == ((1, 2), (4, 8))
 
 
 def test_requests_follow_the_concurrency_they_are_given_for() -> None:

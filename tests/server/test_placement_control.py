@@ -84,7 +84,7 @@ def seen(load: ExpertsLoad, steps: int) -> None:
             LoadReport(
                 rank=rank, step=steps, num_steps=steps, prefill_tokens=0, decode_tokens=500 * steps,
                 placement_version=0, counts=counts, dispatch_bytes=(0, 0), combine_bytes=(0, 0),
-                dispatch_wait_s=0.0, combine_wait_s=0.0, experts_s=0.5 * steps, step_s=1.0 * steps,
+                dispatch_wait_s=0.0, combine_wait_s=0.0, wire_s=0.0, experts_s=0.5 * steps, step_s=1.0 * steps,
             )
         )  # fmt: skip
 
