@@ -21,6 +21,13 @@ from tests.support.placements import random_placement
 from tests.support.serving import build, own_share, request, serve
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+one_family_first = pytest.mark.parametrize(
+    "served_alone",
+    [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])],
+    indirect=True,
+    scope="module",
+)
+"""For what lies below the model: the other families are in `make test-all`."""
 Answers = dict[str, list[tuple[int, float]]]  # request id to (token, logprob) of every position
 
 
@@ -115,6 +122,7 @@ def test_ranks_and_transports_change_no_bit(
     assert {key: value for part in parts for key, value in part.items()} == alone
 
 
+@one_family_first
 @pytest.mark.parametrize("mode", list(DispatchMode))
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_dispatch_modes_change_no_bit(
@@ -131,6 +139,7 @@ def test_dispatch_modes_change_no_bit(
     assert {key: value for part in parts for key, value in part.items()} == alone
 
 
+@one_family_first
 @pytest.mark.parametrize(("world_size", "slots"), [(1, 12), (2, 6), (4, 4)])
 def test_copies_shares_and_empty_slots_change_no_bit(
     served_alone: tuple[Path, Answers], world_size: int, slots: int, pool_of: PoolOf, tmp_path: Path
@@ -146,6 +155,7 @@ def test_copies_shares_and_empty_slots_change_no_bit(
     assert {key: value for part in parts for key, value in part.items()} == alone
 
 
+@one_family_first
 @pytest.mark.parametrize(("node_size", "backend"), [(2, "auto"), (2, "gloo"), (1, "gloo")])
 def test_node_limited_dispatch_changes_no_bit(
     served_alone: tuple[Path, Answers], node_size: int, backend: str, pool_of: PoolOf
@@ -156,6 +166,7 @@ def test_node_limited_dispatch_changes_no_bit(
     assert {key: value for part in parts for key, value in part.items()} == alone
 
 
+@one_family_first
 def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
     served_alone: tuple[Path, Answers], pool_of: PoolOf
 ) -> None:

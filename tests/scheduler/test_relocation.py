@@ -194,8 +194,8 @@ def failing(directory: Path, how: str) -> tuple[MovedRank, bool, str]:
     ("how", "said"),
     [
         ("flipped bit", "another check sum"),
-        ("missing tensor", "it must be {"),
-        ("wrong expert", "answers 8 rows otherwise"),
+        pytest.param("missing tensor", "it must be {", marks=pytest.mark.slow),
+        pytest.param("wrong expert", "answers 8 rows otherwise", marks=pytest.mark.slow),
     ],
 )
 def test_what_does_not_arrive_as_it_was_never_serves_and_serving_goes_on(

@@ -137,6 +137,7 @@ def test_the_recorded_load_is_every_token_of_every_layer(client: OpenAI, service
     assert all(rank["dispatch_bytes"][1 - rank["rank"]] > 0 for rank in ranks)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_every_process_with_status_0(model: Path, tmp_path: Path) -> None:
     with RealService.serve(model, tmp_path / "output.txt") as service:
         service.wait_ready()
@@ -146,6 +147,7 @@ def test_ctrl_c_ends_every_process_with_status_0(model: Path, tmp_path: Path) ->
         assert all(has_ended(pid, 2) for pid in below)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_the_service_with_a_message(model: Path, tmp_path: Path) -> None:
     with RealService.serve(model, tmp_path / "output.txt") as service:
         service.wait_ready()
@@ -157,6 +159,7 @@ def test_a_killed_engine_ends_the_service_with_a_message(model: Path, tmp_path: 
         assert "SIGKILL" in service.output()
 
 
+@pytest.mark.slow
 def test_two_torchrun_agents_serve_together_and_both_print_the_address(model: Path, tmp_path: Path) -> None:
     port, rendezvous = free_port(), free_port()
     wideep = tmp_path / "wideep"

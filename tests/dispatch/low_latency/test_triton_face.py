@@ -89,6 +89,7 @@ def answer_in_another_type() -> list[torch.Tensor]:
     return results
 
 
+@pytest.mark.slow
 def test_answers_may_have_another_type_and_leave_choices_out(fresh_pool: RankPool) -> None:
     for ours32, ours16, cpu32, cpu16 in fresh_pool.run(answer_in_another_type):
         assert torch.equal(ours32, cpu32) and ours32.dtype == torch.float32
@@ -107,6 +108,7 @@ def test_answers_may_have_another_type_and_leave_choices_out(fresh_pool: RankPoo
         ("combine", {"topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, "topk_idx["),
     ],
 )
+@pytest.mark.slow
 def test_a_refusal_reaches_every_rank_and_the_next_call_works(
     fresh_pool: RankPool, call: str, change: dict[str, Any], message: str
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_refusal_reaches_every_rank_and_the_next_call_works(
         assert_same(result, wants[rank], f"rank {rank}")
 
 
+@pytest.mark.slow
 def test_a_refusal_is_raised_by_the_hook_it_belongs_to(fresh_pool: RankPool) -> None:
     (posted, hooked), (refused, _) = fresh_pool.run(faces.refused_while_hook_waits, "triton")
     assert posted == "no error"
@@ -126,6 +129,7 @@ def test_a_refusal_is_raised_by_the_hook_it_belongs_to(fresh_pool: RankPool) -> 
 
 
 @pytest.mark.parametrize("wrong", ["hidden", "tokens"])
+@pytest.mark.slow
 def test_ranks_that_disagree_get_a_named_error(fresh_pool: RankPool, wrong: str) -> None:
     for text in fresh_pool.run(faces.disagree, "triton", wrong):
         assert text.startswith("RanksDisagree: rank ")
@@ -138,6 +142,7 @@ def test_two_calls_may_be_under_way_and_posting_does_not_wait(fresh_pool: RankPo
     assert all(elapsed < 20 for elapsed in fresh_pool.run(faces.send_before_the_peer, "triton"))
 
 
+@pytest.mark.slow
 def test_waits_are_noted_for_peers(fresh_pool: RankPool) -> None:
     for rank, (waits, table) in enumerate(fresh_pool.run(faces.count_waits, "triton")):
         assert 0 < waits[1 - rank] < 20e9
@@ -168,6 +173,7 @@ def grow_and_reuse() -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_memory_grows_and_a_refusal_meets_a_rank_that_would_grow(fresh_pool: RankPool) -> None:
     first, second = fresh_pool.run(grow_and_reuse)
     assert first[2].startswith("PeerRefused: rank 1 refused the call: topk_idx[0, 0] is 99")
@@ -194,6 +200,7 @@ def come_late(absent: int, enable_shrink: bool) -> tuple[str, list[int], Any] | 
         exchange.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_a_named_error(fresh_pool: RankPool) -> None:
     text, mask, _ = fresh_pool.run(come_late, 1, False)[0]
     assert text.startswith("DispatchTimeout: ") and "rank 1" in text
@@ -239,6 +246,7 @@ def call_without_looking() -> tuple[list[str], list[torch.Tensor]]:
     return texts, seen
 
 
+@pytest.mark.slow
 def test_where_the_host_does_not_look_nothing_is_delivered_and_the_barrier_says_why(
     fresh_pool: RankPool,
 ) -> None:
@@ -287,6 +295,7 @@ def use_a_buffer() -> tuple[torch.Tensor, torch.Tensor, str]:
     return results[0], results[1], text
 
 
+@pytest.mark.slow
 def test_a_buffer_takes_the_kernels_when_asked_to(fresh_pool: RankPool) -> None:
     for ours, cpu, text in fresh_pool.run(use_a_buffer):
         assert torch.equal(ours, cpu)
