@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, PeerRefused
-from dispatch.transport import MAX_REFUSAL_BYTES, Transport, decode_refusal, encode_refusal
+from dispatch.transport import MAX_REFUSAL_BYTES, RankTable, Transport, decode_refusal, encode_refusal
 from dispatch.transports.choose import open_transport
 from dispatch.transports.collective import CollectiveTransport
 from dispatch.transports.local import LocalTransport
@@ -96,7 +96,10 @@ def test_refusals_survive_their_bytes() -> None:
 
 
 def test_one_rank_may_refuse() -> None:
-    LocalTransport().refuse("nobody hears it")
+    transport = LocalTransport()
+    transport.refuse("nobody hears it")
+    transport.exchange(RankTable(1), None)
+    assert transport.received(0).numel() == 0
 
 
 def refuse_after_close(name: str) -> str:

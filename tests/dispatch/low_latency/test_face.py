@@ -48,8 +48,9 @@ def test_an_event_is_returned_where_it_was_asked_for(face: LowLatencyFace) -> No
     x, topk = bring()
     recv_x, _, handle, event, _ = face.low_latency_dispatch(x, topk, 4, 2, use_fp8=False, async_finish=True)
     event.current_stream_wait()
-    _, event, _ = face.low_latency_combine(recv_x, topk, torch.ones(3, 2), handle, async_finish=True)
+    out, event, _ = face.low_latency_combine(recv_x, topk, torch.full((3, 2), 0.5), handle, async_finish=True)
     event.current_stream_wait()
+    assert torch.equal(out, x)
 
 
 def test_two_results_may_be_held_and_answered_in_any_order(face: LowLatencyFace) -> None:
