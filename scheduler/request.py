@@ -19,6 +19,20 @@ class FinishReason(Enum):
     ERROR = "error"  # the rank could not serve it; the message says why
 
 
+STRUCTURE_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "tool_calls")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A form that an answer must have. Checked where a request enters (the front); a rank compiles it."""
+
+    kind: str  # one of STRUCTURE_KINDS
+    text: str = ""  # the schema as JSON; the regex; a JSON list of strings; a grammar in EBNF or Lark, as "tool_calls"
+    after: str = (
+        ""  # text that ends what comes before the structure (a reasoning part's end); "": nothing does
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Ranges are checked where a request enters (the front); a rank trusts them."""
@@ -35,6 +49,7 @@ class SamplingParams:
     seed: int = 0  # 64 bits; the front draws one when the user gives none, so that a replay is equal
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids are among them, unless ignored
     num_logprobs: int | None = None  # None: none; n >= 0: the chosen token's and those of the n likeliest
+    structure: Structure | None = None  # the form that the answer must have
 
 
 @dataclass(frozen=True, kw_only=True)

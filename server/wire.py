@@ -4,8 +4,17 @@ Knows no connection. Times cross the wire as time-outs, because the clocks of tw
 """
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from scheduler.request import FinishReason, Logprobs, RankStats, Request, RequestOutput, SamplingParams
+from scheduler.request import (
+    FinishReason,
+    Logprobs,
+    RankStats,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Structure,
+)
 from server import ranks_pb2 as pb
 
 _TO_WIRE = {None: pb.UNFINISHED} | {reason: getattr(pb, reason.name) for reason in FinishReason}
@@ -47,11 +56,16 @@ def submit_from(request: Request, *, now_s: float) -> pb.Submit:
         request_id=request.request_id,
         prompt_ids=request.prompt_ids,
         params=pb.SamplingParams(
-            **{name: value for name, value in vars(params).items() if value is not None}
+            **{name: _plain(value) for name, value in vars(params).items() if value is not None}
         ),
         timeout_s=timeout_s,
         replayed_ids=request.replayed_ids,
     )
+
+
+def _plain(value: Any) -> Any:
+    """A parameter as a message's constructor takes it."""
+    return asdict(value) if isinstance(value, Structure) else value
 
 
 def request_from(submit: pb.Submit, *, now_s: float) -> Request:
@@ -81,7 +95,12 @@ def _params_from(wire: pb.SamplingParams) -> SamplingParams:
         seed=wire.seed,
         stop_token_ids=tuple(wire.stop_token_ids),
         num_logprobs=wire.num_logprobs if wire.HasField("num_logprobs") else None,
+        structure=_structure_from(wire.structure) if wire.HasField("structure") else None,
     )
+
+
+def _structure_from(wire: pb.Structure) -> Structure:
+    return Structure(wire.kind, wire.text, wire.after)
 
 
 def step_output_from(outputs: list[RequestOutput], stats: RankStats | None) -> pb.StepOutput:

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.request import Request, SamplingParams
+from scheduler.request import Request, SamplingParams, Structure
 from server import errors
 from server.errors import bad_request
 from server.generations import Ask
@@ -64,12 +64,14 @@ def asks_for(
     num_logprobs: int | None,
     prompt_field: str,
     max_tokens_field: str = "max_tokens",
+    structure: Structure | None = None,
 ) -> list[Ask]:
     """Return n asks per prompt, in the order of the choices' indexes.
 
     Args:
         prompts: token ids, not empty.
         max_tokens: None is up to the context's end.
+        structure: the form that answers must have, checked (`openai.structure`).
 
     Raises:
         ApiError: 400, naming the field.
@@ -88,7 +90,12 @@ def asks_for(
             )
         for choice in range(n):
             params = _sampling(
-                body, model, max_tokens=room, seed=(seed + choice) % 2**64, num_logprobs=num_logprobs
+                body,
+                model,
+                max_tokens=room,
+                seed=(seed + choice) % 2**64,
+                num_logprobs=num_logprobs,
+                structure=structure,
             )
             request = Request(
                 request_id=f"{request_id}-{len(asks)}",
@@ -119,7 +126,13 @@ def _room(num_prompt_tokens: int, max_len: int, max_tokens: int | None, prompt_f
 
 
 def _sampling(
-    body: SamplingFields, model: ServedModel, *, max_tokens: int, seed: int, num_logprobs: int | None
+    body: SamplingFields,
+    model: ServedModel,
+    *,
+    max_tokens: int,
+    seed: int,
+    num_logprobs: int | None,
+    structure: Structure | None,
 ) -> SamplingParams:
     def said(name: str, otherwise: Any) -> Any:
         """The client's value, else the checkpoint's, else the usual one."""
@@ -146,6 +159,7 @@ def _sampling(
         seed=seed,
         stop_token_ids=tuple(sorted(stop_ids)),
         num_logprobs=num_logprobs,
+        structure=structure,
     )
 
 

@@ -9,7 +9,15 @@ from queue import Queue
 
 import pytest
 
-from scheduler.request import FinishReason, Logprobs, RankStats, Request, RequestOutput, SamplingParams
+from scheduler.request import (
+    FinishReason,
+    Logprobs,
+    RankStats,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Structure,
+)
 from server.rank_link import LinkError, RankLink
 from server.ranks import Ranks, listen
 from server.wire import RankFacts
@@ -33,7 +41,13 @@ REQUEST = Request(
     request_id="r1",
     prompt_ids=(1, 2, 3),
     params=SamplingParams(
-        max_tokens=5, temperature=0.7, top_p=0.9, seed=2**64 - 1, stop_token_ids=(9,), num_logprobs=0
+        max_tokens=5,
+        temperature=0.7,
+        top_p=0.9,
+        seed=2**64 - 1,
+        stop_token_ids=(9,),
+        num_logprobs=0,
+        structure=Structure("regex", "a+é", after="</think>"),
     ),
     arrival_s=0.0,
     replayed_ids=(4,),
