@@ -24,6 +24,7 @@ class Ask:
     stops: tuple[str, ...] = ()
     include_stop: bool = False  # show the stop string or token that ended the text
     skip_special_tokens: bool = True
+    hidden_ids: frozenset[int] = frozenset()  # special tokens that are not shown although others are
     eos_ids: frozenset[int] = frozenset()  # stop tokens that are the model's, not the client's
 
 
@@ -110,6 +111,11 @@ class Generation:
 
     def _visible(self, output: RequestOutput) -> list[int]:
         """Return the tokens that are shown: not the stop token that ended the answer, unless asked for."""
+        hidden = self.ask.hidden_ids
+        token_ids = self._without_stop(output)
+        return [each for each in token_ids if each not in hidden] if hidden else token_ids
+
+    def _without_stop(self, output: RequestOutput) -> list[int]:
         token_ids, stop_ids = output.token_ids, self.ask.request.params.stop_token_ids
         if output.finish_reason is not FinishReason.STOP or not token_ids or token_ids[-1] not in stop_ids:
             return token_ids

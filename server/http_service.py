@@ -30,6 +30,7 @@ from server.openai.completions import completion_routes
 from server.openai.models import model_routes
 from server.ops import ops_routes
 from server.options import Options
+from server.parsers.registry import markup_of
 from server.placement_control import PlacementControl
 from server.placement_http import placement_routes
 from server.ranks import Ranks
@@ -76,6 +77,11 @@ class HttpService:
             sampling_defaults=_sampling_defaults(Path(options.model)),
             max_len=_max_len(options, tokenizer, ranks),
             created=int(time.time()),
+            markup=markup_of(
+                tokenizer.template.text,
+                tools=options.tool_call_parser,
+                reasoning=options.reasoning_parser,
+            ),
         )
         eplb = options.eplb_config
         self.experts_load = ExpertsLoad(options.served_model_names[0], window_steps=eplb.window_size)

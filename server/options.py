@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dispatch.availability import BACKENDS
 from expert_placement.eplb_config import EplbConfig, EplbConfigError, parse_eplb_config
+from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 DEMO_MODEL = "demo"
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
@@ -60,6 +61,8 @@ class Options:
     eplb_config: EplbConfig
     expert_placement: str | None  # file of the placement to start with
     request_timeout_s: float  # 0 is none
+    tool_call_parser: str | None  # one of the names; None: by the model's chat template, as is the next
+    reasoning_parser: str | None
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +75,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face model directory, a hub name, or 'demo' (default), the model that WideEP makes itself",
     )
     _add_http_arguments(parser.add_argument_group("HTTP endpoint"))
+    _add_parser_arguments(parser.add_argument_group("tool calls and reasoning"))
     _add_rank_arguments(parser.add_argument_group("ranks"))
     _add_placement_arguments(parser.add_argument_group("expert placement"))
     _add_limit_arguments(parser.add_argument_group("limits"))
@@ -97,6 +101,23 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="KEY",
         help=f"require this bearer key; may be repeated (also read from {API_KEY_VARIABLE})",
     )
+
+
+def _add_parser_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--tool-call-parser",
+        choices=TOOL_PARSERS,
+        metavar="NAME",
+        help=f"how the model writes tool calls: {', '.join(TOOL_PARSERS)} (default: by its chat template)",
+    )
+    add(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        metavar="NAME",
+        help=f"how the model writes reasoning: {', '.join(REASONING_PARSERS)} (default: by its chat template)",
+    )
+    add("--enable-auto-tool-choice", action="store_true", help="accepted for vLLM's sake; it is always on")
 
 
 def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
@@ -269,6 +290,8 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         eplb_config=_eplb_config(args.eplb_config),
         expert_placement=args.expert_placement,
         request_timeout_s=args.request_timeout,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
     )
 
 
@@ -340,6 +363,8 @@ def arguments_from(options: Options) -> list[str]:
         "--max-num-seqs": options.max_num_seqs,
         "--max-num-batched-tokens": options.max_num_batched_tokens,
         "--request-timeout": options.request_timeout_s,
+        "--tool-call-parser": options.tool_call_parser,
+        "--reasoning-parser": options.reasoning_parser,
         "--kv-cache-memory": options.kv_cache_bytes,
         "--gpu-memory-utilization": options.gpu_memory_utilization,
         "--eplb-config": json.dumps(asdict(options.eplb_config)),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server import errors
+from server.parsers.registry import Markup
 from server.tokenizer import Tokenizer
 
 
@@ -17,6 +18,7 @@ class ServedModel:
     sampling_defaults: dict[str, Any]  # from the checkpoint's generation_config.json
     max_len: Callable[[], int]  # tokens, prompt plus output; known for certain once ranks have attached
     created: int  # seconds since 1970
+    markup: Markup = Markup()  # noqa: RUF009 - frozen; how the model writes calls and reasoning
 
     def check_name(self, name: str | None) -> str:
         """Return the name that answers carry; None is the first served name.

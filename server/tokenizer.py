@@ -17,6 +17,8 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer
 
+from server.template_facts import facts_of
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback
 
 
@@ -49,6 +51,8 @@ class Tokenizer:
         self.model_max_len: int | None = (config | text_config).get("max_position_embeddings")
         self._not_for_clients = frozenset(inspect.signature(self._hf.apply_chat_template).parameters)
         self._byte_of = _byte_level_alphabet() if self._is_byte_level() else None
+        self.template = facts_of(self._hf.chat_template)
+        self.special_ids = self._find_special_ids()
 
     @property
     def has_chat_template(self) -> bool:
@@ -71,8 +75,9 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[dict[str, Any]],
         *,
+        tools: Sequence[dict[str, Any]] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
@@ -89,13 +94,21 @@ class Tokenizer:
                 raise ChatTemplateError(f"chat_template_kwargs cannot set {name!r}")
         try:
             text: str = self._hf.apply_chat_template(
-                messages,
+                list(messages),
+                tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(template_kwargs or {}),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             # A template is a program over the client's messages: whatever it trips over is in them.
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
         return text
@@ -113,6 +126,13 @@ class Tokenizer:
     def _is_byte_level(self) -> bool:
         """Tell whether tokens are spelled in GPT-2's alphabet of printable bytes."""
         return self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
+
+    def _find_special_ids(self) -> dict[str, int]:
+        """Return the tokens that decoding leaves out where special tokens are skipped."""
+        if self._fast is None:
+            return dict(zip(self._hf.all_special_tokens, self._hf.all_special_ids, strict=True))
+        added = self._fast.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def _find_eos_ids(self, directory: Path, config: dict[str, Any]) -> frozenset[int]:
         """Collect the ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's."""

@@ -1,8 +1,6 @@
 """POST /v1/chat/completions."""
 
-import asyncio
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,18 +8,15 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from server.errors import bad_request
-from server.generations import Answer, Piece
+from server.generations import Piece
+from server.openai.chat_turn import ChatMessage, ChatTurn, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.openai.logprobs import chat_logprobs
-from server.openai.params import asks_for, refuse_unserved
-from server.openai.schemas import ChatRequest, Message
-from server.openai.streaming import Choice, EventStream, collect, event, finish_word
+from server.openai.schemas import ChatRequest
+from server.openai.streaming import Choice, EventStream, collect, event
 from server.openai.usage import usage_of
+from server.parsers.registry import NONE
 from server.requests import Requests
 from server.served import ServedModel
-from server.tokenizer import ChatTemplateError
-
-LONG_TEXT = 20_000  # characters; encoding more takes milliseconds and leaves the event loop
 
 
 def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
@@ -31,183 +26,152 @@ def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatRequest, http: HttpRequest) -> Response:
         """Answer a chat."""
-        name = model.check_name(body.model)
-        refuse_unserved(body)
-        num_logprobs = _num_logprobs(body)
-        prompt_ids = await encode_chat(body, model)
-        asked = body.max_completion_tokens or body.max_tokens
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        asks = asks_for(
-            body,
-            model,
-            [prompt_ids],
-            request_id=request_id,
-            max_tokens=asked,
-            num_logprobs=num_logprobs,
-            prompt_field="messages",
-        )
-        answer = requests.open(request_id, asks)
+        turn = await ChatTurn.open(body, model, requests)
         if body.stream:
-            return EventStream(answer, ChatChunks(answer, body, name, model))
-        choices = await collect(answer, http)
-        return JSONResponse(_whole(answer, choices, body, name, model))
+            return EventStream(turn.answer, ChatChunks(turn))
+        choices = await collect(turn.answer, http)
+        return JSONResponse(_whole(turn, choices))
 
     return router
 
 
-async def encode_chat(body: ChatRequest, model: ServedModel) -> list[int]:
-    """Render and tokenize a chat.
-
-    Raises:
-        ApiError: 400, a message or the template's refusal of it.
-    """
-    messages = [_template_message(place, message) for place, message in enumerate(body.messages)]
-    continues = bool(body.continue_final_message)
-    try:
-        text = model.tokenizer.render_chat(
-            messages,
-            add_generation_prompt=(not continues)
-            if body.add_generation_prompt is None
-            else body.add_generation_prompt,
-            continue_final_message=continues,
-            template_kwargs=body.chat_template_kwargs,
-        )
-    except ChatTemplateError as error:
-        raise bad_request(f"{error}", "messages") from error
-    return await encode(text, model, add_special_tokens=False, param="messages")
-
-
-async def encode(text: str, model: ServedModel, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Tokenize, long texts beside the event loop.
-
-    Raises:
-        ApiError: 400, the text has half a surrogate pair or is empty.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise bad_request(
-            f"{param} is not valid Unicode: {error.reason} at character {error.start}.", param
-        ) from None
-    if len(text) < LONG_TEXT:
-        token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    else:
-        token_ids = await asyncio.to_thread(
-            model.tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
-    if not token_ids:
-        raise bad_request(f"{param} is empty: there is no token to start from.", param)
-    return token_ids
-
-
-def _template_message(place: int, message: Message) -> dict[str, Any]:
-    """Return a message as templates want it: content as text, everything else as sent."""
-    fields = message.model_dump(exclude_unset=True)
-    content = message.content
-    if isinstance(content, list):
-        fields["content"] = "\n".join(_part_text(place, number, part) for number, part in enumerate(content))
-    elif content is not None and not isinstance(content, str):
-        raise bad_request(
-            f"messages.{place}.content must be text or a list of text parts.", f"messages.{place}.content"
-        )
-    return fields
-
-
-def _part_text(place: int, number: int, part: Any) -> str:
-    where = f"messages.{place}.content.{number}"
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise bad_request(f"{where} must be an object with a type.", where)
-    if part["type"] not in ("text", "input_text", "output_text"):
-        raise bad_request(
-            f"{where} is of type {part['type']!r}; this model takes only text.", f"{where}.type"
-        )
-    if not isinstance(part.get("text"), str):
-        raise bad_request(f"{where}.text must be a string.", f"{where}.text")
-    text: str = part["text"]
-    return text
-
-
-def _num_logprobs(body: ChatRequest) -> int | None:
-    if body.top_logprobs and not body.logprobs:
-        raise bad_request("top_logprobs needs logprobs=true.", "top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _whole(
-    answer: Answer, choices: Sequence[Choice], body: ChatRequest, name: str, model: ServedModel
-) -> dict[str, Any]:
+def _whole(turn: ChatTurn, choices: Sequence[Choice]) -> dict[str, Any]:
     """Word a whole answer."""
-    top = body.top_logprobs or 0
     return {
-        "id": answer.request_id,
+        "id": turn.answer.request_id,
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": name,
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-                "logprobs": chat_logprobs(choice.logprobs, model.tokenizer, top) if body.logprobs else None,
-                "finish_reason": finish_word(choice.finish_reason),
-                "stop_reason": choice.stop_reason,
-            }
-            for index, choice in enumerate(choices)
-        ],
-        "usage": usage_of(answer.generations, body.n or 1),
+        "model": turn.name,
+        "choices": [_whole_choice(turn, index, choice) for index, choice in enumerate(choices)],
+        "usage": usage_of(turn.answer.generations, turn.body.n or 1),
         "system_fingerprint": None,
     }
+
+
+def _whole_choice(turn: ChatTurn, index: int, choice: Choice) -> dict[str, Any]:
+    body, tokenizer = turn.body, turn.model.tokenizer
+    message = turn.message(index, "".join(choice.text))
+    return {
+        "index": index,
+        "message": _message(turn, message),
+        "logprobs": chat_logprobs(choice.logprobs, tokenizer, body.top_logprobs or 0)
+        if body.logprobs
+        else None,
+        "finish_reason": turn.finish_word(index, choice.finish_reason),
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def _message(turn: ChatTurn, message: ChatMessage) -> dict[str, Any]:
+    """Word a whole message. Content is null where there is none but calls or reasoning."""
+    has_more = bool(message.tool_calls or message.reasoning) and not turn.tools.named  # then "", as in vLLM
+    worded: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if has_more and not message.content else message.content,
+        "refusal": None,
+    }
+    if turn.model.markup.reasoning != NONE:
+        worded |= _reasoning(message.reasoning or None)
+    if message.tool_calls:
+        worded["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return worded
+
+
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Word reasoning by its old name, which most clients read, and by vLLM's new one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 class ChatChunks:
     """Words a chat's stream."""
 
-    def __init__(self, answer: Answer, body: ChatRequest, name: str, model: ServedModel) -> None:
+    def __init__(self, turn: ChatTurn) -> None:
+        body = turn.body
         options = body.stream_options
-        self._answer = answer
+        self._turn = turn
         self._n = body.n or 1
         self._logprobs = bool(body.logprobs)
         self._top = body.top_logprobs or 0
-        self._tokenizer = model.tokenizer
+        self._tokenizer = turn.model.tokenizer
         self._usage = bool(options and options.include_usage)
         self._usage_always = self._usage and bool(options and options.continuous_usage_stats)
         self._begun: set[int] = set()
         self._head = {
-            "id": answer.request_id,
+            "id": turn.answer.request_id,
             "object": "chat.completion.chunk",
             "created": int(time.time()),
-            "model": name,
+            "model": turn.name,
             "system_fingerprint": None,
         }
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Word what a choice gained: the role first, once, and the finish reason with the last text."""
+        """Word what a choice gained: the role first, once, and the finish reason with the last delta."""
         events = b""
         if index not in self._begun:
             self._begun.add(index)
             events += self._chunk(index, {"role": "assistant", "content": ""}, None, None)
-        shows_logprobs = self._logprobs and bool(piece.logprobs)
-        if not (piece.text or shows_logprobs or piece.finish_reason):
-            return events
-        logprobs = chat_logprobs(piece.logprobs, self._tokenizer, self._top) if shows_logprobs else None
-        delta = {"content": piece.text} if piece.text or shows_logprobs else {}
-        return events + self._chunk(index, delta, logprobs, piece)
+        deltas = self._deltas(index, piece)
+        logprobs = None
+        if self._logprobs and piece.logprobs:
+            logprobs = chat_logprobs(piece.logprobs, self._tokenizer, self._top)
+            deltas = deltas or [{"content": ""}]
+        if piece.finish_reason:
+            deltas = deltas or [{}]
+        for number, delta in enumerate(deltas, start=1):
+            events += self._chunk(index, delta, logprobs, piece if number == len(deltas) else None)
+            logprobs = None
+        return events
 
     def end(self) -> bytes:
         """Word the usage, if asked for."""
         if not self._usage:
             return b""
-        return event({**self._head, "choices": [], "usage": usage_of(self._answer.generations, self._n)})
+        return event({**self._head, "choices": [], "usage": usage_of(self._turn.answer.generations, self._n)})
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, piece: Piece | None) -> bytes:
+    def _deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        parser = self._turn.parser(index)
+        deltas = parser.push(piece)
+        if piece.finish_reason:
+            deltas += parser.finish()
+        return [_delta(delta) for delta in deltas]
+
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, last: Piece | None) -> bytes:
+        """Word one delta; `last` is the piece that it is the last of."""
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
             "logprobs": logprobs,
-            "finish_reason": finish_word(piece.finish_reason) if piece else None,
+            "finish_reason": self._turn.finish_word(index, last.finish_reason) if last else None,
         }
-        if piece is not None and piece.stop_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
+        if last is not None and last.stop_reason is not None:
+            choice["stop_reason"] = last.stop_reason
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._usage:
-            chunk["usage"] = usage_of(self._answer.generations, self._n) if self._usage_always else None
+            usage = usage_of(self._turn.answer.generations, self._n) if self._usage_always else None
+            chunk["usage"] = usage
         return event(chunk)
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    """Word one delta."""
+    match delta:
+        case ContentDelta():
+            return {"content": delta.text}
+        case ReasoningDelta():
+            return _reasoning(delta.text)
+        case ToolCallDelta(call_id=None):
+            return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]}
+        case ToolCallDelta():
+            function = {"name": delta.name, "arguments": delta.arguments}
+            return {
+                "tool_calls": [
+                    {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}
+                ]
+            }

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from server.errors import bad_request
 from server.generations import Answer, Piece
-from server.openai.chat import encode
 from server.openai.logprobs import completion_logprobs
 from server.openai.params import asks_for, refuse_unserved
 from server.openai.schemas import MAX_CHOICES, CompletionRequest
 from server.openai.streaming import Choice, EventStream, collect, event, finish_word
+from server.openai.text import encode
 from server.openai.usage import usage_of
 from server.requests import Requests
 from server.served import ServedModel

@@ -15,7 +15,6 @@ MAX_STOP_CHARS = 4096
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Known to clients, not served yet: refused unless the value asks for nothing.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
-    "tools": (),
     "functions": (),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -49,8 +48,6 @@ def refuse_unserved(body: SamplingFields) -> None:
         value = extra.get(name)
         if value in _NOTHING or value in harmless:
             continue
-        if name == "tools" and extra.get("tool_choice") == "none":
-            continue  # the model must not call them, so it need not know them
         raise bad_request(f"{name!r} is not supported by this server yet; leave it out.", name)
 
 

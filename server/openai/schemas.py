@@ -4,13 +4,14 @@ A key that is known but not served is refused by name (`params.refuse_unserved`)
 aloud. None always means: not said.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_CHOICES = 128  # n, and prompts times n
 MAX_STOPS = 128
 MAX_LOGPROBS = 20
+MAX_TOOLS = 1024
 
 
 class StreamOptions(BaseModel):
@@ -67,6 +68,11 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = Field(None, max_length=MAX_TOOLS)  # checked in tools, as is the next
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # vLLM: false leaves reasoning out of the answer
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CompletionRequest(SamplingFields):

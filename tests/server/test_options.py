@@ -62,6 +62,9 @@ def test_arguments_parse_back_to_the_same_options() -> None:
             "--enable-eplb",
             '--eplb-config={"num_redundant_experts": 3, "horizon_s": 1.5}',
             "--expert-placement=some/placement.json",
+            "--tool-call-parser=glm45",
+            "--reasoning-parser=deepseek_r1",
+            "--enable-auto-tool-choice",
         ),
     )
     assert parse(*arguments_from(options), environment=environment_from(options)) == options
@@ -138,3 +141,13 @@ def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(OptionsError):
         parse_bytes(text)
+
+
+def test_a_parser_that_is_not_known_is_refused_with_the_known_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for flag in ("--tool-call-parser", "--reasoning-parser"):
+        with pytest.raises(SystemExit):
+            parse(flag, "nonsense")
+        said = capsys.readouterr().err
+        assert flag in said and "'nonsense'" in said and "kimi_k2" in said

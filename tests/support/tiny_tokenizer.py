@@ -4,6 +4,7 @@ Every byte is a token, so that characters split over tokens, and a few words are
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,14 +20,19 @@ CHAT_TEMPLATE = (
 _TEXT = ["hello world the cat sat on the mat"] * 20
 
 
-def write_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """Write the files; returns `directory`."""
+def write_tokenizer(
+    directory: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    special_tokens: Sequence[str] = (),
+) -> Path:
+    """Write the files; returns `directory`. More special tokens come after the two that there always are."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=["<|start|>", "<|end|>"],
+        special_tokens=["<|start|>", "<|end|>", *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

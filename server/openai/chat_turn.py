@@ -1,0 +1,199 @@
+"""One turn of a chat, from the request to what the answer means: the part that is the same for every chat endpoint.
+
+`ChatTurn.open` checks a request, renders and tokenizes its prompt and gives its choices to ranks. `parser` turns a
+choice's pieces into content, reasoning and tool calls as they come, `message` a whole choice at once. How that is worded is
+the endpoint's matter: /v1/chat/completions words it as it is, others turn their request into a ChatRequest first.
+"""
+
+import uuid
+from dataclasses import dataclass, field, replace
+
+from scheduler.request import FinishReason
+from server.errors import bad_request
+from server.generations import Answer, Ask, Piece
+from server.openai.chat_prompt import render_chat
+from server.openai.params import asks_for, refuse_unserved
+from server.openai.schemas import ChatRequest
+from server.openai.streaming import finish_word
+from server.openai.text import LONG_TEXT, check_unicode, encode
+from server.openai.tools import ToolUse, tool_use_of
+from server.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
+from server.requests import Requests
+from server.served import ServedModel
+
+__all__ = [
+    "LONG_TEXT",
+    "ChatMessage",
+    "ChatTurn",
+    "ContentDelta",
+    "Delta",
+    "MessageParser",
+    "ReasoningDelta",
+    "ToolCall",
+    "ToolCallDelta",
+    "check_unicode",
+    "encode",
+    "render_chat",
+]
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A whole call."""
+
+    call_id: str
+    name: str
+    arguments: str = ""  # JSON text
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """What a whole choice says."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+class MessageParser:
+    """Reads one choice as its pieces come."""
+
+    def __init__(self, parser: TextParser, *, max_calls: int | None, shows_reasoning: bool) -> None:
+        """Args: max_calls is how many calls are passed on; None is all."""
+        self._parser = parser
+        self._max_calls = max_calls
+        self._shows_reasoning = shows_reasoning
+        self.num_calls = 0
+
+    def push(self, piece: Piece) -> list[Delta]:
+        """Return what a piece adds."""
+        return self._passed(self._parser.push(piece.text))
+
+    def finish(self) -> list[Delta]:
+        """Return what was held back: the choice has ended. May be called again."""
+        return self._passed(self._parser.finish())
+
+    def finish_word(self, reason: FinishReason | None) -> str | None:
+        """Return OpenAI's word for how the choice ended, None while it goes on.
+
+        A call that was cut off has "length", as text has. (With a function that the request names OpenAI and vLLM
+        say "stop"; that is `ChatTurn.finish_word`'s matter.)
+        """
+        return "tool_calls" if self.num_calls and reason is FinishReason.STOP else finish_word(reason)
+
+    def _passed(self, deltas: list[Delta]) -> list[Delta]:
+        return [delta for delta in deltas if self._passes(delta)]
+
+    def _passes(self, delta: Delta) -> bool:
+        if isinstance(delta, ReasoningDelta):
+            return self._shows_reasoning
+        if isinstance(delta, ToolCallDelta):
+            if self._max_calls is not None and delta.index >= self._max_calls:
+                return False
+            self.num_calls = max(self.num_calls, delta.index + 1)
+        return True
+
+
+class ChatTurn:
+    """A chat request that ranks are answering."""
+
+    def __init__(
+        self, body: ChatRequest, model: ServedModel, tools: ToolUse, prompt: str, answer: Answer
+    ) -> None:
+        """Use `open`."""
+        self.body = body
+        self.model = model
+        self.name = model.check_name(body.model)  # that the answer carries
+        self.tools = tools
+        self.prompt = prompt
+        self.answer = answer
+        self._parsers: dict[int, MessageParser] = {}
+
+    @classmethod
+    async def open(
+        cls, body: ChatRequest, model: ServedModel, requests: Requests, *, request_id: str | None = None
+    ) -> "ChatTurn":
+        """Check a request and give its choices to ranks.
+
+        Args:
+            request_id: None draws one in chat's form.
+
+        Raises:
+            ApiError: 400 or 404, the request is wrong; 503, the service is not ready.
+        """
+        model.check_name(body.model)
+        refuse_unserved(body)
+        num_logprobs = _num_logprobs(body)
+        tools = tool_use_of(body)
+        prompt = render_chat(body, model, tools)
+        prompt_ids = await encode(prompt, model, add_special_tokens=False, param="messages")
+        request_id = request_id or f"chatcmpl-{uuid.uuid4().hex}"
+        asks = asks_for(
+            body,
+            model,
+            [prompt_ids],
+            request_id=request_id,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            num_logprobs=num_logprobs,
+            prompt_field="messages",
+        )
+        answer = requests.open(request_id, _showing_markup(asks, model, with_tools=tools.choice == "auto"))
+        return cls(body, model, tools, prompt, answer)
+
+    def parser(self, index: int) -> MessageParser:
+        """Return a choice's parser, the same one every time."""
+        if index not in self._parsers:
+            self._parsers[index] = MessageParser(
+                self._text_parser(),
+                max_calls=None if self.tools.parallel else 1,
+                shows_reasoning=self.body.include_reasoning is not False,
+            )
+        return self._parsers[index]
+
+    def message(self, index: int, text: str) -> ChatMessage:
+        """Read a whole choice."""
+        parser = self.parser(index)
+        message = ChatMessage()
+        for delta in merge([*parser.push(Piece(text=text)), *parser.finish()]):
+            match delta:
+                case ContentDelta():
+                    message.content += delta.text
+                case ReasoningDelta():
+                    message.reasoning += delta.text
+                case ToolCallDelta(call_id=str(call_id), name=str(name)):
+                    message.tool_calls.append(ToolCall(call_id, name, delta.arguments))
+                case ToolCallDelta():
+                    message.tool_calls[delta.index].arguments += delta.arguments
+        return message
+
+    def finish_word(self, index: int, reason: FinishReason | None) -> str | None:
+        """Return chat's word for how a choice ended, None while it goes on.
+
+        With a function that the request names it is "stop", as OpenAI documents and vLLM does.
+        """
+        return finish_word(reason) if self.tools.named else self.parser(index).finish_word(reason)
+
+    def _text_parser(self) -> TextParser:
+        markup = self.model.markup
+        if self.tools.is_bound:
+            return markup.bound_parser(self.prompt, self.tools.bound_parser())
+        return markup.parser(self.prompt, self.tools.types())
+
+
+def _showing_markup(asks: list[Ask], model: ServedModel, *, with_tools: bool) -> list[Ask]:
+    """Let the special tokens that a parser reads reach it, and no others unless the client wants to see them."""
+    special = model.tokenizer.special_ids
+    shown = {special[mark] for mark in model.markup.markers(with_tools=with_tools) if mark in special}
+    if not shown:
+        return asks
+    hidden = frozenset(special.values()) - shown
+    return [
+        replace(ask, skip_special_tokens=False, hidden_ids=hidden) if ask.skip_special_tokens else ask
+        for ask in asks
+    ]
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs=true.", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None

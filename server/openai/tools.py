@@ -1,0 +1,126 @@
+"""A request's tools and tool_choice: checked, and as what they mean for the prompt, the answer's form and its parser.
+
+auto leaves it to the model. required and a named function bind the answer to JSON: a list of calls, or the arguments.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from server.errors import bad_request
+from server.openai.nesting import is_deeper
+from server.openai.schemas import ChatRequest
+from server.parsers.deltas import TextParser
+from server.parsers.json_calls import JsonListParser, NamedCallParser
+from server.parsers.values import ArgumentTypes
+
+MAX_DEPTH = 64  # of a tool's description, its schema included
+_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+_CHOICES = (
+    "tool_choice must be 'none', 'auto', 'required' or "
+    '{"type": "function", "function": {"name": "..."}}'
+)
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """What the model may or must call."""
+
+    tools: tuple[dict[str, Any], ...] = ()  # in OpenAI's form; what the model is told of
+    choice: str = "none"  # none, auto, required or named
+    named: str = ""  # the function's name, if the choice is named
+    parallel: bool = True  # more than one call in an answer
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the answer must be JSON that holds the call."""
+        return self.choice in ("required", "named")
+
+    def types(self) -> ArgumentTypes | None:
+        """Return what parsers of tagged arguments need; None if calls are not looked for."""
+        return ArgumentTypes(self._parameters()) if self.choice == "auto" else None
+
+    def bound_parser(self) -> TextParser:
+        """Return the parser of a bound answer."""
+        return NamedCallParser(self.named) if self.choice == "named" else JsonListParser()
+
+    def _parameters(self) -> dict[str, Mapping[str, Any]]:
+        return {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
+
+
+def tool_use_of(body: ChatRequest) -> ToolUse:
+    """Check tools and tool_choice.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    choice, tools = body.tool_choice, body.tools
+    if tools is None and choice not in (None, "none"):
+        raise bad_request(
+            "tool_choice needs tools: when using `tool_choice`, `tools` must be set.", "tool_choice"
+        )
+    if not tools or choice == "none":
+        return ToolUse()  # the model must not call any, so it need not know them
+    checked = [_tool(tool, f"tools.{place}") for place, tool in enumerate(tools)]
+    names = [tool["function"]["name"] for tool in checked]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise bad_request(f"tools has two functions named {name!r}.", f"tools.{place}.function.name")
+    kind, named = _choice(choice, names)
+    if kind != "auto":
+        raise bad_request(
+            "tool_choice must be 'auto' or 'none': others are not supported yet.", "tool_choice"
+        )
+    return ToolUse(
+        tools=tuple(checked), choice=kind, named=named, parallel=body.parallel_tool_calls is not False
+    )
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    """Check one tool; return it with parameters that are never missing."""
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        raise bad_request(
+            f'{where}.type must be "function": this server has no tools of its own.', f"{where}.type"
+        )
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise bad_request(
+            f"{where}.function is missing; it must be an object with a name.", f"{where}.function"
+        )
+    name = function.get("name")
+    if name is None:
+        raise bad_request(f"{where}.function.name is missing.", f"{where}.function.name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise bad_request(
+            f"{where}.function.name must be 1 to 128 letters, digits, or any of _ - . : /.",
+            f"{where}.function.name",
+        )
+    parameters = function.get("parameters")
+    if is_deeper(tool, MAX_DEPTH):
+        raise bad_request(f"{where} is nested deeper than {MAX_DEPTH} levels.", where)
+    if not isinstance(parameters, dict | None):
+        raise bad_request(
+            f"{where}.function.parameters must be a JSON schema (an object).", f"{where}.function.parameters"
+        )
+    if not isinstance(function.get("description"), str | None):
+        raise bad_request(f"{where}.function.description must be a string.", f"{where}.function.description")
+    return {**tool, "type": "function", "function": {**function, "parameters": parameters or _NO_PARAMETERS}}
+
+
+def _choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
+    """Return the kind of choice, and the function's name if one is named."""
+    if choice is None:
+        return "auto", ""
+    if choice in ("auto", "required"):
+        return str(choice), ""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(name, str):
+        seen = "an object" if isinstance(choice, dict | list) else repr(choice)[:80]
+        raise bad_request(f"{_CHOICES}; got {seen}.", "tool_choice")
+    if name not in names:
+        known = ", ".join(repr(each) for each in names)
+        raise bad_request(f"tool_choice names {name!r}; tools has {known}.", "tool_choice")
+    return "named", name

@@ -1,0 +1,215 @@
+"""Tools and reasoning through /v1/chat/completions, with the official client and a rank that says what we script."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.tiny_tokenizer import write_tokenizer
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+NAMED: Any = {"type": "function", "function": {"name": "get_time"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
+TWO = f"I look.\n{CALL}\n{CALL.replace('weather', 'time')}"
+LIST = (
+    '[{"name": "get_time", "arguments": {"city": "A"}}, {"name": "get_weather", "arguments": {"city": "B"}}]'
+)
+THOUGHT = "<think>\nHm.\n</think>\n\nYes."
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
+    """A front whose model writes Qwen3's markup, some of it in special tokens."""
+    model = write_tokenizer(
+        tmp_path_factory.mktemp("model"),
+        chat_template=TEMPLATE,
+        special_tokens=("<tool_call>", "</tool_call>", "<|noise|>"),
+    )
+    process = FrontProcess(model, "--served-model-name", "tiny", num_ranks=1).attach_all()
+    yield process
+    status, said = process.close()
+    assert (status, said) == (0, ""), "the front ends in silence"
+
+
+@pytest.fixture(scope="module")
+def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as made:
+        yield made
+
+
+def chat(client: openai.OpenAI, word: str, **how: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": word}], **how)
+
+
+def add_up(chunks: list[Any]) -> tuple[str, str, list[tuple[str, str]], list[str]]:
+    """Return content, reasoning, calls and finish reasons of a stream; checks the rules of deltas."""
+    content, reasoning, calls, reasons = "", "", [], []
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        delta = choice.delta
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        for call in delta.tool_calls or []:
+            if call.id is not None:
+                assert (call.index, call.type) == (len(calls), "function") and call.id.startswith("call_")
+                calls.append((call.function.name, ""))
+            else:
+                assert call.function.name is None
+            calls[call.index] = (calls[call.index][0], calls[call.index][1] + call.function.arguments)
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+    return content, reasoning, calls, reasons
+
+
+def test_the_model_s_own_calls_are_found(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-auto", CALL)
+    [choice] = chat(client, "t-auto", tools=TOOLS).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [call] = choice.message.tool_calls
+    assert call.id.startswith("call_") and len(call.id) >= 24 and call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Łódź"})
+    prompt = front.decode(front.served("t-auto").requests[-1].prompt_ids)
+    assert prompt.startswith("[get_weather][get_time]<|start|>user")
+
+
+def test_calls_stream_with_one_id_and_one_name_each(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-stream", TWO)
+    content, _, calls, reasons = add_up(list(chat(client, "t-stream", tools=TOOLS, stream=True)))
+    assert content == "I look." and reasons == ["tool_calls"]
+    assert [name for name, _ in calls] == ["get_weather", "get_time"]
+    assert [json.loads(arguments) for _, arguments in calls] == [{"city": "Łódź"}] * 2
+
+
+def test_logprobs_come_with_every_token_of_a_call(front: FrontProcess, client: openai.OpenAI) -> None:
+    script = front.script("t-logprobs", CALL)
+    chunks = list(chat(client, "t-logprobs", tools=TOOLS, stream=True, logprobs=True))
+    entries = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    assert len(entries) == len(script.token_ids)
+    assert add_up(chunks)[2] == [("get_weather", '{"city": "Łódź"}')]
+
+
+def test_without_tools_markup_is_content(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-plain", "a<|noise|>b")
+    assert chat(client, "t-plain").choices[0].message.content == "ab"
+    front.script("t-none", "just text")
+    answer = chat(client, "t-none", tools=TOOLS, tool_choice="none")
+    assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == ("just text", None)
+    assert "[get_weather]" not in front.decode(front.served("t-none").requests[-1].prompt_ids)
+
+
+def test_special_tokens_that_are_no_markup_stay_hidden(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-noise", f"a<|noise|>b{CALL}<|noise|>")
+    [choice] = chat(client, "t-noise", tools=TOOLS).choices
+    assert choice.message.content == "ab" and len(choice.message.tool_calls) == 1
+    shown = chat(client, "t-noise", tools=TOOLS, extra_body={"skip_special_tokens": False}).choices[0]
+    assert shown.message.content == "a<|noise|>b<|noise|>"
+
+
+def test_one_call_at_most_where_the_client_wants_one(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-single", TWO)
+    answer = chat(client, "t-single", tools=TOOLS, parallel_tool_calls=False)
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["get_weather"]
+    chunks = list(chat(client, "t-single", tools=TOOLS, parallel_tool_calls=False, stream=True))
+    assert [name for name, _ in add_up(chunks)[2]] == ["get_weather"]
+
+
+def test_a_call_that_is_cut_off_ends_with_length(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-length", CALL)
+    [choice] = chat(client, "t-length", tools=TOOLS, max_tokens=40).choices
+    assert choice.finish_reason == "length" and choice.message.tool_calls[0].function.name == "get_weather"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_reasoning_is_told_from_content(front: FrontProcess, client: openai.OpenAI, streamed: bool) -> None:
+    word = f"t-think{streamed}"
+    front.script(word, THOUGHT)
+    answer = chat(client, word, stream=streamed)
+    if streamed:
+        content, reasoning, _, reasons = add_up(list(answer))
+        assert reasons == ["stop"]
+    else:
+        message = answer.choices[0].message
+        content, reasoning = message.content, message.reasoning_content
+        assert message.reasoning == reasoning
+    assert (content, reasoning) == ("Yes.", "Hm.")
+
+
+def test_reasoning_can_be_left_out(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-quiet", THOUGHT)
+    how = {"extra_body": {"include_reasoning": False}}
+    message = chat(client, "t-quiet", **how).choices[0].message
+    assert (message.content, message.reasoning_content) == ("Yes.", None)
+    assert add_up(list(chat(client, "t-quiet", stream=True, **how)))[:2] == ("Yes.", "")
+
+
+def test_the_template_may_have_opened_the_reasoning(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-open", "Hm.\n</think>\n\nYes.")
+    how: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    message = chat(client, "t-open", **how).choices[0].message
+    assert (message.content, message.reasoning_content) == ("Yes.", "Hm.")
+
+
+def test_a_whole_history_is_rendered(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-history", "5 degrees.")
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "user", "content": "t-history"},
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},  # type: ignore[list-item, typeddict-unknown-key]
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]},
+        ],
+        tools=TOOLS,
+    )
+    assert answer.choices[0].message.content == "5 degrees." and answer.choices[0].finish_reason == "stop"
+    prompt = front.decode(front.served("t-history").requests[-1].prompt_ids)
+    called = '<think>Hm.</think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|end|>'
+    assert f"<|start|>assistant\n{called}\n<|start|>tool\n5<|end|>" in prompt
+
+
+def test_n_choices_have_their_own_calls(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-n", CALL)
+    choices = chat(client, "t-n", tools=TOOLS, n=2).choices
+    ids = {choice.message.tool_calls[0].id for choice in choices}
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools.0.function.name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": "f"}, "tools"),
+        ({"tools": TOOLS, "parallel_tool_calls": "perhaps"}, "parallel_tool_calls"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+    ],
+)
+def test_a_wrong_tool_is_a_400_that_names_it(front: FrontProcess, fields: dict[str, Any], param: str) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields}
+    response = front.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
