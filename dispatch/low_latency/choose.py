@@ -39,7 +39,7 @@ def open_low_latency(
         transport: for the CPU passes; not owned.
         device: where tokens lie.
         kernels: "auto", or "triton" for the kernels' interpreter on the CPU.
-        provider: whose memory is used between GPUs.
+        provider: of memory between GPUs: "CUDA" maps that of peers which can be addressed, "NVSHMEM" reaches all.
         num_bytes: of symmetric memory to begin with.
         timeout_s, mask_lost: as the transport was opened with.
 
@@ -52,7 +52,7 @@ def open_low_latency(
     if device.type == "cpu" and kernels == "auto":
         return CpuExchange(transport)
     kernels_module = load_triton(device)
-    open_memory = _shared(group, timeout_s) if device.type == "cpu" else _symmetric(group, device, provider)
+    open_memory = _shared(group, timeout_s) if device.type == "cpu" else _PROVIDERS[provider](group, device)
     exchange: LowLatencyExchange = kernels_module.TritonExchange(
         open_memory, dist.get_world_size(group), num_bytes=num_bytes, timeout_s=timeout_s, mask_lost=mask_lost
     )
@@ -84,8 +84,14 @@ def _shared(group: dist.ProcessGroup, timeout_s: float) -> OpenMemory:
     return partial(SharedMemory, group, timeout_s=timeout_s)
 
 
-def _symmetric(
-    group: dist.ProcessGroup, device: torch.device, provider: Literal["CUDA", "NVSHMEM"]
-) -> OpenMemory:
+def _mapped(group: dist.ProcessGroup, device: torch.device) -> OpenMemory:
     memory: Any = importlib.import_module("dispatch.low_latency.torch_symmetric").TorchSymmetricMemory
-    return partial(memory, group, device=device, provider=provider)
+    return partial(memory, group, device=device)
+
+
+def _by_nvshmem(group: dist.ProcessGroup, device: torch.device) -> OpenMemory:
+    memory: Any = importlib.import_module("dispatch.low_latency.nvshmem_symmetric").NvshmemMemory
+    return partial(memory, group, device=device)
+
+
+_PROVIDERS = {"CUDA": _mapped, "NVSHMEM": _by_nvshmem}

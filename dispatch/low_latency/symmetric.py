@@ -2,7 +2,7 @@
 
 A provider gives this rank its memory, zeroed, and the base address of every rank's: that is all that the kernels need.
 Shared memory stands for it between CPU ranks of one host; on GPUs torch's symmetric memory gives the same table
-(`torch_symmetric`).
+(`torch_symmetric`), and NVSHMEM one in which peers on other hosts have no address (`nvshmem_symmetric`).
 A provider belongs to one membership epoch: a rank that comes late has another epoch's memory and cannot write here.
 
 The memory has two halves, taken in turn by calls of any shape: a call writes to a peer's half only after that peer has
@@ -12,7 +12,7 @@ refusals [R, TEXT_BYTES], and the contents of one call.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ _LINE_BYTES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricLayout:
-    """Offsets of a half's parts within a rank's memory, by a call's number."""
+    """Offsets of a half's parts, which begins with the flags. The call with number n has half n % 2."""
 
     world_size: int
     total_bytes: int
@@ -42,24 +42,27 @@ class SymmetricLayout:
 
     @property
     def _head_bytes(self) -> int:
-        return aligned(8 * self.world_size, _LINE_BYTES) + self.world_size * TEXT_BYTES
+        return self.texts_at + self.world_size * TEXT_BYTES
 
     @property
     def content_bytes(self) -> int:
         """The most that one call may write."""
-        return self.total_bytes // 2 // _LINE_BYTES * _LINE_BYTES - self._head_bytes
+        return self.half_bytes - self._head_bytes
 
-    def flags_at(self, number: int) -> int:
-        """Where flags are."""
-        return (number & 1) * (self.total_bytes // 2 // _LINE_BYTES * _LINE_BYTES)
+    @property
+    def half_bytes(self) -> int:
+        """Size of a half, with which the second begins."""
+        return self.total_bytes // 2 // _LINE_BYTES * _LINE_BYTES
 
-    def texts_at(self, number: int) -> int:
+    @property
+    def texts_at(self) -> int:
         """Where refusals are."""
-        return self.flags_at(number) + aligned(8 * self.world_size, _LINE_BYTES)
+        return aligned(8 * self.world_size, _LINE_BYTES)
 
-    def contents_at(self, number: int) -> int:
+    @property
+    def contents_at(self) -> int:
         """Where a call's contents begin."""
-        return self.flags_at(number) + self._head_bytes
+        return self._head_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,7 @@ class SymmetricMemory(Protocol):
         memory: uint8, this rank's own.
         peers: int64 [R] on that device, every rank's base address; 0 where a peer cannot be addressed.
         base: this rank's own address.
+        reach: how kernels that write to peers are launched: HAS_REMOTE if some have no address, and what they link then.
     """
 
     rank: int
@@ -138,6 +142,7 @@ class SymmetricMemory(Protocol):
     memory: Tensor
     peers: Tensor
     base: int
+    reach: dict[str, Any]
 
     def close(self) -> None:
         """Release it. Addresses are dead afterwards."""
@@ -156,6 +161,7 @@ class SharedMemory:
     """
 
     device = torch.device("cpu")
+    reach: ClassVar[dict[str, Any]] = {"HAS_REMOTE": False}
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, *, timeout_s: float) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)

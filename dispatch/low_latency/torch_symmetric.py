@@ -4,7 +4,7 @@ A module of its own because its import is heavy and only GPUs need it. Written a
 it was imported and its refusals tested, never run.
 """
 
-from typing import Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,23 +19,19 @@ class TorchSymmetricMemory:
 
     Args:
         group: its store is used; no collective of a device runs on it.
-        provider: "CUDA" maps the peers' memory itself; "NVSHMEM" takes it from NVSHMEM's heap, for the whole process.
 
     Raises:
-        TransportUnavailable: there is no CUDA device, torch was built without NVSHMEM, or a peer cannot be addressed.
+        TransportUnavailable: there is no CUDA device, or a peer cannot be addressed.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        num_bytes: int,
-        device: torch.device,
-        provider: Literal["CUDA", "NVSHMEM"] = "CUDA",
-    ) -> None:
-        _check_available(provider)
+    reach: ClassVar[dict[str, Any]] = {"HAS_REMOTE": False}
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise TransportUnavailable(
+                "torch's symmetric memory needs a CUDA device and this machine has none; use shm or gloo"
+            )
         self.rank, self.world_size, self.device = dist.get_rank(group), dist.get_world_size(group), device
-        if provider == "NVSHMEM":
-            symm_mem.set_backend(provider)
         self.memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
         self._handle = symm_mem.rendezvous(self.memory, group)
         addresses = self._handle.buffer_ptrs
@@ -50,22 +46,11 @@ class TorchSymmetricMemory:
         del self._handle, self.memory
 
 
-def _check_available(provider: str) -> None:
-    if not torch.cuda.is_available():
-        raise TransportUnavailable(
-            "torch's symmetric memory needs a CUDA device and this machine has none; use shm or gloo"
-        )
-    if provider == "NVSHMEM" and not symm_mem.is_nvshmem_available():
-        raise TransportUnavailable(
-            "this torch has no NVSHMEM; use nccl, or install torch with nvidia-nvshmem"
-        )
-
-
 def check_addresses(addresses: list[int]) -> None:
-    """Raise TransportUnavailable if a peer has none: the kernels as launched reach peers by address only."""
+    """Raise TransportUnavailable if a peer has none: only NVSHMEM reaches such a one."""
     missing = [rank for rank, address in enumerate(addresses) if not address]
     if missing:
         raise TransportUnavailable(
             f"the memory of ranks {missing} cannot be addressed from here (no NVLink or another host); "
-            "low-latency mode on GPUs needs ranks that can address each other"
+            "open the buffer with backend='nvshmem', which reaches them by puts"
         )

@@ -10,18 +10,20 @@ import triton.language as tl
 
 from dispatch.low_latency import triton_nvshmem as nvshmem
 from dispatch.low_latency.triton_casts import copy_row, narrow, widen
-from dispatch.low_latency.triton_flags import CAME, is_sound
+from dispatch.low_latency.triton_flags import CAME, half_at, is_sound
 
 
 @triton.jit(do_not_specialize=["rank"])
 def send_answers(
-    y, counts, row_places, row_choices, peers, mask, rank, answers_at, staging_at,
+    y, counts, row_places, row_choices, peers, mask, calls, rank, half_bytes, answers_at, staging_at,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ANSWER_BYTES: tl.constexpr, TILE: tl.constexpr,
     HAS_REMOTE: tl.constexpr,
 ):  # fmt: skip
     """Program (local expert, lane): write each answer to its token's place [token, choice] at the source."""
     local, lane = tl.program_id(0), tl.program_id(1)
     row, count = lane, tl.load(counts + local)
+    half = half_at(calls, half_bytes)
+    answers_at, staging_at = answers_at + half, staging_at + half
     while row < count:  # not a range: the interpreter cannot count to a loaded number
         place, choice = tl.load(row_places + local * N + row), tl.load(row_choices + local * N + row)
         source, token = place // M, place % M
@@ -42,13 +44,13 @@ def send_answers(
 
 @triton.jit
 def sum_answers(
-    answers, arrived, topk, sent, weights, out,
+    answers, arrived, calls, half_bytes, topk, sent, weights, out,
     R: tl.constexpr, L: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, H: tl.constexpr,
     ANSWER_BYTES: tl.constexpr, TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile): add weight times answer for k = 0..K-1 in float32, and round once.
 
-    `answers`: address of [M, K] places. `sent`: the choices as dispatched: a repeated expert answered at its first,
+    `answers`: address of [M, K] places, in the first half. `sent`: the choices as dispatched: a repeated expert answered at its first,
     and what was not dispatched adds nothing.
     """
     token, first = tl.program_id(0), tl.program_id(1) * TILE
@@ -56,6 +58,7 @@ def sum_answers(
     at = first + tl.arange(0, TILE)
     sent_K = tl.load(sent + token * K + k, mask=k < K, other=-1)
     total = tl.zeros([TILE], tl.float32)
+    answers += half_at(calls, half_bytes)
     sound = is_sound(arrived, R)
     for i in range(K):
         expert = tl.load(topk + token * K + i)

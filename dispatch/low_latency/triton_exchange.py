@@ -1,7 +1,7 @@
 """`LowLatencyExchange` by Triton kernels through symmetric memory: between GPUs, or in the interpreter between CPU ranks.
 
-Nothing is allocated after the first call of a shape, and on a GPU the host looks at nothing. (A CUDA graph cannot replay
-these calls yet: the host counts them, and a replay would repeat a number.) Consequences there, unless `is_blocking`:
+Nothing is allocated after the first call of a shape, and on a GPU the host looks at nothing and counts nothing, so that
+a CUDA graph can replay the calls. Consequences there, unless `is_blocking`:
 - choices out of range, and choices of a combine that were not dispatched, are no choices instead of errors;
 - a call that a peer refused or that ranks disagree on delivers no rows and sums to zero; the error comes with the next
   `barrier` (`clean_low_latency_buffer`), which looks. Likewise a late peer: after about `timeout_s` its rows are left
@@ -45,6 +45,9 @@ _POLLS_PER_LOOK = 10_000  # by a host that looks at the clock in between
 _INTERPRETED_POLLS = 4  # which are slow, and take the core that a peer may need: hence a pause
 _PAUSE_S = 0.001
 _TROUBLE_BITS = 3  # of a status, below the call's number
+_KIND_BITS = 31  # of what a flag says beside the number, so that it is an int32 for the kernels
+
+_REFUSAL = 0  # in place of a kind
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +88,7 @@ class TritonExchange:
         self._trouble = torch.zeros(world_size, dtype=torch.int64, device=self.device)
         self._text = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device=self.device)
         self._results = Results(TritonSlot, self.device)
-        self._number = 0  # of the last call
+        self._calls = torch.zeros(1, dtype=torch.int64, device=self.device)  # the number of the last one
         self._travelling: Posted | None = None
         self._use(memory)
 
@@ -98,15 +101,15 @@ class TritonExchange:
     def refuse(self, text: str) -> None:
         """See `LowLatencyExchange`. Returns when all have met, where the host looks."""
         self.settle()
-        number = self._next_number()
+        self._begin_call()
         content = encode_refusal(text).ljust(TEXT_BYTES, b"\0")
         self._text.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         memory, layout = self._memory, self._layout
         flags.post_refusal[(self.world_size,)](
-            self._text, memory.peers, self._mask, self.rank, layout.flags_at(number), layout.texts_at(number),
-            number << 32, TEXT_BYTES=TEXT_BYTES, HAS_REMOTE=False, num_warps=1,
+            self._text, memory.peers, self._mask, self._calls, self.rank, layout.half_bytes, layout.texts_at,
+            TEXT_BYTES=TEXT_BYTES, **memory.reach, num_warps=1,
         )  # fmt: skip
-        self._wait(number << 32, "a refusal", is_any_call=True)
+        self._wait(_REFUSAL, "a refusal", is_any_call=True)
 
     def slot_of(self, source_token_LN: Tensor) -> TritonSlot | None:
         """See `LowLatencyExchange`."""
@@ -144,12 +147,13 @@ class TritonExchange:
     ) -> tuple[TritonSlot, Posted]:
         """See `LowLatencyExchange`."""
         self.settle()
-        self._make_room(DispatchContents(shape=shape).num_bytes)
-        number, slot = self._next_number(), self._results.next_slot(shape)
+        self._make_room(DispatchContents(shape=shape, has_remote=self._has_remote).num_bytes)
+        slot = self._results.next_slot(shape)
         slot.num_tokens = x_TH.shape[0]
-        self._launches.send_rows(number, slot, x_TH, topk_TK, round_scale=round_scale)
-        deliver = partial(self._launches.deliver_rows, number, slot, stats_L)
-        return slot, self._post(_word(number, "dispatch", shape), "a dispatch", deliver, waited_R)
+        self._begin_call()
+        self._launches.send_rows(slot, x_TH, topk_TK, round_scale=round_scale)
+        deliver = partial(self._launches.deliver_rows, slot, stats_L)
+        return slot, self._post(_kind("dispatch", shape), "a dispatch", deliver, waited_R)
 
     def post_combine(
         self,
@@ -165,14 +169,15 @@ class TritonExchange:
         """See `LowLatencyExchange`."""
         assert isinstance(slot, TritonSlot), "slots come from this exchange"
         self.settle()
-        self._make_room(CombineContents(shape=slot.shape, dtype=y_LNH.dtype).num_bytes)
-        number = self._next_number()
+        contents = CombineContents(shape=slot.shape, dtype=y_LNH.dtype, has_remote=self._has_remote)
+        self._make_room(contents.num_bytes)
         if out_TH is None:
             out_TH = self._results.next_output(slot.shape, y_LNH.dtype, topk_TK.shape[0])
-        self._launches.send_answers(number, slot, y_LNH)
-        add_up = partial(self._launches.sum_answers, number, slot, topk_TK, weights_TK, out_TH)
-        word = _word(number, f"combine of {y_LNH.dtype}", slot.shape)
-        return out_TH, self._post(word, "a combine", add_up, waited_R)
+        self._begin_call()
+        self._launches.send_answers(slot, y_LNH)
+        add_up = partial(self._launches.sum_answers, slot, topk_TK, weights_TK, out_TH)
+        kind = _kind(f"combine of {y_LNH.dtype}", slot.shape)
+        return out_TH, self._post(kind, "a combine", add_up, waited_R)
 
     def barrier(self) -> None:
         """See `LowLatencyExchange`. Looks at what went wrong since it last did, on a GPU too."""
@@ -184,10 +189,17 @@ class TritonExchange:
         self._memory.close()
 
     def _use(self, memory: SymmetricMemory) -> None:
-        self._memory = memory
+        self._memory, self._has_remote = memory, memory.reach["HAS_REMOTE"]
         size = int(memory.memory.numel())
         self._layout = SymmetricLayout(world_size=self.world_size, total_bytes=size)
-        self._launches = Launches(memory, self._layout, self._mask, self._arrived, lanes=self._lanes)
+        self._launches = Launches(
+            memory,
+            self._layout,
+            mask=self._mask,
+            arrived=self._arrived,
+            calls=self._calls,
+            lanes=self._lanes,
+        )
 
     def _make_room(self, num_bytes: int) -> None:
         """Open larger memory if a call needs it, when all ranks have come to do so."""
@@ -204,34 +216,34 @@ class TritonExchange:
 
     def _meet(self, doing: str) -> None:
         """Make a call without contents, and look at its outcome."""
-        word = _word(self._next_number(), doing, None)
-        self._post_flags(word)
-        self._wait(word, f"a {doing}", must_look=True)
+        kind = _kind(doing, None)
+        self._begin_call()
+        self._post_flags(kind)
+        self._wait(kind, f"a {doing}", must_look=True)
 
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number
+    def _begin_call(self) -> None:
+        flags.begin_call[(1,)](self._calls, num_warps=1)
 
-    def _post(self, word: int, doing: str, deliver: Callable[[], None], waited_R: Tensor | None) -> Posted:
+    def _post(self, kind: int, doing: str, deliver: Callable[[], None], waited_R: Tensor | None) -> Posted:
         """Say that this call's contents are there; the result waits for the peers' and delivers them."""
-        self._post_flags(word)
+        self._post_flags(kind)
 
         def finish() -> None:
-            self._wait(word, doing, waited_R=waited_R)
+            self._wait(kind, doing, waited_R=waited_R)
             deliver()
 
         self._travelling = Posted(finish)
         return self._travelling
 
-    def _post_flags(self, word: int) -> None:
+    def _post_flags(self, kind: int) -> None:
         flags.post_flags[(self.world_size,)](
-            self._memory.peers, self._mask, self.rank, self._layout.flags_at(word >> 32), word, HAS_REMOTE=False,
-            num_warps=1,
+            self._memory.peers, self._mask, self._calls, self.rank, self._layout.half_bytes, kind,
+            **self._memory.reach, num_warps=1,
         )  # fmt: skip
 
     def _wait(
         self,
-        word: int,
+        kind: int,
         doing: str,
         *,
         waited_R: Tensor | None = None,
@@ -242,14 +254,14 @@ class TritonExchange:
         options = {"IS_MASKING": self._mask_lost, "ANY_CALL": is_any_call}
         if not (self._is_blocking or must_look):
             polls = int(self._timeout_s * POLLS_PER_S)
-            self._wait_flags(word, waited_R, polls, IS_LAST=True, HAS_CLOCK=waited_R is not None, **options)
+            self._wait_flags(kind, waited_R, polls, IS_LAST=True, HAS_CLOCK=waited_R is not None, **options)
             return
         is_interpreted = self.device.type == "cpu"
         polls = _INTERPRETED_POLLS if is_interpreted else _POLLS_PER_LOOK
         begin, is_late = time.monotonic(), False
         while not is_late:
             is_late = time.monotonic() - begin > self._timeout_s
-            self._wait_flags(word, None, polls, IS_LAST=is_late, HAS_CLOCK=False, **options)
+            self._wait_flags(kind, None, polls, IS_LAST=is_late, HAS_CLOCK=False, **options)
             if bool(((self._arrived != 0) | (self._mask != 0)).all()):
                 break
             if is_interpreted:
@@ -260,10 +272,10 @@ class TritonExchange:
             waited_R += others * int((time.monotonic() - begin) * 1e9)
         self._raise_trouble(doing)
 
-    def _wait_flags(self, word: int, waited_R: Tensor | None, polls: int, **options: Any) -> None:
+    def _wait_flags(self, kind: int, waited_R: Tensor | None, polls: int, **options: Any) -> None:
         flags.wait_flags[(self.world_size,)](
-            self._memory.peers, self._mask, self._arrived, self._trouble, waited_R, self.rank,
-            self._layout.flags_at(word >> 32), word, polls, **options, num_warps=1,
+            self._memory.peers, self._mask, self._arrived, self._trouble, waited_R, self._calls, self.rank,
+            self._layout.half_bytes, kind, polls, **options, num_warps=1,
         )  # fmt: skip
 
     def _raise_trouble(self, doing: str) -> None:
@@ -286,7 +298,7 @@ class TritonExchange:
         log.warning("rank %d goes on without ranks %s: they were late for %s", self.rank, list(found), doing)
 
     def _read_text(self, rank: int, number: int) -> str:
-        at = self._layout.texts_at(number) + rank * TEXT_BYTES
+        at = (number & 1) * self._layout.half_bytes + self._layout.texts_at + rank * TEXT_BYTES
         return decode_refusal(bytes(self._memory.memory[at : at + TEXT_BYTES].tolist()).rstrip(b"\0"))
 
     @staticmethod
@@ -295,6 +307,6 @@ class TritonExchange:
         return int(bad[0]) if bad.numel() else -1
 
 
-def _word(number: int, doing: str, shape: LowLatencyShape | None) -> int:
-    """Return a flag's value: the number, and 32 bits of what call it is, never 0."""
-    return number << 32 | max(1, zlib.crc32(f"{doing} {shape}".encode()))
+def _kind(doing: str, shape: LowLatencyShape | None) -> int:
+    """Return what a flag says of a call beside its number, never _REFUSAL."""
+    return max(1, zlib.crc32(f"{doing} {shape}".encode()) >> (32 - _KIND_BITS))

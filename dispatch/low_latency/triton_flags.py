@@ -3,10 +3,13 @@
 """Flags of the low-latency Triton kernels: say to every peer that a call's contents are there, or that it is refused.
 
 A flag is one int64 at the receiver, by source: the call's number in its upper half, in its lower half what call it
-is, so that ranks which disagree notice; 0 there is a refusal, whose text lies beside. Numbers only grow, so nothing is
-ever cleared. A kernel's end orders what it stored before the release in the next one; within one, a barrier does.
+is (its kind), so that ranks which disagree notice; 0 there is a refusal, whose text lies beside. Numbers only grow, so
+nothing is ever cleared. A kernel's end orders what it stored before the release in the next one; within one, a barrier
+does.
+The number is counted on the device (`calls`, int64 [1]), and with it goes the half of the memory that the call uses: the
+host passes nothing that changes from call to call, so a CUDA graph can replay the launches.
 
-Legend: R ranks. Addresses are int64.
+Legend: R ranks. Addresses are int64; offsets (`_at`) are within a half of `half_bytes`.
 """
 
 import triton
@@ -22,10 +25,24 @@ OTHER_CALL = tl.constexpr(3)
 WAS_LATE = tl.constexpr(4)  # as trouble
 
 
-@triton.jit(do_not_specialize=["rank", "word"])
-def post_flags(peers, mask, rank, flags_at, word, HAS_REMOTE: tl.constexpr):
-    """Program (peer): publish what earlier launches wrote there, with the call's word."""
+@triton.jit
+def begin_call(calls):
+    """One program, the first launch of every call: count it."""
+    tl.store(calls, tl.load(calls) + 1)
+
+
+@triton.jit
+def half_at(calls, half_bytes):
+    """Where the half of this call begins."""
+    return (tl.load(calls) & 1) * half_bytes
+
+
+@triton.jit(do_not_specialize=["rank", "kind"])
+def post_flags(peers, mask, calls, rank, half_bytes, kind, HAS_REMOTE: tl.constexpr):
+    """Program (peer): publish what earlier launches wrote there, with the call's number and kind."""
     peer = tl.program_id(0)
+    flags_at = half_at(calls, half_bytes)
+    word = (tl.load(calls) << 32) | kind
     if tl.load(mask + peer) == 0:
         base = tl.load(peers + peer)
         if base != 0:
@@ -37,12 +54,15 @@ def post_flags(peers, mask, rank, flags_at, word, HAS_REMOTE: tl.constexpr):
             nvshmem.set_flag(own + flags_at + rank * 8, word, peer)
 
 
-@triton.jit(do_not_specialize=["rank", "word"])
+@triton.jit(do_not_specialize=["rank"])
 def post_refusal(
-    text, peers, mask, rank, flags_at, texts_at, word, TEXT_BYTES: tl.constexpr, HAS_REMOTE: tl.constexpr
+    text, peers, mask, calls, rank, half_bytes, texts_at, TEXT_BYTES: tl.constexpr, HAS_REMOTE: tl.constexpr
 ):
     """Program (peer): write a text of TEXT_BYTES, a power of two, in place of contents, then the flag."""
     peer = tl.program_id(0)
+    flags_at = half_at(calls, half_bytes)
+    texts_at += flags_at
+    word = tl.load(calls) << 32
     at = tl.arange(0, TEXT_BYTES)
     content = tl.load(text + at)
     if tl.load(mask + peer) == 0:
@@ -63,9 +83,9 @@ def post_refusal(
             nvshmem.set_flag(own + flags_at + rank * 8, word, peer)
 
 
-@triton.jit(do_not_specialize=["rank", "word", "max_polls"])
+@triton.jit(do_not_specialize=["rank", "kind", "max_polls"])
 def wait_flags(
-    peers, mask, arrived, trouble, waits, rank, flags_at, word, max_polls,
+    peers, mask, arrived, trouble, waits, calls, rank, half_bytes, kind, max_polls,
     IS_LAST: tl.constexpr, IS_MASKING: tl.constexpr, ANY_CALL: tl.constexpr, HAS_CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (source): wait for its flag, looking at most `max_polls` times more than once; note what came.
@@ -76,12 +96,13 @@ def wait_flags(
     if HAS_CLOCK.
     """
     source = tl.program_id(0)
-    flag = (tl.load(peers + rank) + flags_at).to(tl.pointer_type(tl.int64)) + source
+    flag = (tl.load(peers + rank) + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int64)) + source
+    number = tl.load(calls)
+    word = (number << 32) | kind
     status, looks = 0, 0
     if tl.load(mask + source) == 0:
         if HAS_CLOCK:
             begin = globaltimer()
-        number = word >> 32
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         while ((seen >> 32) < number) & (looks < max_polls):
             seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")

@@ -7,7 +7,7 @@ peer that cannot be addressed and is reached by NVSHMEM (`HAS_REMOTE`, `triton_n
 phases are enough, as in `transports.signals`.
 No atomics decide an order: a token has one place at each peer, and receivers count. Hence the same bits as the oracle.
 
-A call is a chain of launches: send, post, wait, place, deliver; answer, post, wait, sum (`triton_flags`,
+A call is a chain of launches: begin, send, post, wait, place, deliver; begin, answer, post, wait, sum (`triton_flags`,
 `triton_answers`, `triton_casts`).
 
 Ideas: DeepEP's low-latency kernels (DeepSeek); flags that carry a number: Triton-distributed. Rejected: DeepEP's row
@@ -21,12 +21,12 @@ import triton.language as tl
 
 from dispatch.low_latency import triton_nvshmem as nvshmem
 from dispatch.low_latency.triton_casts import copy_row, write_row
-from dispatch.low_latency.triton_flags import CAME, is_sound
+from dispatch.low_latency.triton_flags import CAME, half_at, is_sound
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
 def send_rows(
-    x, topk, sent, peers, mask, num_tokens, rank, entries_at, rows_at, staging_at,
+    x, topk, sent, peers, mask, calls, num_tokens, rank, half_bytes, entries_at, rows_at, staging_at,
     R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, H: tl.constexpr,
     ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr, GROUPS: tl.constexpr, IS_FP8: tl.constexpr,
     ROUND_SCALE: tl.constexpr, IS_BFLOAT16: tl.constexpr, HAS_REMOTE: tl.constexpr,
@@ -37,6 +37,8 @@ def send_rows(
     A choice out of range is no choice: nobody looked before, and nothing is to be written out of place.
     """
     token = tl.program_id(0)
+    half = half_at(calls, half_bytes)
+    entries_at, rows_at, staging_at = entries_at + half, rows_at + half, staging_at + half
     k = tl.arange(0, K_PAD)
     is_choice = (k < K) & (token < num_tokens)
     chosen = tl.load(topk + token * K + k, mask=is_choice, other=-1)
@@ -99,20 +101,20 @@ def _announce(
 
 @triton.jit
 def place_rows(
-    entries, arrived, counts, layout_range, source_tokens, row_places, row_choices, stats,
+    entries, arrived, calls, half_bytes, counts, layout_range, source_tokens, row_places, row_choices, stats,
     R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
     HAS_STATS: tl.constexpr,
 ):  # fmt: skip
     """Program (local expert): count its rows and order them by source, then token.
 
-    `entries`: address of int32 [R, M, K] as received. `arrived`: int32 [R]. `row_places`: int32 [L, N],
+    `entries`: address of int32 [R, M, K] as received, in the first half. `arrived`: int32 [R]. `row_places`: int32 [L, N],
     source * M + token. `row_choices`: int32 [L, N], which of its token's choices this expert is: where the answer goes.
     """
     local = tl.program_id(0)
     k = tl.arange(0, K_PAD)
     begin = tl.full([], 0, tl.int32)
     sound = is_sound(arrived, R)
-    entries = entries.to(tl.pointer_type(tl.int32))
+    entries = (entries + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int32))
     for source in range(R):
         first = begin
         if sound & (tl.load(arrived + source) == CAME):
@@ -136,17 +138,18 @@ def place_rows(
 
 @triton.jit
 def deliver_rows(
-    rows, counts, row_places, x_out, scales_out,
+    rows, counts, row_places, calls, half_bytes, x_out, scales_out,
     N: tl.constexpr, H: tl.constexpr, ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr, SCALES: tl.constexpr,
     SCALES_PAD: tl.constexpr, TILE: tl.constexpr, IS_FP8: tl.constexpr, IS_UE8M0: tl.constexpr,
 ):  # fmt: skip
     """Program (local expert, lane): copy every lanes-th of its rows, and the scales to their columns.
 
-    `rows`: address of the received rows. `x_out`: [L, N, H]. `scales_out`: [L, SCALES or words, N]: float32, or with
+    `rows`: address of the received rows, in the first half. `x_out`: [L, N, H]. `scales_out`: [L, SCALES or words, N]: float32, or with
     IS_UE8M0 uint8 of [L, words, N, 4].
     """
     local, lane = tl.program_id(0), tl.program_id(1)
     row, count = lane, tl.load(counts + local)
+    rows += half_at(calls, half_bytes)
     while row < count:  # not a range: the interpreter cannot count to a loaded number
         source = rows + tl.load(row_places + local * N + row).to(tl.int64) * ROW_BYTES
         target = x_out + (local * N + row).to(tl.int64) * H

@@ -36,40 +36,46 @@ class TritonSlot(DispatchSlot):
 
 
 class Launches:
-    """Over one memory. Nothing here waits; calls are by number, which says which half they use.
+    """Over one memory. Nothing here waits.
 
     Args:
-        mask, arrived: int32 [R], see `triton_flags`.
+        mask, arrived: int32 [R], and calls: int64 [1], see `triton_flags`.
         lanes: programs per expert that copy rows.
     """
 
     def __init__(
-        self, memory: SymmetricMemory, layout: SymmetricLayout, mask: Tensor, arrived: Tensor, *, lanes: int
+        self,
+        memory: SymmetricMemory,
+        layout: SymmetricLayout,
+        *,
+        mask: Tensor,
+        arrived: Tensor,
+        calls: Tensor,
+        lanes: int,
     ) -> None:
-        self._memory, self._layout, self._lanes = memory, layout, lanes
-        self._mask, self._arrived = mask, arrived
+        self._memory, self._lanes = memory, lanes
+        self._half_bytes, self._at = layout.half_bytes, layout.contents_at
+        self._mask, self._arrived, self._calls = mask, arrived, calls
 
-    def send_rows(
-        self, number: int, slot: TritonSlot, x_TH: Tensor, topk_TK: Tensor, *, round_scale: bool
-    ) -> None:
+    def send_rows(self, slot: TritonSlot, x_TH: Tensor, topk_TK: Tensor, *, round_scale: bool) -> None:
         """Write this rank's rows to its peers."""
         shape, contents = slot.shape, DispatchContents(shape=slot.shape)
-        at = self._layout.contents_at(number)
+        at = self._at
         kernels.send_rows[(shape.max_tokens,)](
-            x_TH.view(_STORED[shape.dtype]), topk_TK, slot.sent_TK, self._memory.peers, self._mask, x_TH.shape[0],
-            self._memory.rank, at, at + contents.rows_at, at + contents.staging_at,
+            x_TH.view(_STORED[shape.dtype]), topk_TK, slot.sent_TK, self._memory.peers, self._mask, self._calls,
+            x_TH.shape[0], self._memory.rank, self._half_bytes, at, at + contents.rows_at, at + contents.staging_at,
             R=shape.world_size, L=shape.experts_per_rank, M=shape.max_tokens, K=shape.choices, K_PAD=_k_pad(shape),
             H=shape.hidden, ROW_BYTES=contents.row_bytes, SCALES_AT=shape.scales_at, GROUPS=_groups(shape),
             IS_FP8=shape.is_fp8, ROUND_SCALE=round_scale, IS_BFLOAT16=shape.dtype == torch.bfloat16,
-            HAS_REMOTE=False, num_warps=_WARPS, enable_fp_fusion=False,
+            **self._memory.reach, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
-    def deliver_rows(self, number: int, slot: TritonSlot, stats_L: Tensor | None) -> None:
+    def deliver_rows(self, slot: TritonSlot, stats_L: Tensor | None) -> None:
         """Write what has arrived to the slot."""
         shape, contents = slot.shape, DispatchContents(shape=slot.shape)
-        base = self._memory.base + self._layout.contents_at(number)
+        base, half = self._memory.base + self._at, (self._calls, self._half_bytes)
         kernels.place_rows[(shape.experts_per_rank,)](
-            base, self._arrived, slot.count_L, slot.layout_range_LR, slot.source_token_LN, slot.place_LN,
+            base, self._arrived, *half, slot.count_L, slot.layout_range_LR, slot.source_token_LN, slot.place_LN,
             slot.choice_LN, stats_L, R=shape.world_size, L=shape.experts_per_rank, M=shape.max_tokens,
             K=shape.choices, K_PAD=_k_pad(shape), TILE=min(_ENTRY_TILE, triton.next_power_of_2(shape.max_tokens)),
             HAS_STATS=stats_L is not None,
@@ -78,33 +84,30 @@ class Launches:
         if scales is not None:
             scales = scales.transpose(1, 2).view(torch.uint8 if shape.is_ue8m0 else torch.int32)
         kernels.deliver_rows[(shape.experts_per_rank, self._lanes)](
-            base + contents.rows_at, slot.count_L, slot.place_LN,
+            base + contents.rows_at, slot.count_L, slot.place_LN, *half,
             slot.x_LNH.view(torch.uint8 if shape.is_fp8 else _STORED[shape.dtype]), scales,
             N=shape.rows_per_expert, H=shape.hidden, ROW_BYTES=contents.row_bytes, SCALES_AT=shape.scales_at,
             SCALES=shape.num_scales, SCALES_PAD=triton.next_power_of_2(4 * fp8.num_words(shape.hidden)),
             TILE=_tile(shape), IS_FP8=shape.is_fp8, IS_UE8M0=shape.is_ue8m0, num_warps=_WARPS,
         )  # fmt: skip
 
-    def send_answers(self, number: int, slot: TritonSlot, y_LNH: Tensor) -> None:
+    def send_answers(self, slot: TritonSlot, y_LNH: Tensor) -> None:
         """Write this rank's answers to its peers."""
         shape, contents = slot.shape, CombineContents(shape=slot.shape, dtype=y_LNH.dtype)
-        at = self._layout.contents_at(number)
         answers.send_answers[(shape.experts_per_rank, self._lanes)](
             y_LNH.view(_STORED[y_LNH.dtype]), slot.count_L, slot.place_LN, slot.choice_LN, self._memory.peers,
-            self._mask, self._memory.rank, at, at + contents.staging_at, M=shape.max_tokens,
-            N=shape.rows_per_expert, K=shape.choices, H=shape.hidden, ANSWER_BYTES=contents.answer_bytes,
-            TILE=_tile(shape), HAS_REMOTE=False, num_warps=_WARPS,
+            self._mask, self._calls, self._memory.rank, self._half_bytes, self._at, self._at + contents.staging_at,
+            M=shape.max_tokens, N=shape.rows_per_expert, K=shape.choices, H=shape.hidden, ANSWER_BYTES=contents.answer_bytes,
+            TILE=_tile(shape), **self._memory.reach, num_warps=_WARPS,
         )  # fmt: skip
 
-    def sum_answers(
-        self, number: int, slot: TritonSlot, topk_TK: Tensor, weights_TK: Tensor, out_TH: Tensor
-    ) -> None:
+    def sum_answers(self, slot: TritonSlot, topk_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
         """Write the sums of what has arrived to out_TH."""
         shape, T = slot.shape, out_TH.shape[0]
         if T == 0:
             return
         answers.sum_answers[(T, triton.cdiv(shape.hidden, _tile(shape)))](
-            self._memory.base + self._layout.contents_at(number), self._arrived, topk_TK, slot.sent_TK, weights_TK,
+            self._memory.base + self._at, self._arrived, self._calls, self._half_bytes, topk_TK, slot.sent_TK, weights_TK,
             out_TH.view(_STORED[out_TH.dtype]), R=shape.world_size, L=shape.experts_per_rank, K=shape.choices,
             K_PAD=_k_pad(shape), H=shape.hidden,
             ANSWER_BYTES=CombineContents(shape=shape, dtype=out_TH.dtype).answer_bytes, TILE=_tile(shape),

@@ -20,9 +20,7 @@ from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
 from dispatch.transport import RankTable
 
 _TAG_PART, _TAG_REST, _TAG_PROBE = 0x57E8, 0x57E9, 0x57EA
-_NEARLY = (
-    0.9  # a connection that closes when the time-out is nearly over was closed by another rank's time-out
-)
+_NEARLY = 0.9  # of a time-out
 _DOING = "an exchange over gloo"
 _MAX_CUTS = 256  # lengths are multiples of 64 and repeat from step to step while steps are small
 
@@ -51,13 +49,20 @@ class _Wires:
         self._timeout_s = timeout_s
 
     def exchange_rests(self, sends: Rests, receives: Rests) -> None:
-        """Send and receive what is longer than a part. Raises or masks as `finish` does."""
+        """Send and receive what is longer than a part. Raises or masks as `finish` does.
+
+        Above two ranks a time-out names nobody: who is late here may itself be kept waiting by a third.
+        """
+        self._deadline, suspect = time.monotonic() + self._timeout_s, self._only_peer
         works = [self._start("recv", memory, peer, _TAG_REST) for peer, memory in receives]
         works += [self._start("send", memory, peer, _TAG_REST) for peer, memory in sends]
         peers = [peer for peer, _ in [*receives, *sends]]
-        deadline = time.monotonic() + self._timeout_s
         for peer, work in zip(peers, works, strict=True):
-            self._finish(work, peer, deadline)
+            self._finish(work, peer, suspect)
+
+    @property
+    def _only_peer(self) -> int | None:
+        return self._peers[0] if self._world_size == 2 else None
 
     def _start(self, verb: str, memory: Tensor, peer: int, tag: int) -> Any:
         """Start to send or receive; None if the peer is masked, or lost by now."""
@@ -69,19 +74,26 @@ class _Wires:
             self._lose(peer, error)
             return None
 
-    def _finish(self, work: Any, peer: int, deadline: float) -> None:
+    def _finish(self, work: Any, peer: int, suspect: int | None) -> None:
+        """Wait for a message until the deadline; a time-out is laid to `suspect`."""
         if work is None or self._mask.values[peer]:
             return
         try:
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
             if _is_timeout(_first_line(error)):
-                raise DispatchTimeout(peer, self._timeout_s, _DOING) from error
+                raise DispatchTimeout(suspect, self._timeout_s, _DOING) from error
             self._lose(peer, error)
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
         """Raise, or mask the peer."""
+        self._check_time(error)
         raise PeerLost(peer, _first_line(error)) from error
+
+    def _check_time(self, error: RuntimeError) -> None:
+        """Take an error when the time-out is nearly over for that of another rank, which closed its connections."""
+        if time.monotonic() > self._deadline - (1 - _NEARLY) * self._timeout_s:
+            raise DispatchTimeout(self._only_peer, self._timeout_s, _DOING) from error
 
 
 class Together(_Wires):
@@ -111,7 +123,7 @@ class Together(_Wires):
         if max(split) > self._part_bytes:
             heads = [message[: self._part_bytes] for message in torch.split(outgoing[: sum(split)], split)]
             outgoing, split = torch.cat(heads), [len(head) for head in heads]
-        self._begin = time.monotonic()
+        self._deadline = time.monotonic() + self._timeout_s
         try:
             self._work = self._group.alltoall_base(
                 self._incoming, self._cut(outgoing, sum(split)), self._received, split, self._options
@@ -141,9 +153,9 @@ class Together(_Wires):
 
     def _fail(self, error: RuntimeError) -> NoReturn:
         text = _first_line(error)
-        if _is_timeout(text) or time.monotonic() - self._begin > _NEARLY * self._timeout_s:
-            only = self._peers[0] if self._world_size == 2 else None
-            raise DispatchTimeout(only, self._timeout_s, _DOING) from error
+        if _is_timeout(text):
+            raise DispatchTimeout(self._only_peer, self._timeout_s, _DOING) from error
+        self._check_time(error)
         raise PeerLost(self._find_lost(), text) from error
 
     def _find_lost(self) -> int:
@@ -180,11 +192,10 @@ class PeerByPeer(_Wires):
             DispatchTimeout: a peer hangs; all connections are closed then.
         """
         for peer, work in self._works:
-            self._finish(work, peer, self._deadline)
+            self._finish(work, peer, suspect=peer)
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
-        if time.monotonic() > self._deadline - (1 - _NEARLY) * self._timeout_s:
-            raise DispatchTimeout(None, self._timeout_s, _DOING) from error
+        self._check_time(error)
         log.warning("rank %d goes on without rank %d: %s", self._rank, peer, _first_line(error))
         self._mask.values[peer] = 1
 

@@ -1,10 +1,8 @@
 """The Triton kernels compile for sm_90 without spilling; what they compute, `test_triton_face` tries in the interpreter."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,14 +14,11 @@ from dispatch.low_latency.symmetric import TEXT_BYTES, CombineContents, Dispatch
 from dispatch.low_latency.torch_symmetric import TorchSymmetricMemory, check_addresses
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from triton._C.libtriton import ir  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.compiler.compiler import make_backend  # noqa: E402
-
-from dispatch.low_latency import triton_answers, triton_flags, triton_kernels  # noqa: E402
 from dispatch.low_latency import triton_nvshmem as nvshmem  # noqa: E402
+from dispatch.low_latency.triton_answers import send_answers, sum_answers  # noqa: E402
+from dispatch.low_latency.triton_flags import begin_call, post_flags, post_refusal, wait_flags  # noqa: E402
+from dispatch.low_latency.triton_kernels import deliver_rows, place_rows, send_rows  # noqa: E402
+from tests.support.triton_compile import Kernel, assemble, check_budget, compile_kernel  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -38,13 +33,12 @@ def test_the_parts_of_symmetric_memory_do_not_overlap() -> None:
         num_bytes = max(sent.num_bytes, answered.num_bytes)
         layout = SymmetricLayout(world_size=3, total_bytes=SymmetricLayout.bytes_for(3, num_bytes))
         assert layout.content_bytes >= num_bytes
-        halves = [(layout.flags_at(n), layout.texts_at(n), layout.contents_at(n)) for n in (2, 3)]
+        halves = [(at, at + layout.texts_at, at + layout.contents_at) for at in (0, layout.half_bytes)]
         starts = [*halves[0], *halves[1], layout.total_bytes]
         needed = [8 * 3, TEXT_BYTES * 3, num_bytes] * 2
         for start, size, following in zip(starts[:-1], needed, starts[1:], strict=True):
             assert start % 128 == 0
             assert start + size <= following
-        assert (layout.flags_at(4), layout.contents_at(5)) == (layout.flags_at(2), layout.contents_at(3))
         rows = 3 * 5 * sent.row_bytes
         assert sent.rows_at >= 4 * 3 * 5 * 3 and sent.rows_at + rows <= sent.staging_at <= sent.num_bytes
         assert 5 * 3 * answered.answer_bytes <= answered.staging_at <= answered.num_bytes
@@ -89,55 +83,55 @@ def test_peers_that_cannot_be_addressed_are_named() -> None:
         check_addresses([1 << 40, 0, 0])
 
 
-class Kernel(NamedTuple):
-    """A kernel as DeepSeek-V3's layers would launch it on 8 ranks, and what it may use."""
-
-    name: str
-    types: dict[str, str]
-    sizes: dict[str, Any]
-    warps: int = 8
-    max_registers: int = 80
-
-
 V3 = {"R": 8, "L": 32, "M": 128, "K": 8, "K_PAD": 8, "H": 7168}
+HALF = {"calls": "*i64", "half_bytes": "i64"}
 SEND = {
     "x": "*i16", "topk": "*i64", "sent": "*i64", "peers": "*i64", "mask": "*i32", "num_tokens": "i32", "rank": "i32",
-    "entries_at": "i64", "rows_at": "i64", "staging_at": "i64",
+    **HALF, "entries_at": "i64", "rows_at": "i64", "staging_at": "i64",
 }  # fmt: skip
 ROW = {"SCALES_AT": 7168, "GROUPS": 8, "IS_BFLOAT16": True, "ROUND_SCALE": False, "HAS_REMOTE": False}
-FLAGS = {"peers": "*i64", "mask": "*i32", "rank": "i32", "flags_at": "i64", "word": "i64"}
+FLAGS = {"peers": "*i64", "mask": "*i32", "rank": "i32", **HALF, "kind": "i32"}
 WAIT = {**FLAGS, "arrived": "*i32", "trouble": "*i64", "waits": "*i64", "max_polls": "i32"}
-DELIVER = {"rows": "i64", "counts": "*i32", "row_places": "*i32"}
-SUM = {"answers": "i64", "arrived": "*i32", "topk": "*i64", "sent": "*i64", "weights": "*fp32", "out": "*i16"}
+DELIVER = {"rows": "i64", **HALF, "counts": "*i32", "row_places": "*i32"}
+SUM = {
+    "answers": "i64",
+    **HALF,
+    "arrived": "*i32",
+    "topk": "*i64",
+    "sent": "*i64",
+    "weights": "*fp32",
+    "out": "*i16",
+}
 KERNELS = {
-    "send_bf16": Kernel("send_rows", SEND, {**V3, **ROW, "ROW_BYTES": 14336, "IS_FP8": False}),
-    "send_fp8": Kernel("send_rows", SEND, {**V3, **ROW, "ROW_BYTES": 7392, "IS_FP8": True}),
-    "send_fp8_rounded": Kernel("send_rows", SEND, {**V3, **ROW, "ROW_BYTES": 7392, "IS_FP8": True, "ROUND_SCALE": True}),
+    "send_bf16": Kernel(send_rows, SEND, {**V3, **ROW, "ROW_BYTES": 14336, "IS_FP8": False}),
+    "send_fp8": Kernel(send_rows, SEND, {**V3, **ROW, "ROW_BYTES": 7392, "IS_FP8": True}),
+    "send_fp8_rounded": Kernel(send_rows, SEND, {**V3, **ROW, "ROW_BYTES": 7392, "IS_FP8": True, "ROUND_SCALE": True}),
     "send_fp16": Kernel(
-        "send_rows", {**SEND, "x": "*fp16"}, {**V3, **ROW, "ROW_BYTES": 7392, "IS_FP8": True, "IS_BFLOAT16": False}
+        send_rows, {**SEND, "x": "*fp16"}, {**V3, **ROW, "ROW_BYTES": 7392, "IS_FP8": True, "IS_BFLOAT16": False}
     ),
-    "post": Kernel("post_flags", FLAGS, {"HAS_REMOTE": False}, 1),
+    "begin": Kernel(begin_call, HALF, {}, 1),
+    "post": Kernel(post_flags, FLAGS, {"HAS_REMOTE": False}, 1),
     "refuse": Kernel(
-        "post_refusal", {**FLAGS, "text": "*u8", "texts_at": "i64"}, {"TEXT_BYTES": 1024, "HAS_REMOTE": False}, 1
+        post_refusal, {**FLAGS, "text": "*u8", "texts_at": "i64"}, {"TEXT_BYTES": 1024, "HAS_REMOTE": False}, 1
     ),
-    "wait": Kernel("wait_flags", WAIT, {"IS_LAST": True, "IS_MASKING": True, "ANY_CALL": False, "HAS_CLOCK": True}, 1),
+    "wait": Kernel(wait_flags, WAIT, {"IS_LAST": True, "IS_MASKING": True, "ANY_CALL": False, "HAS_CLOCK": True}, 1),
     "wait_without_clock": Kernel(
-        "wait_flags",
+        wait_flags,
         {**WAIT, "waits": "constexpr"},
         {"waits": None, "IS_LAST": True, "IS_MASKING": False, "ANY_CALL": True, "HAS_CLOCK": False},
         1,
     ),
     "place": Kernel(
-        "place_rows",
+        place_rows,
         {
-            "entries": "i64", "arrived": "*i32", "counts": "*i32", "layout_range": "*i64", "source_tokens": "*i32",
+            "entries": "i64", **HALF, "arrived": "*i32", "counts": "*i32", "layout_range": "*i64", "source_tokens": "*i32",
             "row_places": "*i32", "row_choices": "*i32", "stats": "*i32",
         },
         {"R": 8, "L": 32, "M": 128, "K": 8, "K_PAD": 8, "TILE": 32, "HAS_STATS": True},
         4,
     ),
     "deliver_bf16": Kernel(
-        "deliver_rows",
+        deliver_rows,
         {**DELIVER, "x_out": "*i16"},
         {
             "scales_out": None, "N": 1024, "H": 7168, "ROW_BYTES": 14336, "SCALES_AT": 0, "SCALES": 0, "SCALES_PAD": 1,
@@ -145,7 +139,7 @@ KERNELS = {
         },
     ),
     "deliver_ue8m0": Kernel(
-        "deliver_rows",
+        deliver_rows,
         {**DELIVER, "x_out": "*u8", "scales_out": "*u8"},
         {
             "N": 1024, "H": 7168, "ROW_BYTES": 7392, "SCALES_AT": 7168, "SCALES": 56, "SCALES_PAD": 64, "TILE": 1024,
@@ -153,78 +147,42 @@ KERNELS = {
         },
     ),
     "answer": Kernel(
-        "send_answers",
+        send_answers,
         {
             "y": "*i16", "counts": "*i32", "row_places": "*i32", "row_choices": "*i32", "peers": "*i64", "mask": "*i32",
-            "rank": "i32", "answers_at": "i64", "staging_at": "i64",
+            "rank": "i32", **HALF, "answers_at": "i64", "staging_at": "i64",
         },
         {"M": 128, "N": 1024, "K": 8, "H": 7168, "ANSWER_BYTES": 14336, "TILE": 1024, "HAS_REMOTE": False},
     ),
     "sum": Kernel(
-        "sum_answers",
+        sum_answers,
         SUM,
         {"R": 8, "L": 32, "K": 8, "K_PAD": 8, "H": 7168, "ANSWER_BYTES": 14336, "TILE": 1024, "IS_BFLOAT16": True},
     ),
     "sum_fp16": Kernel(
-        "sum_answers",
+        sum_answers,
         {**SUM, "out": "*fp16"},
         {"R": 8, "L": 32, "K": 8, "K_PAD": 8, "H": 7168, "ANSWER_BYTES": 14336, "TILE": 1024, "IS_BFLOAT16": False},
     ),
 }  # fmt: skip
 
 
-def compile_for_sm90(kernel: Kernel) -> str:
-    """Compile without a GPU, up to the assembler's text."""
-    module = next(m for m in (triton_kernels, triton_answers, triton_flags) if kernel.name in vars(m))
-    function = getattr(module, kernel.name)
-    names = [parameter.name for parameter in function.params]
-    signature = {name: kernel.types.get(name, "constexpr") for name in names}
-    constants = {name: value for name, value in kernel.sizes.items() if name in names}
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
-    options = backend.parse_options({"num_warps": kernel.warps, "enable_fp_fusion": False})
-    context, stages = ir.context(), {}
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    backend.add_stages(stages, options, source.language)
-    module = source.make_ir(
-        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-    )
-    metadata = {"target": target, **options.__dict__}
-    for stage in ("ttir", "ttgir", "llir", "ptx"):
-        module = stages[stage](module, metadata)
-    return module
-
-
-def assemble(ptx: str, folder: Path, *flags: str) -> tuple[int, int]:
-    """Return registers per thread and spilled bytes, as the assembler reports them."""
-    (folder / "kernel.ptx").write_text(ptx)
-    command = [get_ptxas(90).path, "-v", *flags, "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.o"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    registers = [int(count) for count in re.findall(r"Used (\d+) registers", done.stderr)]
-    return max(registers), sum(int(size) for size in re.findall(r"(\d+) bytes spill", done.stderr))
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile_for_sm90_without_spilling(name: str, tmp_path: Path) -> None:
-    registers, spilled = assemble(compile_for_sm90(KERNELS[name]), tmp_path)
-    assert spilled == 0
-    assert registers <= KERNELS[name].max_registers
+    check_budget(KERNELS[name], tmp_path)
 
 
 def test_products_are_not_fused_into_sums() -> None:
     """One rounding more or less would give other bits than the CPU."""
-    ptx = compile_for_sm90(KERNELS["sum"])
+    ptx = compile_kernel(KERNELS["sum"]).ptx
     assert "mul.rn.f32" in ptx or "mul.f32" in ptx
     assert "fma.rn" not in ptx
 
 
 def test_flags_are_released_and_acquired_for_the_whole_system() -> None:
-    assert "sys.release" in compile_for_sm90(KERNELS["post"])
-    assert "sys.release" in compile_for_sm90(KERNELS["refuse"])
-    assert "sys.acquire" in compile_for_sm90(KERNELS["wait"])
+    assert "sys.release" in compile_kernel(KERNELS["post"]).ptx
+    assert "sys.release" in compile_kernel(KERNELS["refuse"]).ptx
+    assert "sys.acquire" in compile_kernel(KERNELS["wait"]).ptx
 
 
 @pytest.mark.parametrize(
@@ -242,12 +200,12 @@ def test_peers_without_an_address_are_reached_by_nvshmem(
 ) -> None:
     """Assembled, not linked: the library comes with NVSHMEM."""
     kernel = KERNELS[name]
-    ptx = compile_for_sm90(kernel._replace(sizes={**kernel.sizes, "HAS_REMOTE": True}))
+    ptx = compile_kernel(kernel._replace(sizes={**kernel.sizes, "HAS_REMOTE": True})).ptx
     assert set(re.findall(r"\bnvshmem\w+(?=\s*\n?\()", ptx)) == functions
     registers, spilled = assemble(ptx, tmp_path, "--compile-only")
     assert spilled == 0
     assert registers <= 255
-    assert "nvshmem" not in compile_for_sm90(kernel)
+    assert "nvshmem" not in compile_kernel(kernel).ptx
 
 
 def test_a_missing_device_library_is_named() -> None:

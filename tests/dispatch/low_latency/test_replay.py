@@ -1,0 +1,92 @@
+"""What a CUDA graph does with low-latency calls: it repeats the launches with the arguments they were recorded with.
+
+Without a GPU the launches are recorded in the interpreter and repeated from there: only what lies in memory may differ
+from call to call. The control passes the number of calls by value, as a host that counts would.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dispatch.low_latency.face import LowLatencyFace
+from tests.dispatch.low_latency.cases import Layer, RankCase, answer, make_cases, simulate
+from tests.dispatch.low_latency.interpreted import open_interpreted
+from tests.dispatch.low_latency.test_triton_face import fresh_pool  # noqa: F401 - a fixture
+from tests.support.ranks import RankPool
+
+pytestmark = (
+    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
+        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+    )
+)
+Launch = Callable[[], Any]
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect every launch, which still runs, with its arguments as they are now."""
+    from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - after the interpreter is chosen
+
+    launches: list[Launch] = []
+    run = InterpretedFunction.run
+
+    def record(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launches.append(lambda: run(kernel, *args, **kwargs))
+        return run(kernel, *args, **kwargs)
+
+    InterpretedFunction.run = record
+    try:
+        yield launches
+    finally:
+        InterpretedFunction.run = run
+
+
+def replay_layers(is_fp8: bool, counts_on_host: bool) -> list[bool]:
+    """Record one layer, then repeat its launches for other contents; other calls come in between."""
+    exchange = open_interpreted(is_blocking=False, timeout_s=5.0)
+    rank, dtype = exchange.rank, torch.bfloat16
+    layers = [
+        Layer(make_cases(seed, [3, 3], hidden=256, dtype=dtype), 3, 2, is_fp8=is_fp8) for seed in range(4)
+    ]
+    face = LowLatencyFace(exchange)
+    case = RankCase(*(tensor.clone() for tensor in layers[0].cases[rank]))
+    y_LNH = torch.zeros(2, layers[0].shape().rows_per_expert, 256, dtype=dtype)
+    out_TH = torch.zeros_like(case.x_TH)
+    with recording() as to_experts:
+        received, _, handle, _, _ = face.low_latency_dispatch(case.x_TH, case.topk_TK, 3, 4, use_fp8=is_fp8)
+    rows, scales = received if isinstance(received, tuple) else (received, None)
+    with recording() as back:
+        face.low_latency_combine(y_LNH, case.topk_TK, case.weights_TK, handle, out=out_TH)
+    if counts_on_host:  # the control: the first launch counts
+        to_experts, back = to_experts[1:], back[1:]
+    results = []
+    for layer in layers[1:]:
+        for held, wanted in zip(case, layer.cases[rank], strict=True):
+            held.copy_(wanted)
+        for launch in to_experts:
+            launch()
+        y_LNH.copy_(answer(rows, scales, rank, dtype))
+        for launch in back:
+            launch()
+        results.append(torch.equal(out_TH, simulate(layer)[rank].combined_TH))
+        if not counts_on_host:
+            face.clean_low_latency_buffer(4, 256, 4)  # one call more: the halves change their turns
+    dist.barrier()
+    exchange.close()
+    return results
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_recorded_launches_serve_other_contents(fresh_pool: RankPool, is_fp8: bool) -> None:  # noqa: F811
+    assert fresh_pool.run(replay_layers, is_fp8, False) == [[True] * 3] * 2
+
+
+@pytest.mark.slow
+def test_the_control_fails_where_the_number_of_calls_stands_still(fresh_pool: RankPool) -> None:  # noqa: F811
+    for results in fresh_pool.run(replay_layers, False, True):
+        assert not all(results)

@@ -1,0 +1,84 @@
+"""Compiles Triton kernels without a GPU, up to the assembler's report: registers, spills, shared memory.
+
+Import it only where triton compiles (not in a process that interprets).
+"""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+
+SHARED_LIMITS = {
+    80: 163 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+}  # bytes that one program may have, by architecture
+
+
+class Kernel(NamedTuple):
+    """A kernel as it is launched, and what it may use."""
+
+    function: Any
+    types: dict[str, str]  # of arguments; the others are constexpr
+    sizes: dict[str, Any]
+    warps: int = 8
+    max_registers: int = 80
+    stages: int = 2
+    fuses: bool = False  # whether products may be fused into sums
+
+
+class Compiled(NamedTuple):
+    """What came out. The kernel's text, and bytes of shared memory."""
+
+    ptx: str
+    shared_bytes: int
+
+
+def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
+    """Compile without a GPU, up to the assembler's text."""
+    names = [parameter.name for parameter in kernel.function.params]
+    signature = {name: kernel.types.get(name, "constexpr") for name in names}
+    constants = {name: value for name, value in kernel.sizes.items() if name in names}
+    source = ASTSource(fn=kernel.function, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    options = backend.parse_options(
+        {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": kernel.fuses}
+    )
+    context, stages = ir.context(), {}
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    backend.add_stages(stages, options, source.language)
+    module = source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    metadata = {"target": target, **options.__dict__}
+    for stage in ("ttir", "ttgir", "llir", "ptx"):
+        module = stages[stage](module, metadata)
+    return Compiled(module, metadata["shared"])
+
+
+def assemble(ptx: str, folder: Path, *flags: str, arch: int = 90) -> tuple[int, int]:
+    """Return registers per thread and spilled bytes, as the assembler reports them."""
+    (folder / "kernel.ptx").write_text(ptx)
+    name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+    command = [get_ptxas(arch).path, "-v", *flags, f"--gpu-name={name}", "kernel.ptx", "-o", "kernel.o"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", done.stderr)]
+    return max(registers), sum(int(size) for size in re.findall(r"(\d+) bytes spill", done.stderr))
+
+
+def check_budget(kernel: Kernel, folder: Path, arch: int = 90) -> None:
+    """Compile and assemble; no spill, not more registers than allowed, shared memory that the architecture has."""
+    compiled = compile_kernel(kernel, arch)
+    registers, spilled = assemble(compiled.ptx, folder, arch=arch)
+    assert spilled == 0, f"{spilled} bytes spilled with {registers} registers"
+    assert registers <= kernel.max_registers, f"{registers} registers"
+    assert compiled.shared_bytes <= SHARED_LIMITS[arch], f"{compiled.shared_bytes} bytes of shared memory"
