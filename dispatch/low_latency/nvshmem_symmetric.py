@@ -40,7 +40,7 @@ class NvshmemMemory:
         self._core = core or _load()
         _start(self._core, group, device)
         self._buffer = self._core.buffer(num_bytes)
-        self.memory: Tensor = torch.from_dlpack(self._buffer).view(torch.uint8).zero_()
+        self.memory: Tensor = torch.utils.dlpack.from_dlpack(self._buffer).view(torch.uint8).zero_()
         self.base = self.memory.data_ptr()
         addresses = [self._address_of(peer) for peer in range(self.world_size)]
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)

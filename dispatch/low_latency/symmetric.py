@@ -12,7 +12,7 @@ refusals [R, TEXT_BYTES], and the contents of one call.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -161,10 +161,10 @@ class SharedMemory:
     """
 
     device = torch.device("cpu")
-    reach: ClassVar[dict[str, Any]] = {"HAS_REMOTE": False}
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, *, timeout_s: float) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.reach: dict[str, Any] = {"HAS_REMOTE": False}
         self._segment = SharedSegment(group, self.world_size * num_bytes, timeout_s=timeout_s)
         self.peers = torch.tensor([self._segment.start + rank * num_bytes for rank in range(self.world_size)])
         self.base = int(self.peers[self.rank])

@@ -4,7 +4,7 @@ A module of its own because its import is heavy and only GPUs need it. Written a
 it was imported and its refusals tested, never run.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,13 @@ class TorchSymmetricMemory:
         TransportUnavailable: there is no CUDA device, or a peer cannot be addressed.
     """
 
-    reach: ClassVar[dict[str, Any]] = {"HAS_REMOTE": False}
-
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise TransportUnavailable(
                 "torch's symmetric memory needs a CUDA device and this machine has none; use shm or gloo"
             )
         self.rank, self.world_size, self.device = dist.get_rank(group), dist.get_world_size(group), device
+        self.reach: dict[str, Any] = {"HAS_REMOTE": False}
         self.memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
         self._handle = symm_mem.rendezvous(self.memory, group)
         addresses = self._handle.buffer_ptrs
