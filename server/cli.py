@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from server.experts_cli import add_experts_parser
-from server.options import Options, OptionsError, add_model_arguments, options_from
+from server.option_checks import OptionsError
+from server.option_flags import add_model_arguments
+from server.options import Options, options_from
 from server.roots import RootError, check_roots
 
 _DESCRIPTION = """\

@@ -22,7 +22,8 @@ from scheduler.request import RequestOutput
 from server.errors import ApiError
 from server.journal import Journal
 from server.metrics import Metrics
-from server.options import Options, OptionsError
+from server.option_checks import OptionsError
+from server.options import Options
 from server.parent_death import die_with_parent
 from server.placement_wire import PlacementWord
 from server.ranks import Ranks, listen

@@ -3,6 +3,8 @@
 Every process of a service gets the same arguments, so there is one parser, one validation, and one way back from
 the value to arguments (`arguments_from`). Names are vLLM's where vLLM has them. API keys are the exception: they
 travel to child processes in the environment, because everybody on the machine can read a command line.
+
+The flags are declared in `option_flags`; what is about HTTP and about logs is in `http_options` and `log_options`.
 """
 
 import argparse
@@ -13,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dispatch.availability import BACKENDS
 from expert_placement.eplb_config import EplbConfig, EplbConfigError, parse_eplb_config
-from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from server.http_options import HttpOptions, http_arguments, http_options_from
+from server.log_options import LogOptions, log_arguments, log_options_from
+from server.option_checks import OptionsError, parse_bytes
 
 DEMO_MODEL = "demo"
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
@@ -28,10 +31,6 @@ _LEAST = {  # the smallest value of whole-number flags
     "threads": 1,
     "dispatch_node_size": 0,
 }
-
-
-class OptionsError(ValueError):
-    """A command-line value that cannot be served; the message says what was wrong and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,200 +62,13 @@ class Options:
     request_timeout_s: float  # 0 is none
     tool_call_parser: str | None  # one of the names; None: by the model's chat template, as is the next
     reasoning_parser: str | None
+    http: HttpOptions
+    log: LogOptions
 
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `serve`, `worker`, `engine` and `front` share, in groups."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEMO_MODEL,
-        metavar="MODEL",
-        help="a Hugging Face model directory, a hub name, or 'demo' (default), the model that WideEP makes itself",
-    )
-    _add_http_arguments(parser.add_argument_group("HTTP endpoint"))
-    _add_parser_arguments(parser.add_argument_group("tool calls and reasoning"))
-    _add_rank_arguments(parser.add_argument_group("ranks"))
-    _add_placement_arguments(parser.add_argument_group("expert placement"))
-    _add_limit_arguments(parser.add_argument_group("limits"))
-    _add_memory_arguments(parser.add_argument_group("memory"))
-
-
-def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
-    add(
-        "--served-model-name",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help="names that requests may use for the model; the first is shown (default: MODEL's)",
-    )
-    add(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help=f"require this bearer key; may be repeated (also read from {API_KEY_VARIABLE})",
-    )
-
-
-def _add_parser_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--tool-call-parser",
-        choices=TOOL_PARSERS,
-        metavar="NAME",
-        help=f"how the model writes tool calls: {', '.join(TOOL_PARSERS)} (default: by its chat template)",
-    )
-    add(
-        "--reasoning-parser",
-        choices=REASONING_PARSERS,
-        metavar="NAME",
-        help=f"how the model writes reasoning: {', '.join(REASONING_PARSERS)} (default: by its chat template)",
-    )
-    add("--enable-auto-tool-choice", action="store_true", help="accepted for vLLM's sake; it is always on")
-
-
-def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--data-parallel-size",
-        "-dp",
-        type=int,
-        metavar="N",
-        help="ranks on this node, one process each (default: 2 on CPU)",
-    )
-    add("--threads", type=int, metavar="N", help="threads per rank (default: cores / local ranks)")
-    add(
-        "--all2all-backend",
-        default="auto",
-        choices=BACKENDS,
-        help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; nccl, nvshmem and "
-        "deep_ep connect GPUs, on which this version does not compute yet (default: auto)",
-    )
-    add(
-        "--dispatch-mode",
-        default="auto",
-        choices=("auto", "normal", "low_latency"),
-        help="auto is low_latency for steps that only decode, normal for steps with prompts (default: %(default)s)",
-    )
-    add(
-        "--dispatch-dtype",
-        default="auto",
-        choices=("auto", "fp8"),
-        help="what tokens travel to experts as: the model's own type, or FP8 with DeepSeek's block scales, a "
-        "quarter of float32's bytes and not the same bits (default: %(default)s)",
-    )
-    add(
-        "--dispatch-node-size",
-        type=int,
-        default=0,
-        metavar="N",
-        help="send a token once to each node of N ranks and spread it inside, where links between nodes are the "
-        "slow ones; divides the number of ranks (default: 0, straight to every rank)",
-    )
-    add(
-        "--distributed-timeout-seconds",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long a rank may keep another one waiting before it counts as hung (default: %(default)s)",
-    )
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16"),
-        help="type the weights are kept in; CPU computes in float32 (default: %(default)s)",
-    )
-
-
-def _add_placement_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--enable-eplb",
-        action="store_true",
-        help="move experts while serving, where that pays by the load seen; `wideep experts apply` works without",
-    )
-    add(
-        "--eplb-config",
-        default="{}",
-        metavar="JSON",
-        help='such as {"num_redundant_experts": 8}; keys: window_size, step_interval, num_redundant_experts, '
-        "log_balancedness, policy, max_bytes_per_step, horizon_s, min_gain, max_moved, history_file",
-    )
-    add(
-        "--expert-placement",
-        metavar="FILE",
-        help="start with this placement, as `wideep experts plan --out FILE` writes it (default: experts evenly)",
-    )
-
-
-def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--max-model-len", type=int, metavar="TOKENS", help="prompt plus output (default: the model's)")
-    add(
-        "--max-num-seqs",
-        type=int,
-        default=64,
-        metavar="N",
-        help="requests a rank runs at once (default: %(default)s)",
-    )
-    add(
-        "--max-num-batched-tokens",
-        type=int,
-        default=512,
-        metavar="TOKENS",
-        help="tokens a rank runs in one step (default: %(default)s)",
-    )
-    add(
-        "--request-timeout",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="deadline of a request; 0 is none (default: none)",
-    )
-
-
-def _add_memory_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--kv-cache-memory",
-        metavar="BYTES",
-        help="KV cache per rank, e.g. 512M or 2G (default: 25%% of free memory over the local ranks)",
-    )
-    add(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        help="size the KV cache as this share of free memory instead, above 0 and at most 1",
-    )
-    add(
-        "--no-enable-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_false",
-        help="do not reuse the KV cache of equal prefixes",
-    )
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size such as `512M`, `2GiB` or `1073741824`; units are powers of 1024.
-
-    Raises:
-        OptionsError: the text is not a positive size.
-    """
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-    digits = text.strip().upper().removesuffix("IB").removesuffix("B")
-    unit = units.get(digits[-1:], 1)
-    try:
-        size = int(float(digits[:-1] if unit > 1 else digits) * unit)
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise OptionsError(f"--kv-cache-memory is {text!r}; give a size such as 512M or 2G")
-    return size
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests must carry an API key."""
+        return bool(self.api_keys) or self.http.api_key_file is not None
 
 
 def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Options:
@@ -292,6 +104,8 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         request_timeout_s=args.request_timeout,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        http=http_options_from(args),
+        log=log_options_from(args, environment),
     )
 
 
@@ -373,6 +187,7 @@ def arguments_from(options: Options) -> list[str]:
     arguments = [options.model, *(f"--served-model-name={name}" for name in options.served_model_names)]
     arguments += [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     arguments += ["--enable-eplb"] if options.enable_eplb else []
+    arguments += [*http_arguments(options.http), *log_arguments(options.log)]
     return arguments if options.enable_prefix_caching else [*arguments, "--no-enable-prefix-caching"]
 
 

@@ -1,19 +1,17 @@
 import argparse
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.options import (
-    Options,
-    OptionsError,
-    add_model_arguments,
-    arguments_from,
-    environment_from,
-    options_from,
-    parse_bytes,
-)
+from server.http_options import HttpOptions
+from server.log_options import LogOptions
+from server.option_checks import OptionsError, parse_bytes
+from server.option_flags import add_model_arguments
+from server.options import Options, arguments_from, environment_from, options_from
+from tests.support.certificate import write_certificate
 
 
 def parse(*words: str, environment: dict[str, str] | None = None) -> Options:
@@ -66,6 +64,21 @@ def test_arguments_parse_back_to_the_same_options() -> None:
             "--reasoning-parser=deepseek_r1",
             "--enable-auto-tool-choice",
         ),
+        *("--allowed-origins", '["https://a", "b"]', "--allowed-methods", '["GET"]', "--allow-credentials"),
+        *("--max-request-bytes=1K", "--root-path=/llm/", "--shutdown-timeout=7", "--log-format=json"),
+        *("--log-level=debug", "--log-requests", "--disable-access-log"),
+        "--disable-access-log-for-endpoints=",
+    )
+    assert options.http == HttpOptions(
+        allowed_origins=("https://a", "b"),
+        allowed_methods=("GET",),
+        allow_credentials=True,
+        max_request_bytes=1024,
+        root_path="/llm",
+        shutdown_timeout_s=7.0,
+    )
+    assert options.log == LogOptions(
+        format="json", level="debug", requests=True, access=False, quiet_paths=()
     )
     assert parse(*arguments_from(options), environment=environment_from(options)) == options
     assert options.served_model_names == ("a", "b c", "-dash")
@@ -75,6 +88,33 @@ def test_arguments_parse_back_to_the_same_options() -> None:
 def test_floats_survive_the_way_to_a_child(share: float, timeout_s: float) -> None:
     options = parse(f"--gpu-memory-utilization={share!r}", f"--request-timeout={timeout_s!r}")
     assert parse(*arguments_from(options)) == options
+
+
+def test_the_defaults_of_http_and_logs_are_those_of_their_classes() -> None:
+    options = parse()
+    assert (options.http, options.log) == (HttpOptions(), LogOptions())
+    assert not options.needs_key
+
+
+def test_a_file_of_keys_asks_for_one_and_is_handed_on_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# mine\nsesame\n")
+    options = parse(f"--api-key-file={file}")
+    assert options.needs_key and options.api_keys == ()
+    assert "sesame" not in " ".join([*arguments_from(options), *environment_from(options).values()])
+    assert parse(*arguments_from(options)) == options
+
+
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="needs the `openssl` program to make a certificate"
+)
+def test_a_certificate_is_loaded_before_anything_starts(tmp_path: Path) -> None:
+    certificate, key = write_certificate(tmp_path)
+    options = parse(f"--ssl-certfile={certificate}", f"--ssl-keyfile={key}")
+    assert options.http.scheme == "https"
+    assert parse(*arguments_from(options)) == options
+    with pytest.raises(OptionsError, match="cannot be used"):
+        parse(f"--ssl-certfile={certificate}")  # without its key
 
 
 def test_keys_travel_in_the_environment_only() -> None:
@@ -121,6 +161,17 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         ([""], "MODEL is empty"),
         (["--eplb-config=1"], "--eplb-config: it is '1'; it must be an object"),
         (['--eplb-config={"a": 1}'], "--eplb-config: a is not known"),
+        (["--allowed-origins=*"], "--allowed-origins is '*'; give a JSON list of strings"),
+        (["--allowed-headers=[1]"], "--allowed-headers is '[1]'; give a JSON list of strings"),
+        (["--max-request-bytes=0"], "--max-request-bytes is '0'; give a size"),
+        (["--shutdown-timeout-seconds=-1"], "--shutdown-timeout-seconds is -1.0; it must be 0 or more"),
+        (["--shutdown-timeout-seconds=inf"], "--shutdown-timeout-seconds is inf"),
+        (["--root-path=llm"], "--root-path is 'llm'; it must begin with /"),
+        (["--api-key-file=/no/such/file"], "--api-key-file '/no/such/file' cannot be read"),
+        (["--ssl-keyfile=x"], "--ssl-keyfile needs a certificate"),
+        (["--ssl-certfile=/no/cert"], "--ssl-certfile is '/no/cert', which is not a file"),
+        (["--disable-access-log-for-endpoints=health"], "has 'health'; give paths such as"),
+        (["--otlp-traces-endpoint=localhost:4317"], "is 'localhost:4317'; give a URL"),
     ],
 )
 def test_bad_values_are_named(words: list[str], complaint: str) -> None:
