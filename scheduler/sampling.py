@@ -17,6 +17,10 @@ from torch import Tensor
 from scheduler.request import Logprobs, SamplingParams
 from scheduler.sequence import Sequence
 
+LEAST_TEMPERATURE = (
+    1e-5  # below, logits over temperature leave float32's range; the draw is greedy long before
+)
+LEAST_PENALTY = 1e-6  # of repetition, likewise
 CHUNK = 256  # tokens whose weights are summed before any of them is looked at alone
 
 
@@ -61,7 +65,12 @@ def _choose(logits_V: Row, sequence: Sequence) -> int:
         logits_V[list(params.stop_token_ids)] = -np.inf
     if params.temperature == 0:
         return int(logits_V.argmax())
-    weights_V = np.exp((logits_V - logits_V.max()) * np.float32(1.0 / params.temperature))
+    top = logits_V.max()
+    if not np.isfinite(
+        top
+    ):  # rules that exclude each other left nothing to draw from: one request's own trouble
+        return int(logits_V.argmax())
+    weights_V = np.exp((logits_V - top) * np.float32(1.0 / max(params.temperature, LEAST_TEMPERATURE)))
     draw = _uniform(params.seed, sequence.num_output_tokens)
     if not params.top_k and params.top_p >= 1.0 and params.min_p <= 0.0:
         return _draw(weights_V, draw)
@@ -78,7 +87,7 @@ def _penalise(logits_V: Row, sequence: Sequence) -> None:
         logits_V[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
     if params.repetition_penalty != 1.0:
         ids = np.unique(np.array(sequence.token_ids, dtype=np.int64))
-        seen, factor = logits_V[ids], np.float32(params.repetition_penalty)
+        seen, factor = logits_V[ids], np.float32(max(params.repetition_penalty, LEAST_PENALTY))
         logits_V[ids] = np.where(seen > 0, seen / factor, seen * factor)
 
 
