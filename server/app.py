@@ -1,6 +1,7 @@
 """The ASGI application: routes together, keys checked, exchanges counted, every error in OpenAI's shape."""
 
 import hmac
+import reprlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError, bad_request
+from server.described import ERROR_RESPONSES
+from server.errors import ApiError, bad_request, shorten
 from server.generations import ClientGone
 from server.metrics import Metrics
 from server.openai.streaming import error_response
@@ -20,6 +22,8 @@ from server.openai.streaming import error_response
 _GUARDED = "/v1"
 _OPEN_POSTS = ("/ping",)
 _SEEN_CHARS = 80  # of a wrong value, quoted
+_QUOTE = reprlib.Repr()  # of megabytes it looks at the ends only
+_QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = _SEEN_CHARS
 
 
 def build_app(
@@ -30,7 +34,7 @@ def build_app(
     Args:
         api_keys: any of them opens /v1 and what changes something; none leaves all open.
     """
-    app = FastAPI(title="WideEP", version=version, redoc_url=None)
+    app = FastAPI(title="WideEP", version=version, redoc_url=None, responses=ERROR_RESPONSES)
     for router in routers:
         app.include_router(router)
     app.add_exception_handler(ApiError, _on_api_error)
@@ -120,8 +124,13 @@ async def _on_invalid(_: HttpRequest, error: Exception) -> Response:
     param = _field_name(first["loc"])
     if first["type"] == "missing":
         return error_response(bad_request(f"{param or 'The body'} is missing.", param))
-    seen = repr(first.get("input"))
-    seen = seen if len(seen) <= _SEEN_CHARS else seen[:_SEEN_CHARS] + "..."
+    if isinstance(first.get("input"), bytes):  # it was not parsed: JSON was not announced
+        return error_response(
+            bad_request(
+                "The body is not announced as JSON: send the header 'Content-Type: application/json'."
+            )
+        )
+    seen = shorten(_QUOTE.repr(first.get("input")), _SEEN_CHARS)
     return error_response(bad_request(f"{param or 'The body'} is wrong: {first['msg']}; got {seen}.", param))
 
 
@@ -133,7 +142,10 @@ def _field_name(location: Sequence[Any]) -> str | None:
 async def _on_http_error(_: HttpRequest, error: Exception) -> Response:
     """A path or method that does not exist, or a body that could not be read."""
     assert isinstance(error, HTTPException), error
-    return error_response(ApiError(error.status_code, str(error.detail), headers=error.headers))
+    detail = str(error.detail)
+    if isinstance(error.__cause__, ValueError):  # FastAPI keeps to itself what it tripped over
+        detail = f"The body cannot be read as JSON: {error.__cause__}."
+    return error_response(ApiError(error.status_code, detail, headers=error.headers))
 
 
 async def _on_client_gone(_: HttpRequest, __: Exception) -> Response:

@@ -11,6 +11,9 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_BYTES_OF_CHARACTER = 4  # in UTF-8; more pending tokens than this hold more than one character
+MAX_SHOWN = (
+    12  # tokens of context; a longer one is shortened to the newest tokens, which costs a second decoding
+)
 CONTEXT_TOKENS = 5  # of the prompt; enough for a leading blank and one character in bytes
 
 
@@ -49,11 +52,13 @@ class Detokenizer:
         return self._show(self._decode(self._shown + self._pending)) if self._pending else ""
 
     def _show(self, text: str) -> str:
-        """Make the pending tokens the context; return the text that they add."""
+        """Add the pending tokens to the context; return the text that they add."""
         new = text[len(self._shown_text) :]
         if new:  # else special tokens: they are no context for a leading blank
-            self._shown = self._pending
-            self._shown_text = self._decode(self._shown)
+            self._shown, self._shown_text = self._shown + self._pending, text
+            if len(self._shown) > MAX_SHOWN:
+                self._shown = self._pending
+                self._shown_text = self._decode(self._shown)
         self._pending = []
         return new
 

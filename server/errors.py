@@ -18,6 +18,8 @@ _TYPES = {
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
+MAX_MESSAGE_CHARS = 2000  # messages quote what was sent, and that may be megabytes
+MAX_PARAM_CHARS = 200  # a path to a field has the client's own keys in it
 
 
 class ApiError(Exception):
@@ -26,16 +28,24 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = shorten(message, MAX_MESSAGE_CHARS)
+        self.param = None if param is None else shorten(param, MAX_PARAM_CHARS)
+        super().__init__(self.message)
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """Return the error object that clients parse."""
         kind = _TYPES.get(self.status, HTTPStatus(self.status).phrase.replace(" ", "") + "Error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def shorten(text: str, most_chars: int) -> str:
+    """Return a text with its middle left out where it is longer; the ends say what was wrong, and what to do."""
+    if len(text) <= most_chars:
+        return text
+    half = (most_chars - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
@@ -49,12 +59,15 @@ def not_served(model: str, served: tuple[str, ...]) -> ApiError:
     return ApiError(404, f"The model {model!r} does not exist. This server has: {names}.", param="model")
 
 
-def too_long(num_prompt_tokens: int, max_model_len: int, max_tokens: int | None, param: str) -> ApiError:
-    """A 400 in the words that clients recognise as a context-window error."""
+def too_long(
+    num_prompt_tokens: int, max_model_len: int, max_tokens: int | None, param: str, *, is_least: bool = False
+) -> ApiError:
+    """A 400 in the words that clients recognise as a context-window error; is_least: nobody counted further."""
+    least = "at least " if is_least else ""
     asked = "" if max_tokens is None else f" and {max_tokens} output tokens"
     return bad_request(
         f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-        f"{num_prompt_tokens} prompt tokens{asked}. Shorten the prompt or ask for fewer output tokens.",
+        f"{least}{num_prompt_tokens} prompt tokens{asked}. Shorten the prompt or ask for fewer output tokens.",
         param,
     )
 

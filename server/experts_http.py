@@ -74,10 +74,10 @@ def experts_routes(
         return PlainTextResponse(f"Dump expert distribution record.\n{lines}")
 
     router.add_api_route("/experts/load", show_load, methods=["GET"], response_model=None)
-    router.add_api_route("/experts/record", show_record, methods=["GET"], response_model=None)
+    router.add_api_route("/experts/record", show_record, methods=["GET"], response_class=Response)
     for verb, route in (("start", start_record), ("stop", stop_record), ("dump", dump_record)):
         path = f"/{verb}_expert_distribution_record"
-        router.add_api_route(path, route, methods=["POST"], response_model=None)
+        router.add_api_route(path, route, methods=["POST"], response_class=PlainTextResponse)
     return router
 
 

@@ -23,6 +23,7 @@ from server.dashboard.routes import dashboard_routes
 from server.experts_http import experts_routes
 from server.experts_load import ExpertsLoad
 from server.experts_metrics import ExpertsMetrics
+from server.front_metrics import FrontMetrics
 from server.journal import Journal
 from server.metrics import Metrics
 from server.openai.chat import chat_routes
@@ -89,6 +90,7 @@ class HttpService:
         self.placement = PlacementControl(ranks, self.experts_load, eplb, history)
         self._balances = options.enable_eplb
         metrics.add(ExpertsMetrics(self.experts_load, options.served_model_names[0]))
+        metrics.add(FrontMetrics(self.requests, router, options.served_model_names[0]))
         version = _version()
         app = build_app(
             [

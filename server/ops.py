@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from server import errors, metrics
 from server.metrics import Metrics
@@ -41,5 +41,5 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
     router.add_api_route("/health", show_health, methods=_READ, response_model=None)
     router.add_api_route("/ping", show_ping, methods=[*_READ, "POST"], response_model=None)
     router.add_api_route("/version", show_version, methods=_READ, response_model=None)
-    router.add_api_route("/metrics", show_metrics, methods=_READ, response_model=None)
+    router.add_api_route("/metrics", show_metrics, methods=_READ, response_class=PlainTextResponse)
     return router

@@ -45,6 +45,11 @@ class Requests:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closed: ApiError | None = None
 
+    @property
+    def num_open(self) -> int:
+        """Accepted choices without an outcome."""
+        return len(self._open)
+
     def open(self, request_id: str, asks: Sequence[Ask]) -> Answer:
         """Accept a client's request: give every choice to a rank.
 

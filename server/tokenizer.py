@@ -48,6 +48,7 @@ class Tokenizer:
         text_config = config.get("text_config") or {}
         self.eos_ids = self._find_eos_ids(Path(directory), config | text_config)
         self.vocab_size: int = max(len(self._hf), (config | text_config).get("vocab_size") or 0)
+        self.longest_token_chars: int = max(map(len, self._hf.get_vocab()), default=1)
         self.model_max_len: int | None = (config | text_config).get("max_position_embeddings")
         self._not_for_clients = frozenset(inspect.signature(self._hf.apply_chat_template).parameters)
         self._byte_of = _byte_level_alphabet() if self._is_byte_level() else None
@@ -107,6 +108,7 @@ class Tokenizer:
             ValueError,
             LookupError,
             AttributeError,
+            ArithmeticError,
             RecursionError,
         ) as error:
             # A template is a program over the client's messages: whatever it trips over is in them.

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from server.described import STREAM_RESPONSE
 from server.generations import Piece
 from server.openai.chat_turn import ChatMessage, ChatTurn, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.openai.logprobs import chat_logprobs
@@ -23,7 +24,7 @@ def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=STREAM_RESPONSE)
     async def create_chat_completion(body: ChatRequest, http: HttpRequest) -> Response:
         """Answer a chat."""
         turn = await ChatTurn.open(body, model, requests)

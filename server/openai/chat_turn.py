@@ -136,6 +136,7 @@ class ChatTurn:
             max_tokens=body.max_completion_tokens or body.max_tokens,
             num_logprobs=num_logprobs,
             prompt_field="messages",
+            max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
         )
         answer = requests.open(request_id, _showing_markup(asks, model, with_tools=tools.choice == "auto"))
         return cls(body, model, tools, prompt, answer)

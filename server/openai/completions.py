@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from server.described import STREAM_RESPONSE
 from server.errors import bad_request
 from server.generations import Answer, Piece
 from server.openai.logprobs import completion_logprobs
@@ -28,7 +29,7 @@ def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=STREAM_RESPONSE)
     async def create_completion(body: CompletionRequest, http: HttpRequest) -> Response:
         """Complete one or more prompts."""
         name = model.check_name(body.model)

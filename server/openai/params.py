@@ -80,7 +80,7 @@ def asks_for(
     seed = secrets.randbits(64) if body.seed is None else body.seed
     asks: list[Ask] = []
     for prompt_ids in prompts:
-        room = _room(len(prompt_ids), model.max_len(), max_tokens, prompt_field)
+        room = _room(len(prompt_ids), model.max_len(), max_tokens, prompt_field, max_tokens_field)
         if (body.min_tokens or 0) > room:
             raise bad_request(
                 f"min_tokens ({body.min_tokens}) is more than {max_tokens_field} ({room}).", "min_tokens"
@@ -114,11 +114,14 @@ def _ask(body: SamplingFields, model: ServedModel, request: Request, stops: tupl
     )
 
 
-def _room(num_prompt_tokens: int, max_len: int, max_tokens: int | None, prompt_field: str) -> int:
+def _room(
+    num_prompt_tokens: int, max_len: int, max_tokens: int | None, prompt_field: str, max_tokens_field: str
+) -> int:
     """Return how many tokens may be generated."""
     room = max_len - num_prompt_tokens
     if room < 1 or (max_tokens is not None and max_tokens > room):
-        raise errors.too_long(num_prompt_tokens, max_len, max_tokens, prompt_field)
+        to_change = prompt_field if room < 1 else max_tokens_field
+        raise errors.too_long(num_prompt_tokens, max_len, max_tokens, to_change)
     return room if max_tokens is None else max_tokens
 
 

@@ -4,14 +4,27 @@ A key that is known but not served is refused by name (`params.refuse_unserved`)
 aloud. None always means: not said.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 MAX_CHOICES = 128  # n, and prompts times n
 MAX_STOPS = 128
 MAX_LOGPROBS = 20
 MAX_TOOLS = 1024
+
+_TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
+# Checked by hand, for better words than a union's; described here for /openapi.json.
+Stops = Annotated[
+    Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, {"type": "null"}]})
+]
+Prompt = Annotated[
+    Any,
+    WithJsonSchema(
+        {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _IDS, {"type": "array", "items": _IDS}]}
+    ),
+]
+# Lists are fail_fast: one wrong item is enough to know, and an error each for a million would cost gigabytes.
 
 
 class StreamOptions(BaseModel):
@@ -36,7 +49,7 @@ class SamplingFields(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Any = None  # a string or a list of them; checked in params
+    stop: Stops = None  # a string or a list of them; checked in params
     user: str | None = None
     # vLLM's extras
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
@@ -44,7 +57,7 @@ class SamplingFields(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS)
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS, fail_fast=True)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
@@ -61,7 +74,7 @@ class Message(BaseModel):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -78,7 +91,7 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Any = None  # text, token ids, or a list of either; checked in completions
+    prompt: Prompt = None  # text, token ids, or a list of either; checked in completions
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool | None = None

@@ -20,6 +20,7 @@ from server.errors import ApiError
 from server.generations import Answer, ClientGone, Piece
 
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -41,7 +42,7 @@ class Chunks(Protocol):
 
 def event(content: dict[str, Any]) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(content).encode() + b"\n\n"
 
 
 def finish_word(reason: FinishReason | None) -> str | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from server import errors
 from server.errors import bad_request
 from server.served import ServedModel
 
@@ -26,9 +27,13 @@ async def encode(text: str, model: ServedModel, *, add_special_tokens: bool, par
     """Tokenize, long texts beside the event loop.
 
     Raises:
-        ApiError: 400, the text has half a surrogate pair or is empty.
+        ApiError: 400, the text has half a surrogate pair, is empty, or longer than any text that fits.
     """
     check_unicode(text, param)
+    # Tokenizing takes a hundred times the text's memory, so what cannot fit is not tokenized.
+    least_tokens = -(-len(text) // model.tokenizer.longest_token_chars)
+    if least_tokens > model.max_len():
+        raise errors.too_long(least_tokens, model.max_len(), None, param, is_least=True)
     if len(text) < LONG_TEXT:
         token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     else:
