@@ -92,7 +92,7 @@ class Service:
     def tokens(self, prompt: list[int], num_tokens: int) -> list[str]:
         """Return the greedy tokens after a prompt, spelled."""
         body = _body(prompt, num_tokens, logprobs=0)
-        status, lines = asyncio.run(_post(self.port, body))
+        status, lines = asyncio.run(post(self.port, body))
         if status != 200:
             raise ServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
         return list(json.loads(lines[0][1])["choices"][0]["logprobs"]["tokens"])
@@ -118,7 +118,7 @@ async def stream_completion(port: int, prompt: list[int], *, num_tokens: int) ->
     """
     start_s = time.perf_counter()
     body = _body(prompt, num_tokens, stream=True, stream_options={"include_usage": True})
-    status, lines = await _post(port, body)
+    status, lines = await post(port, body)
     if status != 200:
         raise ServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
     events = [(at_s, json.loads(line[5:])) for at_s, line in lines if line.startswith(b"data: {")]
@@ -135,15 +135,17 @@ def _body(prompt: list[int], num_tokens: int, **fields: Any) -> bytes:
     return json.dumps({**greedy, **fields}).encode()
 
 
-async def _post(port: int, body: bytes) -> tuple[int, list[tuple[float, bytes]]]:
-    """Post to /v1/completions; return the status and the body's lines with the times they came.
+async def post(
+    port: int, body: bytes, path: str = "/v1/completions"
+) -> tuple[int, list[tuple[float, bytes]]]:
+    """Post to an endpoint; return the status and the body's lines with the times they came.
 
     The lines that frame chunks are among those of a stream; what is read there starts with "data: ".
     """
     reader, writer = await asyncio.open_connection(HOST, port, limit=2**20)
     try:
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         writer.write(head.encode() + body)

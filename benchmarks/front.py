@@ -1,0 +1,242 @@
+"""What does the way over HTTP cost: per token and per request, in time to the first token, and in tokens per second?
+
+Three parts, each with its own question.
+cost: CPU seconds of the front process per token and per request at 500 streams. Ranks without a model yield one token
+  per stream and step; a run of one-token answers gives a request's cost, a run of long ones the rest. CPU time and not
+  wall time, so that it holds on a busy machine. Expected bound: a token is one decode, one JSON object and one write
+  to a socket, some 30 us of Python and 10 us of kernel on this class of core.
+ttft: what the front adds to the time to the first token: one chat at a time, whose rank answers at once. Everything
+  is in it: connection, parse, template, tokenizer, the way to the rank and back, the first event. Goal: 5 ms.
+loss: tokens/s of one engine in its own process, and of the same engine behind HTTP with a client on the same machine,
+  turn about with the same prompts. Goal: at most 5 % less. With as many threads as cores, the front competes with
+  the engine for a core; with fewer it has its own.
+
+Run: `python -m benchmarks.front [--parts cost,ttft,loss] [--streams 500] [--tokens 40] [--model demo|random]
+[--threads 1,2] [--rounds 3] [--quick] [--save]`.
+"""
+
+import argparse
+import asyncio
+import functools
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.closed_loop import closed_loop, percentile, summarise
+from benchmarks.engine_alone import EngineAlone
+from benchmarks.front_alone import FrontAlone
+from benchmarks.prompts import Prompts
+from benchmarks.random_model import ensure_random_model
+from benchmarks.service import Service, ServiceError, post, stream_completion
+from moe.demo_model import ensure_demo_model
+from server.tokenizer import Tokenizer
+
+PARTS = ("cost", "ttft", "loss")
+NUM_RANKS = 2
+PROMPT_TOKENS = 128
+LOSS_TOKENS, LOSS_CONCURRENCY = 64, 16
+CHATS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontOptions:
+    """What to measure."""
+
+    parts: tuple[str, ...]
+    model: str
+    streams: int
+    tokens: int  # of each stream
+    step_s: float  # between a stream's tokens
+    threads: tuple[int, ...]  # of the engine, one measurement of the loss each
+    rounds: int
+    save: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    options = _parse(arguments)
+    card = environment_card()
+    print_card(card)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill unwinds as Ctrl-C does
+    directory = ensure_demo_model() if options.model == "demo" else ensure_random_model()
+    measure = {"cost": measure_cost, "ttft": measure_ttft, "loss": measure_loss}
+    result: dict[str, Any] = {"benchmark": "front", "environment": card, "options": asdict(options)}
+    try:
+        for part in options.parts:
+            result[part] = measure[part](directory, options)
+    except ServiceError as error:
+        print(f"benchmarks.front: {error}", file=sys.stderr)
+        return 1
+    if options.save:
+        path = save_result("front", result)
+        print(f"written to {path.relative_to(Path(__file__).parents[1])}")
+    print_tail(result)
+    return 0
+
+
+def measure_cost(directory: Path, options: FrontOptions) -> dict[str, Any]:
+    """CPU of the front per request and per token, many streams at once."""
+    lot = _prompts(directory).take(options.streams)
+    with _front(directory, options.step_s) as front:
+        _stream_all(front.port, lot, 1, options.streams)  # warm
+        short = [_cpu_of(front, lot, 1) for _ in range(options.rounds)]
+        long = [_cpu_of(front, lot, options.tokens) for _ in range(options.rounds)]
+    request_s = statistics.median(cpu for cpu, _ in short) / options.streams
+    rows = [
+        {
+            "cpu_s": round(cpu, 3),
+            "token_us": round(1e6 * (cpu / options.streams - request_s) / (options.tokens - 1), 1),
+            "tokens_per_s": round(options.streams * options.tokens / wall, 1),
+            "share_of_core": round(cpu / wall, 3),
+        }
+        for cpu, wall in long
+    ]
+    middle = {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+    print(
+        f"   cost at {options.streams} streams: {1e6 * request_s:.0f} us per request, "
+        f"{middle['token_us']:.1f} us per token; {middle['share_of_core']:.0%} of a core "
+        f"at {middle['tokens_per_s']:.0f} tokens/s",
+        flush=True,
+    )
+    return {"request_us": round(1e6 * request_s, 1), "median": middle, "rows": rows}
+
+
+def _cpu_of(front: FrontAlone, prompts: list[list[int]], num_tokens: int) -> tuple[float, float]:
+    """Stream all prompts at once; returns the front's CPU seconds and the seconds it took."""
+    before_s, begun_s = front.cpu_s, time.perf_counter()
+    _stream_all(front.port, prompts, num_tokens, len(prompts))
+    return front.cpu_s - before_s, time.perf_counter() - begun_s
+
+
+def _stream_all(port: int, prompts: list[list[int]], num_tokens: int, concurrency: int) -> None:
+    complete = functools.partial(stream_completion, port, num_tokens=num_tokens)
+    asyncio.run(closed_loop(complete, prompts, concurrency))
+
+
+def measure_ttft(directory: Path, options: FrontOptions) -> dict[str, Any]:
+    """Seconds from a chat's start to its first event, where the rank takes no time."""
+    tokenizer = Tokenizer(str(directory))
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in _prompts(directory).take(CHATS + 20)]
+    with _front(directory, 0.0) as front:
+        times_s = [asyncio.run(_first_event_s(front.port, text)) for text in texts][20:]
+    result = {
+        "chats": len(times_s),
+        "prompt_tokens": PROMPT_TOKENS,
+        **{f"p{percent}_ms": round(1e3 * percentile(times_s, percent), 2) for percent in (50, 90, 99)},
+    }
+    print(
+        f"   ttft added: p50 {result['p50_ms']} ms, p90 {result['p90_ms']} ms, p99 {result['p99_ms']} ms",
+        flush=True,
+    )
+    return result
+
+
+async def _first_event_s(port: int, text: str) -> float:
+    fields = {"max_tokens": 1, "temperature": 0, "stream": True}
+    begun_s = time.perf_counter()
+    body = json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode()
+    status, lines = await post(port, body, "/v1/chat/completions")
+    if status != 200:
+        raise ServiceError(f"POST /v1/chat/completions answered {status}: {lines[0][1].decode()[:300]}")
+    return next(at_s for at_s, line in lines if line.startswith(b"data: ")) - begun_s
+
+
+def measure_loss(directory: Path, options: FrontOptions) -> dict[str, Any]:
+    """Tokens per second over HTTP beside those of the engine alone, by the engine's threads."""
+    return {f"1x{threads}": _measure_loss(directory, options, threads) for threads in options.threads}
+
+
+def _measure_loss(directory: Path, options: FrontOptions, threads: int) -> dict[str, Any]:
+    prompts, length = _prompts(directory), PROMPT_TOKENS + LOSS_TOKENS
+    limits = {"max_num_seqs": LOSS_CONCURRENCY, "max_model_len": length}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
+    flags += ["--data-parallel-size=1", f"--threads={threads}", "--dtype=float32", "--kv-cache-memory=1G"]
+    rows = []
+    with ExitStack() as stack:
+        log = stack.enter_context(tempfile.NamedTemporaryFile(prefix="wideep_bench_", suffix=".log"))
+        service = stack.enter_context(Service(str(directory), flags, log))
+        engine = stack.enter_context(EngineAlone(directory, threads=threads, **limits))
+        for number in range(-1, options.rounds):  # the first is to warm both up
+            lot = prompts.take(2 * LOSS_CONCURRENCY)
+            pair = [("engine", engine.run), ("http", service.run)]
+            rates = {
+                name: summarise(run(lot, LOSS_TOKENS, LOSS_CONCURRENCY)).tokens_per_s
+                for name, run in (pair if number % 2 else pair[::-1])
+            }
+            if number >= 0:
+                rows.append({**rates, "loss": round(1 - rates["http"] / rates["engine"], 4)})
+    loss = statistics.median(row["loss"] for row in rows)
+    pairs = ", ".join(f"{row['http']:.0f} of {row['engine']:.0f}" for row in rows)
+    print(f"   loss with {threads} engine threads: {loss:.1%} ({pairs} tokens/s)", flush=True)
+    return {"concurrency": LOSS_CONCURRENCY, "loss": loss, "rows": rows}
+
+
+def _prompts(directory: Path) -> Prompts:
+    tokenizer = Tokenizer(str(directory))
+    return Prompts(lambda text: tokenizer.encode(text, add_special_tokens=False), PROMPT_TOKENS)
+
+
+@contextmanager
+def _front(directory: Path, step_s: float) -> Iterator[FrontAlone]:
+    with (
+        tempfile.NamedTemporaryFile(prefix="wideep_bench_", suffix=".log") as log,
+        FrontAlone(directory, num_ranks=NUM_RANKS, step_s=step_s, log=log) as front,
+    ):
+        yield front
+
+
+def _parse(arguments: Sequence[str] | None) -> FrontOptions:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.front", description="What the front costs.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--parts", default=",".join(PARTS), help="of cost, ttft and loss (default: all)")
+    add("--model", choices=("demo", "random"), default="demo", help="(default: %(default)s)")
+    add("--streams", type=int, default=500, metavar="N", help="at once (default: %(default)s)")
+    add("--tokens", type=int, metavar="N", help="of each stream (default: 40)")
+    add(
+        "--step-s",
+        type=float,
+        default=0.25,
+        metavar="S",
+        help="between a stream's tokens (default: %(default)s)",
+    )
+    add(
+        "--threads",
+        default="1,2",
+        metavar="NUMBERS",
+        help="of the engine, for the loss (default: %(default)s)",
+    )
+    add("--rounds", type=int, metavar="N", help="(default: 3)")
+    add("--quick", action="store_true", help="does everything work? one round, 8 tokens, 1 thread")
+    add("--save", action="store_true", help="write benchmarks/results/front-<date>-<cpu>.json")
+    args = parser.parse_args(arguments)
+    parts = tuple(args.parts.split(","))
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--parts is {args.parts!r}; give names of {', '.join(PARTS)}, separated by commas")
+    threads = args.threads.split(",")
+    if not all(number.isdecimal() and int(number) for number in threads):
+        parser.error(f"--threads is {args.threads!r}; give whole numbers above 0, separated by commas")
+    return FrontOptions(
+        parts=parts,
+        model=args.model,
+        streams=args.streams,
+        tokens=args.tokens or (8 if args.quick else 40),
+        step_s=args.step_s,
+        threads=tuple(map(int, threads[:1] if args.quick else threads)),
+        rounds=args.rounds or (1 if args.quick else 3),
+        save=args.save,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

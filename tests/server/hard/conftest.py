@@ -1,0 +1,30 @@
+"""One front with model-less ranks for all hard tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.paced_front import PacedFront
+from tests.support.tiny_tokenizer import write_tokenizer
+
+_RECORDS = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
+
+
+@pytest.fixture(scope="package")
+def hard_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny tokenizer's directory."""
+    return write_tokenizer(tmp_path_factory.mktemp("hard_model"))
+
+
+@pytest.fixture(scope="package")
+def hard_front(hard_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PacedFront]:
+    """A front whose ranks answer whatever gets through, with a few tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_RECORDS, str(tmp_path_factory.mktemp("records")))
+        front = PacedFront(hard_model, most_tokens=6).attach_all()
+    front.serve_some()
+    yield front
+    status, said = front.close()
+    assert status == 0, said
+    assert "Traceback" not in said, said

@@ -1,0 +1,60 @@
+"""Every list that a body may have, found in our own description, filled with 100,000 wrong items: one error, quickly."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.hard.test_hostile_bodies import check
+from tests.support.mutations import RawRequest
+from tests.support.paced_front import PacedFront
+from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
+from tests.support.raw_http import RawClient
+from tests.support.valid_bodies import BODIES
+
+ITEMS = 100_000
+WRONG: tuple[Any, ...] = (None, {"made": "up"}, [], "x", 0.5)
+LONGEST_S = 5.0
+GROWTH_BYTES = 128 << 20  # 100,000 parsed items are some 30 MB; an error each would be hundreds
+
+
+def lists_of(described: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield endpoint and field of every list at the top of a described body."""
+    for path, operations in described["paths"].items():
+        body = (
+            operations.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})
+        )
+        for name, field in _properties(body.get("schema", {}), described).items():
+            if any(
+                _resolve(each, described).get("type") == "array" for each in [field, *field.get("anyOf", [])]
+            ):
+                yield path, name
+
+
+def _properties(schema: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
+    options = [_resolve(each, described) for each in [schema, *schema.get("anyOf", [])]]
+    return {name: field for each in options for name, field in each.get("properties", {}).items()}
+
+
+def _resolve(schema: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
+    name = schema.get("$ref", "").rpartition("/")[2]
+    return dict(described["components"]["schemas"][name]) if name else schema
+
+
+@pytest.mark.slow
+def test_one_hundred_thousand_wrong_items_are_one_error(hard_front: PacedFront) -> None:
+    pid, connection = hard_front.process.pid, RawClient(hard_front.url, timeout_s=60)
+    found = sorted(lists_of(hard_front.get("/openapi.json").json()))
+    assert len(found) >= 4, found
+    for path, field in found:
+        for wrong in WRONG:
+            body = json.dumps({**BODIES[path][0], field: [wrong] * ITEMS}).encode()
+            reset_peak(pid)
+            before, begun_s = rss_bytes(pid), time.monotonic()
+            check(connection.send(RawRequest(path=path, body=body)))
+            assert time.monotonic() - begun_s < LONGEST_S, f"{path} {field} with {wrong!r}"
+            growth = peak_rss_bytes(pid) - before
+            assert growth < GROWTH_BYTES, f"{path} {field} with {wrong!r}: {growth >> 20} MiB"
+    connection.close()

@@ -1,0 +1,100 @@
+"""A real front with model-less ranks that answer everything, and what it holds: for fuzzing and soaking."""
+
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.paced_rank import PacedRank
+from expert_placement.placement import Placement, linear_placement
+from scheduler.placement_report import MoveState, PlacementReport
+from tests.support.front_process import FrontProcess
+from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report
+from tests.support.service_processes import wait_until
+from tests.support.tiny_tokenizer import MAX_LEN
+
+MODEL = "tiny"
+EXPERT_BYTES = 1000
+SETTLE_S = 20.0
+
+
+class PacedFront(FrontProcess):
+    """`wideep front` whose ranks give each request a token per step, and know experts and placements."""
+
+    def __init__(self, model: Path, *flags: str, step_s: float = 0.0, most_tokens: int | None = None) -> None:
+        self._how = {"step_s": step_s, "most_tokens": most_tokens}
+        super().__init__(model, "--served-model-name", MODEL, *flags, num_ranks=RANKS)
+
+    def attach(self, rank: int) -> PacedRank:  # type: ignore[override]
+        """Attach one rank; rank 0 says which experts there are."""
+        paced = PacedRank(
+            rank,
+            self.num_ranks,
+            self.ranks_address,
+            self.token,
+            max_model_len=MAX_LEN,
+            after_step=_report_load,
+            on_prepare=_switch,
+            **self._how,  # type: ignore[arg-type]
+        )
+        self.ranks.append(paced.open())  # type: ignore[arg-type]
+        if rank == 0:
+            paced.link.send_experts(expert_map())
+            serving = linear_placement(LAYERS, EXPERTS, RANKS)
+            paced.link.send_placement(_serving(0, serving), serving, EXPERT_BYTES)
+        return paced
+
+    @property
+    def paced(self) -> list[PacedRank]:
+        """The ranks."""
+        return self.ranks  # type: ignore[return-value]
+
+    def figures(self) -> dict[str, float]:
+        """What /metrics says, summed over labels."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return found
+
+    def serve_some(self) -> None:
+        """Serve a request, and wait until its load is known: there is something to plan by."""
+        assert self.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
+        wait_until(
+            lambda: self.get("/experts/load").json()["window"]["steps"] > 0, lambda: "no load was reported"
+        )
+
+    def wait_settled(self, num_tasks: float) -> None:
+        """Wait until nothing is open anywhere, and the front has no more than so many tasks."""
+        for rank in self.paced:
+            assert rank.wait_idle(SETTLE_S), f"rank {rank.rank} still has {rank.num_open} requests"
+
+        def is_settled() -> bool:
+            self.held = self.figures()
+            return not (
+                self.held["wideep:front_open_choices"] or self.held["wideep:router_outstanding_tokens"]
+            ) and (self.held["wideep:front_tasks"] <= num_tasks)
+
+        wait_until(is_settled, lambda: f"the front holds on to {self._leaks()}", within_s=SETTLE_S)
+
+    def _leaks(self) -> dict[str, float]:
+        return {
+            name: value
+            for name, value in self.held.items()
+            if name.startswith(("wideep:front", "wideep:router"))
+        }
+
+
+def _serving(rank: int, placement: Placement) -> PlacementReport:
+    return PlacementReport(
+        rank=rank, version=placement.version, state=MoveState.SERVING, digest=placement.digest()
+    )
+
+
+def _switch(rank: PacedRank, placement: Placement) -> None:
+    """Serve what the front asks for, at once."""
+    rank.link.send_placement(_serving(rank.rank, placement))
+
+
+def _report_load(rank: PacedRank, step: int) -> None:
+    """Report the step's load, so that whoever waits for it need not wait long."""
+    rank.link.send_load(report(rank.rank, step, counts(rank.rank) * step))
