@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from server.batch_cli import add_batch_parser, check_batch_arguments
 from server.experts_cli import add_experts_parser
 from server.option_checks import OptionsError
 from server.option_flags import add_model_arguments
@@ -27,6 +28,7 @@ examples:
   wideep serve                         make the demo model once, serve it on 2 ranks at 127.0.0.1:8000
   wideep serve ./Qwen3-30B-A3B -dp 4   serve a Hugging Face directory on 4 ranks
   wideep chat                          talk to it in the terminal
+  wideep run-batch -i in.jsonl -o out.jsonl  answer a file of requests (OpenAI's batch format)
   wideep experts load                  what its experts are asked to do, live
   wideep experts simulate LOADFILE ...  what if: policies and redundancy on a recorded load
 
@@ -70,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_chat(args.url)
         if args.command == "experts":
             return _run_experts(args)
+        if args.command == "run-batch":
+            return _run_batch(args)
         return _run_service(args, options_from(args))
     except (OptionsError, RootError) as error:
         print(f"wideep {args.command}: {error}", file=sys.stderr)
@@ -120,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="the service (default: %(default)s)",
     )
+    add_batch_parser(commands)
     add_experts_parser(commands)
     return parser
 
@@ -153,6 +158,13 @@ def _run_chat(url: str) -> int:
     from server.chat_client import run_chat
 
     return run_chat(url)
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    from server.run_batch import run_batch
+
+    check_batch_arguments(args)
+    return run_batch(args, None if args.url else options_from(args))
 
 
 def _run_experts(args: argparse.Namespace) -> int:

@@ -64,7 +64,7 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
     """
     started_s = time.monotonic()
     try:
-        with _terminate_as_interrupt():
+        with terminate_as_interrupt():
             options = _prepare(options)
     except PreflightError as error:
         say(f"wideep serve: {error}", error=True)
@@ -83,8 +83,8 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
 
 
 @contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the making of a model as Ctrl-C does."""
+def terminate_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM end what runs inside, such as the making of a model, as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -102,10 +102,15 @@ def _prepare(options: Options) -> Options:
         threads=options.threads or max(1, usable_cores() // ranks),
     )
     check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True)
-    return options if options.port else replace(options, port=_free_port(options.host))
+    return options if options.port else replace(options, port=free_port(options.host))
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """Return a port that is free now; another program may be faster to take it.
+
+    Raises:
+        OSError: the host is no address of this machine's.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.bind(address)

@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 _SERVICE = Path(__file__).with_name("fake_service.py")
+HEARS_CTRL_C = (
+    "env",
+    "--default-signal=INT",
+)  # before a command: what a shell runs in the background ignores it
 TIME_OUT_S = 40.0  # a loaded machine of two cores; nothing waits that long when it works
 
 

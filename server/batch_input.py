@@ -1,0 +1,125 @@
+"""The lines of a batch: OpenAI's batch input format, one request per line, bad ones told from good.
+
+A bad line never ends a batch: it becomes a `BadLine` with the reason. Every line has a key, by which a batch that was
+interrupted knows again what it has answered: a good line's follows from its custom_id, so that lines may be moved and
+added between two runs; a bad line's from its place and text, so that it is looked at again once it was changed.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+KEY_HEAD = "batch_req_"  # as OpenAI's ids of answered requests begin
+_SEEN_CHARS = 60  # of a wrong value, quoted
+
+
+class BatchFileError(ValueError):
+    """A batch's file cannot be used at all; the message says which, why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLine:
+    """A request of a batch."""
+
+    key: str
+    custom_id: str
+    url: str  # one of URLS
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadLine:
+    """A line that is no request."""
+
+    key: str
+    custom_id: str | None  # None where the line has none
+    reason: str
+
+
+class _LineError(ValueError):
+    """What is wrong with a line."""
+
+
+def read_batch(path: Path) -> Iterator[BatchLine | BadLine]:
+    """Read a batch, line by line; blank lines are passed over.
+
+    Raises:
+        BatchFileError: the file cannot be read.
+    """
+    lines_of: dict[str, int] = {}  # custom_id -> the line that has it
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                text = raw.strip()
+                if text:
+                    yield _read_line(number, text, lines_of)
+    except OSError as error:
+        raise BatchFileError(f"cannot read the batch {path}: {error.strerror}") from error
+
+
+def _read_line(number: int, text: bytes, lines_of: dict[str, int]) -> BatchLine | BadLine:
+    custom_id = None
+    try:
+        fields = _object(text)
+        custom_id = fields.get("custom_id") if isinstance(fields.get("custom_id"), str) else None
+        line = _request(fields)
+        if line.custom_id in lines_of:
+            raise _LineError(f"custom_id {_seen(custom_id)} is line {lines_of[line.custom_id]}'s already")
+    except _LineError as error:
+        key = _key(f"line {number} ".encode() + text)
+        return BadLine(key=key, custom_id=custom_id, reason=f"line {number}: {error}")
+    lines_of[line.custom_id] = number
+    return line
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(text.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise _LineError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise _LineError(f"not JSON ({error.msg} at character {error.pos})") from error
+    except RecursionError as error:
+        raise _LineError("not JSON that can be read (nested too deeply)") from error
+    except ValueError as error:  # ours, and Python's for a number of thousands of digits
+        raise _LineError(f"not JSON that can be read ({error})") from error
+    if not isinstance(fields, dict):
+        raise _LineError(f"not a JSON object but {_seen(fields)}")
+    return fields
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _request(fields: dict[str, Any]) -> BatchLine:
+    custom_id, method, url = fields.get("custom_id"), fields.get("method"), fields.get("url")
+    body = fields.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _LineError(f"custom_id is {_seen(custom_id)}; it must be a string that no other line has")
+    if method != "POST":
+        raise _LineError(f"method is {_seen(method)}; it must be 'POST'")
+    if url not in URLS:
+        raise _LineError(f"url is {_seen(url)}; it must be one of {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise _LineError(f"body is {_seen(body)}; it must be the request's JSON object")
+    if body.get("stream"):
+        raise _LineError("body.stream is true; a batch's answers are whole, leave it out")
+    return BatchLine(
+        key=_key(custom_id.encode(errors="surrogatepass")), custom_id=custom_id, url=url, body=body
+    )
+
+
+def _seen(value: Any) -> str:
+    if value is None:
+        return "missing"
+    text = repr(value)
+    return text if len(text) <= _SEEN_CHARS else text[:_SEEN_CHARS] + "..."
+
+
+def _key(content: bytes) -> str:
+    return KEY_HEAD + hashlib.sha256(content).hexdigest()[:32]

@@ -1,0 +1,68 @@
+"""How far a batch is: a bar on a terminal, a line now and then elsewhere, nothing where nobody asked."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Self, TextIO
+
+from tqdm import tqdm
+
+LINE_EVERY_S = 10.0
+
+
+class Progress:
+    """Counts requests that ended. A context manager: leaving ends the bar."""
+
+    def __init__(
+        self,
+        total: int,
+        title: str,
+        *,
+        lines: bool = False,
+        stream: TextIO | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin at none of `total`.
+
+        Args:
+            title: what stands before the figures.
+            lines: whether to write lines where the stream is no terminal.
+            stream: stderr, unless told otherwise.
+            now_s: the clock.
+        """
+        self._stream = stream or sys.stderr
+        self._title = title
+        self._total = total
+        self._lines = lines
+        self._now_s = now_s
+        self._begun_s = self._said_s = now_s()
+        self.num_done = 0
+        self.num_failed = 0
+        self._bar: Any = None
+        if self._stream.isatty():
+            self._bar = tqdm(total=total, desc=title, unit="request", file=self._stream)
+
+    def step(self, *, failed: bool = False) -> None:
+        """Count one more."""
+        self.num_done += 1
+        self.num_failed += failed
+        if self._bar is not None:
+            if failed:
+                self._bar.set_postfix(failed=self.num_failed, refresh=False)
+            self._bar.update()
+        elif self._lines and self._now_s() - self._said_s >= LINE_EVERY_S:
+            self._said_s = self._now_s()
+            print(f"{self._title}: {self.figures()}", file=self._stream, flush=True)
+
+    def figures(self) -> str:
+        """Say how far it is, in words."""
+        seconds = max(self._now_s() - self._begun_s, 1e-9)
+        failed = f" ({self.num_failed} failed)" if self.num_failed else ""
+        return f"{self.num_done} of {self._total} done{failed}, {self.num_done / seconds:.1f} requests/s"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
