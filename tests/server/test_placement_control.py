@@ -23,7 +23,7 @@ from server.metrics import Metrics
 from server.placement_control import PlacementControl
 from server.placement_http import placement_routes
 from server.placement_wire import PlacementWord
-from tests.support.placements import random_placement
+from tests.support.placements import held, random_placement
 
 START = random_placement(3, 8, 2, 6, seed=1)
 OTHER = random_placement(3, 8, 2, 6, seed=2)
@@ -110,16 +110,6 @@ def test_a_placement_is_applied_and_rolled_back_under_new_versions(tmp_path: Pat
             await control.rollback()
 
     play(test)
-
-
-def held(placement: Placement) -> list[list[tuple[int, float]]]:
-    """Experts and shares of every rank and layer, in whatever slots."""
-    width = placement.slots_per_rank
-    return [
-        sorted(zip(experts[at : at + width].tolist(), shares[at : at + width].tolist(), strict=True))
-        for experts, shares in zip(placement.slot_expert, placement.share, strict=True)
-        for at in range(0, len(experts), width)
-    ]
 
 
 def test_a_stage_that_fails_on_one_rank_is_dropped_on_all_and_its_version_never_used_again() -> None:

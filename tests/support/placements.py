@@ -32,3 +32,13 @@ def _row(generator: np.random.Generator, experts: int, ranks: int, width: int) -
         if len(absent) and generator.random() < 0.6:
             grid[rank, slot] = generator.choice(absent)
     return grid
+
+
+def held(placement: Placement) -> list[list[tuple[int, float]]]:
+    """Experts and shares of every rank and layer, in whatever slots."""
+    width = placement.slots_per_rank
+    return [
+        sorted(zip(experts[at : at + width].tolist(), shares[at : at + width].tolist(), strict=True))
+        for experts, shares in zip(placement.slot_expert, placement.share, strict=True)
+        for at in range(0, len(experts), width)
+    ]
