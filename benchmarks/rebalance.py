@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.random_model import ensure_random_model
+from expert_placement.eplb_config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.placement import Placement
 from scheduler.assembly import assemble
@@ -134,8 +135,7 @@ def _rank(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
         rank=rank,
         world_size=args.ranks,
         max_model_len=PROMPT_TOKENS + args.tokens + 1,
-        num_redundant_experts=args.redundant,
-        max_move_bytes_per_step=args.bytes_per_step,
+        eplb=EplbConfig(num_redundant_experts=args.redundant, max_bytes_per_step=args.bytes_per_step),
     )
     still = serve(rank, config, args.batch, args.tokens, 0, args.quiet)
     moved = serve(rank, config, args.batch, args.tokens, args.moves, args.quiet)

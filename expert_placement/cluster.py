@@ -5,6 +5,7 @@ node. Only a group's first copies are pinned there; further copies go where ther
 DeepSeek EPLB's hierarchical policy does, costs 20 to 100 % of imbalance on real loads (research/placement).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,18 @@ class Cluster:
     def node_of_rank(self) -> np.ndarray:
         """[ranks] int64."""
         return np.arange(self.num_ranks) * self.num_nodes // self.num_ranks
+
+
+def num_nodes_of(hosts: Sequence[str]) -> int:
+    """Count the nodes of ranks that say their hosts, in order of ranks.
+
+    Returns:
+        1 as well where nodes have not equally many ranks, one after the other: no `Cluster` describes that.
+    """
+    found = len(set(hosts))
+    size = len(hosts) // max(found, 1)
+    blocks = [set(hosts[begin : begin + size]) for begin in range(0, len(hosts), max(size, 1))]
+    return found if len(blocks) == found and all(len(block) == 1 for block in blocks) else 1
 
 
 def group_homes(load: np.ndarray, num_groups: int, num_nodes: int) -> np.ndarray:

@@ -24,8 +24,13 @@ class EplbConfig:
     policy: str = "default"  # "repair" by its other name; "shares" never moves an expert
     max_bytes_per_step: int = 1 << 20  # that a rank sends beside one step
     horizon_s: float = 600.0  # a plan must pay for itself within it
-    min_gain: float = 0.02  # part of the experts' time that a plan must save
+    min_gain: float = (
+        0.02  # part of the horizon that a plan must save beyond its cost; half where nothing moves
+    )
     max_moved: float = 0.1  # part of all slots that one decision may fill
+    num_groups: int = 0  # of experts that are best kept on one node; 0: none
+    min_nodes: int = 1  # on which every expert has a copy
+    spread: bool = False  # an expert's copies go to different nodes
     history_file: str = ""  # where decisions are kept, on the front's node; empty: in memory
 
     def __post_init__(self) -> None:
@@ -36,7 +41,10 @@ class EplbConfig:
         """
         for field in fields(self):
             self._check_type(field.name, getattr(self, field.name), field.type)
-        least = {"window_size": 1, "step_interval": 1, "num_redundant_experts": 0, "max_bytes_per_step": 4096}
+        least = {
+            "window_size": 1, "step_interval": 1, "num_redundant_experts": 0, "max_bytes_per_step": 4096,
+            "num_groups": 0, "min_nodes": 1,
+        }  # fmt: skip
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise EplbConfigError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")

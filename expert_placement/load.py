@@ -29,6 +29,9 @@ class RankFigures(NamedTuple):
     wire_s: np.ndarray  # of both waits, at least so much for wires
     experts_s: np.ndarray
     step_s: np.ndarray  # [R] all of the steps
+    prefill_steps: np.ndarray  # of `steps`, those with parts of prompts on some rank; as are the next two
+    prefill_experts_s: np.ndarray
+    prefill_step_s: np.ndarray
     dispatch_bytes: np.ndarray  # [R, R] from, to
     combine_bytes: np.ndarray
 
@@ -36,7 +39,7 @@ class RankFigures(NamedTuple):
 def no_figures(num_ranks: int) -> RankFigures:
     """Figures of nothing."""
     flat, square = (num_ranks,), (num_ranks, num_ranks)
-    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 5, square, square)
+    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 8, square, square)
     return RankFigures(*(np.zeros(shape) for shape in shapes))
 
 

@@ -34,7 +34,7 @@ from scheduler.policy import Scheduler
 from scheduler.relocation import Relocation
 from scheduler.runner import Runner
 from scheduler.sizing import num_blocks
-from scheduler.start_placement import check_agreed, start_placement
+from scheduler.start_placement import check_agreed, hosts_of, start_placement
 from scheduler.telemetry import Telemetry, expert_map
 
 Report = Callable[[str, float], None]
@@ -93,14 +93,15 @@ def assemble(
         block_tokens=BLOCK_TOKENS,
         threads=config.threads,
     )
+    group, mailbox_group = _groups(config)
     placement = start_placement(
         len(skeleton.experts),
         skeleton.num_experts,
         config.world_size,
-        num_redundant=config.num_redundant_experts,
+        eplb=config.eplb,
+        hosts=hosts_of(group),
         file=config.placement_file,
     )
-    group, mailbox_group = _groups(config)
     check_agreed(placement, group)
     dispatcher = _open_dispatcher(config, group, placement.slots_per_rank)
     model = Model(
@@ -152,7 +153,7 @@ def _open_relocation(config: EngineConfig, placement: Placement, model: Model) -
     except ChannelError as error:
         raise TransportUnavailable(f"rank {config.rank}: {error}") from error
     places = [Place(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
-    return Relocation(config.rank, placement, places, channel, Pace(config.max_move_bytes_per_step))
+    return Relocation(config.rank, placement, places, channel, Pace(config.eplb.max_bytes_per_step))
 
 
 def _open_lockstep(config: EngineConfig, group: dist.ProcessGroup | None, placement_version: int) -> LockStep:

@@ -1,9 +1,10 @@
 """What an engine is told at start: one frozen value, checked before any weight is read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from expert_placement.eplb_config import EplbConfig
 from scheduler.lockstep import DispatchMode
 
 
@@ -28,9 +29,8 @@ class EngineConfig:
     dispatch_mode: DispatchMode = DispatchMode.AUTO
     dispatch_dtype: str = "auto"  # see dispatch.row_formats
     dispatch_node_size: int = 0  # ranks of a node in node-limited dispatch; 0: flat
-    num_redundant_experts: int = 0  # see scheduler.start_placement
     placement_file: Path | None = None
-    max_move_bytes_per_step: int = 1 << 20  # of experts that move, sent by this rank beside one step
+    eplb: EplbConfig = field(default_factory=EplbConfig)  # redundant experts, nodes, bytes beside a step
     threads: int = 1
     timeout_s: float = 30.0  # of every collective
     epoch: int = 0

@@ -86,7 +86,7 @@ class Engine:
         """
         self._post()
         while True:
-            decision, agreed_tokens, switch_to = self._lockstep.agree()
+            decision, agreed_tokens, switch_to, has_prefill = self._lockstep.agree()
             if switch_to is not None:
                 self._relocation.switch(switch_to, self._lockstep.step)
             if decision is Decision.STOP:
@@ -98,9 +98,9 @@ class Engine:
                 self._sleep()
                 self._post()
                 continue
-            self._step(agreed_tokens, on_step)
+            self._step(agreed_tokens, has_prefill, on_step)
 
-    def _step(self, agreed_tokens: int, on_step: OnStep) -> None:
+    def _step(self, agreed_tokens: int, has_prefill: bool, on_step: OnStep) -> None:
         self._relocation.pace.step()
         outputs = self._take_inbox()
         outputs += self._scheduler.expire(self._clock())
@@ -108,7 +108,7 @@ class Engine:
         room = max(0, agreed_tokens - num_decodes) if agreed_tokens else None
         batch = self._scheduler.schedule(prefill_budget=room)
         self._post()
-        sampled = self._runner.run(batch, agreed_tokens)
+        sampled = self._runner.run(batch, agreed_tokens, has_prefill=has_prefill)
         outputs += self._scheduler.commit(batch, sampled.token_ids, sampled.logprobs)
         on_step(outputs, self._stats(batch.num_tokens))
 

@@ -69,6 +69,7 @@ class Agreement(NamedTuple):
         0  # no rank may run more in this step, which is dispatched in low-latency mode; 0: no limit
     )
     switch_to: int | None = None  # the placement that serves from this step on; None: it stays
+    has_prefill: bool = False  # some rank announced parts of prompts
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -165,4 +166,4 @@ class LockStep:
         if switch_to is not None:
             self.placement_version = switch_to
         tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens)
-        return Agreement(decision, tokens, switch_to)
+        return Agreement(decision, tokens, switch_to, any(header.has_prefill for header in headers))

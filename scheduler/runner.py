@@ -21,6 +21,8 @@ class Runner:
         self._token_T = torch.zeros_like(model.step.position_T)
         self.num_steps = self.busy_ns = 0  # counters, as is the next
         self.num_tokens = [0] * NUM_PHASES  # prefill, decode
+        self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
+        self.prefill_experts_s = 0.0
 
     @property
     def step(self) -> Step:
@@ -28,17 +30,19 @@ class Runner:
         return self._model.step
 
     @torch.inference_mode()
-    def run(self, batch: Batch, agreed_tokens: int = 0) -> Sampled:
+    def run(self, batch: Batch, agreed_tokens: int = 0, *, has_prefill: bool = False) -> Sampled:
         """Run a batch, or padded rows if it is empty; collective over the model's group.
 
         Args:
             batch: what to run.
             agreed_tokens: see `lockstep.Agreement`; equal on all ranks.
+            has_prefill: likewise; it is counted as a step of that kind.
 
         Returns:
             One token per item that samples, in order.
         """
         begun_ns = perf_counter_ns()
+        experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
         spans, tokens, rows, row = [], [], [], 0
         for sequence, start, length, samples in batch.items:
             spans.append(
@@ -58,5 +62,10 @@ class Runner:
         self.num_steps += 1
         self.num_tokens[PREFILL] += batch.num_prefill_tokens
         self.num_tokens[DECODE] += num_decodes
-        self.busy_ns += perf_counter_ns() - begun_ns
+        took_ns = perf_counter_ns() - begun_ns
+        self.busy_ns += took_ns
+        if has_prefill:
+            self.num_prefill_steps += 1
+            self.prefill_busy_ns += took_ns
+            self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
         return sampled

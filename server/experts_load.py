@@ -18,7 +18,8 @@ from server.load_recorder import LoadRecorder
 
 WINDOW_STEPS = 1000  # vLLM's default
 _ADDED = (
-    "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "dispatch_bytes", "combine_bytes",
+    "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "prefill_steps", "prefill_experts_s",
+    "prefill_step_s", "dispatch_bytes", "combine_bytes",
 )  # fmt: skip
 
 

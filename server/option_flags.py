@@ -109,7 +109,8 @@ def _add_placement_arguments(group: argparse._ArgumentGroup) -> None:
         default="{}",
         metavar="JSON",
         help='such as {"num_redundant_experts": 8}; keys: window_size, step_interval, num_redundant_experts, '
-        "log_balancedness, policy, max_bytes_per_step, horizon_s, min_gain, max_moved, history_file",
+        "log_balancedness, policy, max_bytes_per_step, horizon_s, min_gain, max_moved, num_groups, min_nodes, "
+        "spread, history_file",
     )
     add(
         "--expert-placement",

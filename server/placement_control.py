@@ -11,15 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
-from expert_placement.cluster import Cluster
-from expert_placement.controller import Decision, Proposal, Situation, decide, describe, propose, weigh
+from expert_placement.controller import Decision, decide, propose
 from expert_placement.eplb_config import EplbConfig
+from expert_placement.forecast import calibrated, step_kinds
 from expert_placement.history import History
 from expert_placement.moves import align
+from expert_placement.node_rules import rules_for_repair
 from expert_placement.placement import Placement
-from expert_placement.planner import Rules, plan
+from expert_placement.proposal import Proposal, Situation, describe
 from expert_placement.transfers import stages
 from scheduler.placement_report import MoveState, PlacementReport
 from server.errors import ApiError, bad_request, not_ready
@@ -62,6 +61,8 @@ class PlacementControl:
         self._ranks, self._load, self._config, self._clock = ranks, load, config, clock
         self._expert_bytes = 0
         self._before: list[Placement] = []  # what served, to go back to
+        self._replaced: Placement | None = None  # by the last change; to measure what it brought
+        self._left_out: tuple[str, ...] = ()  # wishes that were said to be left out
         self._last_version = self._switched_at = self._decided_at = 0  # the latter in steps
         self._reports: dict[int, PlacementReport] = {}  # of the stage under way
         self._reported = asyncio.Event()
@@ -93,14 +94,16 @@ class PlacementControl:
             kind: shares, repair, or plan (from nothing).
 
         Raises:
-            ApiError: no load was seen yet.
+            ApiError: no load was seen yet, or there are too few slots for what is wished.
         """
         situation = self.situation()
-        if not situation.load.sum():
+        if not situation.experts_s:
             raise bad_request("No token was served in the window yet, so there is nothing to plan by.")
-        if kind != "plan":
+        self._say_left_out(situation)
+        try:
             return await asyncio.to_thread(propose, kind, situation, config)
-        return await asyncio.to_thread(_plan_anew, situation, config)
+        except ValueError as error:
+            raise bad_request(f"There is no such plan: {error}.") from error
 
     async def apply(self, target: Placement, kind: str, reason: str, gain: float | None) -> dict[str, Any]:
         """Make a placement serve; returns the history's entry.
@@ -120,8 +123,10 @@ class PlacementControl:
             except ValueError as error:
                 raise bad_request(f"The placement does not fit this service: {error}.") from error
             entry = await self._carry_out(todo, kind, reason, gain)
-            if self.current is not before and kind != "rollback":
-                self._before.append(before)
+            if self.current is not before:
+                self._replaced = before
+                if kind != "rollback":
+                    self._before.append(before)
             return entry
 
     async def rollback(self) -> dict[str, Any]:
@@ -152,13 +157,14 @@ class PlacementControl:
 
     async def _decide(self) -> None:
         situation = self.situation()
+        self._say_left_out(situation)
         decision: Decision = await asyncio.to_thread(decide, situation, self._config)
         _log(decision.reason if decision.proposal else f"did nothing, because {decision.reason}")
         measured = self._measured_imbalance()
         if self._config.log_balancedness and measured:
             _log(f"balancedness {1.0 / measured:.4f} (mean rank / fullest rank)")
-        if measured and situation.num_steps >= self._config.window_size:
-            self._measure_last(measured, situation.experts_part)
+        if situation.experts_s and situation.num_steps >= self._config.window_size:
+            self._measure_last(situation)
         if decision.proposal is None:
             self._note({"kind": "nothing", "reason": decision.reason, "version": self.serving().version})
             return
@@ -168,13 +174,17 @@ class PlacementControl:
         except ApiError as error:  # somebody else's change came first
             _log(error.message)
 
-    def _measure_last(self, imbalance: float, experts_part: float) -> None:
-        """Say what the last change brought, once a window has passed under it."""
+    def _measure_last(self, situation: Situation) -> None:
+        """Say what the last change brings, by the load and the seconds of a whole window under it."""
         last = self._load.history[-1] if self._load.history else None
-        if last is None or last["measured_gain"] is not None or not last["imbalance_before"]:
+        if last is None or last["measured_gain"] is not None or self._replaced is None:
             return
-        last["measured_gain"] = round(experts_part * (1.0 - imbalance / last["imbalance_before"]), 6)
-        said = f"placement {last['version']} saved {last['measured_gain']:.2%} of a step, measured"
+        saved_s = situation.forecast.step_s(self._replaced) - situation.experts_s
+        last["measured_gain"] = round(saved_s / (situation.step_s + saved_s), 6)
+        said = (
+            f"placement {last['version']} saves {1e3 * saved_s:.3f} ms of a step ({last['measured_gain']:.2%}), "
+            f"by the load since"
+        )
         _log(said)
         measured = {"kind": "measured", "version": last["version"], "measured_gain": last["measured_gain"]}
         self._note({**measured, "reason": said})
@@ -189,15 +199,22 @@ class PlacementControl:
         if window is None:
             raise not_ready("rank 0 has not said yet which experts there are")
         figures = window.figures
-        num_steps, step_s = int(figures.steps.max()), float(figures.step_s.max())
         return Situation(
-            load=window.expert_tokens().astype(np.float64),
+            forecast=calibrated(step_kinds(window), current, self._expert_bytes),
             current=current,
             num_steps=self._steps() - self._switched_at,
-            step_s=step_s / max(num_steps, 1),
-            experts_part=min(1.0, float(figures.experts_s.max()) / step_s) if step_s else 0.0,
+            step_s=float(figures.step_s.max()) / max(int(figures.steps.max()), 1),
             expert_bytes=self._expert_bytes,
+            hosts=tuple(self._load.hosts.get(rank, "?") for rank in range(self._ranks.num_ranks)),
         )
+
+    def _say_left_out(self, situation: Situation) -> None:
+        """Say once which wishes about nodes cannot be granted here."""
+        left_out = rules_for_repair(self._config, situation.hosts, situation.current).left_out
+        if left_out != self._left_out:
+            self._left_out = left_out
+            for said in left_out:
+                _log(said)
 
     async def _carry_out(
         self, todo: list[Placement], kind: str, reason: str, gain: float | None
@@ -276,13 +293,6 @@ class PlacementControl:
         return 0 if self._load.totals is None else int(self._load.totals.steps.max())
 
 
-def _plan_anew(situation: Situation, config: EplbConfig) -> Proposal:
-    current = situation.current
-    rules = Rules(cluster=Cluster(num_ranks=current.num_ranks))
-    made = plan(situation.load, current.slots_per_rank, rules).placement
-    return weigh("plan", align(made, current), situation, config)
-
-
 def summary(proposal: Proposal) -> dict[str, Any]:
     """A proposal as JSON, but for its placement."""
     return {
@@ -290,6 +300,15 @@ def summary(proposal: Proposal) -> dict[str, Any]:
         "imbalance_before": round(proposal.imbalance_before, 6),
         "imbalance_after": round(proposal.imbalance_after, 6),
         "predicted_gain": round(proposal.gain, 6),
+        "predicted_saved_s": round(proposal.saved_s, 9),  # of a step
+        "experts_s": {
+            now.name: {
+                "share": round(now.share, 6),
+                "before": round(now.seconds, 9),
+                "after": round(then.seconds, 9),
+            }
+            for now, then in zip(proposal.before, proposal.after, strict=True)
+        },
         "moves": proposal.moves,
         "bytes": proposal.num_bytes,
         "seconds": round(proposal.seconds, 3),

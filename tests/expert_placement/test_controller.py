@@ -1,27 +1,43 @@
-"""Decisions: what pays is done, what does not is left, and both say their numbers."""
+"""Decisions: what pays is done, what does not is left, and both say their numbers in seconds."""
 
 from typing import Any
 
 import numpy as np
 
 from expert_placement.cluster import Cluster
-from expert_placement.controller import Situation, decide
+from expert_placement.controller import decide, propose
 from expert_placement.eplb_config import EplbConfig
+from expert_placement.forecast import StepKind, calibrated
 from expert_placement.measure import imbalance
-from expert_placement.placement import linear_placement
+from expert_placement.placement import Placement, linear_placement
 from expert_placement.planner import Rules, plan
+from expert_placement.proposal import Situation
 
-SKEWED = np.random.default_rng(0).lognormal(0, 0.9, (4, 32)) * 1000
+SKEWED = np.random.default_rng(0).lognormal(0, 0.9, (4, 32)) * 100  # choices of a step
+COPIES = plan(np.ones((4, 32)), 9, Rules(cluster=Cluster(num_ranks=4))).placement
+STEP_S = 0.02
 
 
-def situation(**changes: Any) -> Situation:
+def situation(
+    *,
+    prefill: np.ndarray = SKEWED,
+    decode: np.ndarray | None = None,
+    decode_share: float = 0.0,
+    experts_s: float = 0.5 * STEP_S,
+    current: Placement = COPIES,
+    **changes: Any,
+) -> Situation:
+    """By default all steps have prompts, and half of their time is experts'."""
+    kinds = [StepKind("prefill", prefill, 1.0 - decode_share, experts_s)] if decode_share < 1 else []
+    if decode is not None:
+        kinds.append(StepKind("decode", decode, decode_share, experts_s))
     values: dict[str, Any] = {
-        "load": SKEWED,
-        "current": plan(np.ones((4, 32)), 9, Rules(cluster=Cluster(num_ranks=4))).placement,
+        "forecast": calibrated(tuple(kinds), current, 1 << 20),
+        "current": current,
         "num_steps": 1000,
-        "step_s": 0.02,
-        "experts_part": 0.5,
+        "step_s": STEP_S,
         "expert_bytes": 1 << 20,
+        "hosts": ("one",) * 4,
     }
     return Situation(**{**values, **changes})
 
@@ -30,9 +46,10 @@ def test_a_skewed_load_is_repaired_within_the_budget_and_the_reason_has_the_numb
     made = decide(situation(), EplbConfig())
     assert made.proposal is not None and made.proposal.kind == "repair"
     assert 0 < made.proposal.moves <= 0.1 * 4 * 36
-    before, after = (imbalance(p, SKEWED).max() for p in (situation().current, made.proposal.target))
+    before, after = (imbalance(p, SKEWED).max() for p in (COPIES, made.proposal.target))
     assert after < before and made.proposal.gain > 0.02
     assert f"{made.proposal.moves} moves" in made.reason and "saved in 600 s" in made.reason
+    assert "ms in 100% of steps" in made.reason and "12.00 s that it takes at least" in made.reason
 
 
 def test_nothing_is_done_before_a_window_has_passed() -> None:
@@ -41,13 +58,29 @@ def test_nothing_is_done_before_a_window_has_passed() -> None:
 
 
 def test_nothing_is_done_without_a_token() -> None:
-    made = decide(situation(load=np.zeros((4, 32))), EplbConfig())
-    assert made.proposal is None and "no token" in made.reason
+    for nothing in (situation(prefill=np.zeros((4, 32))), situation(decode_share=1.0)):
+        made = decide(nothing, EplbConfig())
+        assert made.proposal is None and "no token" in made.reason
 
 
 def test_nothing_is_done_where_experts_are_a_small_part_of_a_step() -> None:
-    made = decide(situation(experts_part=0.01), EplbConfig())
-    assert made.proposal is None and "experts are 1.0% of one" in made.reason
+    made = decide(situation(experts_s=0.005 * STEP_S), EplbConfig())
+    assert made.proposal is None and "experts are 0." in made.reason
+
+
+def test_nothing_is_done_where_a_step_waits_for_weights_and_not_for_tokens() -> None:
+    few = SKEWED / SKEWED.sum(axis=1, keepdims=True) * 8  # two tokens of a top-4 model
+    waiting = decide(situation(decode=few, decode_share=1.0), EplbConfig())
+    assert waiting.proposal is None
+    many = decide(situation(decode=SKEWED, decode_share=1.0), EplbConfig())
+    assert many.proposal is not None, "the same proportions, but so many tokens that they decide"
+
+
+def test_the_kind_that_steps_spend_their_time_in_decides() -> None:
+    other = SKEWED[:, ::-1].copy()
+    for share, better, worse in ((0.05, SKEWED, other), (0.95, other, SKEWED)):
+        target = propose("plan", situation(decode=other, decode_share=share), EplbConfig()).target
+        assert imbalance(target, better).mean() < 1.05 < imbalance(target, worse).mean()
 
 
 def test_nothing_moves_where_moving_costs_more_than_the_horizon_brings() -> None:

@@ -109,7 +109,7 @@ def test_thirty_rebalances_under_load_change_no_token_and_lose_no_request(
 ) -> None:
     alone = build(checkpoint, max_model_len=160)
     wanted = answers(MovedRank(serve(alone, *[requests()] * 2)))
-    parts = pool_of(world_size).run(moving, checkpoint, 30, {"max_move_bytes_per_step": 1 << 14})
+    parts = pool_of(world_size).run(moving, checkpoint, 30, {"max_bytes_per_step": 1 << 14})
     assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == wanted
     for moved, is_whole in parts:
         assert is_whole and moved.states()[-1] == (30, SERVING)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from expert_placement.placement import EMPTY, linear_placement
+from expert_placement.eplb_config import EplbConfig
+from expert_placement.placement import EMPTY, Placement, linear_placement
 from expert_placement.placement_file import save_placement
 from scheduler.config import ConfigError
 from scheduler.start_placement import check_agreed, start_placement
@@ -14,30 +15,43 @@ from tests.conftest import PoolOf
 from tests.support.placements import random_placement
 
 
+def start(layers: int, experts: int, ranks: int, redundant: int = 0, file: Path | None = None) -> Placement:
+    """All ranks on one host."""
+    eplb = EplbConfig(num_redundant_experts=redundant)
+    return start_placement(layers, experts, ranks, eplb=eplb, hosts=("one",) * ranks, file=file)
+
+
 def test_without_a_wish_experts_are_in_order() -> None:
-    placement = start_placement(3, 10, 4, num_redundant=0, file=None)
+    placement = start(3, 10, 4)
     assert placement.digest() == linear_placement(3, 10, 4).digest()
 
 
 def test_redundant_slots_hold_copies_and_are_rounded_up_to_full_ranks() -> None:
-    placement = start_placement(3, 10, 4, num_redundant=3, file=None)
+    placement = start(3, 10, 4, redundant=3)
     assert placement.slots_per_rank == 4
     assert not (placement.slot_expert == EMPTY).any()
     assert (placement.num_copies.sum(axis=1) == 16).all()
-    assert placement.digest() == start_placement(3, 10, 4, num_redundant=6, file=None).digest()
+    assert placement.digest() == start(3, 10, 4, redundant=6).digest()
+
+
+def test_copies_go_to_other_nodes_where_that_is_wished() -> None:
+    eplb = EplbConfig(num_redundant_experts=8, min_nodes=2)
+    placement = start_placement(2, 8, 4, eplb=eplb, hosts=("a", "a", "b", "b"), file=None)
+    for row in placement.slot_expert:
+        assert set(row[:8]) == set(row[8:]) == set(range(8))
 
 
 def test_more_redundancy_than_ranks_can_use_is_refused() -> None:
     with pytest.raises(ConfigError, match="at most 8 beside the model's 8 experts"):
-        start_placement(1, 8, 2, num_redundant=9, file=None)
+        start(1, 8, 2, redundant=9)
     with pytest.raises(ConfigError, match="at most 0"):
-        start_placement(1, 8, 1, num_redundant=1, file=None)
+        start(1, 8, 1, redundant=1)
 
 
 def test_a_file_decides(tmp_path: Path) -> None:
     placement = random_placement(2, 8, 4, 4, seed=1, version=7)
     save_placement(placement, tmp_path / "p.json")
-    read = start_placement(2, 8, 4, num_redundant=0, file=tmp_path / "p.json")
+    read = start(2, 8, 4, file=tmp_path / "p.json")
     assert (read.digest(), read.version) == (placement.digest(), 7)
 
 
@@ -46,12 +60,12 @@ def test_a_file_of_another_service_is_refused_by_its_sizes(tmp_path: Path) -> No
     with pytest.raises(
         ConfigError, match="2 layers of 8 experts on 4 ranks; this service has 2 layers of 8 experts on 2"
     ):
-        start_placement(2, 8, 2, num_redundant=0, file=tmp_path / "p.json")
+        start(2, 8, 2, file=tmp_path / "p.json")
 
 
 def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.json is not a placement"):
-        start_placement(2, 8, 2, num_redundant=0, file=tmp_path / "absent.json")
+        start(2, 8, 2, file=tmp_path / "absent.json")
 
 
 def agreed(seeds: list[int]) -> str:

@@ -28,6 +28,7 @@ class FakeRunner:
     num_steps = 0
     num_tokens = (3, 4)
     busy_ns = 4_000_000_000
+    num_prefill_steps, prefill_busy_ns, prefill_experts_s = 2, 1_000_000_000, 0.125
 
 
 def telemetry(
@@ -63,6 +64,8 @@ def test_a_report_says_what_was_counted() -> None:
     assert (report.dispatch_bytes, report.combine_bytes) == ((0, 7), (0, 9))
     times = (report.dispatch_wait_s, report.combine_wait_s, report.wire_s, report.experts_s, report.step_s)
     assert times == pytest.approx((2.0, 0.5, 0.1, 0.25, 4.0))
+    of_prefill = report.prefill_steps, report.prefill_experts_s, report.prefill_step_s
+    assert of_prefill == pytest.approx((2, 0.125, 1.0))
     assert report.counts[1, 0, 3] == 5, "modulo 2^32"
     counts.table += 1
     assert report.counts[0, 0, 0] == 0, "a report is a copy"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from expert_placement.eplb_config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.placement import Placement
 from scheduler.assembly import Assembled
@@ -45,10 +46,13 @@ def targets(placement: Placement, count: int) -> list[Placement]:
 
 
 def build_with_copies(directory: Path, slots_per_rank: int, **settings: Any) -> Assembled:
-    """Assemble an engine whose ranks have slots to spare."""
+    """Assemble an engine whose ranks have slots to spare; a `max_bytes_per_step` is --eplb-config's."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     redundant = slots_per_rank * world_size - 8  # all tiny families of these tests have 8 experts
-    return build(directory, num_redundant_experts=redundant, max_model_len=160, **settings)
+    eplb = EplbConfig(
+        num_redundant_experts=redundant, max_bytes_per_step=settings.pop("max_bytes_per_step", 1 << 20)
+    )
+    return build(directory, eplb=eplb, max_model_len=160, **settings)
 
 
 class Moves:

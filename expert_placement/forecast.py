@@ -1,0 +1,127 @@
+"""How long a step's experts take under a placement: from loads and measured seconds, for each kind of step by itself.
+
+Steps with prompts in them and decode-only steps ask for different experts, and a placement changes their time
+differently: many tokens are multiplied, few wait for the weights of whatever expert they touch (`cost.Roofline`).
+So loads are kept apart, and kinds count by their share of the steps.
+
+Calibration: the roofline says how a rank's time depends on what it carries, in proportion; what ranks really took in
+the window, on average, says how long that is on this machine. A kind of which fewer than ENOUGH_STEPS were measured
+borrows the other's factor; where nothing was measured, the rates of one core of the CPUs we know stand as they are.
+Rejected: fitting both rates of the roofline to the two kinds, which one odd window can turn to nonsense.
+
+Legend: L layers, E experts, R ranks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from expert_placement.cost import Roofline
+from expert_placement.load import LoadWindow
+from expert_placement.placement import Placement
+
+PREFILL, DECODE = "prefill", "decode"  # kinds of steps: with parts of prompts on some rank, and without
+ENOUGH_STEPS = 20
+MEMORY_BYTES_PER_S = 20e9  # weights streamed by one Zen 3 core (docs/LOG.md)
+FLOPS_PER_S = 84e9  # products of many rows there, float32 (docs/LOG.md)
+FLOPS_PER_BYTE = 0.5  # a multiplication and an addition for each float32 weight
+_UNITS = 1e6  # that a layer's load adds up to; loads to plan by have no unit
+
+
+class StepKind(NamedTuple):
+    """An average step of one kind."""
+
+    name: str
+    load_LE: np.ndarray  # choices of all ranks' tokens
+    share: float  # of all steps
+    experts_s: float  # that a rank's experts took, mean over ranks; 0: too few steps to say
+
+
+class KindSeconds(NamedTuple):
+    """What a step of one kind costs: experts of the slowest rank, layer by layer."""
+
+    name: str
+    share: float
+    seconds: float
+
+
+def step_kinds(window: LoadWindow) -> tuple[StepKind, ...]:
+    """Tell an average step of each kind from a window; a kind without steps is left out."""
+    figures = window.figures
+    steps = float(figures.steps.max(initial=0.0))
+    if steps <= 0:
+        return ()
+    with_prompts = min(steps, float(figures.prefill_steps.max()))
+    decode_LE = window.expert_tokens(DECODE) / steps
+    prompts_LE = window.expert_tokens(PREFILL) / max(with_prompts, 1.0)
+    of_prefill_s = float(figures.prefill_experts_s.mean())
+    of_decode_s = float(figures.experts_s.mean()) - of_prefill_s
+    found = (
+        (PREFILL, decode_LE + prompts_LE, with_prompts, of_prefill_s),
+        (DECODE, decode_LE, steps - with_prompts, of_decode_s),
+    )
+    return tuple(
+        StepKind(name, load_LE, count / steps, max(0.0, seconds) / count if count >= ENOUGH_STEPS else 0.0)
+        for name, load_LE, count, seconds in found
+        if count > 0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Says seconds of a step for any placement of a service."""
+
+    kinds: tuple[StepKind, ...]
+    roofline: Roofline
+    factors: tuple[float, ...]  # measured over roofline, of each kind
+
+    def seconds(self, placement: Placement) -> tuple[KindSeconds, ...]:
+        """What steps of each kind cost under a placement."""
+        return tuple(
+            KindSeconds(kind.name, kind.share, factor * self.roofline.step_seconds(placement, *_asked(kind)))
+            for kind, factor in zip(self.kinds, self.factors, strict=True)
+        )
+
+    def step_s(self, placement: Placement) -> float:
+        """What the average step's experts cost under a placement."""
+        return sum(kind.share * kind.seconds for kind in self.seconds(placement))
+
+    def load(self, placement: Placement) -> np.ndarray:
+        """The load to plan by: [L, E], kinds counting by the seconds that they cost under a placement."""
+        blended: np.ndarray = np.zeros((placement.num_layers, placement.num_experts))
+        costs = [kind.share * kind.seconds for kind in self.seconds(placement)]
+        for kind, cost in zip(self.kinds, costs, strict=True):
+            total = kind.load_LE.sum(axis=1, keepdims=True)
+            part = np.divide(kind.load_LE, total, out=np.zeros_like(blended), where=total > 0)
+            blended += _UNITS * cost / max(sum(costs), 1e-300) * part
+        return blended
+
+
+def calibrated(kinds: tuple[StepKind, ...], current: Placement, expert_bytes: int) -> Forecast:
+    """Fit a roofline to what was measured.
+
+    Args:
+        current: the placement under which `kinds` were measured.
+        expert_bytes: of one expert of one layer.
+    """
+    roofline = Roofline(
+        slot_bytes=expert_bytes,
+        token_flops=FLOPS_PER_BYTE * expert_bytes,
+        memory_bytes_per_s=MEMORY_BYTES_PER_S,
+        flops_per_s=FLOPS_PER_S,
+    )
+    found = [_factor(roofline, kind, current) for kind in kinds]
+    other = next((factor for factor in found if factor), 1.0)
+    return Forecast(kinds=kinds, roofline=roofline, factors=tuple(factor or other for factor in found))
+
+
+def _factor(roofline: Roofline, kind: StepKind, current: Placement) -> float:
+    """Measured over roofline, mean over ranks; 0 where nothing was measured."""
+    said = float(roofline.rank_seconds(current, *_asked(kind)).sum(axis=0).mean())
+    return kind.experts_s / said if said > 0 else 0.0
+
+
+def _asked(kind: StepKind) -> tuple[np.ndarray, float]:
+    """A kind's load, and a step's choices in a layer: all layers with experts are asked alike."""
+    return kind.load_LE, float(kind.load_LE.sum(axis=1).max(initial=0.0))
