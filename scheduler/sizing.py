@@ -1,4 +1,4 @@
-"""How many KV blocks a rank's memory budget holds."""
+"""A rank's memory budget for the KV cache, and how many blocks it holds."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,24 @@ from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
 
 class KVMemoryError(ValueError):
     """The memory given to the KV cache does not hold one sequence of the wanted length."""
+
+
+def cache_budget(share_bytes: int, spare_bytes: int) -> int:
+    """What a rank's share of free memory leaves for the KV cache.
+
+    Args:
+        spare_bytes: for experts that move while serving; reserved later, so that it must not be promised now.
+
+    Raises:
+        KVMemoryError: nothing is left.
+    """
+    if share_bytes <= spare_bytes:
+        raise KVMemoryError(
+            f"the share of free memory that a rank's KV cache may take is {share_bytes / 2**20:.0f} MiB, and experts "
+            f"that move while serving need {spare_bytes / 2**20:.0f} MiB of it; free some memory, use fewer redundant "
+            f"experts, or give --kv-cache-memory"
+        )
+    return share_bytes - spare_bytes
 
 
 def num_blocks(

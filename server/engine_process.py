@@ -30,10 +30,11 @@ from scheduler.limits import SchedulerLimitsError
 from scheduler.lockstep import DispatchMode, LockStepError
 from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import RankStats, RequestOutput
-from scheduler.sizing import KVMemoryError
+from scheduler.sizing import KVMemoryError, cache_budget
 from server.machine import available_bytes
 from server.options import Options
 from server.parent_death import die_with_parent
+from server.preflight import spare_bytes
 from server.rank_link import LinkError, RankLink
 from server.rendezvous import Place, place_from
 from server.wire import RankFacts
@@ -169,7 +170,6 @@ def _send_report(report: PlacementReport, built: Assembled, link: RankLink) -> N
 
 
 def _config(options: Options, place: Place) -> EngineConfig:
-    share = options.gpu_memory_utilization or KV_SHARE
     return EngineConfig(
         directory=Path(options.model),
         rank=place.rank,
@@ -178,7 +178,7 @@ def _config(options: Options, place: Place) -> EngineConfig:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         dtype=options.dtype,
-        kv_cache_bytes=options.kv_cache_bytes or int(available_bytes() * share) // place.local_world_size,
+        kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),
         enable_prefix_caching=options.enable_prefix_caching,
         all2all_backend=options.all2all_backend,
         dispatch_mode=DispatchMode(options.dispatch_mode),
@@ -189,6 +189,12 @@ def _config(options: Options, place: Place) -> EngineConfig:
         threads=options.threads or 1,
         timeout_s=options.distributed_timeout_s,
     )
+
+
+def _default_cache_bytes(options: Options, place: Place) -> int:
+    """This rank's share of what is free, less what experts need that move."""
+    share = int(available_bytes() * (options.gpu_memory_utilization or KV_SHARE)) // place.local_world_size
+    return cache_budget(share, spare_bytes(options, place.world_size))
 
 
 def _store(place: Place) -> Store:

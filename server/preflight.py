@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dispatch.availability import check_service_backend
+from server.expert_memory import ExpertMemory, expert_memory, slots_per_rank
 from server.machine import available_bytes
 from server.options import Options
 
@@ -38,6 +39,7 @@ class WeightBytes(NamedTuple):
 
     shared: int  # on every rank
     experts: int  # spread over all ranks
+    expert_layers: int = 1  # layers that have experts
 
 
 def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_front: bool) -> None:
@@ -60,7 +62,11 @@ def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_f
     check_length(config, options.max_model_len)
     weights = weight_bytes(directory, config, _FLOAT_BYTES[options.dtype])
     check_memory(
-        weights, options, num_ranks=num_ranks, num_local_ranks=num_local_ranks, free_bytes=available_bytes()
+        weights,
+        rank_experts(weights, config, options, num_ranks),
+        options,
+        num_local_ranks=num_local_ranks,
+        free_bytes=available_bytes(),
     )
     if has_front:
         check_port(options.host, options.port)
@@ -151,14 +157,16 @@ def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: int) -> W
         PreflightError: there is no safetensors file, or one is missing, damaged or cut short.
     """
     shared = experts = 0
+    layers: set[str] = set()
     for path in safetensors_files(directory):
         for name, tensor in read_header(path).items():
             size = math.prod(tensor["shape"]) * _element_bits(tensor["dtype"], float_bytes) // 8
             if _is_expert(name, tensor["shape"], num_experts(config)):
                 experts += size
+                layers.update(re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first number is the layer's
             else:
                 shared += size
-    return WeightBytes(shared, experts)
+    return WeightBytes(shared, experts, max(1, len(layers)))
 
 
 def _is_expert(name: str, shape: list[int], count: int) -> bool:
@@ -218,21 +226,49 @@ def read_header(path: Path) -> dict[str, Any]:
     return dict(tensors)
 
 
+def rank_experts(
+    weights: WeightBytes, config: dict[str, Any], options: Options, num_ranks: int
+) -> ExpertMemory:
+    """What a rank's experts take, redundant and spare slots included."""
+    count = max(1, num_experts(config))
+    slots = slots_per_rank(
+        count,
+        num_ranks,
+        num_redundant=options.eplb_config.num_redundant_experts,
+        placement_file=options.expert_placement,
+    )
+    return expert_memory(
+        weights.experts,
+        num_layers=weights.expert_layers,
+        num_experts=count,
+        num_ranks=num_ranks,
+        slots_per_rank=slots,
+    )
+
+
+def spare_bytes(options: Options, num_ranks: int) -> int:
+    """What a rank must leave free for experts that move, of a model that passed `check_start`."""
+    config = read_config(Path(options.model))
+    weights = weight_bytes(Path(options.model), config, _FLOAT_BYTES[options.dtype])
+    return rank_experts(weights, config, options, num_ranks).spare
+
+
 def check_memory(
-    weights: WeightBytes, options: Options, *, num_ranks: int, num_local_ranks: int, free_bytes: int
+    weights: WeightBytes, experts: ExpertMemory, options: Options, *, num_local_ranks: int, free_bytes: int
 ) -> None:
-    """Check that this node's ranks fit into its free memory: weights, KV cache where given, and the processes."""
-    rank_weights = weights.shared + math.ceil(weights.experts / num_ranks)
-    cache = options.kv_cache_bytes or 0
-    needed = num_local_ranks * (rank_weights + cache + _PROCESS_BYTES)
+    """Check that this node's ranks fit into its free memory: weights, spare slots, KV cache where given, processes."""
+    rank_weights, cache = weights.shared + experts.serving, options.kv_cache_bytes or 0
+    needed = num_local_ranks * (rank_weights + experts.spare + cache + _PROCESS_BYTES)
     if needed <= free_bytes:
         return
+    spare = f" + {_gib(experts.spare)} for experts that move" if experts.spare else ""
     kv = f" + {_gib(cache)} of KV cache" if cache else ""
     raise PreflightError(
         f"{num_local_ranks} rank{'s' if num_local_ranks > 1 else ''} on this node would take about {_gib(needed)}, but "
         f"{_gib(free_bytes)} is free. Each holds {_gib(rank_weights)} of weights ({_gib(weights.shared)} that every "
-        f"rank keeps and 1/{num_ranks} of {_gib(weights.experts)} of experts){kv} + {_gib(_PROCESS_BYTES)} of its own. "
-        "Use fewer ranks per node, more nodes, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
+        f"rank keeps and {experts.slots_per_rank} experts of each layer: {_gib(experts.serving)} where all ranks "
+        f"together need {_gib(weights.experts)}){spare}{kv} + {_gib(_PROCESS_BYTES)} of its own. Use fewer ranks per "
+        "node, more nodes, fewer redundant experts, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
     )
 
 
