@@ -1,38 +1,103 @@
 """What was decided and done about placements: a list in memory and, where wished, a file that survives a restart.
 
 The file has one JSON object per line and is only appended to. Beside it lies the placement that serves, as
-`FILE.placement.json`: a restart with `--expert-placement` of it starts warm.
+`FILE.placement.json`: a restart with `--expert-placement` of it starts warm. Those that served before, to go back to,
+are `FILE.before-VERSION.json`, the last BACK of them.
 """
 
 import json
+import re
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from expert_placement.placement import Placement
-from expert_placement.placement_file import save_placement
+from expert_placement.placement_file import load_placement, save_placement
 
 KEPT = 1000  # entries in memory
+BACK = 8  # placements to go back to
 
 
 class History:
-    """Entries in order of time, each a JSON object with at least "time" and "kind"."""
+    """Entries in order of time, each a JSON object with at least "time" and "kind"; and the placements before.
+
+    Attributes:
+        before: what served, newest last; change it through `push` and `pop`.
+    """
 
     def __init__(self, file: Path | None = None) -> None:
         """Go on where a file ends.
 
         Raises:
-            ValueError: the file is no history. OSError: it cannot be read.
+            ValueError: the file is no history, or one beside it no placement. OSError: it cannot be read.
         """
         self._file = file
         self.entries: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self.before: deque[Placement] = deque(maxlen=BACK)
         if file is not None and file.exists():
             self.entries.extend(_entry(file, number, line) for number, line in _lines(file))
+            self.before.extend(load_placement(path) for path in self._before_files())
 
     @property
     def placement_file(self) -> Path | None:
         """Where the serving placement is kept."""
         return None if self._file is None else self._file.with_name(self._file.name + ".placement.json")
+
+    @property
+    def last_digest(self) -> str | None:
+        """The digest of the placement that served at the end, None before any change."""
+        return next((entry["digest"] for entry in reversed(self.entries) if entry.get("digest")), None)
+
+    def push(self, placement: Placement) -> None:
+        """Keep a placement that served until now; the oldest may fall out.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.before.append(placement)
+        self._write_before()
+
+    def pop(self) -> Placement:
+        """Take the last placement back.
+
+        Raises:
+            OSError: its file cannot be removed.
+        """
+        placement = self.before.pop()
+        self._write_before()
+        return placement
+
+    def forget_before(self) -> None:
+        """Have nothing to go back to.
+
+        Raises:
+            OSError: a file cannot be removed.
+        """
+        self.before.clear()
+        self._write_before()
+
+    def _write_before(self) -> None:
+        """Make the files those of `before`; placements have different versions and never change."""
+        if self._file is None:
+            return
+        wanted = {self._before_file(placement): placement for placement in self.before}
+        for path in self._before_files():
+            if path not in wanted:
+                path.unlink()
+        for path, placement in wanted.items():
+            if not path.exists():
+                save_placement(placement, path)
+
+    def _before_file(self, placement: Placement) -> Path:
+        assert self._file is not None, "files only beside a file"
+        return self._file.with_name(f"{self._file.name}.before-{placement.version}.json")
+
+    def _before_files(self) -> list[Path]:
+        """By version, oldest first."""
+        assert self._file is not None, "files only beside a file"
+        name = re.compile(re.escape(self._file.name) + r"\.before-(\d+)\.json")
+        found = ((name.fullmatch(path.name), path) for path in self._file.parent.iterdir())
+        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
     def add(self, entry: dict[str, Any], serving: Placement | None = None) -> None:
         """Append an entry; `serving` is the placement that serves now, if that has changed.

@@ -24,12 +24,17 @@ from moe.expert_weights import (
 )
 from moe.experts import ExpertLayer
 from scheduler.peer_channel import Pace, PeerChannel
+from scheduler.placement_report import Cause
 
 _HEAD_BYTES = 2048
 
 
 class MoveError(RuntimeError):
     """An expert that arrived is not the one that was sent; it does not serve."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class Place(NamedTuple):
@@ -93,10 +98,14 @@ def receive_expert(
         channel.receive(flat_bytes(tensor), peer)
     if not fits:
         raise MoveError(
-            f"{_named(transfer)} came from rank {peer} as {head['weights']}; it must be {manifest(tensors)}"
+            Cause.MANIFEST,
+            f"{_named(transfer)} came from rank {peer} as {head['weights']}; it must be {manifest(tensors)}",
         )
     if wanted.numpy().tobytes() != taken.value():
-        raise MoveError(f"{_named(transfer)} came from rank {peer} with another check sum than it has there")
+        raise MoveError(
+            Cause.CHECK_SUM,
+            f"{_named(transfer)} came from rank {peer} with another check sum than it has there",
+        )
     _check_answer(place, weights, tail["sample"], tail["answer"], transfer)
     return weights.num_bytes
 
@@ -112,7 +121,9 @@ def copy_expert(place: Place, slot: int, weights: ExpertWeights, transfer: Trans
     for name, tensor in tensors.items():
         copies[name].copy_(tensor)
     if digest(copies) != digest(tensors):
-        raise MoveError(f"{_named(transfer)} has another check sum than the slot it was copied from")
+        raise MoveError(
+            Cause.CHECK_SUM, f"{_named(transfer)} has another check sum than the slot it was copied from"
+        )
     x_TD = sample(place.layer)
     _check_answer(place, weights, x_TD, try_out(place.layer, place.module, source, x_TD), transfer)
     return weights.num_bytes
@@ -124,7 +135,8 @@ def _check_answer(
     ours = try_out(place.layer, place.module, weights, x_TD)
     if not torch.equal(ours.view(torch.int32), y_TD.view(torch.int32)):  # bits, so that NaN equals itself
         raise MoveError(
-            f"{_named(transfer)} answers {len(x_TD)} rows otherwise than in the slot it came from"
+            Cause.ANSWER,
+            f"{_named(transfer)} answers {len(x_TD)} rows otherwise than in the slot it came from",
         )
 
 

@@ -28,12 +28,15 @@ class PeerChannel(Protocol):
     def receive(self, data: Tensor, peer: int) -> None:
         """Fill [n] uint8, contiguous; blocks."""
 
+    def close(self) -> None:
+        """Use it no more: peers that wait for this rank are told by an error, now or when they next do."""
+
 
 class GlooChannel:
     """Over a gloo group of which this is the only user."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
 
     def send(self, data: Tensor, peer: int) -> None:
         """See `PeerChannel`.
@@ -42,7 +45,7 @@ class GlooChannel:
             ChannelError: the peer is gone.
         """
         try:
-            dist.send(data, group=self._group, group_dst=peer)
+            dist.send(data, group=self._open_group(), group_dst=peer)
         except RuntimeError as error:  # all that gloo says
             raise ChannelError(f"rank {peer} could not be sent to: {error}") from error
 
@@ -53,9 +56,20 @@ class GlooChannel:
             ChannelError: the peer is gone.
         """
         try:
-            dist.recv(data, group=self._group, group_src=peer)
+            dist.recv(data, group=self._open_group(), group_src=peer)
         except RuntimeError as error:
             raise ChannelError(f"nothing more came from rank {peer}: {error}") from error
+
+    def close(self) -> None:
+        """See `PeerChannel`. Destroying the group closes its connections, which is all that wakes a peer of gloo's."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def _open_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise ChannelError("the channel for moving experts was closed")
+        return self._group
 
 
 class NoPeers:
@@ -68,6 +82,9 @@ class NoPeers:
     def receive(self, data: Tensor, peer: int) -> None:
         """Never called."""
         raise AssertionError("one rank has nobody to receive from")
+
+    def close(self) -> None:
+        """Nobody waits."""
 
 
 def open_channel(ranks: list[int]) -> PeerChannel:

@@ -13,6 +13,20 @@ class MoveState(Enum):
     DROPPED = "dropped"  # given up, as asked
 
 
+class Cause(Enum):
+    """Why a placement failed, for whoever counts failures."""
+
+    NONE = ""
+    REFUSED = "refused"  # it does not fit what serves; nothing moved
+    MANIFEST = "manifest"  # other tensors came than the layer has
+    CHECK_SUM = "check_sum"  # bytes changed on the way
+    ANSWER = "answer"  # the expert does not answer as it does where it came from
+    CHANNEL = (
+        "channel"  # a rank or a connection is gone; nothing moves any more until the service starts again
+    )
+    BUG = "bug"  # an error that nobody thought of
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlacementReport:
     """One rank's word on one placement."""
@@ -21,6 +35,7 @@ class PlacementReport:
     version: int
     state: MoveState
     reason: str = ""
+    cause: Cause = Cause.NONE  # FAILED only, as is the reason
     digest: str = ""  # of the placement
     step: int = 0  # first step that it serves; SERVING only
     num_moves: int = 0  # experts that came to this rank

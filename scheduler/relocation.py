@@ -1,16 +1,19 @@
 """One rank's part in a change of placement: move beside the steps, verify, say so, switch when all have said so.
 
 A thread of its own carries experts into spare memory; what serves is not touched until the step at which all ranks
-switch, which is exchanging addresses. The step loop asks for the version to tell the others (`version_to_post`), and
+switch, which is exchanging addresses. What goes wrong there, a bug of ours too, ends in a report and never in silence,
+and where others wait for bytes that will not come the channel is closed, which tells them. The step loop asks for the version to tell the others (`version_to_post`), and
 calls `switch` when all told the same one: a rank that told a version can no longer take it back in that round, so a
 wish to drop one waits until the round is over. Until the switch, whatever fails or dies, the old placement is whole.
 """
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +24,7 @@ from moe.replicas import Route, routes
 from moe.spare_slots import SpareSlots
 from scheduler.expert_transfer import MoveError, Place, copy_expert, receive_expert, send_expert
 from scheduler.peer_channel import ChannelError, Pace, PeerChannel
-from scheduler.placement_report import MoveState, PlacementReport
+from scheduler.placement_report import Cause, MoveState, PlacementReport
 
 
 @dataclass
@@ -36,6 +39,13 @@ class _Staged:
     num_bytes: int = 0
     begun_s: float = 0.0
     seconds: float = 0.0
+
+
+class _Problem(NamedTuple):
+    """Why a placement is not to be."""
+
+    cause: Cause
+    reason: str
 
 
 class Relocation:
@@ -67,7 +77,7 @@ class Relocation:
         self._ready: _Staged | None = None
         self._posted_version = placement.version
         self._dropped_version: int | None = None
-        self._why_broken = ""
+        self._why_broken: _Problem | None = None
         self._mover: threading.Thread | None = None
 
     def prepare(self, target: Placement) -> None:
@@ -135,47 +145,67 @@ class Relocation:
                 self._lock.wait_for(lambda: bool(self._wanted))
                 target, previous = self._wanted.popleft(), self._ready
             staged = _Staged(target, begun_s=self._clock())
-            problem = self._why_not(target, previous)
-            if not problem:
-                problem = self._move(staged)
+            problem = self._attempt(staged, previous)
             staged.seconds = self._clock() - staged.begun_s
             with self._lock:
-                if problem:
-                    self._discard(staged)
-                else:
+                if problem is None:
                     self._ready = staged
+                else:
+                    self._discard(staged)
                 # Under the lock, so that it is said before the step loop says that the placement serves.
-                self._report(staged, MoveState.FAILED if problem else MoveState.VERIFIED, reason=problem)
+                self._report(
+                    staged, MoveState.VERIFIED if problem is None else MoveState.FAILED, problem=problem
+                )
             self.on_news()
 
-    def _why_not(self, target: Placement, previous: _Staged | None) -> str:
+    def _attempt(self, staged: _Staged, previous: _Staged | None) -> _Problem | None:
+        """Move and verify; returns what went wrong."""
+        try:
+            return self._why_not(staged.target, previous) or self._move(staged)
+        except Exception as error:  # noqa: BLE001 - without a report the front and all ranks would wait for ever
+            traceback.print_exc()
+            return _Problem(Cause.BUG, f"{type(error).__name__}: {error} (a bug; the rank's log says where)")
+
+    def _why_not(self, target: Placement, previous: _Staged | None) -> _Problem | None:
         """What forbids a move, seen alike by all ranks: nobody begins what another one refuses."""
         current = self.placement
-        if self._why_broken:
+        if self._why_broken is not None:
             return self._why_broken
-        if previous is not None:
-            return f"placement {previous.target.version} is not switched to or dropped yet"
-        if target.version <= current.version:
-            return f"placement {target.version} is not newer than {current.version}, which serves"
         sizes = [(*p.slot_expert.shape, p.num_experts, p.num_ranks) for p in (target, current)]
-        if sizes[0] != sizes[1]:
-            return f"its (layers, slots, experts, ranks) are {sizes[0]}; this service has {sizes[1]}"
-        return ""
+        if previous is not None:
+            reason = f"placement {previous.target.version} is not switched to or dropped yet"
+        elif target.version <= current.version:
+            reason = f"placement {target.version} is not newer than {current.version}, which serves"
+        elif sizes[0] != sizes[1]:
+            reason = f"its (layers, slots, experts, ranks) are {sizes[0]}; this service has {sizes[1]}"
+        else:
+            return None
+        return _Problem(Cause.REFUSED, reason)
 
-    def _move(self, staged: _Staged) -> str:
+    def _move(self, staged: _Staged) -> _Problem | None:
         """Go through all transfers of this rank; returns what went wrong, to the end where others depend on it."""
-        problem = ""
+        problem: _Problem | None = None
         for transfer in transfers_between(self.placement, staged.target):
             try:
                 self._carry(transfer, staged)
             except MoveError as error:
-                problem = problem or str(error)
+                problem = problem or _Problem(error.cause, str(error))
             except ChannelError as error:
-                self._why_broken = str(error)
-                return self._why_broken
-        if not problem:
+                return self._give_channel_up(str(error))
+            except BaseException as error:
+                self._give_channel_up(f"{type(error).__name__} amid a transfer: {error}")
+                raise
+        if problem is None:
             staged.routes = routes(staged.target, self._rank)
         return problem
+
+    def _give_channel_up(self, reason: str) -> _Problem:
+        """Let no peer wait for what will not come; nothing moves any more."""
+        self._why_broken = _Problem(
+            Cause.CHANNEL, f"{reason}; no expert moves any more until the service starts again"
+        )
+        self._channel.close()
+        return self._why_broken
 
     def _carry(self, transfer: Transfer, staged: _Staged) -> None:
         width = self.placement.slots_per_rank
@@ -196,13 +226,16 @@ class Relocation:
                 place, weights, transfer, self._channel, source_rank, self.pace.bytes_per_step
             )
 
-    def _report(self, staged: _Staged, state: MoveState, *, reason: str = "", step: int = 0) -> None:
+    def _report(
+        self, staged: _Staged, state: MoveState, *, problem: _Problem | None = None, step: int = 0
+    ) -> None:
         self.on_report(
             PlacementReport(
                 rank=self._rank,
                 version=staged.target.version,
                 state=state,
-                reason=reason,
+                reason="" if problem is None else problem.reason,
+                cause=Cause.NONE if problem is None else problem.cause,
                 digest=staged.target.digest(),
                 step=step,
                 num_moves=len(staged.weights),

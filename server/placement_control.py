@@ -60,7 +60,6 @@ class PlacementControl:
         load.history = [entry for entry in history.entries if entry["kind"] not in _NO_CHANGE]
         self._ranks, self._load, self._config, self._clock = ranks, load, config, clock
         self._expert_bytes = 0
-        self._before: list[Placement] = []  # what served, to go back to
         self._replaced: Placement | None = None  # by the last change; to measure what it brought
         self._left_out: tuple[str, ...] = ()  # wishes that were said to be left out
         self._last_version = self._switched_at = self._decided_at = 0  # the latter in steps
@@ -71,11 +70,21 @@ class PlacementControl:
     def take_word(self, word: PlacementWord) -> None:
         """Take what a rank says."""
         if word.placement is not None:
+            if self.current is None:
+                self._go_on_from(word.placement)
             self.current = word.placement
             self._last_version = word.placement.version
             self._expert_bytes = word.expert_bytes
         self._reports[word.report.rank] = word.report
         self._reported.set()
+
+    def _go_on_from(self, start: Placement) -> None:
+        """See whether the history's end is where the service starts: only then there is a way back."""
+        if self.history.before and self.history.last_digest != start.digest():
+            _log(
+                "the start is not the placement that the history ends with, so there is nothing to roll back to"
+            )
+            self._keep(self.history.forget_before)
 
     def serving(self) -> Placement:
         """The placement that serves.
@@ -126,7 +135,7 @@ class PlacementControl:
             if self.current is not before:
                 self._replaced = before
                 if kind != "rollback":
-                    self._before.append(before)
+                    self._keep(lambda: self.history.push(before))
             return entry
 
     async def rollback(self) -> dict[str, Any]:
@@ -135,14 +144,14 @@ class PlacementControl:
         Raises:
             ApiError: there is none, or as `apply`.
         """
-        if not self._before:
+        if not self.history.before:
             raise bad_request("There is no placement to go back to: nothing has been changed.")
-        previous = self._before[-1]
+        previous = self.history.before[-1]
         entry = await self.apply(
             previous, "rollback", f"back to the placement of version {previous.version}", None
         )
         if entry["failed"] is None:
-            self._before.pop()
+            self._keep(self.history.pop)
         return entry
 
     async def run(self) -> None:
@@ -277,10 +286,7 @@ class PlacementControl:
 
     def _note(self, entry: dict[str, Any], serving: Placement | None = None) -> dict[str, Any]:
         entry = {"time": round(self._clock(), 3), **entry}
-        try:
-            self.history.add(entry, serving)
-        except OSError as error:
-            _log(f"the history cannot be written: {error}")
+        self._keep(lambda: self.history.add(entry, serving))
         if entry["kind"] not in _NO_CHANGE:
             self._load.history.append(entry)
             _log(
@@ -288,6 +294,13 @@ class PlacementControl:
                 f"{entry['bytes'] / 1e6:.1f} MB in {entry['seconds']:.1f} s"
             )
         return entry
+
+    def _keep(self, write: Callable[[], object]) -> None:
+        """Write to the history; a full disk is no reason to stop."""
+        try:
+            write()
+        except OSError as error:
+            _log(f"the history cannot be written: {error}")
 
     def _steps(self) -> int:
         return 0 if self._load.totals is None else int(self._load.totals.steps.max())

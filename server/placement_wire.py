@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from expert_placement.placement import Placement
 from expert_placement.placement_file import from_json, to_json
-from scheduler.placement_report import MoveState, PlacementReport
+from scheduler.placement_report import Cause, MoveState, PlacementReport
 from server import ranks_pb2 as pb
 
 
@@ -32,7 +32,7 @@ def report_to_wire(
     report: PlacementReport, placement: Placement | None, expert_bytes: int
 ) -> pb.PlacementReport:
     """Encode a rank's word."""
-    values = {**asdict(report), "state": report.state.value}
+    values = {**asdict(report), "state": report.state.value, "cause": report.cause.value}
     content = b"" if placement is None else placement_to_wire(placement)
     return pb.PlacementReport(**values, placement=content, expert_bytes=expert_bytes)
 
@@ -44,6 +44,7 @@ def word_from(wire: pb.PlacementReport) -> PlacementWord:
         version=wire.version,
         state=MoveState(wire.state),
         reason=wire.reason,
+        cause=Cause(wire.cause),
         digest=wire.digest,
         step=wire.step,
         num_moves=wire.num_moves,

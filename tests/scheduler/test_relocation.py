@@ -1,6 +1,7 @@
 """Experts move while requests are served: equal bits, whole placements, and nothing unverified ever serves."""
 
 import os
+import queue
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,12 @@ import pytest
 import torch
 
 from dispatch.errors import DispatchError
-from expert_placement.placement import Placement
+from expert_placement.placement import Placement, linear_placement
 from moe.expert_weights import ExpertWeights, digest, read_slot
 from scheduler import expert_transfer, relocation
 from scheduler.expert_transfer import Place
-from scheduler.peer_channel import PeerChannel
-from scheduler.placement_report import MoveState
+from scheduler.peer_channel import NoPeers, Pace, PeerChannel
+from scheduler.placement_report import Cause, MoveState, PlacementReport
 from scheduler.request import Request
 from tests.conftest import PoolOf
 from tests.support.families import VOCABULARY, write_checkpoint
@@ -139,6 +140,9 @@ class _Flipping:
     def receive(self, data: torch.Tensor, peer: int) -> None:
         self._channel.receive(data, peer)
 
+    def close(self) -> None:
+        self._channel.close()
+
 
 def spoil(built: Any, how: str, patch: pytest.MonkeyPatch) -> None:
     """Let something go wrong once in what rank 0 sends."""
@@ -191,15 +195,15 @@ def failing(directory: Path, how: str) -> tuple[MovedRank, bool, str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "said", "cause"),
     [
-        ("flipped bit", "another check sum"),
-        pytest.param("missing tensor", "it must be {", marks=pytest.mark.slow),
-        pytest.param("wrong expert", "answers 8 rows otherwise", marks=pytest.mark.slow),
+        ("flipped bit", "another check sum", Cause.CHECK_SUM),
+        pytest.param("missing tensor", "it must be {", Cause.MANIFEST, marks=pytest.mark.slow),
+        pytest.param("wrong expert", "answers 8 rows otherwise", Cause.ANSWER, marks=pytest.mark.slow),
     ],
 )
 def test_what_does_not_arrive_as_it_was_never_serves_and_serving_goes_on(
-    checkpoint: Path, how: str, said: str, pool_of: PoolOf
+    checkpoint: Path, how: str, said: str, cause: Cause, pool_of: PoolOf
 ) -> None:
     alone = build(checkpoint, max_model_len=160)
     wanted = answers(MovedRank(serve(alone, requests(), requests())))
@@ -208,7 +212,63 @@ def test_what_does_not_arrive_as_it_was_never_serves_and_serving_goes_on(
     assert all(unchanged for _, unchanged, _ in parts), "slots and placement are those from before the move"
     assert parts[0][0].states() == [(1, VERIFIED), (1, DROPPED)]
     assert parts[1][0].states() == [(1, FAILED)]
+    assert parts[1][0].reports[0].cause is cause
     assert said in parts[1][2]
+
+
+def buggy(directory: Path) -> tuple[MovedRank, bool]:
+    """Serve while a bug of rank 0's mover ends a first move amid a transfer, and a second one is tried."""
+    built = build_with_copies(directory, 6)
+    before, start = slot_digests(built), built.relocation.placement
+    true_read = read_slot
+
+    def broken(layer: Any, slot: int) -> ExpertWeights:
+        if torch.distributed.get_rank() == 0:
+            raise KeyError("a bug")
+        return true_read(layer, slot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_transfer, "read_slot", broken)
+        moved = Moves(built, targets(start, 2)).serve(own_share(requests()))
+    return moved, slot_digests(built) == before and moved.digest == start.digest()
+
+
+def test_a_bug_amid_a_transfer_drops_the_change_on_all_ranks_and_serving_goes_on(
+    checkpoint: Path, pool_of: PoolOf
+) -> None:
+    alone = build(checkpoint, max_model_len=160)
+    wanted = answers(MovedRank(serve(alone, requests())))
+    parts = pool_of(2).run(buggy, checkpoint)
+    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == wanted
+    assert all(unchanged for _, unchanged in parts)
+    for moved, _ in parts:
+        assert moved.states() == [(1, FAILED), (2, FAILED)]
+        assert (
+            moved.reports[1].cause is Cause.CHANNEL and "until the service starts" in moved.reports[1].reason
+        )
+    assert parts[0][0].reports[0].cause is Cause.BUG and "KeyError: 'a bug'" in parts[0][0].reports[0].reason
+    assert parts[1][0].reports[0].cause is Cause.CHANNEL
+
+
+def tripping() -> list[tuple[int, MoveState, Cause, str]]:
+    """Let the mover fail after all transfers, where nobody waits; later changes are as good as ever."""
+    start, reports = linear_placement(1, 4, 1), queue.Queue[PlacementReport]()
+    alone = relocation.Relocation(0, start, [], NoPeers(), Pace(1 << 20))
+    alone.on_report = reports.put
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relocation, "routes", lambda *_: [][1])
+        alone.prepare(start.with_version(1))
+        told = [reports.get(timeout=30)]
+    alone.prepare(start.with_version(2))
+    told.append(reports.get(timeout=30))
+    assert alone.version_to_post() == 2
+    return [(report.version, report.state, report.cause, report.reason) for report in told]
+
+
+def test_a_bug_beside_transfers_leaves_the_channel_as_it_is(pool_of: PoolOf) -> None:
+    for first, second in pool_of(2).run(tripping):
+        assert first[:3] == (1, FAILED, Cause.BUG) and "IndexError" in first[3]
+        assert second[:3] == (2, VERIFIED, Cause.NONE)
 
 
 class _Dying:
@@ -225,6 +285,9 @@ class _Dying:
         if self._left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self._channel.receive(data, peer)
+
+    def close(self) -> None:
+        self._channel.close()
 
 
 def dying(directory: Path) -> tuple[str, bool, list[tuple[int, MoveState]]]:

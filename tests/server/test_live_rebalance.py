@@ -122,6 +122,9 @@ def test_a_service_that_rebalances_all_the_time_answers_as_one_that_does_not_and
         with Load(service) as load:
             wait_until(decided(service, len(told["history"])), service.output, within_s=DECIDING_S)
         assert all(told == expected[at] for at, told in load.answers), "answers changed after the restart"
+        back = post(service, "/experts/rollback")
+        assert back["kind"] == "rollback" and back["failed"] is None, "the way back survives a restart"
+        assert answer(service, PROMPTS[1]) == expected[1]
         assert_nothing_is_open(service)
         assert "wideep experts: " in service.output()
 

@@ -64,13 +64,13 @@ class PlayedRanks:
 
 
 def control_of(
-    ranks: PlayedRanks, config: EplbConfig = CONFIG, file: Path | None = None
+    ranks: PlayedRanks, config: EplbConfig = CONFIG, file: Path | None = None, start: Placement = START
 ) -> tuple[PlacementControl, ExpertsLoad]:
     load = ExpertsLoad("m", window_steps=config.window_size)
     ranks.control = control = PlacementControl(ranks, load, config, History(file), clock=lambda: 1.0)
-    load.take_experts(ExpertMap(START.version, 8, 2, (0, 1, 2), 3, START.slot_expert))
-    start = PlacementReport(rank=0, version=START.version, state=MoveState.SERVING)
-    control.take_word(PlacementWord(start, START, 1000))
+    load.take_experts(ExpertMap(start.version, 8, 2, (0, 1, 2), 3, start.slot_expert))
+    report = PlacementReport(rank=0, version=start.version, state=MoveState.SERVING)
+    control.take_word(PlacementWord(report, start, 1000))
     return control, load
 
 
@@ -110,6 +110,26 @@ def test_a_placement_is_applied_and_rolled_back_under_new_versions(tmp_path: Pat
             await control.rollback()
 
     play(test)
+
+
+def test_after_a_restart_there_is_a_way_back_if_it_starts_where_the_last_run_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def test() -> None:
+        control, _ = control_of(PlayedRanks(), file=tmp_path / "h")
+        await control.apply(OTHER, "apply", "as asked", None)
+        ended = control.serving()
+        warm, _ = control_of(PlayedRanks(), file=tmp_path / "h", start=ended)
+        back = await warm.rollback()
+        assert back["failed"] is None and back["version"] > ended.version
+        assert held(warm.serving()) == held(START)
+        await warm.apply(OTHER, "apply", "as asked", None)
+        cold, _ = control_of(PlayedRanks(), file=tmp_path / "h", start=START)
+        with pytest.raises(ApiError, match="nothing has been changed"):
+            await cold.rollback()
+
+    play(test)
+    assert "the start is not the placement that the history ends with" in capfd.readouterr().err
 
 
 def test_a_stage_that_fails_on_one_rank_is_dropped_on_all_and_its_version_never_used_again() -> None:
