@@ -37,6 +37,8 @@ from scheduler.telemetry import REPORT_EVERY_S
 from server import load_wire
 from server import ranks_pb2 as pb
 from server.experts_load import ExpertsLoad
+from server.json_parts import encode
+from server.load_snapshot import answer
 
 GOAL = 0.01  # of a step
 CLOCK_READINGS, EXCHANGES = 6, 2  # a layer: around dispatch's exchange, combine's, and the experts
@@ -130,7 +132,8 @@ def front_part() -> dict[str, float]:
     return {
         "report_bytes": len(message),
         "take_ms": taken * 1e3,
-        "answer_ms": seconds_per_call(load.to_json, 3) * 1e3,
+        "answer_loop_ms": seconds_per_call(load.snapshot, 20) * 1e3,
+        "answer_thread_ms": seconds_per_call(lambda: encode(answer(load.snapshot())), 3) * 1e3,
     }
 
 
@@ -170,7 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     front = front_part()
     print(
-        f"front: {front['take_ms']:.2f} ms per report of {front['report_bytes']} bytes, {front['answer_ms']:.0f} ms per answer"
+        f"front: {front['take_ms']:.2f} ms per report of {front['report_bytes']} bytes, {front['answer_loop_ms']:.1f} ms of the event loop "
+        f"and {front['answer_thread_ms']:.0f} of a thread per answer"
     )
     result = {"environment": card, "model": config.directory.name, "batches": results, "front": front}
     if options.save:

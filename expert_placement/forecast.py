@@ -53,7 +53,9 @@ def step_kinds(window: LoadWindow) -> tuple[StepKind, ...]:
     if steps <= 0:
         return ()
     with_prompts = min(steps, float(figures.prefill_steps.max()))
-    decode_LE = window.expert_tokens(DECODE) / steps
+    decode_LE = (
+        window.expert_tokens(DECODE if with_prompts else None) / steps
+    )  # None: prompts that nobody announced
     prompts_LE = window.expert_tokens(PREFILL) / max(with_prompts, 1.0)
     of_prefill_s = float(figures.prefill_experts_s.mean())
     of_decode_s = float(figures.experts_s.mean()) - of_prefill_s

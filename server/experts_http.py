@@ -19,7 +19,9 @@ from starlette.responses import PlainTextResponse, Response
 from server import errors
 from server.errors import ApiError
 from server.experts_load import ExpertsLoad
+from server.json_parts import encode
 from server.load_recorder import Record
+from server.load_snapshot import answer
 
 SETTLE_S = 3.0  # how long a stop waits for the ranks' last reports, which come about once a second
 _PT_WRITER = Path(__file__).with_name("record_to_pt.py")
@@ -37,10 +39,12 @@ def experts_routes(
     """
     router = APIRouter()
 
+    answers = _Answers(load)
+
     async def show_load() -> Response:
         """The window's load as JSON."""
         _known(load)
-        return Response(json.dumps(load.to_json()), media_type="application/json")
+        return Response(await answers.get(), media_type="application/json")
 
     async def show_record() -> Response:
         """What was recorded so far, as .npz."""
@@ -79,6 +83,23 @@ def experts_routes(
         path = f"/{verb}_expert_distribution_record"
         router.add_api_route(path, route, methods=["POST"], response_class=PlainTextResponse)
     return router
+
+
+class _Answers:
+    """Makes the answer of GET /experts/load in a thread, once for as long as nothing changes."""
+
+    def __init__(self, load: ExpertsLoad) -> None:
+        self._load, self._made, self._revision = load, b"", -1
+        self._making = asyncio.Lock()
+
+    async def get(self) -> bytes:
+        """The answer as it is now."""
+        async with self._making:
+            if self._revision != self._load.revision:
+                revision, snapshot = self._load.revision, self._load.snapshot()
+                self._made = await asyncio.to_thread(lambda: encode(answer(snapshot)))
+                self._revision = revision
+            return self._made
 
 
 def _known(load: ExpertsLoad) -> None:

@@ -6,17 +6,21 @@ front's event loop; knows no HTTP.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from expert_placement.load import PHASES, LoadWindow, RankFigures, measured_balancedness, no_figures
-from expert_placement.slowness import explain
+from expert_placement.load import PHASES, LoadWindow, RankFigures, no_figures
 from scheduler.load_report import ExpertMap, LoadReport
+from server.change_counts import ChangeCounts
 from server.load_recorder import LoadRecorder
+from server.load_series import LoadSeries
+from server.load_snapshot import LoadSnapshot
 
 WINDOW_STEPS = 1000  # vLLM's default
+HISTORY = 200  # rebalances that are shown
 _ADDED = (
     "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "prefill_steps", "prefill_experts_s",
     "prefill_step_s", "dispatch_bytes", "combine_bytes",
@@ -35,7 +39,10 @@ class ExpertsLoad:
         self.window: LoadWindow | None = None  # likewise
         self.recorder = LoadRecorder()
         self.hosts: dict[int, str] = {}
-        self.history: list[dict[str, Any]] = []  # rebalances, newest last
+        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)  # rebalances, newest last
+        self.changes = ChangeCounts()
+        self.series = LoadSeries()
+        self.revision = 0  # grows with whatever changes the answer
         self.totals: RankFigures | None = None  # since the start, for Prometheus' counters
         self.total_rank_tokens: np.ndarray | None = None  # [phases, ranks], likewise
         self._window_steps, self._clock = window_steps, clock
@@ -45,12 +52,14 @@ class ExpertsLoad:
 
     def note_rank(self, rank: int, host: str) -> None:
         """Take an attached rank, whose counters start at 0."""
+        self.revision += 1
         self.hosts[rank] = host
         self._last.pop(rank, None)
 
     def take_experts(self, experts: ExpertMap) -> None:
         """Take which experts there are and where, at the start and after a switch of placement."""
         self.experts = experts
+        self.revision += 1
         if self.window is None:
             sizes = len(experts.layers), experts.num_experts, experts.num_ranks
             self.window = LoadWindow(*sizes, self._window_steps)
@@ -73,11 +82,19 @@ class ExpertsLoad:
         figures = _difference(report, last, self.experts.num_ranks)
         self._last[report.rank] = report
         self.window.add(report.step, counts, figures)
+        self.series.note(self._clock(), self.window)
+        self.revision += 1
         self.recorder.add(self._clock(), report.step, report.placement_version, counts)
         self.total_rank_tokens += counts[:, :, self.experts.num_experts :].sum(axis=0)
         for total, field in zip(self.totals, figures, strict=True):
             total += field
         self._changed.set()
+
+    def note_change(self, entry: dict[str, Any]) -> None:
+        """Take the history's entry about a change that has ended."""
+        self.history.append(entry)
+        self.changes.add(entry)
+        self.revision += 1
 
     async def settle(self, steps: Mapping[int, int], timeout_s: float) -> None:
         """Wait until every rank has reported up to a step, or for `timeout_s`.
@@ -96,47 +113,20 @@ class ExpertsLoad:
         except TimeoutError:
             return
 
-    def to_json(self) -> dict[str, Any]:
-        """What GET /experts/load answers; the experts must be known."""
+    def snapshot(self) -> LoadSnapshot:
+        """Copy what GET /experts/load answers; the experts must be known."""
         experts, window = self.experts, self.window
         assert experts is not None and window is not None, "asked before rank 0 attached"
-        figures = window.figures
-        why = explain(figures, window.rank_tokens().sum(axis=0))
-        return {
-            "model": self.model,
-            "num_layers": len(experts.layers),
-            "num_experts": experts.num_experts,
-            "num_ranks": experts.num_ranks,
-            "slots_per_rank": experts.slot_expert.shape[1] // experts.num_ranks,
-            "placement_version": experts.version,
-            "epoch": 0,
-            "window": {"steps": int(figures.steps.max()), "seconds": round(float(figures.step_s.max()), 3)},
-            "layers": list(experts.layers),
-            "phases": {phase: _phase(window, phase) for phase in PHASES},
-            "rank_tokens": {phase: window.rank_tokens(phase).tolist() for phase in PHASES},
-            "ranks": [self._rank(rank, figures) for rank in range(experts.num_ranks)],
-            "why": why._asdict(),
-            "placement": experts.slot_expert.tolist(),
-            "history": self.history,
-        }
-
-    def _rank(self, rank: int, figures: RankFigures) -> dict[str, Any]:
-        tokens = figures.tokens[rank]
-        return {
-            "rank": rank,
-            "host": self.hosts.get(rank),
-            "steps": int(figures.steps[rank]),
-            "tokens": int(tokens.sum()),
-            "prefill_tokens": int(tokens[0]),
-            "decode_tokens": int(tokens[1]),
-            "dispatch_bytes": [int(count) for count in figures.dispatch_bytes[rank]],
-            "combine_bytes": [int(count) for count in figures.combine_bytes[rank]],
-            "dispatch_wait_s": round(float(figures.dispatch_wait_s[rank]), 6),
-            "combine_wait_s": round(float(figures.combine_wait_s[rank]), 6),
-            "wire_s": round(float(figures.wire_s[rank]), 6),
-            "experts_s": round(float(figures.experts_s[rank]), 6),
-            "step_s": round(float(figures.step_s[rank]), 6),
-        }
+        return LoadSnapshot(
+            model=self.model,
+            experts=experts,
+            hosts=dict(self.hosts),
+            expert_tokens={phase: window.expert_tokens(phase) for phase in PHASES},
+            rank_tokens={phase: window.rank_tokens(phase) for phase in PHASES},
+            figures=window.figures,
+            history=[dict(entry) for entry in self.history],
+            series=self.series.to_json(),
+        )
 
 
 def _difference(report: LoadReport, last: LoadReport | None, num_ranks: int) -> RankFigures:
@@ -152,20 +142,3 @@ def _difference(report: LoadReport, last: LoadReport | None, num_ranks: int) -> 
     for name in _ADDED:
         getattr(made, name)[rank] = since(name)
     return made
-
-
-def _phase(window: LoadWindow, phase: str) -> dict[str, Any]:
-    even = measured_balancedness(window.rank_tokens(phase))
-    return {"tokens": window.expert_tokens(phase).tolist(), "balancedness": balancedness_json(even)}
-
-
-def balancedness_json(even: np.ndarray) -> dict[str, Any]:
-    """Balancedness of layers [L], and aggregated over the layers that have tokens; None where none has."""
-    known = even[~np.isnan(even)]
-    none = len(known) == 0
-    return {
-        "per_layer": [None if np.isnan(value) else round(float(value), 6) for value in even],
-        "mean": None if none else float(known.mean()),
-        "median": None if none else float(np.median(known)),
-        "worst": None if none else float(known.min()),
-    }

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from expert_placement.load import PHASES, LoadWindow, measured_balancedness
+from server.change_counts import CAUSES, DECISIONS, KINDS
 from server.experts_load import ExpertsLoad
 
 HOTTEST = 8
@@ -103,20 +104,28 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
             yield family
 
     def _rebalances(self) -> Iterator[Metric]:
-        done = [entry for entry in self._load.history if entry.get("moves")]
+        changes = self._load.changes
         for name, text, value in (
-            ("vllm:eplb_rearrangements", "Rebalances that moved experts.", len(done)),
-            ("wideep:eplb_moves", "Slots that rebalances filled.", _sum(done, "moves")),
-            ("wideep:eplb_moved_bytes", "Bytes that rebalances moved.", _sum(done, "bytes")),
-            ("vllm:eplb_rearrangement_seconds", "Time that rebalances took.", _sum(done, "seconds")),
+            ("vllm:eplb_rearrangements", "Rebalances that moved experts.", changes.rearrangements),
+            ("vllm:eplb_rearrangement_seconds", "Time that rebalances took.", changes.seconds),
+            ("wideep:eplb_moves", "Slots that rebalances filled.", changes.moves),
+            ("wideep:eplb_moved_bytes", "Bytes that rebalances moved.", changes.num_bytes),
         ):
             family = CounterMetricFamily(name, text, labels=("model_name",))
             family.add_metric((self._model_name,), float(value))
             yield family
-
-
-def _sum(entries: list[dict[str, object]], name: str) -> float:
-    return float(sum(float(str(entry.get(name) or 0)) for entry in entries))
+        for name, text, label, values, counter in (
+            ("vllm:eplb_rebalance_events", "Changes that serve.", "kind", KINDS, changes.by_kind),
+            ("wideep:eplb_failures", "Changes that were dropped.", "reason", CAUSES, changes.failures),
+            ("wideep:eplb_decisions", "What was decided.", "decision", DECISIONS, changes.decisions),
+        ):
+            family = CounterMetricFamily(name, text, labels=("model_name", label))
+            for each in values:
+                family.add_metric((self._model_name, each), float(counter[each]))
+            yield family
+        gauge = GaugeMetricFamily("vllm:eplb_rebalancing", "1 while experts move.", labels=("model_name",))
+        gauge.add_metric((self._model_name,), float(changes.is_under_way))
+        yield gauge
 
 
 def hottest(tokens: np.ndarray, count: int) -> list[tuple[int, int, float]]:

@@ -9,7 +9,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from expert_placement.controller import Decision, decide, propose
 from expert_placement.eplb_config import EplbConfig
@@ -18,28 +18,16 @@ from expert_placement.history import History
 from expert_placement.moves import align
 from expert_placement.node_rules import rules_for_repair
 from expert_placement.placement import Placement
-from expert_placement.proposal import Proposal, Situation, describe
+from expert_placement.proposal import Proposal, Situation
 from expert_placement.transfers import stages
-from scheduler.placement_report import MoveState, PlacementReport
+from scheduler.placement_report import Cause
 from server.errors import ApiError, bad_request, not_ready
 from server.experts_load import ExpertsLoad
 from server.placement_wire import PlacementWord
+from server.stage_runner import RankCalls, StageRunner
 
 POLL_S = 0.5  # between looks at whether a decision is due
 _NO_CHANGE = ("nothing", "measured")  # kinds of entries that change no placement
-_ENDED = (MoveState.SERVING, MoveState.FAILED, MoveState.DROPPED)
-
-
-class RankCalls(Protocol):
-    """What is said to the ranks; `server.ranks.Ranks` says it."""
-
-    num_ranks: int
-
-    def prepare(self, placement: Placement) -> None:
-        """Ask all to move and switch."""
-
-    def drop_placement(self, version: int) -> None:
-        """Ask all to give up."""
 
 
 class PlacementControl:
@@ -57,14 +45,13 @@ class PlacementControl:
         """Start without a placement; rank 0 says which serves."""
         self.current: Placement | None = None
         self.history = history
-        load.history = [entry for entry in history.entries if entry["kind"] not in _NO_CHANGE]
-        self._ranks, self._load, self._config, self._clock = ranks, load, config, clock
+        load.history.extend(_shown(history))
+        self._load, self._config, self._clock = load, config, clock
+        self._num_ranks, self._stages = ranks.num_ranks, StageRunner(ranks)
         self._expert_bytes = 0
-        self._replaced: Placement | None = None  # by the last change; to measure what it brought
+        self._unmeasured: _Change | None = None  # the last one
         self._left_out: tuple[str, ...] = ()  # wishes that were said to be left out
         self._last_version = self._switched_at = self._decided_at = 0  # the latter in steps
-        self._reports: dict[int, PlacementReport] = {}  # of the stage under way
-        self._reported = asyncio.Event()
         self._changing = asyncio.Lock()
 
     def take_word(self, word: PlacementWord) -> None:
@@ -75,8 +62,7 @@ class PlacementControl:
             self.current = word.placement
             self._last_version = word.placement.version
             self._expert_bytes = word.expert_bytes
-        self._reports[word.report.rank] = word.report
-        self._reported.set()
+        self._stages.take_report(word.report)
 
     def _go_on_from(self, start: Placement) -> None:
         """See whether the history's end is where the service starts: only then there is a way back."""
@@ -133,7 +119,7 @@ class PlacementControl:
                 raise bad_request(f"The placement does not fit this service: {error}.") from error
             entry = await self._carry_out(todo, kind, reason, gain)
             if self.current is not before:
-                self._replaced = before
+                self._unmeasured = _Change(entry, before)
                 if kind != "rollback":
                     self._keep(lambda: self.history.push(before))
             return entry
@@ -168,6 +154,7 @@ class PlacementControl:
         situation = self.situation()
         self._say_left_out(situation)
         decision: Decision = await asyncio.to_thread(decide, situation, self._config)
+        self._load.changes.decisions["nothing" if decision.proposal is None else decision.proposal.kind] += 1
         _log(decision.reason if decision.proposal else f"did nothing, because {decision.reason}")
         measured = self._measured_imbalance()
         if self._config.log_balancedness and measured:
@@ -185,11 +172,13 @@ class PlacementControl:
 
     def _measure_last(self, situation: Situation) -> None:
         """Say what the last change brings, by the load and the seconds of a whole window under it."""
-        last = self._load.history[-1] if self._load.history else None
-        if last is None or last["measured_gain"] is not None or self._replaced is None:
+        if self._unmeasured is None:
             return
-        saved_s = situation.forecast.step_s(self._replaced) - situation.experts_s
+        last, replaced = self._unmeasured
+        self._unmeasured = None
+        saved_s = situation.forecast.step_s(replaced) - situation.experts_s
         last["measured_gain"] = round(saved_s / (situation.step_s + saved_s), 6)
+        self._load.revision += 1
         said = (
             f"placement {last['version']} saves {1e3 * saved_s:.3f} ms of a step ({last['measured_gain']:.2%}), "
             f"by the load since"
@@ -214,7 +203,7 @@ class PlacementControl:
             num_steps=self._steps() - self._switched_at,
             step_s=float(figures.step_s.max()) / max(int(figures.steps.max()), 1),
             expert_bytes=self._expert_bytes,
-            hosts=tuple(self._load.hosts.get(rank, "?") for rank in range(self._ranks.num_ranks)),
+            hosts=tuple(self._load.hosts.get(rank, "?") for rank in range(self._num_ranks)),
         )
 
     def _say_left_out(self, situation: Situation) -> None:
@@ -231,14 +220,17 @@ class PlacementControl:
         """Go through stages; returns the entry, whose "failed" says what ended it early."""
         begun_s, imbalance_before = time.monotonic(), self._measured_imbalance()
         moves = num_bytes = done = 0
-        failed: str | None = None
+        failed, cause = None, Cause.NONE
+        self._load.changes.is_under_way = True
         for stage in todo:
-            failed = await self._carry_out_stage(stage)
-            moves += sum(report.num_moves for report in self._reports.values() if failed is None)
-            num_bytes += sum(report.num_bytes for report in self._reports.values() if failed is None)
+            self._last_version = stage.version
+            stage_moves, stage_bytes, failed, cause = await self._stages.run(stage)
             if failed is not None:
+                _log(f"placement {stage.version} was dropped, because of {failed}")
                 break
             self.current, done = stage, done + 1
+            moves, num_bytes = moves + stage_moves, num_bytes + stage_bytes
+        self._load.changes.is_under_way = False
         self._switched_at = self._steps()
         entry = {
             "kind": kind,
@@ -252,29 +244,10 @@ class PlacementControl:
             "seconds": round(time.monotonic() - begun_s, 3),
             "stages": [done, len(todo)],
             "failed": failed,
+            "cause": cause.value,
             "imbalance_before": imbalance_before,
         }
         return self._note(entry, self.serving() if done else None)
-
-    async def _carry_out_stage(self, stage: Placement) -> str | None:
-        """Let all ranks move and switch; returns why it was dropped, None if it serves."""
-        self._last_version = stage.version
-        self._reports.clear()
-        self._ranks.prepare(stage)
-        failure: str | None = None
-        while not self._have_all_ended():
-            self._reported.clear()
-            await self._reported.wait()
-            failed = [report for report in self._reports.values() if report.state is MoveState.FAILED]
-            if failed and failure is None:
-                failure = f"rank {failed[0].rank}: {failed[0].reason}"
-                _log(f"placement {stage.version} is dropped, because of {failure}")
-                self._ranks.drop_placement(stage.version)
-        return failure
-
-    def _have_all_ended(self) -> bool:
-        ended = [report for report in self._reports.values() if report.state in _ENDED]
-        return len(ended) == self._ranks.num_ranks
 
     def _measured_imbalance(self) -> float | None:
         """Fullest rank over mean rank, of the tokens that ranks really got in the window; None without any."""
@@ -288,7 +261,7 @@ class PlacementControl:
         entry = {"time": round(self._clock(), 3), **entry}
         self._keep(lambda: self.history.add(entry, serving))
         if entry["kind"] not in _NO_CHANGE:
-            self._load.history.append(entry)
+            self._load.note_change(entry)
             _log(
                 f"{entry['kind']}: placement {entry['version']} serves, {entry['moves']} moves, "
                 f"{entry['bytes'] / 1e6:.1f} MB in {entry['seconds']:.1f} s"
@@ -306,27 +279,20 @@ class PlacementControl:
         return 0 if self._load.totals is None else int(self._load.totals.steps.max())
 
 
-def summary(proposal: Proposal) -> dict[str, Any]:
-    """A proposal as JSON, but for its placement."""
-    return {
-        "kind": proposal.kind,
-        "imbalance_before": round(proposal.imbalance_before, 6),
-        "imbalance_after": round(proposal.imbalance_after, 6),
-        "predicted_gain": round(proposal.gain, 6),
-        "predicted_saved_s": round(proposal.saved_s, 9),  # of a step
-        "experts_s": {
-            now.name: {
-                "share": round(now.share, 6),
-                "before": round(now.seconds, 9),
-                "after": round(then.seconds, 9),
-            }
-            for now, then in zip(proposal.before, proposal.after, strict=True)
-        },
-        "moves": proposal.moves,
-        "bytes": proposal.num_bytes,
-        "seconds": round(proposal.seconds, 3),
-        "reason": describe(proposal),
-    }
+class _Change(NamedTuple):
+    """One that serves."""
+
+    entry: dict[str, Any]
+    replaced: Placement
+
+
+def _shown(history: History) -> list[dict[str, Any]]:
+    """The changes of a history, with what was measured of them later."""
+    gains = {e["version"]: e["measured_gain"] for e in history.entries if e["kind"] == "measured"}
+    changes = (entry for entry in history.entries if entry["kind"] not in _NO_CHANGE)
+    return [
+        {**entry, "measured_gain": gains.get(entry["version"], entry["measured_gain"])} for entry in changes
+    ]
 
 
 def _log(text: str) -> None:

@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from expert_placement.eplb_config import EplbConfig
 from expert_placement.placement_file import from_json, to_json
+from expert_placement.proposal import Proposal, describe
 from server.errors import bad_request
-from server.placement_control import PlacementControl, summary
+from server.placement_control import PlacementControl
 
 
 class PlanWish(BaseModel):
@@ -68,6 +69,29 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
     router.add_api_route("/experts/rollback", rollback, methods=["POST"], response_model=None)
     router.add_api_route("/experts/history", show_history, methods=["GET"], response_model=None)
     return router
+
+
+def summary(proposal: Proposal) -> dict[str, Any]:
+    """A proposal as JSON, but for its placement."""
+    return {
+        "kind": proposal.kind,
+        "imbalance_before": round(proposal.imbalance_before, 6),
+        "imbalance_after": round(proposal.imbalance_after, 6),
+        "predicted_gain": round(proposal.gain, 6),
+        "predicted_saved_s": round(proposal.saved_s, 9),  # of a step
+        "experts_s": {
+            now.name: {
+                "share": round(now.share, 6),
+                "before": round(now.seconds, 9),
+                "after": round(then.seconds, 9),
+            }
+            for now, then in zip(proposal.before, proposal.after, strict=True)
+        },
+        "moves": proposal.moves,
+        "bytes": proposal.num_bytes,
+        "seconds": round(proposal.seconds, 3),
+        "reason": describe(proposal),
+    }
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -265,6 +265,7 @@ def tripping() -> list[tuple[int, MoveState, Cause, str]]:
     return [(report.version, report.state, report.cause, report.reason) for report in told]
 
 
+@pytest.mark.usefixtures("checkpoint")  # in its turn, before a test ends the pool
 def test_a_bug_beside_transfers_leaves_the_channel_as_it_is(pool_of: PoolOf) -> None:
     for first, second in pool_of(2).run(tripping):
         assert first[:3] == (1, FAILED, Cause.BUG) and "IndexError" in first[3]

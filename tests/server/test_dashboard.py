@@ -11,7 +11,7 @@ import pytest
 from tests.support import chromium
 from tests.support.chromium import Chromium
 from tests.support.dashboard_service import DashboardService
-from tests.support.load_answer import change, load_answer
+from tests.support.load_answer import change, load_answer, series
 
 ROOT = Path(__file__).resolve().parents[2]
 STATIC = ROOT / "server" / "dashboard" / "static"
@@ -194,10 +194,12 @@ def test_rebalances_are_listed_and_marked_and_markup_in_them_is_text(
         "time": now_s,
     }
     quiet = change(0, 1, "nothing", 0, "too little to gain")
-    service.answer = load_answer(
-        2, 8, 2, history=[{**moved, "time": now_s}, {**quiet, "time": now_s}, dropped]
-    )
+    entries = [{**moved, "time": now_s}, {**quiet, "time": now_s}, dropped]
+    past = series([0.6, 0.7, 0.8, 0.9], begin_s=now_s - 600)
+    service.answer = {**load_answer(2, 8, 2, history=entries), "series": past}
     browser.wait_for("document.querySelectorAll('#timeline .mark').length === 3")
+    line = browser.evaluate("document.querySelector('#timeline .line').getAttribute('d')")
+    assert line.count("L") == 4, "from the series' first point to the present window"
     assert browser.evaluate("document.querySelectorAll('#timeline .mark.quiet').length") == 2
     rows = text(browser, "history").splitlines()
     assert any("too little to gain" in row for row in rows)

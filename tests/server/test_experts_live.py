@@ -11,7 +11,7 @@ from server import experts_live
 from server.cli import main
 from server.experts_client import ExpertsClient, ServiceError
 from server.experts_load import ExpertsLoad
-from tests.support.load_reports import RANKS, counts, expert_map, report
+from tests.support.load_reports import RANKS, counts, expert_map, report, told
 
 
 def answer(step: int = 8) -> dict[str, object]:
@@ -22,7 +22,7 @@ def answer(step: int = 8) -> dict[str, object]:
         load.note_rank(rank, f"host{rank}")
         if step:
             load.take_load(report(rank, step, counts(rank)))
-    return load.to_json()
+    return told(load)
 
 
 def test_the_table_shows_phases_ranks_layers_and_experts() -> None:

@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from scheduler.load_report import LoadReport
 from server import load_wire
-from server.experts_load import ExpertsLoad, balancedness_json
+from server.experts_load import ExpertsLoad
 from server.experts_metrics import HOTTEST, ExpertsMetrics, hottest
-from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report
+from server.load_snapshot import balancedness_json
+from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
 
 
 def loaded() -> ExpertsLoad:
@@ -35,7 +36,7 @@ def metrics_of(load: ExpertsLoad) -> dict[str, float]:
 
 
 def test_counters_are_added_up_over_ranks_once() -> None:
-    answer, expected = loaded().to_json(), 20 * (counts(0) + counts(1))
+    answer, expected = told(loaded()), 20 * (counts(0) + counts(1))
     for index, phase in enumerate(("prefill", "decode")):
         assert answer["phases"][phase]["tokens"] == expected[:, index, :EXPERTS].tolist()
         assert answer["rank_tokens"][phase] == expected[:, index, EXPERTS:].tolist()
@@ -46,7 +47,7 @@ def test_counters_are_added_up_over_ranks_once() -> None:
 
 
 def test_the_answer_says_who_where_and_how_long() -> None:
-    answer = loaded().to_json()
+    answer = told(loaded())
     assert (answer["model"], answer["num_layers"], answer["slots_per_rank"]) == ("m", LAYERS, 3)
     assert answer["layers"] == [2, 3, 5]
     assert answer["window"] == {"steps": 20, "seconds": 2.0}
@@ -64,17 +65,17 @@ def test_counters_may_pass_2_to_the_32() -> None:
     load.take_experts(expert_map())
     before = np.full((LAYERS, 2, EXPERTS + RANKS), 2**32 - 3)
     load.take_load(report(0, 1, before))
-    first = load.to_json()["phases"]["decode"]["tokens"][0][0]
+    first = told(load)["phases"]["decode"]["tokens"][0][0]
     load.take_load(report(0, 2, (before + 7) % 2**32))
-    assert load.to_json()["phases"]["decode"]["tokens"][0][0] - first == 7
+    assert told(load)["phases"]["decode"]["tokens"][0][0] - first == 7
 
 
 def test_a_rank_that_attaches_again_counts_from_zero() -> None:
     load = loaded()
-    before = np.array(load.to_json()["phases"]["prefill"]["tokens"])
+    before = np.array(told(load)["phases"]["prefill"]["tokens"])
     load.note_rank(1, "host1")
     load.take_load(report(1, 21, counts(5)))
-    after = np.array(load.to_json()["phases"]["prefill"]["tokens"])
+    after = np.array(told(load)["phases"]["prefill"]["tokens"])
     np.testing.assert_array_equal(after - before, counts(5)[:, 0, :EXPERTS])
 
 
@@ -82,13 +83,13 @@ def test_reports_that_come_before_the_experts_are_kept() -> None:
     load = ExpertsLoad("m")
     load.take_load(report(0, 4, counts(0)))
     load.take_experts(expert_map())
-    assert load.to_json()["window"]["steps"] == 4
+    assert told(load)["window"]["steps"] == 4
 
 
 def test_no_load_is_nothing_and_not_a_number() -> None:
     load = ExpertsLoad("m")
     load.take_experts(expert_map())
-    answer = load.to_json()
+    answer = told(load)
     assert answer["window"] == {"steps": 0, "seconds": 0.0}
     empty = {"per_layer": [None] * LAYERS, "mean": None, "median": None, "worst": None}
     assert answer["phases"]["prefill"]["balancedness"] == empty
@@ -117,7 +118,7 @@ def test_settle_waits_for_every_ranks_step_and_not_longer_than_it_may() -> None:
 
 def test_metrics_have_the_named_series_and_the_same_numbers() -> None:
     load = loaded()
-    found, answer = metrics_of(load), load.to_json()
+    found, answer = metrics_of(load), told(load)
     even = answer["phases"]["decode"]["balancedness"]
     assert found['vllm:eplb_balancedness_avg{model_name="m",phase="decode"}'] == pytest.approx(even["mean"])
     assert found['vllm:eplb_balancedness_min{model_name="m",phase="decode"}'] == pytest.approx(
@@ -129,15 +130,28 @@ def test_metrics_have_the_named_series_and_the_same_numbers() -> None:
     assert found['vllm:eplb_rearrangements_total{model_name="m"}'] == 0
 
 
-def test_rebalances_in_the_history_are_counted() -> None:
+def test_rebalances_and_failures_are_counted_by_names_that_are_few_and_fixed() -> None:
     load = loaded()
-    done = {"kind": "move", "moves": 5, "bytes": 1000, "seconds": 0.5}
-    load.history = [{"kind": "nothing", "moves": 0}, done, done]
+    names = set(metrics_of(load))
+    done = {"kind": "repair", "moves": 5, "bytes": 1000, "seconds": 0.5, "failed": None, "cause": ""}
+    spoilt = {"kind": "apply", "moves": 0, "bytes": 0, "seconds": 0.25, "failed": "x", "cause": "check_sum"}
+    shares = {**done, "kind": "shares", "moves": 0, "bytes": 0, "seconds": 0.0}
+    for entry in (done, done, spoilt, shares):
+        load.note_change(entry)
+    load.changes.decisions["nothing"] += 3
+    load.changes.is_under_way = True
     found = metrics_of(load)
+    assert set(found) == names, "all labels are there from the start"
     assert found['vllm:eplb_rearrangements_total{model_name="m"}'] == 2
     assert found['wideep:eplb_moves_total{model_name="m"}'] == 10
     assert found['wideep:eplb_moved_bytes_total{model_name="m"}'] == 2000
-    assert found['vllm:eplb_rearrangement_seconds_total{model_name="m"}'] == pytest.approx(1.0)
+    assert found['vllm:eplb_rearrangement_seconds_total{model_name="m"}'] == pytest.approx(1.25)
+    assert found['vllm:eplb_rebalance_events_total{kind="shares",model_name="m"}'] == 1
+    assert found['vllm:eplb_rebalance_events_total{kind="apply",model_name="m"}'] == 0
+    assert found['wideep:eplb_failures_total{model_name="m",reason="check_sum"}'] == 1
+    assert found['wideep:eplb_decisions_total{decision="nothing",model_name="m"}'] == 3
+    assert found['vllm:eplb_rebalancing{model_name="m"}'] == 1
+    assert told(load)["history"] == [done, done, spoilt, shares]
 
 
 def test_the_number_of_series_does_not_grow_with_experts_or_time() -> None:

@@ -39,7 +39,6 @@ def load_answer(
         "num_ranks": num_ranks,
         "slots_per_rank": placement.slots_per_rank,
         "placement_version": placement.version,
-        "epoch": 0,
         "window": {"steps": steps, "seconds": steps * 0.05},
         "layers": list(range(first_layer, first_layer + num_layers)),
         "phases": {
@@ -53,7 +52,16 @@ def load_answer(
         ],
         "placement": placement.slot_expert.tolist(),
         "history": list(history),
+        "series": series(()),
     }
+
+
+def series(mean: Sequence[float], begin_s: float = TIME_S) -> dict[str, Any]:
+    """Return a series of a point every two seconds; the worst layer is a fifth below the mean."""
+    every_s, values = 2.0, list(mean)
+    view = {"mean": values, "median": values, "worst": [0.8 * value for value in values]}
+    times = [begin_s + every_s * index for index in range(len(values))]
+    return {"every_s": every_s, "time": times, "views": dict.fromkeys(("all", *PHASES), view)}
 
 
 def change(after_s: float, version: int, kind: str, moves: int, reason: str) -> dict[str, Any]:

@@ -1,8 +1,14 @@
 """Load reports for tests: seeded counters that grow, of ranks that a test names."""
 
+import json
+from typing import Any
+
 import numpy as np
 
 from scheduler.load_report import ExpertMap, LoadReport
+from server.experts_load import ExpertsLoad
+from server.json_parts import encode
+from server.load_snapshot import answer
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 6, 2, 3
 
@@ -39,3 +45,9 @@ def report(rank: int, step: int, total: np.ndarray, **changes: object) -> LoadRe
         "step_s": 0.1 * step,
     }
     return LoadReport(**(fields | changes))  # type: ignore[arg-type]
+
+
+def told(load: ExpertsLoad) -> dict[str, Any]:
+    """What GET /experts/load answers."""
+    content: dict[str, Any] = json.loads(encode(answer(load.snapshot())))
+    return content

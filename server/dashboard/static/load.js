@@ -5,7 +5,7 @@ const PHASES = ["prefill", "decode"];
 
 /** Check an answer's shape; throws an Error that names what is missing or does not fit. */
 export function checkLoad(load) {
-  for (const name of ["layers", "num_experts", "num_ranks", "window", "phases", "rank_tokens", "ranks", "placement"])
+  for (const name of ["layers", "num_experts", "num_ranks", "window", "phases", "rank_tokens", "ranks", "placement", "series"])
     if (load?.[name] === undefined) throw new Error(`the server's answer has no "${name}"`);
   const layers = load.layers.length;
   for (const phase of PHASES) {

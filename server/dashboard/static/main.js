@@ -41,8 +41,8 @@ function take(answer, time) {
   load = checkLoad(answer);
   seen = time;
   const views = Object.fromEntries(PHASES.map((name) => [name, viewOf(load, name)]));
-  const isEmpty = views.all.total === 0 && !timeline.points.length;
-  if (!isEmpty) timeline.note(time, views);
+  const isEmpty = views.all.total === 0 && !load.series.time.length;
+  if (!isEmpty) timeline.take(load.series, time, views);
   at("model").textContent = ` of ${load.model}`;
   document.title = `Expert load of ${load.model}`;
   at("shape").textContent = shapeOf(load);
@@ -55,7 +55,7 @@ function shapeOf(load) {
   const slots = load.slots_per_rank * load.num_ranks;
   return (
     `${counted(load.layers.length, "MoE layer")} × ${counted(load.num_experts, "expert")} in ${exact(slots)} slots ` +
-    `on ${counted(load.num_ranks, "rank")} · placement ${load.placement_version} · epoch ${load.epoch}`
+    `on ${counted(load.num_ranks, "rank")} · placement ${load.placement_version}`
   );
 }
 
@@ -69,7 +69,7 @@ function draw(view) {
   timeline.show(phase, history);
   at("timeline-note").textContent =
     `Mean over fullest rank of each layer, then over layers; 1 is even. ` +
-    `Each point is a window; the lines begin when this page was opened.`;
+    `Each point is a window; the lines begin with the service's first tokens.`;
   at("history-note").textContent = history.length ? "" : "None so far.";
   showHistory(at("history"), history);
   at("why").textContent = load.why?.sentence ?? "";

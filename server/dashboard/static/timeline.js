@@ -1,5 +1,5 @@
-// Balancedness over time as lines, rebalances as marks. The lines begin when this page was opened: the service keeps
-// no series, only its present window and the history of its rebalances.
+// Balancedness over time as lines, rebalances as marks. The lines begin at the service's start: it keeps a series of
+// points, the coarser the older it is; the last point is the present window.
 
 import { balance, clock } from "./format.js";
 import { describeChange, isQuiet } from "./history.js";
@@ -7,7 +7,6 @@ import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 220;
 const [LEFT, RIGHT, TOP, BOTTOM] = [40, 12, 10, 22];
-const MOST_POINTS = 3600; // two hours at the usual pace
 const SHORTEST_S = 60; // of the time shown
 const NEAR = 7; // pixels from a mark
 const LINES = [
@@ -24,10 +23,14 @@ export class Timeline {
     this.svg.addEventListener("pointerleave", hideTip);
   }
 
-  /** Take what one answer says. */
-  note(time, views) {
-    this.points.push({ time, views });
-    if (this.points.length > MOST_POINTS) this.points.shift();
+  /** Take what one answer says: the series, and the views of the present window. */
+  take(series, time, views) {
+    const valueAt = (columns, index) =>
+      Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[index]]));
+    const viewsAt = (index) =>
+      Object.fromEntries(Object.entries(series.views).map(([phase, columns]) => [phase, valueAt(columns, index)]));
+    this.points = series.time.map((then, index) => ({ time: then, views: viewsAt(index) }));
+    if (!this.points.length || time > this.points.at(-1).time) this.points.push({ time, views });
   }
 
   show(phase, history) {

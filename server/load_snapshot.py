@@ -1,0 +1,85 @@
+"""What GET /experts/load answers, made of a copy of the window, so that a thread can do it beside the event loop."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from expert_placement.load import PHASES, RankFigures, measured_balancedness
+from expert_placement.slowness import explain
+from scheduler.load_report import ExpertMap
+
+
+class LoadSnapshot(NamedTuple):
+    """The load at one moment; nothing in it changes any more."""
+
+    model: str
+    experts: ExpertMap
+    hosts: Mapping[int, str]
+    expert_tokens: Mapping[str, np.ndarray]  # by phase: [layers, experts]
+    rank_tokens: Mapping[str, np.ndarray]  # by phase: [layers, ranks]
+    figures: RankFigures
+    history: list[dict[str, Any]]
+    series: dict[str, object]
+
+
+def answer(snapshot: LoadSnapshot) -> dict[str, Any]:
+    """Return the answer, with arrays where JSON has lists; see `json_parts`."""
+    experts, figures = snapshot.experts, snapshot.figures
+    why = explain(figures, sum(tokens.sum(axis=0) for tokens in snapshot.rank_tokens.values()))
+    return {
+        "model": snapshot.model,
+        "num_layers": len(experts.layers),
+        "num_experts": experts.num_experts,
+        "num_ranks": experts.num_ranks,
+        "slots_per_rank": experts.slot_expert.shape[1] // experts.num_ranks,
+        "placement_version": experts.version,
+        "window": {"steps": int(figures.steps.max()), "seconds": round(float(figures.step_s.max()), 3)},
+        "layers": list(experts.layers),
+        "phases": {phase: _phase(snapshot, phase) for phase in PHASES},
+        "rank_tokens": dict(snapshot.rank_tokens),
+        "ranks": [_rank(rank, snapshot.hosts.get(rank), figures) for rank in range(experts.num_ranks)],
+        "why": why._asdict(),
+        "placement": experts.slot_expert,
+        "history": snapshot.history,
+        "series": snapshot.series,
+    }
+
+
+def _phase(snapshot: LoadSnapshot, phase: str) -> dict[str, Any]:
+    even = measured_balancedness(snapshot.rank_tokens[phase])
+    return {"tokens": snapshot.expert_tokens[phase], "balancedness": balancedness_json(even)}
+
+
+def _rank(rank: int, host: str | None, figures: RankFigures) -> dict[str, Any]:
+    tokens = figures.tokens[rank]
+    return {
+        "rank": rank,
+        "host": host,
+        "steps": int(figures.steps[rank]),
+        "prefill_steps": int(figures.prefill_steps[rank]),
+        "tokens": int(tokens.sum()),
+        "prefill_tokens": int(tokens[0]),
+        "decode_tokens": int(tokens[1]),
+        "dispatch_bytes": figures.dispatch_bytes[rank].astype(np.int64),
+        "combine_bytes": figures.combine_bytes[rank].astype(np.int64),
+        "dispatch_wait_s": round(float(figures.dispatch_wait_s[rank]), 6),
+        "combine_wait_s": round(float(figures.combine_wait_s[rank]), 6),
+        "wire_s": round(float(figures.wire_s[rank]), 6),
+        "experts_s": round(float(figures.experts_s[rank]), 6),
+        "prefill_experts_s": round(float(figures.prefill_experts_s[rank]), 6),
+        "step_s": round(float(figures.step_s[rank]), 6),
+        "prefill_step_s": round(float(figures.prefill_step_s[rank]), 6),
+    }
+
+
+def balancedness_json(even: np.ndarray) -> dict[str, Any]:
+    """Balancedness of layers [L], and aggregated over the layers that have tokens; None where none has."""
+    known = even[~np.isnan(even)]
+    none = len(known) == 0
+    return {
+        "per_layer": [None if np.isnan(value) else round(float(value), 6) for value in even],
+        "mean": None if none else float(known.mean()),
+        "median": None if none else float(np.median(known)),
+        "worst": None if none else float(known.min()),
+    }
