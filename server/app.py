@@ -55,7 +55,7 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
-        if not _is_guarded(scope) or self._opens(dict(scope["headers"]).get(b"authorization", b"")):
+        if not _is_guarded(scope) or self._opens(_key_of(scope)):
             await self._app(scope, receive, send)
             return
         failure = ApiError(
@@ -65,11 +65,17 @@ class KeyGuard:
         )
         await error_response(failure)(scope, receive, send)
 
-    def _opens(self, header: bytes) -> bool:
-        scheme, _, key = header.partition(b" ")
+    def _opens(self, key: bytes) -> bool:
         # Every key is compared, in constant time: the time taken says nothing about which was near.
-        known = [hmac.compare_digest(key.strip(), each) for each in self._keys]
-        return scheme.lower() == b"bearer" and any(known)
+        known = [hmac.compare_digest(key, each) for each in self._keys]
+        return any(known)
+
+
+def _key_of(scope: Scope) -> bytes:
+    """Return the key a request carries: OpenAI's clients send a bearer, Anthropic's x-api-key."""
+    headers = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return bytes(key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b""))
 
 
 def _is_guarded(scope: Scope) -> bool:

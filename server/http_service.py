@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 
 from expert_placement.history import History
+from server.anthropic.messages import messages_routes
 from server.app import build_app
 from server.dashboard.routes import dashboard_routes
 from server.experts_http import experts_routes
@@ -28,7 +29,11 @@ from server.journal import Journal
 from server.metrics import Metrics
 from server.openai.chat import chat_routes
 from server.openai.completions import completion_routes
+from server.openai.load import load_routes
 from server.openai.models import model_routes
+from server.openai.responses import responses_routes
+from server.openai.responses_store import ResponseStore
+from server.openai.tokenize import tokenize_routes
 from server.ops import ops_routes
 from server.options import Options
 from server.parsers.registry import markup_of
@@ -96,6 +101,10 @@ class HttpService:
             [
                 chat_routes(self.model, self.requests),
                 completion_routes(self.model, self.requests),
+                responses_routes(self.model, self.requests, ResponseStore()),
+                messages_routes(self.model, self.requests),
+                tokenize_routes(self.model),
+                load_routes(lambda: self.requests.num_answers),
                 model_routes(self.model),
                 placement_routes(self.placement, eplb),
                 ops_routes(version, metrics, lambda: why_not_ready(ranks)),

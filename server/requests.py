@@ -44,6 +44,12 @@ class Requests:
         self._open: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closed: ApiError | None = None
+        self._num_answers = 0
+
+    @property
+    def num_answers(self) -> int:
+        """How many clients' requests are being answered, whatever their number of choices."""
+        return self._num_answers
 
     @property
     def num_open(self) -> int:
@@ -66,6 +72,7 @@ class Requests:
             if self._closed is not None:  # a rank was lost while it was given a choice
                 raise self._closed
             self._start(answer, ask)
+        self._num_answers += 1
         self._metrics.note_request(len(asks), max(ask.request.params.max_tokens for ask in asks))
         return answer
 
@@ -156,6 +163,7 @@ class Requests:
 
     def _close(self, answer: Answer) -> None:
         """Abort what a client no longer waits for."""
+        self._num_answers -= 1
         for generation in answer.generations:
             if not generation.finished:
                 self._abort(generation, FinishReason.ABORT)

@@ -125,6 +125,10 @@ class Tokenizer:
             return bytes([int(byte[1], 16)])
         return token.replace("\u2581", " ").encode(errors="replace")  # SentencePiece's blank
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them, such as "Ġthe"; empty where it has none."""
+        return [str(token or "") for token in self._hf.convert_ids_to_tokens(list(token_ids))]
+
     def _is_byte_level(self) -> bool:
         """Tell whether tokens are spelled in GPT-2's alphabet of printable bytes."""
         return self._fast is not None and "ByteLevel" in repr(self._fast.decoder)

@@ -111,12 +111,19 @@ class ChatTurn:
 
     @classmethod
     async def open(
-        cls, body: ChatRequest, model: ServedModel, requests: Requests, *, request_id: str | None = None
+        cls,
+        body: ChatRequest,
+        model: ServedModel,
+        requests: Requests,
+        *,
+        request_id: str | None = None,
+        cut_to_fit: bool = False,
     ) -> "ChatTurn":
         """Check a request and give its choices to ranks.
 
         Args:
             request_id: None draws one in chat's form.
+            cut_to_fit: take max_tokens that the context has no room for as what it has room for.
 
         Raises:
             ApiError: 400 or 404, the request is wrong; 503, the service is not ready.
@@ -127,13 +134,16 @@ class ChatTurn:
         tools = tool_use_of(body)
         prompt = render_chat(body, model, tools)
         prompt_ids = await encode(prompt, model, add_special_tokens=False, param="messages")
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        if cut_to_fit and max_tokens is not None:
+            max_tokens = min(max_tokens, max(1, model.max_len() - len(prompt_ids)))
         request_id = request_id or f"chatcmpl-{uuid.uuid4().hex}"
         asks = asks_for(
             body,
             model,
             [prompt_ids],
             request_id=request_id,
-            max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_tokens=max_tokens,
             num_logprobs=num_logprobs,
             prompt_field="messages",
             max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from scheduler.request import FinishReason, Logprobs
+from server.error_response import ErrorResponse
 from server.errors import ApiError
 from server.generations import Answer, ClientGone, Piece
 
@@ -60,7 +61,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a failure before its first byte becomes a plain error response."""
-        with _closing_when_gone(self._answer, receive):
+        with closing_when_gone(self._answer, receive):
             try:
                 pieces = await self._answer.next()
             except ApiError as failure:
@@ -81,17 +82,23 @@ class EventStream(Response):
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 pieces = await self._answer.next()
-            last = self._chunks.end() + DONE
+            last = self.ending()
         except ApiError as failure:
-            last = event(failure.body()) + DONE
+            last = self.failing(failure)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def ending(self) -> bytes:
+        """Word the stream's end."""
+        return self._chunks.end() + DONE
+
+    def failing(self, failure: ApiError) -> bytes:
+        """Word a failure after the stream's beginning."""
+        return event(failure.body()) + DONE
 
 
 def error_response(failure: ApiError) -> Response:
-    """Return an error as a response of its own; plain ASCII, because it may quote half a surrogate pair."""
-    return Response(
-        json.dumps(failure.body()), failure.status, headers=failure.headers, media_type="application/json"
-    )
+    """Return an error as a response of its own."""
+    return ErrorResponse(failure)
 
 
 @dataclass(slots=True)
@@ -112,7 +119,7 @@ async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
         ClientGone: the client left first.
     """
     choices = [Choice() for _ in answer.generations]
-    with _closing_when_gone(answer, http.receive):
+    with closing_when_gone(answer, http.receive):
         while pieces := await answer.next():
             for index, piece in pieces:
                 choice = choices[index]
@@ -124,7 +131,7 @@ async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
 
 
 @contextlib.contextmanager
-def _closing_when_gone(answer: Answer, receive: Receive) -> Iterator[None]:
+def closing_when_gone(answer: Answer, receive: Receive) -> Iterator[None]:
     """Close the answer when the client leaves, and in any case at the end of the block."""
     watch = asyncio.create_task(_until_gone(answer, receive))
     try:

@@ -1,0 +1,64 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+import uuid
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.anthropic.answers import MessageDraft
+from server.anthropic.request import chat_request, prompt_request
+from server.anthropic.schemas import CountTokensRequest, MessagesRequest
+from server.generations import Answer
+from server.openai.chat_turn import ChatTurn
+from server.openai.drafts import DraftChunks, DraftStream, complete, json_response
+from server.openai.tokenize import count_tokens as count_prompt_tokens
+from server.openai.usage import usage_of
+from server.requests import Requests
+from server.served import ServedModel
+
+
+def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
+    """Return the endpoints' routes."""
+    router = APIRouter()
+
+    @router.post("/v1/messages", response_model=None)
+    async def create_message(body: MessagesRequest, http: HttpRequest) -> Response:
+        """Answer."""
+        name = model.check_name(body.model)
+        request_id = f"msg_{uuid.uuid4().hex}"
+        turn = await ChatTurn.open(
+            chat_request(body), model, requests, request_id=request_id, cut_to_fit=True
+        )
+        answer = turn.answer
+        draft = MessageDraft(
+            answer.request_id,
+            name,
+            usage=lambda: _usage(answer),
+            context_ends=answer.generations[0].ask.request.params.max_tokens < body.max_tokens,
+        )
+        chunks = DraftChunks(turn.parser(0), draft)
+        if body.stream:
+            return DraftStream(answer, chunks)
+        await complete(answer, chunks, http)
+        return json_response(draft.message)
+
+    @router.post("/v1/messages/count_tokens", response_model=None)
+    async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
+        """Count the tokens of the prompt that a request would make."""
+        model.check_name(body.model)
+        return {"input_tokens": await count_prompt_tokens(prompt_request(body), model)}
+
+    return router
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    """Count as Anthropic does: input_tokens are those that were not read from the cache."""
+    counted = usage_of(answer.generations, 1)
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counted["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": counted["completion_tokens"],
+    }

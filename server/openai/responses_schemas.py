@@ -1,0 +1,73 @@
+"""What clients may send to /v1/responses. Unknown keys are accepted; what is known and not served is refused by name.
+
+The sampling fields that vLLM adds to its own /v1/responses (top_k, seed, stop, ...) are chat's.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from server.errors import bad_request
+from server.openai.schemas import MAX_LOGPROBS, SamplingFields
+
+LOGPROBS = "message.output_text.logprobs"  # in `include`
+
+_UNSERVED = {
+    "background": "a response is made while its client waits; use stream=true",
+    "conversation": "send the history as input, or use previous_response_id",
+    "prompt": "this server stores no prompt templates; send the text as input",
+}
+
+
+class Reasoning(BaseModel):
+    """reasoning. `summary` is accepted and moot: the reasoning itself is delivered."""
+
+    model_config = ConfigDict(extra="allow")
+
+    effort: str | None = None
+
+
+class TextConfig(BaseModel):
+    """text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses."""
+
+    input: Any = None  # text or a list of items; checked in responses_input
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    metadata: dict[str, str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None  # a word or an object; checked in responses_chat
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    previous_response_id: str | None = None
+    store: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer's text comes with log-probabilities."""
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+
+def refuse_unserved_responses(body: ResponsesRequest) -> None:
+    """Refuse what would be silently ignored.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    extra = body.model_extra or {}
+    for name, instead in _UNSERVED.items():
+        if extra.get(name):
+            raise bad_request(f"{name!r} is not supported by this server: {instead}.", name)
+    if (body.n or 1) != 1:
+        raise bad_request("n must be 1: a response has one answer.", "n")

@@ -1,0 +1,44 @@
+"""One front with scripted ranks for all of the endpoints' tests, whose template has Qwen3's markup."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.tiny_tokenizer import write_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}<|start|>system\nCall with <tool_call>:"
+    "{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|end|>\n{% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role not in ('system', 'user', 'assistant', 'tool') %}"
+    "{{ raise_exception('unknown role ' ~ message.role) }}{% endif %}"
+    "<|start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function.name }}{{ call.function.arguments | tojson }}</tool_call>"
+    "{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="package")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
+    """A running front that serves the names "tiny" and "claude-alias" and wants one of two keys."""
+    model = write_tokenizer(tmp_path_factory.mktemp("model"), chat_template=TEMPLATE)
+    keys = ("--api-key", "sesame", "--api-key", "second")
+    process = FrontProcess(model, "--served-model-name", "tiny", "claude-alias", *keys).attach_all()
+    yield process
+    status, said = process.close()
+    assert (status, said) == (0, ""), "the front ends in silence"
+
+
+@pytest.fixture(scope="package")
+def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
+    """The official client, which must not hide failures by trying again."""
+    with openai.OpenAI(
+        base_url=front.url + "/v1", api_key="sesame", max_retries=0, timeout=TIMEOUT_S
+    ) as made:
+        yield made
