@@ -13,7 +13,7 @@ from server.parsers.harmony import CHANNEL, MESSAGE, HarmonyParser
 from server.parsers.json_calls import MistralParser, TaggedJsonParser, WholeJsonParser
 from server.parsers.reader import MarkupParser
 from server.parsers.tag_calls import MINIMAX_M2, QWEN3_CODER, GlmParser, NamedTagParser
-from server.parsers.thinking import CLOSING, OPENING, ThinkParser, is_opened
+from server.parsers.thinking import CLOSING, OPENING, ThinkParser, WrappedAnswerParser, is_opened
 from server.parsers.token_calls import DEEPSEEK, KIMI, DeepseekParser, KimiParser
 from server.parsers.values import ArgumentTypes
 
@@ -28,6 +28,7 @@ class Thinking:
 
     assumes_opened: bool = False  # where the prompt's end does not tell
     ends_before: tuple[str, ...] = ()
+    answer_tags: tuple[str, str] | None = None  # around what follows
 
 
 _Factory = Callable[[ArgumentTypes], MarkupParser]
@@ -58,6 +59,8 @@ _REASONING: dict[str, Thinking] = {
     "glm45": Thinking(ends_before=("<tool_call>",)),
     "kimi_k2": Thinking(ends_before=(KIMI.section[0],)),
     "minimax_m2": Thinking(assumes_opened=True),
+    "hunyuan_a13b": Thinking(answer_tags=("<answer>", "</answer>")),
+    "ernie45": Thinking(answer_tags=("<response>", "</response>")),
 }
 _GPT_OSS_NAMES = (GPT_OSS, "openai_gptoss", "gpt-oss", "gpt_oss")
 TOOL_PARSERS = tuple(sorted([*_TOOLS, *_GPT_OSS_NAMES, NONE]))
@@ -78,7 +81,7 @@ _TOOLS_BY_TEMPLATE = (
     ('"parameters": dictionary of argument name and its value', "llama3_json"),  # Llama 3.1's own words
 )
 _FENCE = "```json"  # DeepSeek-V3 has one around arguments, V3.1 none
-_REASONING_BY_TOOLS = {name: name for name in ("minimax_m2", "kimi_k2", "glm45")}
+_REASONING_BY_TOOLS = {name: name for name in ("minimax_m2", "kimi_k2", "glm45", "hunyuan_a13b")}
 
 
 class Bound(NamedTuple):
@@ -108,6 +111,8 @@ class Markup:
         if style is None:
             return answer
         ends_before = style.ends_before if isinstance(answer, MarkupParser) else ()
+        if style.answer_tags is not None:
+            answer = WrappedAnswerParser(answer, style.answer_tags)
         return ThinkParser(answer, opened=self._starts_thinking(prompt), ends_before=ends_before)
 
     def markers(self, *, with_tools: bool) -> tuple[str, ...]:
@@ -158,6 +163,8 @@ def markup_of(template: str, *, tools: str | None = None, reasoning: str | None 
     tools = tools or (reasoning if reasoning in _GPT_OSS_NAMES else found)
     if reasoning is None:
         reasoning = _REASONING_BY_TOOLS.get(found, "qwen3") if OPENING in template else NONE
+        if reasoning == "qwen3" and found == _GENERIC and "<response>" in template:
+            reasoning = "ernie45"
     if tools in _GPT_OSS_NAMES:
         reasoning = reasoning if reasoning in _GPT_OSS_NAMES else GPT_OSS
     return Markup(tools=tools, reasoning=reasoning)

@@ -47,6 +47,33 @@ class ThinkParser(MarkupParser):
         self._deltas += deltas
 
 
+class WrappedAnswerParser(MarkupParser):
+    """Takes an answer out of its tags, as Hunyuan (<answer>) and ERNIE 4.5 (<response>) write them after reasoning."""
+
+    def __init__(self, answer: TextParser, tags: tuple[str, str]) -> None:
+        super().__init__()
+        self._answer = answer
+        self._tags = tags
+
+    def run(self) -> Reading[None]:
+        """Read what is in the tags, and what is after them; without tags, everything."""
+        space = yield from self.skip_space()
+        if (yield from self.accept(self._tags[0])):
+            yield from self.skip_space()
+            yield from self.stream_until(self._pass, self._tags[1])
+            yield from self.skip_space()
+        else:
+            self.unread = space + self.unread
+        while not self._ended:
+            self._pass(self.take(len(self.unread)))
+            yield
+        self._pass(self.take(len(self.unread)))
+        self._deltas += self._answer.finish()
+
+    def _pass(self, text: str) -> None:
+        self._deltas += self._answer.push(text)
+
+
 def is_opened(prompt: str) -> bool | None:
     """Tell whether a prompt's end leaves reasoning open; None if it ends with neither tag."""
     end = prompt.rstrip()

@@ -25,6 +25,8 @@ DEEPSEEK = "<\uff5ctool\u2581sep\uff5c>"
         ("<minimax:tool_call> <think>", "minimax_m2", "minimax_m2"),
         ("<|start|>assistant<|channel|>analysis", "openai", "openai"),
         ("[TOOL_CALLS]", "mistral", "none"),
+        ("<tool_calls> <think> <answer>", "hunyuan_a13b", "hunyuan_a13b"),
+        ("<tool_call> <think> <response>", "hermes", "ernie45"),
         ("<|tool_call|>", "granite", "none"),
     ],
 )

@@ -32,6 +32,16 @@ def test_reasoning_content_and_calls_are_told_apart(prompt: str, text: str, expe
     assert read(lambda: QWEN.parser(prompt, TYPES), text) == expected
 
 
+@pytest.mark.parametrize(("name", "tag"), [("hunyuan_a13b", "answer"), ("ernie45", "response")])
+def test_an_answer_in_tags_of_its_own_is_taken_out(name: str, tag: str) -> None:
+    markup = Markup(tools="hermes", reasoning=name)
+    thought = "<think>\nHm.\n</think>\n"
+    for answer in (f"<{tag}>\nYes.\n</{tag}>\n", "Yes."):
+        assert read(lambda: markup.parser("", TYPES), thought + answer) == Said("Yes.", "Hm.")
+    wrapped = read(lambda: markup.parser("", TYPES), f"{thought}<{tag}>\nYes.\n</{tag}>\n{CALL}")
+    assert wrapped == Said("Yes.", "Hm.", [WEATHER])
+
+
 def test_without_tools_calls_are_content() -> None:
     assert read(lambda: QWEN.parser("", None), "<think>a</think>" + CALL) == Said(CALL, "a")
 
