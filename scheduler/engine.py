@@ -103,10 +103,11 @@ class Engine:
     def _step(self, agreed_tokens: int, has_prefill: bool, on_step: OnStep) -> None:
         self._relocation.pace.step()
         outputs = self._take_inbox()
-        outputs += self._scheduler.expire(self._clock())
+        now_s = self._clock()
+        outputs += self._scheduler.expire(now_s)
         num_decodes = self._scheduler.next_step.num_decodes
         room = max(0, agreed_tokens - num_decodes) if agreed_tokens else None
-        batch = self._scheduler.schedule(prefill_budget=room)
+        batch = self._scheduler.schedule(prefill_budget=room, now_s=now_s)
         self._post()
         sampled = self._runner.run(batch, agreed_tokens, has_prefill=has_prefill)
         outputs += self._scheduler.commit(batch, sampled.token_ids, sampled.logprobs)

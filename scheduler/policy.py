@@ -169,11 +169,12 @@ class Scheduler:
                 outputs.append(_end_of(request_id, FinishReason.DEADLINE))
         return outputs
 
-    def schedule(self, *, prefill_budget: int | None = None) -> Batch:
+    def schedule(self, *, prefill_budget: int | None = None, now_s: float = 0.0) -> Batch:
         """Plan the next step. A batch with items must be committed, in order; an empty one may be dropped.
 
         Args:
             prefill_budget: most prefill tokens in this step; None is no cap, 0 is decode only.
+            now_s: on the clock of `Request.arrival_s`, to say how long those that start have waited.
         """
         items = self._plan_decodes()
         num_decode_tokens = len(items)
@@ -181,7 +182,7 @@ class Scheduler:
         if prefill_budget is not None:
             budget = min(budget, prefill_budget)
         prefills = self._plan_prefills(budget)
-        prefills += self._admit(budget - sum(item.num_tokens for item in prefills))
+        prefills += self._admit(budget - sum(item.num_tokens for item in prefills), now_s)
         num_prefill_tokens = sum(item.num_tokens for item in prefills)
         batch = Batch(items + prefills, num_decode_tokens + num_prefill_tokens, num_prefill_tokens)
         if batch.items:
@@ -237,7 +238,7 @@ class Scheduler:
             self._plan_chunk(sequence, budget) for sequence in latest if self._has_chunk(sequence, budget)
         ]
 
-    def _admit(self, budget: int) -> list[Scheduled]:
+    def _admit(self, budget: int, now_s: float) -> list[Scheduled]:
         """Start waiting requests in order until budget, seats or blocks end.
 
         The head of the queue must find blocks for all its tokens, not for its next chunk only, and leave one free
@@ -253,6 +254,8 @@ class Scheduler:
             if sequence.num_in_flight or not self._tables.seat(sequence, len(self._running)):
                 break
             sequence.status = SequenceStatus.RUNNING
+            if sequence.num_admissions == 1:
+                sequence.queued_s = max(0.0, now_s - sequence.request.arrival_s)
             self._running.append(self._waiting.popleft())
             items.append(self._plan_chunk(sequence, budget))
             budget -= items[-1].num_tokens
@@ -294,11 +297,13 @@ class Scheduler:
         reason = sequence.finish_reason(self._max_model_len)
         if reason is not None:
             self._end(sequence)
+        is_first = sequence.num_delivered_tokens == 1
         return RequestOutput(
             request_id=sequence.request.request_id,
             token_ids=[token_id],
             logprobs=[] if logprob is None else [logprob],
-            num_cached_tokens=sequence.num_cached_tokens if sequence.num_delivered_tokens == 1 else 0,
+            num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
+            queued_s=sequence.queued_s if is_first else 0.0,
             finish_reason=reason,
         )
 

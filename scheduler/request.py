@@ -81,6 +81,7 @@ class RequestOutput:
     token_ids: list[int]
     logprobs: list[Logprobs] = field(default_factory=list)  # one per token where asked for
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache; sent with the first token
+    queued_s: float = 0.0  # from arrival until the rank first ran the request; sent with the first token
     finish_reason: FinishReason | None = None
     error: str = ""
 

@@ -39,6 +39,7 @@ class Sequence:
     )
     num_admissions: int = 0  # 2 and more after preemption
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
+    queued_s: float = 0.0  # from arrival to the first admission
 
     @classmethod
     def from_request(cls, request: Request) -> "Sequence":

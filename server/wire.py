@@ -117,6 +117,7 @@ def _output_to_wire(output: RequestOutput) -> pb.RequestOutput:
         token_ids=output.token_ids,
         logprobs=[pb.TokenLogprobs(**entry._asdict()) for entry in output.logprobs],
         num_cached_tokens=output.num_cached_tokens,
+        queued_s=output.queued_s,
         finish_reason=_TO_WIRE[output.finish_reason],
         error=output.error,
     )
@@ -132,6 +133,7 @@ def output_from(wire: pb.RequestOutput) -> RequestOutput:
             for entry in wire.logprobs
         ],
         num_cached_tokens=wire.num_cached_tokens,
+        queued_s=wire.queued_s,
         finish_reason=_FROM_WIRE[wire.finish_reason],
         error=wire.error,
     )

@@ -136,6 +136,29 @@ def test_a_prefix_hit_skips_whole_blocks_and_is_reported_with_the_first_token() 
     assert rank.tokens_of("b")[:1] == rank.tokens_of("a")
 
 
+def test_the_first_token_says_how_long_the_request_had_waited_to_be_started() -> None:
+    rank = rank_of(seqs=1, batched=4)
+    rank.scheduler.add(replace(request_of("a", 6, max_tokens=2), arrival_s=10.0))
+    rank.scheduler.add(replace(request_of("b", 4, max_tokens=2), arrival_s=11.0))
+    for now_s in (10.5, 11.0, 12.0, 14.0, 15.0):  # two steps of a's prompt, its second token, then b
+        rank.plan(now_s=now_s)
+        rank.finish()
+    assert [output.queued_s for output in rank.outputs["a"]] == [0.5, 0.0]
+    assert [output.queued_s for output in rank.outputs["b"]] == [3.0, 0.0]
+
+
+def test_a_preempted_request_says_how_long_it_waited_the_first_time() -> None:
+    rank = rank_of(num_blocks=6, seqs=2, length=16, caching=False)
+    for name in ("a", "b"):
+        rank.scheduler.add(replace(request_of(name, 8, max_tokens=8), arrival_s=1.0))
+    rank.plan(now_s=2.0)
+    rank.finish()
+    rank.drain()
+    assert rank.scheduler.stats.num_preemptions > 0
+    assert rank.outputs["b"][0].queued_s == 1.0
+    assert not any(output.queued_s for output in rank.outputs["b"][1:])
+
+
 def test_a_prefix_hit_never_covers_the_last_prompt_token() -> None:
     rank = rank_of()
     prompt = (1, 2, 3, 4, 5, 6, 1, 2)  # two blocks to the token

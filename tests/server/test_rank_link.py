@@ -121,6 +121,7 @@ def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: F
         token_ids=[5, 6],
         logprobs=[Logprobs(5, -0.1, [5, 8], [-0.1, -2.5]), Logprobs(6, -0.2, [], [])],
         num_cached_tokens=2,
+        queued_s=0.125,
         finish_reason=FinishReason.LENGTH,
         error="",
     )

@@ -68,8 +68,8 @@ class FakeRank:
             assert all(one.finish_reason is None for one in earlier), "something was delivered after the end"
             earlier.append(output)
 
-    def plan(self, prefill_budget: int | None = None) -> Batch:
-        batch = self.scheduler.schedule(prefill_budget=prefill_budget)
+    def plan(self, prefill_budget: int | None = None, now_s: float = 0.0) -> Batch:
+        batch = self.scheduler.schedule(prefill_budget=prefill_budget, now_s=now_s)
         self._check_budgets(batch, prefill_budget)
         if batch.items:
             self.launched.append(Launched(batch, [list(item.sequence.block_ids) for item in batch.items]))
