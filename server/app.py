@@ -1,39 +1,50 @@
-"""The ASGI application: routes together, keys checked, exchanges counted, every error in OpenAI's shape."""
+"""The ASGI application: the layers around the routes, and every error in OpenAI's shape.
 
-import hmac
+From outside in: the exchange is opened and, at its end, told to observers; CORS; keys; bodies; routes.
+"""
+
 import reprlib
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from server.api_keys import ApiKeys, KeyGuard
 from server.described import ERROR_RESPONSES
 from server.errors import ApiError, bad_request, shorten
+from server.exchanges import Exchange, ExchangeWatch
 from server.generations import ClientGone
-from server.metrics import Metrics
+from server.http_options import HttpOptions
 from server.openai.streaming import error_response
+from server.request_body import BodyGuard
 
-_GUARDED = "/v1"
-_OPEN_POSTS = ("/ping",)
 _SEEN_CHARS = 80  # of a wrong value, quoted
 _QUOTE = reprlib.Repr()  # of megabytes it looks at the ends only
 _QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = _SEEN_CHARS
 
 
 def build_app(
-    routers: Sequence[APIRouter], *, version: str, api_keys: tuple[str, ...], metrics: Metrics
+    routers: Sequence[APIRouter],
+    *,
+    version: str,
+    keys: ApiKeys,
+    http: HttpOptions | None = None,
+    observers: Sequence[Callable[[Exchange], None]] = (),
 ) -> ASGIApp:
     """Put the application together.
 
     Args:
-        api_keys: any of them opens /v1 and what changes something; none leaves all open.
+        keys: any of them opens /v1 and what changes something; none leaves all open.
+        http: None is the defaults.
+        observers: told of every exchange at its end.
     """
+    http = http or HttpOptions()
     app = FastAPI(title="WideEP", version=version, redoc_url=None, responses=ERROR_RESPONSES)
     for router in routers:
         app.include_router(router)
@@ -42,75 +53,19 @@ def build_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
-    guarded: ASGIApp = KeyGuard(app, api_keys) if api_keys else app
-    return Meter(guarded, metrics)
-
-
-class KeyGuard:
-    """Lets requests to /v1, and whatever changes something, through if they carry a known key."""
-
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401."""
-        if not _is_guarded(scope) or self._opens(_key_of(scope)):
-            await self._app(scope, receive, send)
-            return
-        failure = ApiError(
-            401,
-            "This server wants an API key: send the header 'Authorization: Bearer KEY' with one it knows.",
-            headers={"WWW-Authenticate": "Bearer"},
+    layered: ASGIApp = BodyGuard(app, http.max_request_bytes)
+    if keys.are_needed:
+        layered = KeyGuard(layered, keys)
+    if http.allowed_origins:
+        layered = CORSMiddleware(
+            layered,
+            allow_origins=http.allowed_origins,
+            allow_methods=http.allowed_methods,
+            allow_headers=http.allowed_headers,
+            allow_credentials=http.allow_credentials,
+            expose_headers=("X-Request-Id", "Retry-After"),
         )
-        await error_response(failure)(scope, receive, send)
-
-    def _opens(self, key: bytes) -> bool:
-        # Every key is compared, in constant time: the time taken says nothing about which was near.
-        known = [hmac.compare_digest(key, each) for each in self._keys]
-        return any(known)
-
-
-def _key_of(scope: Scope) -> bytes:
-    """Return the key a request carries: OpenAI's clients send a bearer, Anthropic's x-api-key."""
-    headers = dict(scope["headers"])
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return bytes(key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b""))
-
-
-def _is_guarded(scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["method"] == "OPTIONS":
-        return False
-    changes = scope["method"] not in ("GET", "HEAD") and scope["path"] not in _OPEN_POSTS
-    return changes or scope["path"].startswith(_GUARDED)
-
-
-class Meter:
-    """Counts and times exchanges by route."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on and note the outcome."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begun_s = time.perf_counter()
-        status = 499  # nothing was sent: the client had left
-
-        async def noting_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noting_send)
-        finally:
-            handler = getattr(scope.get("route"), "path", "none")  # the pattern: raw paths are without bound
-            self._metrics.note_http(scope["method"], handler, status, time.perf_counter() - begun_s)
+    return ExchangeWatch(layered, observers, root_path=http.root_path)
 
 
 async def _on_api_error(_: HttpRequest, error: Exception) -> Response:

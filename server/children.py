@@ -6,6 +6,7 @@ died nor race-free; asyncio, which costs 40 ms of imports in a process that wait
 process groups, which would also kill multiprocessing's resource tracker before it has removed shared memory.
 """
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -24,6 +25,7 @@ from server.parent_death import die_with_parent
 
 WIDEEP_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("__main__.py")))  # this very copy
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that torchrun forwards
+DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop when open requests have ended
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -33,10 +35,16 @@ class Child(NamedTuple):
     name: str  # how messages call it, e.g. "rank 1's engine"
     process: subprocess.Popen[bytes]
     pidfd: int  # readable when the process has ended
+    stop_signal: signal.Signals = signal.SIGTERM  # the one that makes it end at once
 
 
 def start_child(
-    name: str, command: Sequence[str], *, environment: Mapping[str, str], kept_fds: Sequence[int] = ()
+    name: str,
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    kept_fds: Sequence[int] = (),
+    stop_signal: signal.Signals = signal.SIGTERM,
 ) -> Child:
     """Start a process that the kernel kills when we end, in a process group of its own.
 
@@ -53,7 +61,7 @@ def start_child(
         process_group=0,
         preexec_fn=functools.partial(die_with_parent, parent_pid=os.getpid()),
     )
-    return Child(name, process, os.pidfd_open(process.pid))
+    return Child(name, process, os.pidfd_open(process.pid), stop_signal)
 
 
 def describe_end(child: Child) -> str:
@@ -72,10 +80,10 @@ def describe_status(name: str, pid: int, status: int) -> str:
 
 
 def stop_children(children: Iterable[Child], *, grace_s: float) -> None:
-    """Ask children to end (SIGTERM), kill those that have not after `grace_s`, and reap all of them."""
+    """Ask children to end, kill those that have not after `grace_s`, and reap all of them."""
     living = {child.pidfd: child for child in children}
     for child in living.values():
-        child.process.terminate()
+        child.process.send_signal(child.stop_signal)
     poll = select.poll()
     for pidfd in living:
         poll.register(pidfd, select.POLLIN)
@@ -103,7 +111,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._fd_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _ignore) for number in STOP_SIGNALS}
+        self._before = {number: signal.signal(number, _ignore) for number in (*STOP_SIGNALS, DRAIN_SIGNAL)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,6 +120,13 @@ class StopSignals:
         signal.set_wakeup_fd(self._fd_before)
         os.close(self.fd)
         os.close(self._write_fd)
+
+    def take(self) -> list[int]:
+        """Return the signals that have arrived since the last call, in order."""
+        try:
+            return list(os.read(self.fd, 4096))
+        except BlockingIOError:
+            return []
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
@@ -157,7 +172,7 @@ def adopt_orphans() -> frozenset[int]:
     """Make descendants whose parent ends our children from now on; return the pids of the children we have."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-    return _children_of(os.getpid())
+    return children_of(os.getpid())
 
 
 def kill_orphans(*, spared: frozenset[int], grace_s: float) -> None:
@@ -166,7 +181,7 @@ def kill_orphans(*, spared: frozenset[int], grace_s: float) -> None:
     What is killed may leave children of its own to us, so this goes on until none is left.
     """
     deadline = time.monotonic() + grace_s
-    while pids := _children_of(os.getpid()) - spared:
+    while pids := children_of(os.getpid()) - spared:
         pid = min(pids)
         pidfd = os.pidfd_open(pid)  # ours and not reaped, so no other process can have the pid
         left_s = max(0.0, deadline - time.monotonic())
@@ -176,7 +191,15 @@ def kill_orphans(*, spared: frozenset[int], grace_s: float) -> None:
         os.waitpid(pid, 0)
 
 
-def _children_of(pid: int) -> frozenset[int]:
+def signal_children_of(pid: int, number: signal.Signals) -> None:
+    """Send a signal to the direct children of a child of ours that lives: of torchrun, the workers."""
+    for child in sorted(children_of(pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+
+def children_of(pid: int) -> frozenset[int]:
+    """Return the pids of a process' children, those that have ended and were not reaped included."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")  # a child belongs to the thread that started it
     return frozenset(int(child) for task in tasks for child in task.read_text().split())
 

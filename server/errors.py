@@ -77,6 +77,13 @@ def not_ready(reason: str) -> ApiError:
     return ApiError(503, f"The service is not ready: {reason}.", headers={"Retry-After": "1"})
 
 
+def draining() -> ApiError:
+    """A 503 for what comes after the wish to stop; another service may take it."""
+    return ApiError(
+        503, "The service is shutting down and takes no new requests.", headers={"Retry-After": "5"}
+    )
+
+
 def failed(reason: str) -> ApiError:
     """A 500: a rank could not serve the request."""
     return ApiError(500, reason or "The request failed on its rank.")

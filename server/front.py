@@ -3,17 +3,22 @@
 Both sockets are bound and announced before anything slow happens, so that ranks and clients find a door while the
 tokenizer loads. torch stays out: this process only tokenizes, and would pay 180 MB for it. A rank that is lost
 ends the front for now, after every open request got its outcome.
+
+SIGTERM ends it gently: /health is 503, new requests are refused, open ones end by themselves for as long as
+--shutdown-timeout-seconds says. SIGINT, and a second SIGTERM, end it at once.
 """
 
 import asyncio
 import errno
 import importlib
 import json
+import logging
 import os
 import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -21,6 +26,7 @@ from typing import TYPE_CHECKING
 from scheduler.request import RequestOutput
 from server.errors import ApiError
 from server.journal import Journal
+from server.logs import logging_to
 from server.metrics import Metrics
 from server.option_checks import OptionsError
 from server.options import Options
@@ -32,9 +38,12 @@ from server.wire import RankFacts
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.experts_load import ExpertsLoad
+    from server.http_service import HttpService
     from server.placement_control import PlacementControl
 
+_LOG = logging.getLogger("wideep.front")
 LOCAL_HOST = "127.0.0.1"
+_ANSWERS_S = 2.0  # for answers that are still being sent when all requests have ended
 _STOP_TIMEOUT_S = 1.2  # for ranks that were asked to stop; the supervisor kills after STOP_GRACE_S
 
 
@@ -46,12 +55,13 @@ def run_front(options: Options, *, num_ranks: int, ready_fd: int | None, ranks_h
         ready_fd: where the addresses are announced, closed afterwards; None announces nothing.
     """
     die_with_parent()
-    try:
-        listener = bind_http(options.host, options.port)
-    except OptionsError as error:
-        return _complain(str(error))
-    with listener:
-        return asyncio.run(_Front(options, num_ranks).run(listener, ready_fd, ranks_host))
+    with logging_to(options.log):
+        try:
+            listener = bind_http(options.host, options.port)
+        except OptionsError as error:
+            return _complain(str(error))
+        with listener:
+            return asyncio.run(_Front(options, num_ranks).run(listener, ready_fd, ranks_host))
 
 
 def bind_http(host: str, port: int) -> socket.socket:
@@ -103,19 +113,22 @@ class _Front:
         self._early: list[Callable[[ExpertsLoad], None]] = []  # what it is to be told then
         self._requests: Requests | None = None  # once the tokenizer is loaded
         self._fatal: str | None = None
+        self._http: HttpService | None = None  # likewise
         self._ending = asyncio.Event()
+        self._ending_now = asyncio.Event()  # open requests are not waited for
+        self._is_closing = False  # they have ended; answers may still be on their way
 
     async def run(self, listener: socket.socket, ready_fd: int | None, ranks_host: str) -> int:
         """Serve until a signal or a lost rank; returns the exit status."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ending.set)
+        loop.add_signal_handler(signal.SIGTERM, self._end_gently)
+        loop.add_signal_handler(signal.SIGINT, self._end_now)
         try:
             rank_server, ranks_address = await listen(self._ranks, ranks_host)
         except RuntimeError as error:
             return _complain(f"cannot listen for ranks on --ranks-host {ranks_host}: {error}")
         if ready_fd is not None:
-            _announce(ready_fd, listener, self._options.host, ranks_address, self._token)
+            _announce(ready_fd, listener, self._options, ranks_address, self._token)
         slow = await asyncio.to_thread(_import_http_service)  # meanwhile ranks attach
         try:
             tokenizer = await asyncio.to_thread(slow.Tokenizer, self._options.model)
@@ -124,32 +137,72 @@ class _Front:
             )
         except ValueError as error:  # TokenizerError: its class came with the slow import
             return _complain(str(error))
-        self._requests, self._experts_load = http.requests, http.experts_load
+        self._take_service(http)
+        serving = asyncio.create_task(http.serve(listener))
+        await self._ending.wait()
+        await self._close(http, serving)
+        if self._fatal is None:
+            await self._wait_for_ranks()
+        await rank_server.stop(0)
+        return _complain(self._fatal) if self._fatal else 0
+
+    def _take_service(self, http: "HttpService") -> None:
+        """Pass on what came before there was anybody to take it."""
+        self._http, self._requests, self._experts_load = http, http.requests, http.experts_load
         for tell in self._early:
             tell(http.experts_load)
         self._placement = http.placement
         for word in self._early_words:
             http.placement.take_word(word)
-        serving = asyncio.create_task(http.serve(listener))
-        await self._ending.wait()
-        self._ranks.stop()
+
+    async def _close(self, http: "HttpService", serving: "asyncio.Task[None]") -> None:
+        """End requests, answers and ranks. Gently: one after the other; else all at the same time."""
+        grace_s = await self._drain(http)
+        self._is_closing = True
+        if self._ending_now.is_set():
+            self._ranks.stop()
         http.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
-        http.stop()
+        http.stop(grace_s)
         await serving
-        if self._fatal is None:
-            await self._wait_for_ranks()
-        await rank_server.stop(0)
-        return _complain(self._fatal) if self._fatal else 0
+        if any(not stream.asked_to_stop for stream in self._ranks.attached.values()):
+            self._ranks.stop()
+
+    async def _drain(self, http: "HttpService") -> float:
+        """Let open requests end, if there is time; returns the seconds left for answers still being sent."""
+        if self._ending_now.is_set():
+            return _ANSWERS_S
+        until_s = time.monotonic() + self._options.http.shutdown_timeout_s
+        tasks = [asyncio.create_task(http.drain()), asyncio.create_task(self._ending_now.wait())]
+        _, pending = await asyncio.wait(
+            tasks,
+            timeout=self._options.http.shutdown_timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        for task in pending:
+            task.cancel()
+        left_s = 0.0 if self._ending_now.is_set() else until_s - time.monotonic()
+        return max(_ANSWERS_S, left_s)
+
+    def _end_gently(self) -> None:
+        if self._ending.is_set():  # a second time: somebody cannot wait
+            self._end_now()
+        self._ending.set()
+
+    def _end_now(self) -> None:
+        if self._http is not None and self._is_closing:
+            self._http.stop(0)
+        self._ending.set()
+        self._ending_now.set()
 
     async def _wait_for_ranks(self) -> None:
         try:
             await asyncio.wait_for(self._ranks.wait_until_empty(), _STOP_TIMEOUT_S)
         except TimeoutError:
             ranks = ", ".join(map(str, self._ranks.attached))
-            print(f"wideep front: did not hear goodbye from rank {ranks}", file=sys.stderr)
+            _LOG.error("did not hear goodbye from rank %s", ranks)
 
     def _attach(self, facts: RankFacts) -> None:
-        self._metrics.note_rank(facts)
+        self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
         self._tell_load(lambda experts: experts.note_rank(facts.rank, facts.host))
 
     def _tell_load(self, tell: "Callable[[ExpertsLoad], None]") -> None:
@@ -170,18 +223,22 @@ class _Front:
 
     def _lose(self, rank: int, reason: str) -> None:
         """A rank is gone: the first one says why the service ends."""
-        if self._fatal is None and not self._ending.is_set():
+        if self._fatal is None and not self._ending_now.is_set():
             self._fatal = f"rank {rank} is lost: {reason}"
         if self._requests is not None:
             self._requests.fail_all(ApiError(503, f"The service is ending: {self._fatal}."))
         self._ending.set()
+        self._ending_now.set()
 
 
-def _announce(ready_fd: int, listener: socket.socket, host: str, ranks_address: str, token: str) -> None:
+def _announce(
+    ready_fd: int, listener: socket.socket, options: Options, ranks_address: str, token: str
+) -> None:
     """Write the addresses for the supervisor."""
     port = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    line = json.dumps({"http": f"http://{shown}:{port}", "ranks_address": ranks_address, "token": token})
+    shown = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"{options.http.scheme}://{shown}:{port}"
+    line = json.dumps({"http": url, "ranks_address": ranks_address, "token": token})
     with os.fdopen(ready_fd, "w") as ready:
         ready.write(line + "\n")
 
@@ -195,5 +252,5 @@ def _import_http_service() -> ModuleType:
 
 def _complain(message: str) -> int:
     """Say why the front ends; returns its exit status."""
-    print(f"wideep front: {message}", file=sys.stderr, flush=True)
+    _LOG.critical("%s", message)
     return 1

@@ -54,6 +54,7 @@ class Generation:
         self.rank = rank
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.queued_s = 0.0  # before its rank first ran it
         self.first_token_s: float | None = None
         self.last_token_s = ask.request.arrival_s
         self.finished = False
@@ -72,6 +73,7 @@ class Generation:
         """
         self.num_tokens += len(output.token_ids)
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.queued_s = max(self.queued_s, output.queued_s)
         piece = self._piece
         piece.token_ids += output.token_ids
         piece.logprobs += output.logprobs

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import socket
 import tempfile
@@ -16,16 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import APIRouter
+from starlette.types import ASGIApp
 
 from expert_placement.history import History
 from server.anthropic.messages import messages_routes
+from server.api_keys import ApiKeys
 from server.app import build_app
 from server.dashboard.routes import dashboard_routes
+from server.errors import draining
+from server.exchanges import Exchange
 from server.experts_http import experts_routes
 from server.experts_load import ExpertsLoad
 from server.experts_metrics import ExpertsMetrics
 from server.front_metrics import FrontMetrics
+from server.generations import Ask
+from server.http_options import HttpOptions
 from server.journal import Journal
+from server.logs import AccessLog, RequestLog
 from server.metrics import Metrics
 from server.openai.chat import chat_routes
 from server.openai.completions import completion_routes
@@ -44,6 +53,7 @@ from server.requests import Requests
 from server.router import Router
 from server.served import ServedModel
 from server.tokenizer import Tokenizer
+from server.tracing import Traces
 
 # What vLLM, too, takes from generation_config.json as defaults.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -68,6 +78,8 @@ class HttpService:
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """Put the application together."""
+        self._ranks = ranks
+        self._is_draining = False
         router = Router(ranks.num_ranks)
         self.requests = Requests(
             decoder=tokenizer,
@@ -76,19 +88,9 @@ class HttpService:
             journal=journal,
             metrics=metrics,
             timeout_s=options.request_timeout_s,
+            on_ask=RequestLog(tokenizer).note if options.log.requests else _ignore,
         )
-        self.model = ServedModel(
-            names=options.served_model_names,
-            tokenizer=tokenizer,
-            sampling_defaults=_sampling_defaults(Path(options.model)),
-            max_len=_max_len(options, tokenizer, ranks),
-            created=int(time.time()),
-            markup=markup_of(
-                tokenizer.template.text,
-                tools=options.tool_call_parser,
-                reasoning=options.reasoning_parser,
-            ),
-        )
+        self.model = _served_model(options, tokenizer, ranks)
         eplb = options.eplb_config
         self.experts_load = ExpertsLoad(options.served_model_names[0], window_steps=eplb.window_size)
         history = History(Path(eplb.history_file) if eplb.history_file else None)
@@ -97,39 +99,36 @@ class HttpService:
         metrics.add(ExpertsMetrics(self.experts_load, options.served_model_names[0]))
         metrics.add(FrontMetrics(self.requests, router, options.served_model_names[0]))
         version = _version()
+        self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
         app = build_app(
-            [
-                chat_routes(self.model, self.requests),
-                completion_routes(self.model, self.requests),
-                responses_routes(self.model, self.requests, ResponseStore()),
-                messages_routes(self.model, self.requests),
-                tokenize_routes(self.model),
-                load_routes(lambda: self.requests.num_answers),
-                model_routes(self.model),
-                placement_routes(self.placement, eplb),
-                ops_routes(version, metrics, lambda: why_not_ready(ranks)),
-                dashboard_routes(),
-                experts_routes(
-                    self.experts_load,
-                    rank_steps=lambda: _steps(ranks),
-                    record_directory=Path(environment.get(_RECORD_VARIABLE) or tempfile.gettempdir()),
-                ),
-            ],
+            self._routers(options, metrics, version, environment),
             version=version,
-            api_keys=options.api_keys,
-            metrics=metrics,
+            keys=_keys(options),
+            http=options.http,
+            observers=_observers(options, metrics, self._traces),
         )
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_GRACE_S,
-            )
-        )
+        self._server = _Server(_server_config(app, options.http))
+
+    def _routers(
+        self, options: Options, metrics: Metrics, version: str, environment: Mapping[str, str]
+    ) -> list[APIRouter]:
+        return [
+            chat_routes(self.model, self.requests),
+            completion_routes(self.model, self.requests),
+            responses_routes(self.model, self.requests, ResponseStore()),
+            messages_routes(self.model, self.requests),
+            tokenize_routes(self.model),
+            load_routes(lambda: self.requests.num_answers),
+            model_routes(self.model),
+            placement_routes(self.placement, options.eplb_config),
+            ops_routes(version, metrics, self.why_not_ready),
+            dashboard_routes(),
+            experts_routes(
+                self.experts_load,
+                rank_steps=lambda: _steps(self._ranks),
+                record_directory=Path(environment.get(_RECORD_VARIABLE) or tempfile.gettempdir()),
+            ),
+        ]
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer on a bound socket until `stop`."""
@@ -139,10 +138,26 @@ class HttpService:
         finally:
             if balancing is not None:
                 balancing.cancel()
+            await asyncio.to_thread(self._traces.close)
 
-    def stop(self) -> None:
-        """Let `serve` return soon: no new connections, open ones have a moment to end."""
+    async def drain(self) -> None:
+        """Turn /health to 503, refuse new requests, and wait until the open ones have ended."""
+        self._is_draining = True
+        self.requests.refuse(draining())
+        await self.requests.wait_until_empty()
+
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Let `serve` return soon: no new connections, and `grace_s` for answers that are still being sent.
+
+        May be called again with less.
+        """
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._server.force_exit = self._server.should_exit and grace_s == 0
         self._server.should_exit = True
+
+    def why_not_ready(self) -> str | None:
+        """Return what the service waits for, None when it is ready."""
+        return "it is shutting down" if self._is_draining else why_not_ready(self._ranks)
 
 
 class _Server(uvicorn.Server):
@@ -152,6 +167,35 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Do not capture: the front tells ranks and clients first, then stops this server."""
         yield
+
+
+def _server_config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,  # `logs` has set the loggers up
+        access_log=False,  # `logs.AccessLog` writes ours
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACE_S,
+        ssl_certfile=http.ssl_certfile,
+        ssl_keyfile=http.ssl_keyfile,
+    )
+
+
+def _ignore(_ask: Ask) -> None:
+    """Requests are not logged."""
+
+
+def _keys(options: Options) -> ApiKeys:
+    file = options.http.api_key_file
+    return ApiKeys(options.api_keys, None if file is None else Path(file))
+
+
+def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Callable[[Exchange], None]]:
+    """Who is told of every exchange."""
+    observers: list[Callable[[Exchange], None]] = [metrics.http.note, traces.note]
+    return [*observers, AccessLog(options.log.quiet_paths).note] if options.log.access else observers
 
 
 def why_not_ready(ranks: Ranks) -> str | None:
@@ -167,6 +211,19 @@ def _steps(ranks: Ranks) -> dict[int, int]:
     """The last step that each attached rank has told of."""
     told = {rank: stream.stats for rank, stream in ranks.attached.items()}
     return {rank: stats.step for rank, stats in told.items() if stats is not None}
+
+
+def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> ServedModel:
+    return ServedModel(
+        names=options.served_model_names,
+        tokenizer=tokenizer,
+        sampling_defaults=_sampling_defaults(Path(options.model)),
+        max_len=_max_len(options, tokenizer, ranks),
+        created=int(time.time()),
+        markup=markup_of(
+            tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
+        ),
+    )
 
 
 def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[], int]:

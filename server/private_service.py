@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import IO, Self
 
 from server.children import WIDEEP_COMMAND, Child, describe_end, stop_children
+from server.greeting import is_healthy, reachable_host
 from server.model_source import resolve_model
 from server.option_checks import OptionsError
 from server.options import Options, arguments_from, environment_from
 from server.preflight import PreflightError
-from server.serve import DEFAULT_RANKS, free_port, is_healthy, reachable_host
+from server.serve import DEFAULT_RANKS, free_port
 
 SERVE_COMMAND = (*WIDEEP_COMMAND, "serve")
 STOP_GRACE_S = 8.0  # serve promises that all is over in 5

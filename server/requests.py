@@ -5,18 +5,20 @@ The one place where journal, router, ranks and metrics meet; everything here run
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from scheduler.request import FinishReason, RequestOutput
 from server import errors
 from server.detokenizer import Decoder
 from server.errors import ApiError
+from server.exchanges import current_exchange
 from server.generations import Answer, Ask, Generation
 from server.journal import Journal
 from server.metrics import Metrics
 from server.ranks import Ranks
 from server.router import Router
+from server.timing import timing_of
 
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does, this much later
 
@@ -33,8 +35,9 @@ class Requests:
         journal: Journal,
         metrics: Metrics,
         timeout_s: float,
+        on_ask: Callable[[Ask], None] = lambda _ask: None,
     ) -> None:
-        """Args: timeout_s is each request's deadline; 0 is none."""
+        """Args: timeout_s is each request's deadline, 0 is none; on_ask is told of every choice that is accepted."""
         self._decoder = decoder
         self._ranks = ranks
         self._router = router
@@ -43,8 +46,11 @@ class Requests:
         self._timeout_s = timeout_s
         self._open: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._on_ask = on_ask
         self._closed: ApiError | None = None
         self._num_answers = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
 
     @property
     def num_answers(self) -> int:
@@ -68,6 +74,9 @@ class Requests:
         if missing:
             raise errors.not_ready(f"waiting for rank {', '.join(map(str, missing))}")
         answer = Answer(request_id, self._close)
+        exchange = current_exchange()
+        if exchange is not None:
+            exchange.answers.append(answer)
         for ask in asks:
             if self._closed is not None:  # a rank was lost while it was given a choice
                 raise self._closed
@@ -84,9 +93,17 @@ class Requests:
             if generation is not None and generation.rank == rank:
                 self._feed(generation, output, now_s)
 
+    def refuse(self, failure: ApiError) -> None:
+        """Refuse new requests with `failure`; open ones go on."""
+        self._closed = failure
+
+    async def wait_until_empty(self) -> None:
+        """Wait until no request is open."""
+        await self._is_empty.wait()
+
     def fail_all(self, failure: ApiError) -> None:
         """End every open request with `failure`, and refuse new ones with it."""
-        self._closed = failure
+        self.refuse(failure)
         for generation in list(self._open.values()):
             self._abort(generation, FinishReason.ERROR, failure)
 
@@ -97,9 +114,10 @@ class Requests:
         rank = self._router.pick(request.prompt_ids)
         generation = answer.add(replace(ask, request=request), rank, self._decoder)
         self._open[request.request_id] = generation
+        self._is_empty.clear()
+        self._on_ask(ask)
         self._journal.accept(request, rank, now_s=now_s)
         self._router.admit(request.request_id, rank, request.prompt_ids, request.params.max_tokens)
-        self._metrics.note_accepted(rank, len(request.prompt_ids))
         if deadline_s is not None:
             self._timers[request.request_id] = asyncio.get_running_loop().call_later(
                 self._timeout_s + RANK_GRACE_S,
@@ -115,11 +133,7 @@ class Requests:
         if num_tokens:
             self._journal.deliver(output.request_id, output.token_ids)
             self._router.progress(output.request_id, num_tokens)
-            first = generation.first_token_s is None
-            gap_s = now_s - generation.last_token_s
-            self._metrics.note_tokens(generation.rank, num_tokens, gap_s, first=first)
-            generation.first_token_s = now_s if first else generation.first_token_s
-            generation.last_token_s = now_s
+            self._note_tokens(generation, output, now_s)
         reason = generation.push(output)
         if reason is None:
             generation.notify()
@@ -127,6 +141,20 @@ class Requests:
             self._abort(generation, reason)  # a stop string: the rank does not know yet
         else:
             self._end(generation, reason, self._failure_of(output), output.error)
+
+    def _note_tokens(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
+        is_first = generation.first_token_s is None
+        gap_s = now_s - generation.last_token_s
+        self._metrics.note_tokens(generation.rank, len(output.token_ids), None if is_first else gap_s)
+        if is_first:
+            generation.first_token_s = now_s
+            self._metrics.note_first_token(
+                generation.rank,
+                gap_s,
+                num_prompt_tokens=len(generation.ask.request.prompt_ids),
+                num_cached_tokens=output.num_cached_tokens,
+            )
+        generation.last_token_s = now_s
 
     def _failure_of(self, output: RequestOutput) -> ApiError | None:
         if output.finish_reason is FinishReason.ERROR:
@@ -146,17 +174,19 @@ class Requests:
         now_s = time.monotonic()
         request = generation.ask.request
         del self._open[request.request_id]
+        if not self._open:
+            self._is_empty.set()
         timer = self._timers.pop(request.request_id, None)
         if timer is not None:
             timer.cancel()
         self._journal.close(request.request_id, reason, now_s=now_s, error=error)
         self._router.retire(request.request_id)
-        first_s = generation.first_token_s
         self._metrics.note_end(
             generation.rank,
             reason,
-            e2e_s=now_s - request.arrival_s,
-            decode_s=None if first_s is None else generation.last_token_s - first_s,
+            timing_of(generation, now_s=now_s),
+            num_prompt_tokens=len(request.prompt_ids),
+            num_cached_tokens=generation.num_cached_tokens,
             num_tokens=generation.num_tokens,
         )
         generation.end(reason, failure)

@@ -7,16 +7,11 @@ serves a laptop and a cluster alike (DESIGN.md D7).
 """
 
 import contextlib
-import http.client
-import json
 import math
 import os
 import select
-import shlex
-import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from server.children import (
+    DRAIN_SIGNAL,
     WIDEEP_COMMAND,
     Child,
     StopSignals,
@@ -31,15 +27,17 @@ from server.children import (
     describe_end,
     kill_orphans,
     say,
+    signal_children_of,
     start_child,
     stop_children,
 )
 from server.error_file import ERROR_FILE, first_failure
+from server.greeting import count, greeting, is_healthy
 from server.machine import usable_cores
 from server.model_source import resolve_model
-from server.options import API_KEY_VARIABLE, Options, arguments_from, environment_from
+from server.options import Options, arguments_from, environment_from
 from server.preflight import PreflightError, check_start
-from server.worker import UNDER_SERVE
+from server.worker import DRAIN_GRACE_S, UNDER_SERVE
 
 DEFAULT_RANKS = 2  # on CPU
 AGENT_GRACE_S = 3.2  # torchrun waits for workers, which kill their children after STOP_GRACE_S
@@ -60,7 +58,7 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
     """Serve until told to stop.
 
     Returns:
-        The exit status: 0 after Ctrl-C or SIGTERM, 1 if the service could not start or a process of it died.
+        The exit status: 0 after Ctrl-C (at once) or SIGTERM (when open requests have ended), 1 if the service could not start or a process of it died.
     """
     started_s = time.monotonic()
     try:
@@ -76,7 +74,7 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
     with StopSignals() as stop_signals, tempfile.TemporaryDirectory(prefix="wideep_") as log_directory:
         agent = _start_agent(options, commands or ServeCommands(), log_directory)
         try:
-            return _watch(agent, options, stop_signals.fd, started_s, Path(log_directory))
+            return _Watch(agent, options, stop_signals, started_s, Path(log_directory)).run()
         finally:
             stop_children([agent], grace_s=AGENT_GRACE_S)
             kill_orphans(spared=spared, grace_s=ORPHAN_GRACE_S)
@@ -125,8 +123,8 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str) 
         "--no-python",
     ]
     say(
-        f"wideep: starting {', '.join(options.served_model_names)} on {_count(options.data_parallel_size, 'rank')} with "
-        f"{_count(options.threads, 'thread')} each"
+        f"wideep: starting {', '.join(options.served_model_names)} on {count(options.data_parallel_size, 'rank')} with "
+        f"{count(options.threads, 'thread')} each"
     )
     return start_child(
         "torchrun",
@@ -140,89 +138,75 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str) 
     )
 
 
-def _watch(agent: Child, options: Options, stop_fd: int, started_s: float, log_directory: Path) -> int:
-    """Wait for the first of: a stop signal, the service's end; greet in between, once it answers.
+class _Watch:
+    """Waits for the service's end, or the wish for it; greets in between, once it answers.
 
-    torchrun may take long to end after a failure (it gives each worker 30 s), so serve looks for failures itself.
+    torchrun may take long to end after a failure (it gives each worker 30 s), so failures are looked for here.
     """
-    poll = select.poll()
-    poll.register(stop_fd, select.POLLIN)
-    poll.register(agent.pidfd, select.POLLIN)
-    is_ready = False
-    given_up_s = math.inf
-    while time.monotonic() < given_up_s:
-        ready_fds = {fd for fd, _ in poll.poll(_POLL_S * 1000)}
-        if stop_fd in ready_fds:
-            say("\nwideep: stopping")
+
+    def __init__(
+        self, agent: Child, options: Options, stop_signals: StopSignals, started_s: float, log_directory: Path
+    ) -> None:
+        self._agent, self._options, self._stop_signals = agent, options, stop_signals
+        self._started_s, self._log_directory = started_s, log_directory
+        self._is_ready = self._is_draining = False
+        self._until_s = math.inf  # time.monotonic()
+
+    def run(self) -> int:
+        """Return the exit status when there is nothing more to wait for."""
+        poll = select.poll()
+        poll.register(self._stop_signals.fd, select.POLLIN)
+        poll.register(self._agent.pidfd, select.POLLIN)
+        while time.monotonic() < self._until_s:
+            ready_fds = {fd for fd, _ in poll.poll(_POLL_S * 1000)}
+            if self._stop_signals.fd in ready_fds and not self._drains(self._stop_signals.take()):
+                say("\nwideep: stopping")
+                return 0
+            if self._agent.pidfd in ready_fds:
+                break
+            self._look()
+        return self._end()
+
+    def _drains(self, numbers: list[int]) -> bool:
+        """Say whether to wait on: the first SIGTERM of a service that answers lets open requests end."""
+        timeout_s = self._options.http.shutdown_timeout_s
+        is_gentle = numbers in ([signal.SIGTERM], [DRAIN_SIGNAL]) and timeout_s > 0
+        if not is_gentle or not self._is_ready or self._is_draining:
+            return False
+        self._is_draining = True
+        self._until_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
+        say(f"wideep: finishing open requests, for up to {timeout_s:g} s; a second signal stops at once")
+        # To the workers themselves: torchrun would kill them 30 s after a signal that it passes on.
+        signal_children_of(self._agent.process.pid, DRAIN_SIGNAL)
+        return True
+
+    def _look(self) -> None:
+        """See whether something failed, or the service has begun to answer."""
+        now_s = time.monotonic()
+        if self._until_s - now_s > FAILURE_GRACE_S and first_failure(self._log_directory) is not None:
+            self._until_s = now_s + FAILURE_GRACE_S
+        if not self._is_ready and self._is_healthy():
+            self._is_ready = True
+            say(greeting(self._options, seconds=now_s - self._started_s))
+
+    def _is_healthy(self) -> bool:
+        options = self._options
+        return is_healthy(options.host, options.port, scheme=options.http.scheme)
+
+    def _end(self) -> int:
+        failure = first_failure(self._log_directory)
+        if self._is_draining and failure is None and self._agent.process.poll() in (None, 0):
+            say("wideep: stopped")
             return 0
-        if agent.pidfd in ready_fds:
-            break
-        if given_up_s == math.inf and first_failure(log_directory) is not None:
-            given_up_s = time.monotonic() + FAILURE_GRACE_S
-        if not is_ready and is_healthy(options.host, options.port):
-            is_ready = True
-            say(greeting(options, seconds=time.monotonic() - started_s))
-    say(f"wideep serve: {_cause_of_end(agent, log_directory)}. The service has ended.", error=True)
-    return 1
+        say(f"wideep serve: {_cause_of_end(self._agent, failure)}. The service has ended.", error=True)
+        return 1
 
 
-def _cause_of_end(agent: Child, log_directory: Path) -> str:
+def _cause_of_end(agent: Child, failure: str | None) -> str:
     """Say why the service ends: torchrun was killed, a process failed, or everything ended in order."""
     status = agent.process.poll()
-    failure = first_failure(log_directory)
     if failure is not None and (
         status is None or status >= 0
     ):  # else the workers know only that torchrun is gone
         return failure
     return "all ranks ended although nobody asked serve to stop" if status == 0 else describe_end(agent)
-
-
-def is_healthy(host: str, port: int) -> bool:
-    """Return whether GET /health answers 200."""
-    connection = http.client.HTTPConnection(reachable_host(host), port, timeout=1.0)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def reachable_host(host: str) -> str:
-    """Return the address under which this machine reaches a server that listens on `host`."""
-    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def greeting(options: Options, *, seconds: float) -> str:
-    """Return what the user needs once the service answers: its URL, a curl line, the chat command."""
-    host = reachable_host(options.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
-    name = options.served_model_names[0]
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello! Who are you?"}]})
-    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if options.api_keys else ""
-    ranks = _count(options.data_parallel_size, "rank")
-    return f"""
-wideep: serving {name} on {ranks} at {url} ({seconds:.0f} s after the start)
-
-  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}
-
-  {_wideep_script()} chat {url}
-
-Ctrl-C stops everything.
-"""
-
-
-def _wideep_script() -> str:
-    """Return how the user can call `wideep` from where they are: by name, or by path where it is not on PATH."""
-    beside_python = Path(sys.executable).with_name("wideep")
-    on_path = shutil.which("wideep")
-    if on_path is not None and os.path.samefile(
-        on_path, beside_python if beside_python.exists() else on_path
-    ):
-        return "wideep"
-    return shlex.quote(os.path.relpath(beside_python)) if beside_python.exists() else "wideep"
-
-
-def _count(number: int | None, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -13,11 +13,13 @@ import json
 import os
 import selectors
 import signal
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from server.children import (
+    DRAIN_SIGNAL,
     WIDEEP_COMMAND,
     Child,
     MessagePipe,
@@ -36,7 +38,8 @@ from server.preflight import PreflightError, check_start
 from server.rendezvous import Place, PlaceError, find_agent, front_host, place_from
 
 UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which says itself what happens
-STOP_GRACE_S = 2.2  # from SIGTERM to SIGKILL; serve has promised that all is over in 5 s
+STOP_GRACE_S = 2.2  # from the wish to SIGKILL; serve has promised that all is over in 5 s
+DRAIN_GRACE_S = 3.0  # for the front and the ranks to end, after the time that open requests have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ def run_worker(
         return 1
     with StopSignals() as stop_signals:
         supervisor = _Supervisor(options, place, commands or Commands(), environment)
-        return supervisor.run(host, stop_fd=stop_signals.fd, parent_fd=parent_fd)
+        return supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd)
 
 
 def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, has_front: bool) -> Options:
@@ -111,29 +114,52 @@ class _Supervisor:
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._http = ""
+        self._is_serving = False
+        self._drained_s: float | None = None  # when draining: until when, on time.monotonic()
 
-    def run(self, front_host: str | None, *, stop_fd: int, parent_fd: int) -> int:
+    def run(self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int) -> int:
         """Start the children, wait until the service ends, and stop them; return the exit status."""
-        self._watch(stop_fd, lambda: 0)
+        self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
         self._watch(parent_fd, lambda: self._fail(f"the torchrun of rank {self._place.rank} is gone"))
         try:
             if front_host is None:
                 self._start_engine({})
             else:
                 self._start_front(front_host)
-            return self._wait(stop_fd)
+            return self._wait(stop_signals.fd)
         finally:
             stop_children(self._children, grace_s=STOP_GRACE_S)
             self._selector.close()
 
     def _wait(self, stop_fd: int) -> int:
-        while True:
-            ready = {key.fd: key.data for key, _ in self._selector.select()}
-            if stop_fd in ready:  # before all else: a child that ends because all are told to is no failure
-                return 0
-            for callback in ready.values():
+        while (left_s := self._time_left_s()) is None or left_s > 0:
+            ready = {key.fd: key.data for key, _ in self._selector.select(left_s)}
+            # The wish to stop before all else: a child that ends because all are told to is no failure.
+            for _, callback in sorted(ready.items(), key=lambda each: each[0] != stop_fd):
                 if (status := callback()) is not None:
                     return int(status)
+        return 0
+
+    def _time_left_s(self) -> float | None:
+        return None if self._drained_s is None else self._drained_s - time.monotonic()
+
+    def _on_stop(self, numbers: Sequence[int]) -> int | None:
+        """Take the wish to stop: gently, or (and when it is the second) at once.
+
+        Under serve, SIGTERM is torchrun's way of ending all when one has failed; serve itself sends another signal.
+        """
+        gentle = [DRAIN_SIGNAL] if UNDER_SERVE in self._environment else [DRAIN_SIGNAL, signal.SIGTERM]
+        timeout_s = self._options.http.shutdown_timeout_s
+        is_gentle = len(numbers) == 1 and numbers[0] in gentle and timeout_s > 0
+        if not is_gentle or self._drained_s is not None or not self._is_serving:
+            return 0
+        self._drained_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
+        for child in self._children:
+            if (
+                child.stop_signal != signal.SIGTERM
+            ):  # the front, which ends the ranks' engines when it has ended
+                child.process.terminate()
+        return None
 
     def _watch(self, fd: int, callback: Callable[[], int | None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
@@ -148,7 +174,7 @@ class _Supervisor:
             "--ranks-host",
             host,
         )
-        self._start("the front", self._commands.front, flags, {}, pipe)
+        self._start("the front", self._commands.front, flags, {}, pipe, stop_signal=signal.SIGINT)
         self._watch(pipe.fd, lambda: self._read(pipe, "the front", self._on_front_message))
 
     def _start_engine(self, extra: Mapping[str, str]) -> None:
@@ -165,12 +191,15 @@ class _Supervisor:
         flags: tuple[str, ...],
         extra: Mapping[str, str],
         pipe: MessagePipe,
+        *,
+        stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         child = start_child(
             name,
             [*command, *arguments_from(self._options), *flags],
             environment={**self._environment, **extra},
             kept_fds=(pipe.child_fd,),
+            stop_signal=stop_signal,
         )
         pipe.close_child_end()
         self._children.append(child)
@@ -202,6 +231,7 @@ class _Supervisor:
 
     def _on_engine_message(self, message: dict[str, object]) -> None:
         self._http = str(message.get("http", self._http))
+        self._is_serving = self._is_serving or bool(message.get("ready"))
         if message.get("ready") and self._place.local_rank == 0:
             self._say(f"serving on {self._place.world_size} ranks at {self._http}")
 

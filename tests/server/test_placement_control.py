@@ -16,10 +16,10 @@ from expert_placement.placement_file import from_json
 from scheduler.load_report import ExpertMap, LoadReport
 from scheduler.placement_report import MoveState, PlacementReport
 from server import placement_control
+from server.api_keys import ApiKeys
 from server.app import build_app
 from server.errors import ApiError
 from server.experts_load import ExpertsLoad
-from server.metrics import Metrics
 from server.placement_control import PlacementControl
 from server.placement_http import placement_routes
 from server.placement_wire import PlacementWord
@@ -200,9 +200,7 @@ def test_over_http_plans_change_nothing_and_applying_does() -> None:
     async def test() -> None:
         ranks = PlayedRanks()
         control, load = control_of(ranks)
-        app = build_app(
-            [placement_routes(control, CONFIG)], version="0", api_keys=("k",), metrics=Metrics("m", 2)
-        )
+        app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys(("k",)))
         transport = httpx.ASGITransport(app=app)
         key = {"Authorization": "Bearer k"}
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:

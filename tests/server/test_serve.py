@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from server.cli import build_parser
+from server.greeting import greeting, is_healthy, reachable_host
 from server.options import options_from
-from server.serve import greeting, is_healthy, reachable_host
 from tests.support.fake_checkpoint import write_checkpoint
 from tests.support.service_processes import Service, free_port, has_ended
 
@@ -23,9 +23,10 @@ def start_serve(model: Path, *flags: str, **environment: str) -> Service:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, **environment: str) -> Iterator[Service]:
+def serving(directory: Path, *flags: str, **environment: str) -> Iterator[Service]:
     """Run a service of two ranks until it answers."""
-    with start_serve(write_checkpoint(directory / "tiny"), f"--port={free_port()}", **environment) as running:
+    model = write_checkpoint(directory / "tiny")
+    with start_serve(model, f"--port={free_port()}", *flags, **environment) as running:
         running.wait_for_output("Ctrl-C stops everything")
         for name in ALL:
             running.facts(name)
@@ -102,7 +103,7 @@ def test_nothing_is_left_when_a_worker_is_killed(service: Service) -> None:
 
 
 def test_sigterm_ends_a_torchrun_that_hangs_and_children_that_are_deaf(tmp_path: Path) -> None:
-    with serving(tmp_path, FAKE_TORCHRUN="1", FAKE_STUBBORN="1") as service:
+    with serving(tmp_path, "--shutdown-timeout-seconds=0", FAKE_TORCHRUN="1", FAKE_STUBBORN="1") as service:
         agent = agent_pid(service)
         os.kill(agent, signal.SIGSTOP)
         service.process.send_signal(signal.SIGTERM)
@@ -134,6 +135,8 @@ def test_the_greeting_has_the_url_a_curl_line_and_the_chat_command() -> None:
     assert "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d '" in text
     assert "wideep chat http://127.0.0.1:8000" in text
     assert "Authorization" not in text
+    file = replace(options.http, api_key_file="keys")
+    assert "Authorization" in greeting(replace(options, data_parallel_size=1, http=file), seconds=3.4)
     secured = greeting(replace(options, api_keys=("secret",), host="::1", data_parallel_size=2), seconds=3.4)
     assert "http://[::1]:8000" in secured
     assert '"Authorization: Bearer $WIDEEP_API_KEY"' in secured
@@ -147,3 +150,36 @@ def test_a_server_on_all_addresses_is_reached_on_this_machine(host: str, reached
 
 def test_who_does_not_answer_is_not_healthy() -> None:
     assert not is_healthy("127.0.0.1", free_port())
+    assert not is_healthy("127.0.0.1", free_port(), scheme="https")
+
+
+def ended_by(service: Service, name: str) -> str:
+    return (service.directory / f"{name}.ended-by").read_text()
+
+
+def test_sigterm_ends_the_front_gently_and_then_the_rest_with_status_0(service: Service) -> None:
+    service.process.send_signal(signal.SIGTERM)
+    status, seconds = service.end()
+    assert (status, seconds < 20) == (0, True), "nothing is open, so nothing is waited for"
+    service.wait_for_nobody(within_s=0)
+    assert ended_by(service, "front-0") == "SIGTERM"
+    assert "finishing open requests, for up to 25 s" in service.output()
+    assert service.output().rstrip().endswith("wideep: stopped")
+
+
+def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
+    with serving(tmp_path, FAKE_TORCHRUN="1", FAKE_STUBBORN="1") as service:
+        service.process.send_signal(signal.SIGTERM)
+        service.wait_for_output("finishing open requests")
+        service.process.send_signal(signal.SIGTERM)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_what_does_not_finish_in_time_is_ended(tmp_path: Path) -> None:
+    flag = "--shutdown-timeout-seconds=0.2"
+    with serving(tmp_path, flag, FAKE_TORCHRUN="1", FAKE_STUBBORN="1") as service:
+        service.process.send_signal(signal.SIGTERM)
+        assert service.end()[0] == 0, service.output()
+        service.wait_for_nobody(within_s=0)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
-from tests.support.real_service import RealService, write_tiny_model
-from tests.support.service_processes import free_port, has_ended
+from tests.support.real_service import WIDEEP, RealService, write_tiny_model
+from tests.support.service_processes import free_port, has_ended, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +145,55 @@ def test_ctrl_c_ends_every_process_with_status_0(model: Path, tmp_path: Path) ->
         service.processes[0].send_signal(signal.SIGINT)
         assert service.wait_ended() == [0]
         assert all(has_ended(pid, 2) for pid in below)
+
+
+def stream_across_sigterm(service: RealService, target: int) -> int:
+    """Send SIGTERM in the middle of a stream; returns how many of its tokens came."""
+    with OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        stream = client.completions.create(
+            model="tiny",
+            prompt="hello",
+            max_tokens=300,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        chunks = iter(stream)
+        next(chunks)
+        os.kill(target, signal.SIGTERM)
+        wait_until(
+            lambda: httpx.get(f"{service.url}/health").status_code == 503, lambda: "SIGTERM was not heard"
+        )
+        usage = [chunk.usage for chunk in chunks][-1]
+    assert usage is not None
+    return usage.completion_tokens
+
+
+@pytest.mark.slow
+def test_sigterm_lets_a_stream_end_and_then_everything_with_status_0(model: Path, tmp_path: Path) -> None:
+    with RealService.serve(model, tmp_path / "output.txt") as service:
+        service.wait_ready()
+        below = service.descendants()
+        assert stream_across_sigterm(service, service.processes[0].pid) == 300
+        assert service.wait_ended() == [0], service.output()
+        assert all(has_ended(pid, 2) for pid in below)
+        assert "finishing open requests" in service.output()
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_lets_a_stream_end_too(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
+        *(*WIDEEP, "worker", str(model), "--port", str(port), "--kv-cache-memory", "16M"),
+    ]
+    with RealService(port, [command], tmp_path / "output.txt") as service:
+        service.wait_ready()
+        below = service.descendants()
+        assert stream_across_sigterm(service, service.processes[0].pid) == 300
+        service.wait_ended()  # with torchrun's own status, which is 1 after any signal
+        assert all(has_ended(pid, 2) for pid in below)
+        assert "the front" in service.output() and "ended with status 0" in service.output()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_checkpoint import write_checkpoint
-from tests.support.service_processes import Service
+from tests.support.service_processes import Service, has_ended
 
 PROMISED_S = 5.0  # from the wish to stop to the end of the last process
 
@@ -54,7 +54,7 @@ def test_other_ranks_start_no_front_and_print_nothing(model: Path) -> None:
     with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
         engine = service.facts("engine-1")
         assert engine["env"]["WIDEEP_FRONT"] is None
-        service.process.send_signal(signal.SIGTERM)
+        service.process.send_signal(signal.SIGINT)
         assert service.end()[0] == 0
         assert set(service.pids()) == {"worker-1", "engine-1"}
         assert service.output() == ""
@@ -70,8 +70,48 @@ def test_a_stop_signal_ends_everything_with_status_0(model: Path, number: signal
         service.wait_for_nobody(within_s=0)
 
 
-def test_children_that_ignore_sigterm_are_killed_within_the_bound(model: Path) -> None:
-    with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}) as service:
+def ended_by(service: Service, name: str) -> str:
+    return (service.directory / f"{name}.ended-by").read_text()
+
+
+def test_sigterm_ends_the_front_gently_before_anything_else(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        assert service.end()[0] == 0
+        assert ended_by(service, "front-0") == "SIGTERM"
+        assert "the front" in service.output() and "ended with status 0" in service.output()
+
+
+def test_sigint_ends_the_front_at_once(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        assert ended_by(service, "front-0") == "SIGINT"
+
+
+def test_a_worker_without_the_front_waits_for_its_engine_to_be_told(model: Path) -> None:
+    other_node = place(rank=1, local_rank=0, world_size=2, local_world_size=1)
+    with start_worker(model, other_node, "--shutdown-timeout-seconds=30") as service:
+        engine = service.pid("engine-1")
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        assert not has_ended(engine, 0.3), "nobody told the engine to end"
+        os.kill(engine, signal.SIGTERM)  # as the front would through the engine's link
+        assert service.end()[0] == 0
+
+
+def test_under_serve_sigterm_is_torchruns_and_ends_all_at_once(model: Path) -> None:
+    with start_worker(model, {**place(), "WIDEEP_UNDER_SERVE": "1"}) as service:
+        service.facts("engine-0")
+        service.process.send_signal(signal.SIGTERM)
+        assert service.end()[0] == 0
+        assert ended_by(service, "front-0") == "SIGINT"
+
+
+def test_children_that_ignore_signals_are_killed_within_the_bound(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}, "--shutdown-timeout-seconds=0") as service:
         service.wait_for_output("serving on")
         service.process.send_signal(signal.SIGTERM)
         status, seconds = service.end()

@@ -1,7 +1,7 @@
 """Stands in for an engine or a front: `fake_child.py engine|front MODEL FLAGS...`, no torch, no model.
 
 It writes ROLE-RANK.json with its pid, arguments and what it was told into $FAKE_DIRECTORY, reports what the real one
-reports, and waits for SIGTERM. FAKE_STUBBORN=1 makes it ignore SIGTERM; FAKE_EXIT=ROLE-RANK:STATUS makes that one
+reports, and waits for SIGTERM, or SIGINT for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS makes that one
 end with STATUS at once.
 """
 
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -38,6 +39,16 @@ def _report_ready() -> None:
         signal.pause()
 
 
+def _end(name: str) -> Callable[..., None]:
+    """Return a handler that notes its signal and ends the process."""
+
+    def note_and_end(number: int, _frame: object) -> None:
+        (Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.ended-by").write_text(signal.Signals(number).name)
+        os._exit(0)
+
+    return note_and_end
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("role")
@@ -45,8 +56,9 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int)
     args, _ = parser.parse_known_args()
     stubborn = os.environ.get("FAKE_STUBBORN") == "1"
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: os._exit(0))
     name = f"{args.role}-{os.environ['RANK']}"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN if stubborn else _end(name))
     wanted = ("WIDEEP_FRONT", "OMP_NUM_THREADS", "WIDEEP_API_KEY")
     known = {"pid": os.getpid(), "argv": sys.argv[1:], "env": {key: os.environ.get(key) for key in wanted}}
     partial = Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.partial"

@@ -1,5 +1,6 @@
 """A real front in a process of its own, with scripted ranks attached from this one."""
 
+import contextlib
 import json
 import os
 import signal
@@ -23,16 +24,19 @@ TIMEOUT_S = 60.0
 class FrontProcess:
     """`wideep front` on free ports."""
 
-    def __init__(self, model: Path, *flags: str, num_ranks: int = 2) -> None:
+    def __init__(self, model: Path, *flags: str, num_ranks: int = 2, log: Path | None = None) -> None:
+        """Start it; its standard output goes to `log`, if there is one."""
         self.num_ranks = num_ranks
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.ranks: list[FakeRank] = []
         read_fd, write_fd = os.pipe()
         command = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front", str(model)]
         command += ["--port", "0", "--ranks", str(num_ranks), "--ready-fd", str(write_fd), *flags]
-        self.process = subprocess.Popen(
-            command, pass_fds=(write_fd,), stderr=subprocess.PIPE, text=True, cwd=model
-        )
+        with contextlib.ExitStack() as files:
+            out = None if log is None else files.enter_context(log.open("w"))
+            self.process = subprocess.Popen(
+                command, pass_fds=(write_fd,), stdout=out, stderr=subprocess.PIPE, text=True, cwd=model
+            )
         os.close(write_fd)
         with os.fdopen(read_fd) as ready:
             line = ready.readline()
@@ -104,9 +108,9 @@ class FrontProcess:
         return status, "".join(self._stderr)
 
     def close(self) -> tuple[int, str]:
-        """Ask it to stop, and wait."""
+        """Ask it to stop at once, and wait."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGINT)
         try:
             return self.wait()
         finally:

@@ -1,0 +1,112 @@
+"""SIGTERM lets open requests end: /health first, no new ones, every answer whole, status 0; impatience is granted."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.support.front_process import TIMEOUT_S, FrontProcess
+
+Start = Callable[..., FrontProcess]
+
+
+@pytest.fixture
+def start(model_dir: Path) -> Iterator[Start]:
+    """Start a front with one rank; ended afterwards."""
+    started: list[FrontProcess] = []
+
+    def start_front(*flags: str) -> FrontProcess:
+        process = FrontProcess(model_dir, "--served-model-name", "m", *flags, num_ranks=1)
+        started.append(process)
+        return process.attach_all()
+
+    yield start_front
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads for clients that wait."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def complete(front: FrontProcess, prompt: str, **how: object) -> httpx.Response:
+    return front.post("/v1/completions", json={"model": "m", "prompt": prompt, **how})
+
+
+def wait_until_draining(front: FrontProcess) -> httpx.Response:
+    """Wait until /health says no more that all is well."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (response := front.get("/health")).status_code == 200:
+        assert time.monotonic() < deadline_s, "SIGTERM was not heard"
+        threading.Event().wait(0.01)
+    return response
+
+
+def test_open_requests_end_whole_and_new_ones_are_refused(start: Start, threads: ThreadPoolExecutor) -> None:
+    front = start()
+    gate = threading.Event()
+    front.script("d-stream", "abc", gates={1: gate})
+    front.script("d-whole", "xyz", gates={0: gate})
+    with openai.OpenAI(
+        base_url=front.url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
+    ) as client:
+        stream = iter(client.completions.create(model="m", prompt="d-stream", stream=True))
+        text = next(stream).choices[0].text
+        whole: Future[httpx.Response] = threads.submit(complete, front, "d-whole")
+        front.served("d-whole")
+        front.process.send_signal(signal.SIGTERM)
+        health = wait_until_draining(front)
+        assert health.status_code == 503 and "shutting down" in health.json()["error"]["message"]
+        assert not front.ranks[0].stopped.is_set()
+        refused = complete(front, "too late")
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert front.get("/v1/models").status_code == 200, "what costs nothing is still answered"
+        gate.set()
+        text += "".join(chunk.choices[0].text for chunk in stream)
+    assert (text, whole.result(TIMEOUT_S).json()["choices"][0]["text"]) == ("abc", "xyz")
+    assert front.wait() == (0, "")
+    assert front.ranks[0].stopped.is_set(), "ranks were asked to stop, afterwards"
+
+
+def test_what_does_not_end_in_time_gets_an_error(start: Start, threads: ThreadPoolExecutor) -> None:
+    front = start("--shutdown-timeout-seconds=0.3")
+    front.script("d-never", "abc", gates={1: threading.Event()})
+    never = threads.submit(complete, front, "d-never")
+    front.served("d-never")
+    front.process.send_signal(signal.SIGTERM)
+    assert never.result(TIMEOUT_S).status_code == 503
+    assert front.wait() == (0, "")
+
+
+def test_a_second_signal_does_not_wait(start: Start, threads: ThreadPoolExecutor) -> None:
+    front = start()
+    front.script("d-never", "abc", gates={1: threading.Event()})
+    never = threads.submit(complete, front, "d-never")
+    front.served("d-never")
+    front.process.send_signal(signal.SIGTERM)
+    wait_until_draining(front)
+    front.process.send_signal(signal.SIGTERM)
+    assert never.result(TIMEOUT_S).status_code == 503
+    assert front.wait() == (0, "")
+
+
+def test_a_rank_that_is_lost_meanwhile_is_a_failure(start: Start, threads: ThreadPoolExecutor) -> None:
+    front = start()
+    front.script("d-never", "abc", gates={1: threading.Event()})
+    never = threads.submit(complete, front, "d-never")
+    front.served("d-never")
+    front.process.send_signal(signal.SIGTERM)
+    wait_until_draining(front)
+    front.ranks[0].link.close("out of memory")
+    assert "rank 0 is lost" in never.result(TIMEOUT_S).json()["error"]["message"]
+    assert front.wait() == (1, "wideep front: rank 0 is lost: out of memory\n")

@@ -1,0 +1,58 @@
+"""Answers without ranks: exchanges, generations and their outputs, made by hand."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
+from server.errors import ApiError
+from server.exchanges import Exchange
+from server.generations import Answer, Ask
+
+
+class ByteDecoder:
+    """Token i is byte i."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text."""
+        return bytes(token_ids).decode(errors="replace")
+
+
+def ended_answer(
+    prompt: str, *texts: str, failure: ApiError | None = None, queued_s: float = 0.0, **params: Any
+) -> Answer:
+    """An answer whose choices have ended, each 2 s after a first token that came 1 s after arrival."""
+    answer = Answer("chatcmpl-1", lambda _answer: None)
+    for number, text in enumerate(texts):
+        request = Request(
+            request_id=f"chatcmpl-1-{number}",
+            prompt_ids=tuple(prompt.encode()),
+            params=SamplingParams(**{"max_tokens": 9, **params}),
+            arrival_s=100.0,
+        )
+        generation = answer.add(Ask(request=request), 1, ByteDecoder())
+        generation.push(
+            RequestOutput(request_id=request.request_id, token_ids=list(text.encode()), queued_s=queued_s)
+        )
+        if text:
+            generation.first_token_s, generation.last_token_s = 101.0, 103.0
+        generation.end(FinishReason.ERROR if failure else FinishReason.STOP, failure)
+    return answer
+
+
+def ended_exchange(*answers: Answer, **how: Any) -> Exchange:
+    """An exchange that took 3.5 s."""
+    known = {
+        "request_id": "req-1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "client": "127.0.0.1:5000",
+        "headers": {},
+        "begun_s": 0.0,
+        "begun_ns": time.time_ns(),
+        "handler": "/v1/chat/completions",
+        "status": 200,
+        "duration_s": 3.5,
+        "answers": list(answers),
+    }
+    return Exchange(**{**known, **how})
