@@ -9,6 +9,7 @@ from starlette.responses import Response
 from server.anthropic.answers import MessageDraft
 from server.anthropic.request import chat_request, prompt_request
 from server.anthropic.schemas import CountTokensRequest, MessagesRequest
+from server.described import STREAM_RESPONSE
 from server.generations import Answer
 from server.openai.chat_turn import ChatTurn
 from server.openai.drafts import DraftChunks, DraftStream, complete, json_response
@@ -22,7 +23,7 @@ def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoints' routes."""
     router = APIRouter()
 
-    @router.post("/v1/messages", response_model=None)
+    @router.post("/v1/messages", response_model=None, responses=STREAM_RESPONSE)
     async def create_message(body: MessagesRequest, http: HttpRequest) -> Response:
         """Answer."""
         name = model.check_name(body.model)

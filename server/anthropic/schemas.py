@@ -1,10 +1,13 @@
 """What clients may send to /v1/messages. Unknown keys are accepted and ignored, as Anthropic's newer ones must be."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from server.openai.schemas import MAX_STOPS
+from server.openai.schemas import MAX_STOPS, MAX_TOOLS
+
+_BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_Content = Annotated[Any, WithJsonSchema(_BLOCKS)]  # text or a list of blocks; checked in conversation
 
 
 class _Body(BaseModel):
@@ -15,7 +18,7 @@ class InputMessage(_Body):
     """One turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]  # system: Claude Code puts reminders between the turns
-    content: Any  # text or a list of blocks; checked in conversation
+    content: _Content
 
 
 class Tool(_Body):
@@ -53,9 +56,9 @@ class CountTokensRequest(_Body):
     """POST /v1/messages/count_tokens: what makes up a prompt."""
 
     model: str | None = None
-    messages: list[InputMessage] = Field(min_length=1)
-    system: Any = None  # text or a list of text blocks; checked in conversation
-    tools: list[Tool] | None = None
+    messages: list[InputMessage] = Field(min_length=1, fail_fast=True)
+    system: _Content = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -67,7 +70,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
-    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
+    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS, fail_fast=True)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)

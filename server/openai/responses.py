@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from server.described import STREAM_RESPONSE
 from server.errors import ApiError, bad_request
 from server.generations import Answer
 from server.openai.chat_turn import ChatTurn
@@ -30,7 +31,7 @@ def responses_routes(model: ServedModel, requests: Requests, store: ResponseStor
     """Return the endpoint's routes."""
     router = APIRouter()
 
-    @router.post("/v1/responses", response_model=None)
+    @router.post("/v1/responses", response_model=None, responses=STREAM_RESPONSE)
     async def create_response(body: ResponsesRequest, http: HttpRequest) -> Response:
         """Answer, and keep the response unless store is false."""
         name = model.check_name(body.model)

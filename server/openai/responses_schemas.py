@@ -3,14 +3,17 @@
 The sampling fields that vLLM adds to its own /v1/responses (top_k, seed, stop, ...) are chat's.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.errors import bad_request
-from server.openai.schemas import MAX_LOGPROBS, SamplingFields
+from server.openai.schemas import MAX_LOGPROBS, MAX_TOOLS, SamplingFields
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
+MAX_METADATA = 16  # as OpenAI's
+_INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_METADATA = {"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}
 
 _UNSERVED = {
     "background": "a response is made while its client waits; use stream=true",
@@ -38,16 +41,17 @@ class TextConfig(BaseModel):
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
-    input: Any = None  # text or a list of items; checked in responses_input
+    # text or a list of items; checked in responses_input
+    input: Annotated[Any, WithJsonSchema(_INPUT)] = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    metadata: dict[str, str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    metadata: Annotated[Any, WithJsonSchema(_METADATA)] = None  # checked below
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Any = None  # a word or an object; checked in responses_chat
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
+    include: list[str] | None = Field(None, fail_fast=True)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     previous_response_id: str | None = None
     store: bool | None = None
@@ -59,12 +63,28 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
+def check_metadata(metadata: Any) -> None:
+    """Check what is echoed only; a hundred thousand wrong values are one error.
+
+    Raises:
+        ApiError: 400.
+    """
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
+        raise bad_request(f"metadata must be an object of up to {MAX_METADATA} strings.", "metadata")
+    for name, value in metadata.items():
+        if not isinstance(value, str):
+            raise bad_request(f"metadata.{name} must be a string.", f"metadata.{name}")
+
+
 def refuse_unserved_responses(body: ResponsesRequest) -> None:
-    """Refuse what would be silently ignored.
+    """Refuse what would be silently ignored, and what cannot be echoed.
 
     Raises:
         ApiError: 400, naming the field.
     """
+    check_metadata(body.metadata)
     extra = body.model_extra or {}
     for name, instead in _UNSERVED.items():
         if extra.get(name):

@@ -7,15 +7,18 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
 
 from server.errors import bad_request
 from server.openai.chat_prompt import render_chat
+from server.openai.drafts import json_response
 from server.openai.responses_chat import validated
 from server.openai.schemas import ChatRequest
 from server.openai.text import LONG_TEXT, check_unicode, encode
 from server.served import ServedModel
 
 _T = TypeVar("_T")
+_MAX_CHARS = 1 << 20  # tokenizing takes a hundred times the text's memory
 _MANY_TOKENS = LONG_TEXT // 4  # decoding more takes milliseconds and leaves the event loop
 _PROMPT_ONLY = {"prompt", "add_special_tokens", "return_token_strs"}
 
@@ -27,7 +30,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, fail_fast=True)
     add_special_tokens: bool | None = None  # true for a prompt; templates write their own
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -40,7 +43,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True)
 
 
 async def count_tokens(body: ChatRequest, model: ServedModel) -> int:
@@ -57,7 +60,7 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
     router = APIRouter()
 
     @router.post("/tokenize", response_model=None)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """Return the token ids of a prompt or a chat."""
         model.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -67,16 +70,19 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
         else:
             text, special, param = _chat_text(body, model), bool(body.add_special_tokens), "messages"
         check_unicode(text, param)
+        if len(text) > _MAX_CHARS:
+            raise bad_request(f"{param} has {len(text)} characters; up to {_MAX_CHARS} are taken.", param)
         is_long = len(text) >= LONG_TEXT
-        encode = partial(model.tokenizer.encode, text, add_special_tokens=special)
-        token_ids = await _run(encode, is_long=is_long)
+        tokenize_text = partial(model.tokenizer.encode, text, add_special_tokens=special)
+        token_ids = await _run(tokenize_text, is_long=is_long)
         spell = partial(model.tokenizer.token_strings, token_ids)
-        return {
+        answer = {
             "count": len(token_ids),
             "max_model_len": model.max_len(),
             "tokens": token_ids,
             "token_strs": await _run(spell, is_long=is_long) if body.return_token_strs else None,
         }
+        return json_response(answer)
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:

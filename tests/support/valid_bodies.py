@@ -19,6 +19,29 @@ _CHAT = {
     "seed": 1,
 }
 _COMPLETION = {"model": MODEL, "prompt": "the cat sat on the mat", "max_tokens": 4, "n": 2, "seed": 3}
+_ASKED = {
+    "model": MODEL,
+    "max_tokens": 4,
+    "messages": [{"role": "user", "content": "hello"}],
+}  # of Anthropic's
+_TURNS = [
+    {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "the", "signature": "s"},
+            {"type": "tool_use", "id": "t", "name": "cat", "input": {"a": 1}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "mat"}]},
+]
+_ITEMS = [
+    {"role": "developer", "content": [{"type": "input_text", "text": "the"}]},
+    {"type": "message", "role": "user", "content": "hello"},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "the"}]},
+    {"type": "function_call", "call_id": "t", "name": "cat", "arguments": '{"a": 1}'},
+    {"type": "function_call_output", "call_id": "t", "output": "mat"},
+]
 
 BODIES: dict[str, tuple[Any, ...]] = {
     "/v1/chat/completions": (
@@ -40,6 +63,40 @@ BODIES: dict[str, tuple[Any, ...]] = {
         {**_COMPLETION, "prompt": [[5, 6, 7], [8]], "echo": True, "stop_token_ids": [9], "min_tokens": 1},
         {"prompt": [5, 6, 7], "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True},
     ),
+    "/v1/responses": (
+        {"model": MODEL, "input": "hello", "max_output_tokens": 4, "instructions": "the cat", "store": True},
+        {"input": _ITEMS, "max_output_tokens": 4, "stream": True, "metadata": {"k": "v"}, "user": "u"},
+        {
+            "input": [{"role": "user", "content": "hi"}],
+            "max_output_tokens": 3,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "reasoning": {"effort": "low"},
+            "text": {"format": {"type": "text"}},
+            "parallel_tool_calls": False,
+            "temperature": 0.5,
+        },
+    ),
+    "/v1/responses/input_tokens": ({"model": MODEL, "input": _ITEMS},),
+    "/v1/responses/{response_id}/cancel": ({},),
+    "/v1/messages": (
+        {
+            **_ASKED,
+            "system": "the cat",
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 3,
+            "stop_sequences": ["zebra"],
+        },
+        {**_ASKED, "stream": True, "system": [{"type": "text", "text": "the"}], "metadata": {"user_id": "u"}},
+        {**_ASKED, "messages": _TURNS, "thinking": {"type": "disabled"}, "tool_choice": {"type": "none"}},
+    ),
+    "/v1/messages/count_tokens": ({"model": MODEL, "messages": _TURNS, "output_config": {"effort": "low"}},),
+    "/tokenize": (
+        {"model": MODEL, "prompt": "hello world", "add_special_tokens": False, "return_token_strs": True},
+        {"messages": [{"role": "user", "content": "hello"}], "add_generation_prompt": False},
+    ),
+    "/detokenize": ({"model": MODEL, "tokens": [5, 6, 7]},),
     "/experts/plan": ({"policy": "shares", "max_moved": 0.5}, {}),
     "/experts/apply": ({"policy": "repair", "max_moved": 0.1},),
     "/experts/rollback": ({},),
@@ -53,9 +110,11 @@ RARE = (  # endpoints that take no body, or start a process: a few mutations eac
     "/start_expert_distribution_record",
     "/stop_expert_distribution_record",
     "/dump_expert_distribution_record",
+    "/v1/responses/{response_id}/cancel",
     "/ping",
 )
 EXEMPT_FROM_200 = (
+    "/v1/responses/{response_id}/cancel",
     "/experts/rollback",
     "/stop_expert_distribution_record",
     "/dump_expert_distribution_record",

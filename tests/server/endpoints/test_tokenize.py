@@ -51,6 +51,7 @@ def test_the_tokens_own_spelling_is_shown_when_asked_for(front: FrontProcess) ->
         ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"prompt": "x" * (1 << 20) + "x"}, "prompt"),
         ("/tokenize", {"messages": [{"role": "pirate", "content": "x"}]}, "messages"),
         (
             "/tokenize",
