@@ -24,6 +24,7 @@ from moe import experts as experts_organ
 from moe.checkpoint import Checkpoint
 from moe.experts import ExpertLayer, SlotTensors
 from moe.families import build_on_meta, experts_modules, read_config
+from moe.kept_body import KeptBody
 from moe.load_counts import LoadCounts
 from moe.load_plan import LoadPlan
 from moe.loader import Loader, Report
@@ -99,6 +100,7 @@ class Model:
             loader.load_plain(step, report)
             self.layers = self._load_experts(loader, dispatcher, rank, report)
             _restore_buffers(self._net)
+        self._body = KeptBody(self._net)
 
     def _load_experts(
         self, loader: Loader, dispatcher: TokenDispatcher, rank: int, report: Report
@@ -120,18 +122,22 @@ class Model:
         return layers
 
     @torch.inference_mode()
-    def forward(self, token_T: Tensor, cache: PagedCache, logits_R: Tensor) -> Tensor:
+    def forward(
+        self, token_T: Tensor, cache: PagedCache, logits_R: Tensor, *, keeps_hidden: bool = False
+    ) -> Tensor:
         """Run the step that `step` and `cache.step` describe; collective over the dispatcher's group.
 
         Args:
             token_T: [num_padded] int64 token ids; rows past the step's tokens are any valid id.
             cache: written at the step's places.
             logits_R: [R] int64 rows whose logits are wanted.
+            keeps_hidden: let `logits_of` be asked for more rows, until the next forward.
 
         Returns:
             [R, V] float32 logits, new.
         """
         cache.step = self.step
+        self._body.keep(keeps_hidden)
         output: Any = self._net(
             input_ids=token_T[None],
             position_ids=self.step.positions[None],
@@ -142,6 +148,15 @@ class Model:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+    @torch.inference_mode()
+    def logits_of(self, rows_R: Tensor) -> Tensor:
+        """Compute more rows' logits of the last forward, which kept its hidden states; local.
+
+        Returns:
+            [R, V] float32, the bits that `forward` gives for these rows.
+        """
+        return self._body.logits(rows_R)
 
     @property
     def modules(self) -> list[Any]:

@@ -110,7 +110,7 @@ class Engine:
         batch = self._scheduler.schedule(prefill_budget=room, now_s=now_s)
         self._post()
         sampled = self._runner.run(batch, agreed_tokens, has_prefill=has_prefill)
-        outputs += self._scheduler.commit(batch, sampled.token_ids, sampled.logprobs)
+        outputs += self._scheduler.commit(batch, *sampled)
         on_step(outputs, self._stats(batch.num_tokens))
 
     def _post(self) -> None:

@@ -190,9 +190,19 @@ class Scheduler:
         return batch
 
     def commit(
-        self, batch: Batch, token_ids: list[int], logprobs: list[Logprobs | None]
+        self,
+        batch: Batch,
+        token_ids: list[int],
+        logprobs: list[Logprobs | None],
+        prompt_logprobs: dict[str, list[Logprobs]] | None = None,
     ) -> list[RequestOutput]:
         """Take a step's results: one token per item that samples, in order. Ended sequences are skipped.
+
+        Args:
+            batch: the oldest one planned.
+            token_ids: sampled.
+            logprobs: of those.
+            prompt_logprobs: of the items' prompt tokens, by request id, where they are wanted.
 
         Returns: what to deliver, in batch order; a stop token is delivered too.
         """
@@ -203,7 +213,7 @@ class Scheduler:
         if batch.items:
             oldest = self._in_flight.popleft()
             assert oldest is batch, "batches commit once, in the order planned"
-        outputs = self._take_refused()
+        outputs, of_prompts = self._take_refused(), prompt_logprobs or {}
         sampled = zip(token_ids, logprobs, strict=True)
         for item in batch.items:
             sequence = item.sequence
@@ -212,6 +222,7 @@ class Scheduler:
             sequence.num_pending -= item.samples
             if sequence.status is not SequenceStatus.ENDED:
                 self._tables.advance(sequence, item.start, item.end)
+                sequence.prompt_logprobs += of_prompts.get(sequence.request.request_id, ())
                 if token_id is not None:
                     outputs.append(self._deliver(sequence, token_id, logprob))
             if sequence.status is not SequenceStatus.RUNNING:
@@ -294,6 +305,7 @@ class Scheduler:
 
     def _deliver(self, sequence: Sequence, token_id: int, logprob: Logprobs | None) -> RequestOutput:
         sequence.token_ids.append(token_id)
+        of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         reason = sequence.finish_reason(self._max_model_len)
         if reason is not None:
             self._end(sequence)
@@ -302,6 +314,7 @@ class Scheduler:
             request_id=sequence.request.request_id,
             token_ids=[token_id],
             logprobs=[] if logprob is None else [logprob],
+            prompt_logprobs=of_prompt,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             queued_s=sequence.queued_s if is_first else 0.0,
             finish_reason=reason,

@@ -33,6 +33,13 @@ class Structure:
     )
 
 
+class TokenBias(NamedTuple):
+    """What is added to one token's logit."""
+
+    token_id: int
+    bias: float  # [-100, 100]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Ranges are checked where a request enters (the front); a rank trusts them."""
@@ -50,6 +57,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids are among them, unless ignored
     num_logprobs: int | None = None  # None: none; n >= 0: the chosen token's and those of the n likeliest
     structure: Structure | None = None  # the form that the answer must have
+    logprob_token_ids: tuple[int, ...] = ()  # logprobs are of these instead of the likeliest
+    num_prompt_logprobs: int | None = None  # likewise for every prompt token but the first
+    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; empty is all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token may not complete them
+    logit_bias: tuple[TokenBias, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +81,9 @@ class Logprobs(NamedTuple):
 
     token_id: int
     logprob: float
-    top_ids: list[int]  # the n likeliest, best first
+    top_ids: list[int]  # the n likeliest, best first, or those asked for by id
     top_logprobs: list[float]
+    rank: int = 0  # of the token among all, 1 is the likeliest; told for prompt tokens only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +93,8 @@ class RequestOutput:
     request_id: str
     token_ids: list[int]
     logprobs: list[Logprobs] = field(default_factory=list)  # one per token where asked for
+    # One per prompt token but the first, where asked for; all come with the first token.
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache; sent with the first token
     queued_s: float = 0.0  # from arrival until the rank first ran the request; sent with the first token
     finish_reason: FinishReason | None = None

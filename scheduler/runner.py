@@ -1,6 +1,7 @@
 """Run one planned batch: fill the step, call the model, sample. Knows no policy and no requests' lives."""
 
 from time import perf_counter_ns
+from typing import NamedTuple
 
 import torch
 
@@ -8,8 +9,12 @@ from kvcache.paged_cache import PagedCache
 from kvcache.step import Span, Step
 from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
+from scheduler.logprobs import prompt_logprobs
 from scheduler.policy import Batch
+from scheduler.request import Logprobs
 from scheduler.sampling import Sampled, sample
+
+SCORED_ROWS = 64  # of a prompt at a time; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
 
 
 class Runner:
@@ -39,7 +44,7 @@ class Runner:
             has_prefill: likewise; it is counted as a step of that kind.
 
         Returns:
-            One token per item that samples, in order.
+            One token per item that samples, in order, and the logprobs of prompt tokens where they are wanted.
         """
         begun_ns = perf_counter_ns()
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
@@ -57,8 +62,15 @@ class Runner:
         self._token_T[:row] = torch.tensor(tokens, dtype=torch.int64)
         self._token_T[row : self.step.num_padded] = 0
         token_T = self._token_T[: self.step.num_padded]
-        logits_RV = self._model.forward(token_T, self._cache, torch.tensor(rows, dtype=torch.int64))
+        scored = _scored(batch)
+        logits_RV = self._model.forward(
+            token_T, self._cache, torch.tensor(rows, dtype=torch.int64), keeps_hidden=bool(scored)
+        )
         sampled = sample(logits_RV, [item.sequence for item in batch.items if item.samples])
+        if scored:
+            sampled = sampled._replace(
+                prompt_logprobs={part.request_id: self._score(part) for part in scored}
+            )
         self.num_steps += 1
         self.num_tokens[PREFILL] += batch.num_prefill_tokens
         self.num_tokens[DECODE] += num_decodes
@@ -69,3 +81,37 @@ class Runner:
             self.prefill_busy_ns += took_ns
             self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
         return sampled
+
+    def _score(self, scored: "_Scored") -> list[Logprobs]:
+        """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""
+        found: list[Logprobs] = []
+        for first in range(0, len(scored.rows), SCORED_ROWS):
+            rows = scored.rows[first : first + SCORED_ROWS]
+            logits_CV = self._model.logits_of(torch.arange(rows.start, rows.stop))
+            next_ids = scored.next_ids[first : first + SCORED_ROWS]
+            found += prompt_logprobs(logits_CV, next_ids, scored.num_top)
+        return found
+
+
+class _Scored(NamedTuple):
+    """A sequence's rows whose logits say how likely the next prompt token was."""
+
+    request_id: str
+    rows: range  # of the step
+    next_ids: list[int]
+    num_top: int
+
+
+def _scored(batch: Batch) -> list[_Scored]:
+    scored, row = [], 0
+    for sequence, start, length, _ in batch.items:
+        positions = sequence.unscored(start, start + length)
+        if positions:
+            rows = range(row + positions.start - start, row + positions.stop - start)
+            next_ids = sequence.token_ids[positions.start + 1 : positions.stop + 1]
+            request = sequence.request
+            scored.append(
+                _Scored(request.request_id, rows, next_ids, request.params.num_prompt_logprobs or 0)
+            )
+        row += length
+    return scored

@@ -1,9 +1,10 @@
-"""From logits to tokens: greedy and seeded sampling, penalties, logprobs.
+"""From logits to tokens: greedy and seeded sampling, rules for single tokens, penalties, logprobs.
 
 A token depends on its own row, its request's parameters and seed, and its position, never on the batch: every row
 is worked on alone, and the random number of a position is the first of a counter-based generator keyed by
 (seed, position) (Philox: Salmon et al., 2011), so that a replay draws the same tokens.
-Order of filters as in vLLM: penalties, temperature, top-k, top-p, min-p.
+Order as in vLLM: logprobs of the raw logits, allowed ids, bad words, min_tokens, biases (`token_rules`), repetition,
+frequency and presence penalties, temperature, min-p, top-k, top-p.
 
 Legend: R rows (one per sampled token), V vocabulary.
 """
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from scheduler.logprobs import Row, RowLogprobs
 from scheduler.request import Logprobs, SamplingParams
 from scheduler.sequence import Sequence
 
@@ -24,14 +26,12 @@ LEAST_PENALTY = 1e-6  # of repetition, likewise
 CHUNK = 256  # tokens whose weights are summed before any of them is looked at alone
 
 
-Row = np.ndarray[tuple[int], np.dtype[np.float32]]
-
-
 class Sampled(NamedTuple):
     """What a step sampled, row by row."""
 
     token_ids: list[int]
     logprobs: list[Logprobs | None]
+    prompt_logprobs: dict[str, list[Logprobs]] | None = None  # of prompt tokens that ran, by request id
 
 
 def sample(logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
@@ -44,25 +44,31 @@ def sample(logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
     token_ids: list[int] = []
     logprobs: list[Logprobs | None] = []
     for logits_V, sequence in zip(logits_RV.numpy(), sequences, strict=True):
-        count = sequence.request.params.num_logprobs
-        measured = None if count is None else _Logprobs(logits_V, count)
-        token = int(logits_V.argmax()) if _is_plain_greedy(sequence) else _choose(logits_V, sequence)
+        params, is_plain = sequence.request.params, _is_plain_greedy(sequence)
+        raw = None
+        if params.num_logprobs is not None:
+            raw = RowLogprobs(logits_V if is_plain else logits_V.copy())
+        token = int(logits_V.argmax()) if is_plain else _choose(logits_V, sequence)
         token_ids.append(token)
-        logprobs.append(None if measured is None else measured.of(token))
+        measured = None
+        if raw is not None:
+            measured = raw.of(token, params.num_logprobs or 0, ids=params.logprob_token_ids)
+        logprobs.append(measured)
     return Sampled(token_ids, logprobs)
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:
-    params = sequence.request.params
+    params, rules = sequence.request.params, sequence.rules
     penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    return params.temperature == 0 and not penalised and sequence.num_output_tokens >= params.min_tokens
+    ruled = rules is not None and rules.apply_at(sequence.num_output_tokens)
+    return params.temperature == 0 and not penalised and not ruled
 
 
 def _choose(logits_V: Row, sequence: Sequence) -> int:
     params = sequence.request.params
+    if sequence.rules is not None:
+        sequence.rules.apply(logits_V, sequence.token_ids, sequence.num_output_tokens)
     _penalise(logits_V, sequence)
-    if sequence.num_output_tokens < params.min_tokens and params.stop_token_ids:
-        logits_V[list(params.stop_token_ids)] = -np.inf
     if params.temperature == 0:
         return int(logits_V.argmax())
     top = logits_V.max()
@@ -79,37 +85,39 @@ def _choose(logits_V: Row, sequence: Sequence) -> int:
 
 
 def _penalise(logits_V: Row, sequence: Sequence) -> None:
-    """Apply presence and frequency penalties to generated tokens, repetition to all; in place."""
+    """Apply the repetition penalty to all tokens seen, frequency and presence to generated ones; in place."""
     params = sequence.request.params
-    if params.presence_penalty or params.frequency_penalty:
-        generated = sequence.token_ids[sequence.num_prompt_tokens :]
-        ids, counts = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
-        logits_V[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
     if params.repetition_penalty != 1.0:
         ids = np.unique(np.array(sequence.token_ids, dtype=np.int64))
         seen, factor = logits_V[ids], np.float32(max(params.repetition_penalty, LEAST_PENALTY))
         logits_V[ids] = np.where(seen > 0, seen / factor, seen * factor)
+    if params.presence_penalty or params.frequency_penalty:
+        generated = sequence.token_ids[sequence.num_prompt_tokens :]
+        ids, counts = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
+        logits_V[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
 
 
 def _candidates(weights_V: Row, params: SamplingParams) -> np.ndarray:
-    """Return the ids that top-k, top-p and min-p leave, likeliest first.
+    """Return the ids that min-p, top-k and top-p leave, likeliest first.
 
-    Only what can be among them is sorted: tokens lighter than (1 - top_p) / V of the mass are together lighter than
-    1 - top_p, so the nucleus ends before them.
+    The nucleus is of the mass that min-p and top-k leave. Only what can be in it is sorted: tokens lighter than
+    (1 - top_p) / V of the mass are together lighter than 1 - top_p, so it ends before them.
     """
-    least = params.min_p * weights_V.max()
+    least = np.float32(params.min_p) * weights_V.max()
     if params.top_k:
         count = min(params.top_k, weights_V.size)
         ids = np.argpartition(weights_V, weights_V.size - count)[weights_V.size - count :]
         ids.sort()
+        ids = ids[weights_V[ids] >= least]
+        mass = weights_V[ids].sum(dtype=np.float64)
     else:
-        light = (1.0 - params.top_p) * weights_V.sum(dtype=np.float64) / weights_V.size
+        passing = weights_V if params.min_p <= 0.0 else weights_V[weights_V >= least]
+        mass = passing.sum(dtype=np.float64)
+        light = (1.0 - params.top_p) * mass / weights_V.size
         ids = np.flatnonzero(weights_V >= max(least, np.float32(light)))
     ids = ids[np.argsort(-weights_V[ids], kind="stable")]
     weights = weights_V[ids].astype(np.float64)
-    mass = weights.sum() if params.top_k else weights_V.sum(dtype=np.float64)
     keep = np.cumsum(weights) - weights < params.top_p * mass  # the one that crosses top_p stays
-    keep &= weights >= least
     keep[0] = True
     kept: np.ndarray = ids[keep]
     return kept
@@ -130,22 +138,3 @@ def _draw(weights: Row, uniform: float) -> int:
 def _uniform(seed: int, position: int) -> float:
     """The random number of a position, in [0, 1)."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
-
-
-class _Logprobs:
-    """A row's log-probabilities, taken before penalties change it."""
-
-    def __init__(self, logits_V: Row, count: int) -> None:
-        top = logits_V.max()
-        self._base = float(top) + float(np.log(np.exp(logits_V - top).sum(dtype=np.float64)))
-        self._logits_V = logits_V.copy()
-        self._count = min(count, logits_V.size)
-
-    def of(self, token: int) -> Logprobs:
-        """The chosen token's, and those of the likeliest."""
-        ids = np.empty(0, dtype=np.int64)
-        if self._count:
-            ids = np.argpartition(self._logits_V, -self._count)[-self._count :]
-            ids = ids[np.lexsort((ids, -self._logits_V[ids]))]
-        logprobs = (self._logits_V[ids] - self._base).tolist()
-        return Logprobs(token, float(self._logits_V[token]) - self._base, ids.tolist(), logprobs)

@@ -10,7 +10,8 @@ Only `scheduler.policy.Scheduler` writes here; the runner reads.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from scheduler.request import FinishReason, Request
+from scheduler.request import FinishReason, Logprobs, Request
+from scheduler.token_rules import TokenRules
 
 
 class SequenceStatus(Enum):
@@ -40,12 +41,20 @@ class Sequence:
     num_admissions: int = 0  # 2 and more after preemption
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     queued_s: float = 0.0  # from arrival to the first admission
+    rules: TokenRules | None = None
+    # Of prompt tokens 1 and on, while they are wanted and not delivered.
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
     @classmethod
     def from_request(cls, request: Request) -> "Sequence":
         """Make a waiting sequence; replayed tokens count as generated and are recomputed, not delivered."""
         token_ids = [*request.prompt_ids, *request.replayed_ids]
-        return cls(request=request, token_ids=token_ids, num_prompt_tokens=len(request.prompt_ids))
+        return cls(
+            request=request,
+            token_ids=token_ids,
+            num_prompt_tokens=len(request.prompt_ids),
+            rules=TokenRules.of(request.params),
+        )
 
     @property
     def num_output_tokens(self) -> int:
@@ -61,6 +70,19 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Whether tokens known at admission are still to be planned."""
         return self.num_planned < self.num_prefill_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logprobs of the prompt's tokens are asked for and not delivered: they go with the first token."""
+        asked = self.request.params.num_prompt_logprobs is not None
+        return asked and self.num_output_tokens == 0
+
+    def unscored(self, start: int, end: int) -> range:
+        """Positions among [start, end) whose logits say how likely the next prompt token was, where that is wanted
+        and not known yet: what ran before a preemption is."""
+        if not self.wants_prompt_logprobs:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs)), min(end, self.num_prompt_tokens - 1))
 
     def ends_within(self, num_more_tokens: int, max_model_len: int) -> bool:
         """Whether that many more tokens reach max_tokens or the model's length."""

@@ -29,8 +29,7 @@ class BlockTables:
         Args:
             num_spare_blocks: blocks that must stay free beyond those.
         """
-        # The last token is always computed: its logits are what the sampler needs.
-        matched = self._pool.match(sequence.token_ids[:-1]) if self._enable_prefix_caching else []
+        matched = self._pool.match(_shareable(sequence)) if self._enable_prefix_caching else []
         self._pool.share(matched)  # first, or the check below would count them as free
         num_wanted = self._pool.blocks_for(len(sequence.token_ids)) - len(matched)
         if num_wanted + num_spare_blocks > self._pool.num_free:
@@ -40,7 +39,8 @@ class BlockTables:
         sequence.num_computed = sequence.num_planned = len(matched) * self._pool.block_tokens
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.num_admissions += 1
-        if self._enable_prefix_caching and sequence.num_admissions == 1:
+        looks_up = self._enable_prefix_caching and not sequence.wants_prompt_logprobs
+        if looks_up and sequence.num_admissions == 1:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
             self.prefix_query_tokens += sequence.num_prompt_tokens
             self.prefix_hit_tokens += sequence.num_cached_tokens
@@ -79,3 +79,14 @@ class BlockTables:
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed = sequence.num_planned = 0
+
+
+def _shareable(sequence: Sequence) -> list[int]:
+    """The tokens that need not be computed if their KV is cached.
+
+    The last token always is: its logits are what the sampler needs. Where the prompt's logprobs are wanted, so is
+    every token whose logits were not seen yet.
+    """
+    if sequence.wants_prompt_logprobs:
+        return sequence.token_ids[: min(len(sequence.prompt_logprobs), len(sequence.token_ids) - 1)]
+    return sequence.token_ids[:-1]

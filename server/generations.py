@@ -55,6 +55,7 @@ class Generation:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.queued_s = 0.0  # before its rank first ran it
+        self.prompt_logprobs: list[Logprobs] = []  # of prompt tokens 1 and on; come with the first token
         self.first_token_s: float | None = None
         self.last_token_s = ask.request.arrival_s
         self.finished = False
@@ -74,6 +75,7 @@ class Generation:
         self.num_tokens += len(output.token_ids)
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.queued_s = max(self.queued_s, output.queued_s)
+        self.prompt_logprobs += output.prompt_logprobs
         piece = self._piece
         piece.token_ids += output.token_ids
         piece.logprobs += output.logprobs

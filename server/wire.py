@@ -14,6 +14,7 @@ from scheduler.request import (
     RequestOutput,
     SamplingParams,
     Structure,
+    TokenBias,
 )
 from server import ranks_pb2 as pb
 
@@ -50,22 +51,14 @@ def submit_from(request: Request, *, now_s: float) -> pb.Submit:
 
     A deadline that has passed travels as the smallest time-out, never as 0, which means none.
     """
-    params = request.params
     timeout_s = 0.0 if request.deadline_s is None else max(request.deadline_s - now_s, 1e-3)
     return pb.Submit(
         request_id=request.request_id,
         prompt_ids=request.prompt_ids,
-        params=pb.SamplingParams(
-            **{name: _plain(value) for name, value in vars(params).items() if value is not None}
-        ),
+        params=_params_to_wire(request.params),
         timeout_s=timeout_s,
         replayed_ids=request.replayed_ids,
     )
-
-
-def _plain(value: Any) -> Any:
-    """A parameter as a message's constructor takes it."""
-    return asdict(value) if isinstance(value, Structure) else value
 
 
 def request_from(submit: pb.Submit, *, now_s: float) -> Request:
@@ -78,6 +71,15 @@ def request_from(submit: pb.Submit, *, now_s: float) -> Request:
         deadline_s=now_s + submit.timeout_s if submit.timeout_s > 0 else None,
         replayed_ids=tuple(submit.replayed_ids),
     )
+
+
+def _params_to_wire(params: SamplingParams) -> pb.SamplingParams:
+    fields: dict[str, Any] = {name: value for name, value in vars(params).items() if value is not None}
+    fields["bad_words"] = [pb.TokenSequence(token_ids=word) for word in params.bad_words]
+    fields["logit_bias"] = [pb.TokenBias(**each._asdict()) for each in params.logit_bias]
+    if params.structure is not None:
+        fields["structure"] = pb.Structure(**asdict(params.structure))
+    return pb.SamplingParams(**fields)
 
 
 def _params_from(wire: pb.SamplingParams) -> SamplingParams:
@@ -96,6 +98,11 @@ def _params_from(wire: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(wire.stop_token_ids),
         num_logprobs=wire.num_logprobs if wire.HasField("num_logprobs") else None,
         structure=_structure_from(wire.structure) if wire.HasField("structure") else None,
+        logprob_token_ids=tuple(wire.logprob_token_ids),
+        num_prompt_logprobs=wire.num_prompt_logprobs if wire.HasField("num_prompt_logprobs") else None,
+        allowed_token_ids=tuple(wire.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in wire.bad_words),
+        logit_bias=tuple(TokenBias(each.token_id, each.bias) for each in wire.logit_bias),
     )
 
 
@@ -116,6 +123,7 @@ def _output_to_wire(output: RequestOutput) -> pb.RequestOutput:
         request_id=output.request_id,
         token_ids=output.token_ids,
         logprobs=[pb.TokenLogprobs(**entry._asdict()) for entry in output.logprobs],
+        prompt_logprobs=[pb.TokenLogprobs(**entry._asdict()) for entry in output.prompt_logprobs],
         num_cached_tokens=output.num_cached_tokens,
         queued_s=output.queued_s,
         finish_reason=_TO_WIRE[output.finish_reason],
@@ -128,15 +136,17 @@ def output_from(wire: pb.RequestOutput) -> RequestOutput:
     return RequestOutput(
         request_id=wire.request_id,
         token_ids=list(wire.token_ids),
-        logprobs=[
-            Logprobs(entry.token_id, entry.logprob, list(entry.top_ids), list(entry.top_logprobs))
-            for entry in wire.logprobs
-        ],
+        logprobs=[_logprobs_from(entry) for entry in wire.logprobs],
+        prompt_logprobs=[_logprobs_from(entry) for entry in wire.prompt_logprobs],
         num_cached_tokens=wire.num_cached_tokens,
         queued_s=wire.queued_s,
         finish_reason=_FROM_WIRE[wire.finish_reason],
         error=wire.error,
     )
+
+
+def _logprobs_from(wire: pb.TokenLogprobs) -> Logprobs:
+    return Logprobs(wire.token_id, wire.logprob, list(wire.top_ids), list(wire.top_logprobs), wire.rank)
 
 
 def stats_from(wire: pb.RankStats) -> RankStats:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from scheduler.request import Logprobs
 from tests.conftest import PoolOf
 from tests.support.families import FAMILIES, VOCABULARY, write_checkpoint
 from tests.support.serving import build, misroute, own_share, request, serve, teacher_forced
@@ -30,6 +31,7 @@ class RankAnswer(NamedTuple):
 
     sequences: list[list[int]]
     logits: list[np.ndarray]
+    prompt_logprobs: list[list[Logprobs]]  # of the teacher-forced sequences, sent as prompts
     permuted_logits: list[np.ndarray]  # the control: top-k ids permuted
 
 
@@ -56,11 +58,16 @@ def answer(directory: Path, prompts: list[list[int]], sequences: list[list[int]]
     """Serve this rank's prompts, then run its teacher-forced sequences with right and with permuted routing."""
     built = build(directory, max_model_len=128, max_num_batched_tokens=512)
     own = own_share(list(enumerate(prompts)))
-    served = serve(built, [request(str(index), prompt, max_tokens=STEPS) for index, prompt in own])
+    asked = [request(str(index), prompt, max_tokens=STEPS) for index, prompt in own]
+    scored = [
+        request(f"whole {index}", sequences[index], max_tokens=1, num_prompt_logprobs=2) for index, _ in own
+    ]
+    served = serve(built, asked, scored)
     made = [prompt + served.token_ids[str(index)] for index, prompt in own]
+    of_prompt = [served.prompt_logprobs[each.request_id] for each in scored]
     logits = teacher_forced(built, own_share(sequences))
     misroute(built.model)
-    return RankAnswer(made, logits, teacher_forced(built, own_share(sequences)))
+    return RankAnswer(made, logits, of_prompt, teacher_forced(built, own_share(sequences)))
 
 
 def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
@@ -86,6 +93,21 @@ def test_greedy_tokens_and_logits_equal_transformers(
             found.sequences, oracle.sequences[share], oracle.logits[share], strict=True
         ):
             assert_equal_tokens(ours, theirs, logits)
+        for entries, sequence, logits in zip(
+            found.prompt_logprobs, oracle.sequences[share], oracle.logits[share], strict=True
+        ):
+            assert_equal_logprobs(entries, sequence, logits)
+
+
+def assert_equal_logprobs(entries: list[Logprobs], sequence: list[int], logits: np.ndarray) -> None:
+    """Every token but the first has the oracle's log-probability, and the oracle's two likeliest beside it."""
+    wanted = torch.from_numpy(logits).double().log_softmax(-1).numpy()
+    assert [entry.token_id for entry in entries] == sequence[1:]
+    for entry, row in zip(entries, wanted, strict=False):
+        assert abs(entry.logprob - row[entry.token_id]) < TOLERANCE
+        assert np.abs(np.array(entry.top_logprobs) - np.sort(row)[:-3:-1]).max() < TOLERANCE
+        rivals = np.abs(row - row[entry.token_id]) < TOLERANCE  # itself among them
+        assert abs(entry.rank - 1 - np.count_nonzero(row > row[entry.token_id])) < rivals.sum()
 
 
 def assert_equal_tokens(ours: list[int], theirs: list[int], logits: np.ndarray) -> None:

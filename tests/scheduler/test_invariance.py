@@ -14,7 +14,7 @@ import torch
 from expert_placement.placement_file import save_placement
 from moe.model import Skeleton
 from scheduler.lockstep import DispatchMode
-from scheduler.request import Request, RequestOutput
+from scheduler.request import Request, RequestOutput, TokenBias
 from tests.conftest import PoolOf
 from tests.support.families import VOCABULARY, write_checkpoint
 from tests.support.placements import random_placement
@@ -40,8 +40,30 @@ def requests() -> list[Request]:
         tail = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
         prompt = shared + tail if index % 2 else tail
         params = {"temperature": 0.9, "seed": index, "top_p": 0.95} if index % 3 else {"temperature": 0.0}
-        made.append(request(f"{index}", prompt, max_tokens=20, num_logprobs=0, **params))
+        made.append(request(f"{index}", prompt, max_tokens=20, num_logprobs=0, **params, **EXTRAS[index]))
     return made
+
+
+# What a request may ask for besides, each in two of them: greedy and seeded, or with a shared prefix and without.
+EXTRAS: tuple[dict[str, Any], ...] = (
+    {"logit_bias": (TokenBias(7, 3.5), TokenBias(9, -100.0))},
+    {"allowed_token_ids": tuple(range(5, 200, 3)), "num_prompt_logprobs": 2, "repetition_penalty": 1.2},
+    {"bad_words": tuple((token,) for token in range(0, 120, 2)), "num_prompt_logprobs": 0},
+    {
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.3,
+        "num_prompt_logprobs": 1,
+        "logprob_token_ids": (5, 6),
+    },
+    {
+        "min_p": 0.02,
+        "top_k": 30,
+        "bad_words": tuple((each, other) for each in range(9) for other in range(9)),
+    },
+    {"num_prompt_logprobs": 0},
+    {"min_tokens": 12, "stop_token_ids": tuple(range(0, 256, 2)), "allowed_token_ids": tuple(range(40))},
+    {"logit_bias": tuple(TokenBias(token, token / 100) for token in range(200))},
+)
 
 
 def answers_of(directory: Path, alone: bool, rounds: int, **settings: Any) -> Answers:
@@ -66,6 +88,9 @@ def _collect(outputs: list[RequestOutput]) -> Answers:
             answers[output.request_id] = []
         rows = [(entry.token_id, entry.logprob) for entry in output.logprobs]
         answers.setdefault(output.request_id, []).extend(rows)
+        if output.prompt_logprobs:
+            of_prompt = [(entry.token_id, entry.logprob) for entry in output.prompt_logprobs]
+            answers[f"{output.request_id} prompt"] = of_prompt
         if output.finish_reason is not None:
             ended.add(output.request_id)
     return answers

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvcache.blocks import BlockPool
 from scheduler.policy import Scheduler
 from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
-from tests.support.fake_model import VOCABULARY, FakeRank, serve_alone
+from tests.support.fake_model import VOCABULARY, FakeRank, prompt_logprobs_of, serve_alone
 
 CUT_SHORT = {FinishReason.ABORT, FinishReason.DEADLINE}
 
@@ -18,6 +18,11 @@ def check_outcome(request: Request, outputs: list[RequestOutput], max_model_len:
     """Exactly one end; the tokens alone would give, or the first of them where the request was cut short."""
     assert [one.finish_reason is not None for one in outputs].count(True) == 1
     tokens = [token for one in outputs for token in one.token_ids]
+    of_prompt = [one.prompt_logprobs for one in outputs if one.token_ids]
+    if of_prompt:
+        wanted = request.params.num_prompt_logprobs is not None and not request.replayed_ids
+        assert of_prompt[0] == (prompt_logprobs_of(request) if wanted else []), "with the first token, whole"
+        assert not any(of_prompt[1:])
     if len(request.prompt_ids) >= max_model_len:
         assert (tokens, outputs[-1].finish_reason) == ([], FinishReason.ERROR)
         return
@@ -64,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_replayed=st.integers(0, 3),
         patience_s=st.one_of(st.none(), st.integers(1, 20)),
         stops=st.booleans(),
+        num_prompt_logprobs=st.sampled_from([None, None, 0]),
     )
     def add(
         self,
@@ -75,13 +81,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_replayed: int,
         patience_s: int | None,
         stops: bool,
+        num_prompt_logprobs: int | None,
     ) -> None:
         prompt_ids = tuple([family] * num_shared + tail)
         request = Request(
             request_id=f"r{len(self.requests)}",
             prompt_ids=prompt_ids,
             params=SamplingParams(
-                max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=(5,) if stops else ()
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                stop_token_ids=(5,) if stops else (),
+                num_prompt_logprobs=num_prompt_logprobs,
             ),
             arrival_s=self.now_s,
             deadline_s=None if patience_s is None else self.now_s + patience_s,
@@ -152,7 +162,9 @@ def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_sam
                 shared = [rng.randrange(2)] * rng.choice([0, 8, 16])
                 prompt_ids = (*shared, *(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))))
                 params = SamplingParams(
-                    max_tokens=rng.randint(1, 40), stop_token_ids=(6,) if rng.random() < 0.3 else ()
+                    max_tokens=rng.randint(1, 40),
+                    stop_token_ids=(6,) if rng.random() < 0.3 else (),
+                    num_prompt_logprobs=0 if rng.random() < 0.2 else None,
                 )
                 requests.append(
                     Request(

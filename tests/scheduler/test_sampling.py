@@ -5,7 +5,8 @@ import math
 import numpy as np
 import torch
 
-from scheduler.request import Request, SamplingParams
+from scheduler.logprobs import prompt_logprobs
+from scheduler.request import Request, SamplingParams, TokenBias
 from scheduler.sampling import sample
 from scheduler.sequence import Sequence
 
@@ -97,6 +98,54 @@ def test_penalties_follow_their_definitions() -> None:
     assert sample(row.clone(), [sequence(temperature=0.0, repetition_penalty=2.0)]).token_ids == [9]
 
 
+def test_penalties_come_in_vllm_s_order_repetition_first() -> None:
+    row = torch.zeros(1, VOCABULARY)
+    row[0, 9], row[0, 10] = 4.0, 2.9
+    both = {"temperature": 0.0, "repetition_penalty": 2.0, "presence_penalty": -1.0}
+    # 4 / 2 + 1 = 3 beats 2.9; the other way round (4 + 1) / 2 = 2.5 would not.
+    assert sample(row.clone(), [sequence((9,), **both)]).token_ids == [9]
+
+
+def test_the_nucleus_is_of_the_mass_that_min_p_leaves() -> None:
+    row = torch.tensor([[0.5, 0.3, 0.05, 0.05, 0.05, 0.05]]).log()
+    # Without min_p 0.75 of the mass takes both heads; of the 0.8 that min_p leaves, 0.62 is the first alone.
+    assert set(np.flatnonzero(histogram(row, draws=300, top_p=0.75)).tolist()) == {0, 1}
+    assert set(np.flatnonzero(histogram(row, draws=300, top_p=0.62, min_p=0.5)).tolist()) == {0}
+    assert set(np.flatnonzero(histogram(row, draws=300, top_p=0.62)).tolist()) == {0, 1}
+
+
+def test_top_k_with_min_p_draws_what_both_allow() -> None:
+    row = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert set(np.flatnonzero(histogram(row, draws=300, top_k=3, min_p=0.6)).tolist()) == {0, 1}
+
+
+def test_rules_hold_in_greedy_and_in_drawn_tokens() -> None:
+    row = logits()
+    best = int(row.argmax())
+    for temperature in (0.0, 1.0):
+        rules = {"temperature": temperature, "allowed_token_ids": (3, 4, best), "bad_words": ((best,),)}
+        tokens = {sample(row.clone(), [sequence(seed=seed, **rules)]).token_ids[0] for seed in range(60)}
+        assert tokens == ({3, 4} if temperature else {3 if row[0, 3] > row[0, 4] else 4})
+    biased = {"temperature": 0.0, "logit_bias": (TokenBias(77, 100.0),)}
+    assert sample(row.clone(), [sequence(**biased)]).token_ids == [77]
+
+
+def test_a_single_token_left_is_drawn_whatever_the_filters() -> None:
+    row = logits()
+    for filters in (
+        {},
+        {"top_k": 50},
+        {"top_p": 0.1},
+        {"min_p": 1.0},
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.5},
+    ):
+        tokens = {
+            sample(row.clone(), [sequence(seed=seed, allowed_token_ids=(9,), **filters)]).token_ids[0]
+            for seed in range(20)
+        }
+        assert tokens == {9}, filters
+
+
 def test_stop_tokens_are_not_sampled_before_min_tokens() -> None:
     row = logits()
     best = int(row.argmax())
@@ -112,4 +161,31 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert entry is not None
     assert math.isclose(entry.logprob, float(wanted[entry.token_id]), abs_tol=1e-6)
     assert entry.top_ids == wanted.argsort(descending=True)[:3].tolist()
+    ruled = {"allowed_token_ids": (4,), "logit_bias": (TokenBias(4, 50.0),)}
+    [entry] = sample(row.clone(), [sequence(num_logprobs=1, **ruled)]).logprobs
+    assert entry is not None and entry.top_ids == [int(wanted.argmax())]
+    assert math.isclose(entry.logprob, float(wanted[4]), abs_tol=1e-6), "not of what rules made of them"
     assert sample(row.clone(), [sequence()]).logprobs == [None]
+
+
+def test_logprobs_of_given_ids_replace_the_likeliest() -> None:
+    row = logits()
+    wanted = row[0].log_softmax(-1)
+    asked = {"num_logprobs": 1, "logprob_token_ids": (400, 2, 77)}
+    [entry] = sample(row.clone(), [sequence(**asked)]).logprobs
+    assert entry is not None and entry.top_ids == [400, 2, 77]
+    assert np.allclose(entry.top_logprobs, wanted[[400, 2, 77]], atol=1e-6)
+
+
+def test_prompt_logprobs_have_the_rank_among_all_tokens() -> None:
+    rows = logits(3, seed=5)
+    wanted = rows.log_softmax(-1)
+    best = int(rows[2].argmax())
+    entries = prompt_logprobs(rows, [0, 499, best], 2)
+    for row, entry in zip(wanted, entries, strict=True):
+        assert math.isclose(entry.logprob, float(row[entry.token_id]), abs_tol=1e-6)
+        assert entry.rank == 1 + int((row > row[entry.token_id]).sum())
+        assert entry.top_ids == row.argsort(descending=True)[:2].tolist()
+    assert entries[2].rank == 1
+    assert [entry.top_ids for entry in prompt_logprobs(rows, [0, 499, best], 0)] == [[], [], []]
+    assert prompt_logprobs(rows, [0, 499, best], 1)[0].top_ids == entries[0].top_ids[:1]

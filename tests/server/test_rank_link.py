@@ -17,6 +17,7 @@ from scheduler.request import (
     RequestOutput,
     SamplingParams,
     Structure,
+    TokenBias,
 )
 from server.rank_link import LinkError, RankLink
 from server.ranks import Ranks, listen
@@ -48,6 +49,11 @@ REQUEST = Request(
         stop_token_ids=(9,),
         num_logprobs=0,
         structure=Structure("regex", "a+é", after="</think>"),
+        logprob_token_ids=(3, 2**31),
+        num_prompt_logprobs=0,
+        allowed_token_ids=(8, 1),
+        bad_words=((4,), (5, 6)),
+        logit_bias=(TokenBias(0, -99.9), TokenBias(7, 0.1)),
     ),
     arrival_s=0.0,
     replayed_ids=(4,),
@@ -120,6 +126,7 @@ def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: F
         request_id="r1",
         token_ids=[5, 6],
         logprobs=[Logprobs(5, -0.1, [5, 8], [-0.1, -2.5]), Logprobs(6, -0.2, [], [])],
+        prompt_logprobs=[Logprobs(2, -3.5, [1], [-0.1], rank=17), Logprobs(3, -0.2, [], [], rank=1)],
         num_cached_tokens=2,
         queued_s=0.125,
         finish_reason=FinishReason.LENGTH,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvcache.blocks import BlockPool
 from scheduler.policy import Batch, Scheduled, Scheduler
-from scheduler.request import FinishReason, Request, RequestOutput
+from scheduler.request import FinishReason, Logprobs, Request, RequestOutput
 from scheduler.sequence import Sequence, SequenceStatus
 
 VOCABULARY = 7
@@ -60,6 +60,7 @@ class FakeRank:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.launched: deque[Launched] = deque()
         self.outputs: dict[str, list[RequestOutput]] = {}
+        self.num_scored = 0  # prompt tokens whose logprobs were computed
         self._rows: dict[tuple[int, int], tuple[int, int]] = {}  # (block, row) -> (position, token)
 
     def collect(self, outputs: list[RequestOutput]) -> None:
@@ -83,7 +84,9 @@ class FakeRank:
             self._run(item, table) for item, table in zip(launched.batch.items, launched.tables, strict=True)
         ]
         token_ids = [token for token, item in zip(sampled, launched.batch.items, strict=True) if item.samples]
-        self.collect(self.scheduler.commit(launched.batch, token_ids, [None] * len(token_ids)))
+        scored = {item.sequence.request.request_id: _scored(item) for item in launched.batch.items}
+        self.num_scored += sum(map(len, scored.values()))
+        self.collect(self.scheduler.commit(launched.batch, token_ids, [None] * len(token_ids), scored))
 
     def drain(self, max_steps: int = 5000) -> None:
         """Step until nothing is left."""
@@ -138,3 +141,22 @@ class FakeRank:
                         f"block {block_id} is written after publication"
                     )
                     assert writer_of.setdefault(block_id, item.sequence) is item.sequence
+
+
+def prompt_logprobs_of(request: Request) -> list[Logprobs]:
+    """What a request that wants its prompt's logprobs must get."""
+    return [
+        _logprobs_at(list(request.prompt_ids), position) for position in range(1, len(request.prompt_ids))
+    ]
+
+
+def _scored(item: Scheduled) -> list[Logprobs]:
+    """The logprobs of the prompt tokens behind the item's rows, as far as the sequence wants them."""
+    sequence = item.sequence
+    return [
+        _logprobs_at(sequence.token_ids, position + 1) for position in sequence.unscored(item.start, item.end)
+    ]
+
+
+def _logprobs_at(token_ids: list[int], position: int) -> Logprobs:
+    return Logprobs(token_ids[position], -0.5 * next_token(token_ids[:position]), [], [], position)

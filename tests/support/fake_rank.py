@@ -147,6 +147,7 @@ class FakeRank:
                     logprobs=[]
                     if params.num_logprobs is None
                     else [_logprobs(t, params.num_logprobs) for t in step],
+                    prompt_logprobs=_of_prompt(request) if at == len(step) else [],
                     num_cached_tokens=script.num_cached_tokens,
                     finish_reason=finish if ends else None,
                     error=script.error if ends else "",
@@ -189,6 +190,12 @@ class FakeRank:
                 prefix_hit_tokens=self._step,
             )
             self.link.send([output], stats)
+
+
+def _of_prompt(request: Request) -> list[Logprobs]:
+    """Where wanted, of prompt tokens 1 and on: as of generated ones, and of rank 1."""
+    num_top = request.params.num_prompt_logprobs
+    return [] if num_top is None else [_logprobs(t, num_top)._replace(rank=1) for t in request.prompt_ids[1:]]
 
 
 def _logprobs(token_id: int, num_top: int) -> Logprobs:

@@ -17,7 +17,7 @@ from moe.replicas import Route
 from scheduler.assembly import Assembled, assemble
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
-from scheduler.request import RankStats, Request, RequestOutput, SamplingParams
+from scheduler.request import Logprobs, RankStats, Request, RequestOutput, SamplingParams
 
 
 class WaveDoorbell:
@@ -43,6 +43,7 @@ class Served:
     """What one rank delivered, by request id."""
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)
     outputs: list[RequestOutput] = field(default_factory=list)
     stats: list[RankStats] = field(default_factory=list)
 
@@ -72,6 +73,7 @@ def serve(built: Assembled, *waves: Sequence[Request]) -> Served:
         served.stats.append(stats)
         for output in outputs:
             served.token_ids.setdefault(output.request_id, []).extend(output.token_ids)
+            served.prompt_logprobs.setdefault(output.request_id, []).extend(output.prompt_logprobs)
 
     built.engine.waves.extend(list(wave) for wave in waves)  # type: ignore[attr-defined]
     built.engine.run(on_step)
