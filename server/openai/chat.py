@@ -8,10 +8,11 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from scheduler.request import Logprobs
 from server.described import STREAM_RESPONSE
 from server.generations import Piece
 from server.openai.chat_turn import ChatMessage, ChatTurn, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from server.openai.logprobs import chat_logprobs
+from server.openai.logprobs import chat_logprobs, prompt_logprobs_list
 from server.openai.schemas import ChatRequest
 from server.openai.streaming import Choice, EventStream, collect, event
 from server.openai.usage import usage_of
@@ -46,21 +47,38 @@ def _whole(turn: ChatTurn, choices: Sequence[Choice]) -> dict[str, Any]:
         "choices": [_whole_choice(turn, index, choice) for index, choice in enumerate(choices)],
         "usage": usage_of(turn.answer.generations, turn.body.n or 1),
         "system_fingerprint": None,
+        **_of_prompt(turn),
     }
 
 
+def _of_prompt(turn: ChatTurn) -> dict[str, Any]:
+    """Word what vLLM tells of the prompt, where it is asked for; every choice has the same one."""
+    first, num_top = turn.answer.generations[0], turn.body.prompt_logprobs
+    told = None
+    if num_top is not None:
+        told = prompt_logprobs_list(first.prompt_logprobs, turn.model.tokenizer, num_top)
+    shown_ids = list(first.ask.request.prompt_ids) if turn.body.return_token_ids else None
+    return {"prompt_logprobs": told, "prompt_token_ids": shown_ids}
+
+
 def _whole_choice(turn: ChatTurn, index: int, choice: Choice) -> dict[str, Any]:
-    body, tokenizer = turn.body, turn.model.tokenizer
+    body = turn.body
     message = turn.message(index, "".join(choice.text))
     return {
         "index": index,
         "message": _message(turn, message),
-        "logprobs": chat_logprobs(choice.logprobs, tokenizer, body.top_logprobs or 0)
-        if body.logprobs
-        else None,
+        "logprobs": _logprobs(turn, choice.logprobs) if body.logprobs else None,
         "finish_reason": turn.finish_word(index, choice.finish_reason),
         "stop_reason": choice.stop_reason,
+        "token_ids": choice.token_ids if body.return_token_ids else None,
     }
+
+
+def _logprobs(turn: ChatTurn, entries: Sequence[Logprobs]) -> dict[str, Any]:
+    body = turn.body
+    num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return chat_logprobs(entries, turn.model.tokenizer, num_top, as_ids=as_ids)
 
 
 def _message(turn: ChatTurn, message: ChatMessage) -> dict[str, Any]:
@@ -99,11 +117,10 @@ class ChatChunks:
         self._turn = turn
         self._n = body.n or 1
         self._logprobs = bool(body.logprobs)
-        self._top = body.top_logprobs or 0
-        self._tokenizer = turn.model.tokenizer
         self._usage = bool(options and options.include_usage)
         self._usage_always = self._usage and bool(options and options.continuous_usage_stats)
         self._begun: set[int] = set()
+        self._told_prompt = False
         self._head = {
             "id": turn.answer.request_id,
             "object": "chat.completion.chunk",
@@ -121,7 +138,9 @@ class ChatChunks:
         deltas = self._deltas(index, piece)
         logprobs = None
         if self._logprobs and piece.logprobs:
-            logprobs = chat_logprobs(piece.logprobs, self._tokenizer, self._top)
+            logprobs = _logprobs(self._turn, piece.logprobs)
+            deltas = deltas or [{"content": ""}]
+        if self._turn.body.return_token_ids and piece.token_ids:
             deltas = deltas or [{"content": ""}]
         if piece.finish_reason:
             deltas = deltas or [{}]
@@ -154,6 +173,11 @@ class ChatChunks:
         if last is not None and last.stop_reason is not None:
             choice["stop_reason"] = last.stop_reason
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._turn.body.return_token_ids:
+            choice["token_ids"] = last.token_ids if last is not None else []
+            if not self._told_prompt:
+                self._told_prompt = True
+                chunk["prompt_token_ids"] = _of_prompt(self._turn)["prompt_token_ids"]
         if self._usage:
             usage = usage_of(self._turn.answer.generations, self._n) if self._usage_always else None
             chunk["usage"] = usage

@@ -12,6 +12,8 @@ MAX_CHOICES = 128  # n, and prompts times n
 MAX_STOPS = 128
 MAX_LOGPROBS = 20
 MAX_TOOLS = 1024
+MAX_LOGPROB_IDS = 128  # vLLM's, as is the next
+MAX_BAD_WORDS = 128
 
 _TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 # Checked by hand, for better words than a union's; described here for /openapi.json.
@@ -22,6 +24,12 @@ Prompt = Annotated[
     Any,
     WithJsonSchema(
         {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _IDS, {"type": "array", "items": _IDS}]}
+    ),
+]
+Biases = Annotated[
+    Any,
+    WithJsonSchema(
+        {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}
     ),
 ]
 # Lists are fail_fast: one wrong item is enough to know, and an error each for a million would cost gigabytes.
@@ -60,6 +68,17 @@ class SamplingFields(BaseModel):
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS, fail_fast=True)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    logit_bias: Biases = None  # {"token id": bias}; checked in token_fields, which names every wrong entry
+    bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS, fail_fast=True)
+    allowed_token_ids: list[int] | None = Field(None, min_length=1, fail_fast=True)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprob_token_ids: list[int] | None = Field(
+        None, min_length=1, max_length=MAX_LOGPROB_IDS, fail_fast=True
+    )
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class Message(BaseModel):
@@ -91,7 +110,8 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Prompt = None  # text, token ids, or a list of either; checked in completions
+    max_tokens: int | None = Field(None, ge=0)  # 0 with echo only
+    prompt: Prompt = None  # text, token ids, or a list of either; checked in prompts
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool | None = None

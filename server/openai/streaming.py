@@ -106,6 +106,7 @@ class Choice:
     """A whole choice."""
 
     text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -124,6 +125,7 @@ async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
             for index, piece in pieces:
                 choice = choices[index]
                 choice.text.append(piece.text)
+                choice.token_ids += piece.token_ids
                 choice.logprobs += piece.logprobs
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = piece.stop_reason

@@ -219,6 +219,35 @@ def test_logprobs_come_with_their_alternatives(front: FrontProcess, client: open
     assert all(entry.top_logprobs == [] for entry in entries)
 
 
+def test_chats_tell_of_token_ids_and_of_the_prompt_when_asked_to(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    front.script("w-ids", [*front.encode("hé"), 1])
+    wishes = {"return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1}
+    answer = chat(client, "w-ids", logprobs=True, extra_body=wishes)
+    sent = list(front.served("w-ids").requests[-1].prompt_ids)
+    assert (answer.prompt_token_ids, answer.choices[0].token_ids) == (sent, [*front.encode("hé"), 1])
+    names = [entry.token for entry in answer.choices[0].logprobs.content]
+    assert names == [f"token_id:{token}" for token in answer.choices[0].token_ids]
+    assert [entry and list(entry) for entry in answer.prompt_logprobs] == [
+        None,
+        *([str(t)] for t in sent[1:]),
+    ]
+    chunks = list(chat(client, "w-ids", stream=True, extra_body={"return_token_ids": True}))
+    told = [token for chunk in chunks for token in chunk.choices[0].token_ids]
+    assert told == answer.choices[0].token_ids
+    assert chunks[0].prompt_token_ids == sent
+    assert not any("prompt_token_ids" in chunk.model_dump() for chunk in chunks[1:])
+    plain = chat(client, "w-ids")
+    assert plain.prompt_token_ids is plain.prompt_logprobs is plain.choices[0].token_ids is None
+
+
+def test_logprobs_of_given_ids_reach_the_rank(front: FrontProcess, client: openai.OpenAI) -> None:
+    chat(client, "w-given", logprobs=True, max_tokens=1, extra_body={"logprob_token_ids": [7, 5]})
+    params = front.served("w-given").requests[-1].params
+    assert (params.num_logprobs, params.logprob_token_ids) == (0, (7, 5))
+
+
 def test_a_client_that_hangs_up_frees_its_place_at_the_rank(
     front: FrontProcess, client: openai.OpenAI
 ) -> None:

@@ -1,5 +1,8 @@
 """POST /v1/completions, /v1/models and the operators' routes, through the official client where it has them."""
 
+import json
+from typing import Any
+
 import httpx
 import openai
 import pytest
@@ -66,10 +69,136 @@ def test_logprobs_hold_the_chosen_token_and_offsets(front: FrontProcess, client:
     assert logprobs.tokens[0] == "h" and logprobs.tokens[-1] == "!"
     assert logprobs.token_logprobs == [-0.5] * 4
     assert [set(top) for top in logprobs.top_logprobs] == [{token} for token in logprobs.tokens]
-    assert logprobs.text_offset == [0, 1, 2, 3]
+    assert logprobs.text_offset == [0, 1, 1, 2], "characters of the text; é is two tokens"
     chunks = client.completions.create(model="tiny", prompt="c-logprobs", logprobs=2, stream=True)
     pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
-    assert [offset for piece in pieces for offset in piece.text_offset or []] == [0, 1, 2, 3]
+    assert [offset for piece in pieces for offset in piece.text_offset or []] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("logprobs_asked", [0, 1])
+def test_echo_with_logprobs_tells_of_the_prompt_too(
+    front: FrontProcess, client: openai.OpenAI, logprobs_asked: int
+) -> None:
+    word = f"c-scored{logprobs_asked}"
+    front.script(word, "!?")
+    ids = front.encode(word)
+    for prompt in (word, ids, [ids]):
+        answer = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=2, echo=True, logprobs=logprobs_asked, temperature=0
+        )
+        [choice] = answer.choices
+        logprobs: Any = choice.logprobs
+        assert choice.text == f"{word}!?"
+        assert "".join(logprobs.tokens) == choice.text and len(logprobs.tokens) == len(ids) + 2
+        assert logprobs.token_logprobs == [None] + [-0.5] * (len(ids) + 1)
+        assert logprobs.top_logprobs[0] is None
+        assert all(len(top) == 1 for top in logprobs.top_logprobs[1:]), (
+            "the fake's own token is the likeliest"
+        )
+        ends = [*logprobs.text_offset[1:], len(choice.text)]
+        cut = [choice.text[a:b] for a, b in zip(logprobs.text_offset, ends, strict=True)]
+        assert cut == logprobs.tokens
+        request = front.served(word).requests[-1]
+        assert request.params.num_prompt_logprobs == logprobs_asked
+
+
+def test_streamed_echo_with_logprobs_is_the_whole_answer_in_pieces(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    front.script("c-flow", "é!")
+    asked: Any = {
+        "model": "tiny",
+        "prompt": ["c-flow", "c-flow 2"],
+        "max_tokens": 3,
+        "echo": True,
+        "logprobs": 1,
+    }
+    whole = client.completions.create(**asked)
+    for index, choice in enumerate(whole.choices):
+        stream = client.completions.create(**asked, stream=True)
+        own = [part for chunk in stream for part in chunk.choices if part.index == index]
+        assert "".join(part.text for part in own) == choice.text
+        pieces: list[Any] = [part.logprobs for part in own if part.logprobs]
+        wanted: Any = choice.logprobs
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [value for piece in pieces for value in getattr(piece, name)] == getattr(wanted, name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_of_no_tokens_scores_the_prompt_alone(front: FrontProcess, stream: bool) -> None:
+    front.script("c-none", [1])
+    body = {"model": "tiny", "prompt": "c-none", "max_tokens": 0, "echo": True, "logprobs": 1}
+    ids = front.encode("c-none")
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        events = front.post("/v1/completions", json=body | options).text.split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        [choice], usage = [chunk["choices"][0] for chunk in chunks[:-1]], chunks[-1]["usage"]
+    else:
+        answer = front.post("/v1/completions", json=body).json()
+        [choice], usage = answer["choices"], answer["usage"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("c-none", "length", None)
+    assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * (len(ids) - 1)
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), 0)
+    assert usage["total_tokens"] == len(ids)
+    assert front.served("c-none").requests[-1].params.max_tokens == 1
+
+
+def test_max_tokens_0_without_echo_is_a_400(front: FrontProcess) -> None:
+    response = front.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 0})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_prompt_logprobs_are_vllm_s(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-prompted", "ok")
+    ids = front.encode("c-prompted")
+    answer: Any = client.completions.create(
+        model="tiny", prompt=["c-prompted", "c-prompted"], extra_body={"prompt_logprobs": 2}
+    )
+    for choice in answer.choices:
+        assert choice.text == "ok" and choice.logprobs is None
+        first, *others = choice.prompt_logprobs
+        assert first is None and len(others) == len(ids) - 1
+        for token_id, entry in zip(ids[1:], others, strict=True):
+            assert list(entry) == [str(token_id), str(token_id + 1)]
+            assert entry[str(token_id)]["rank"] == 1 and entry[str(token_id)]["logprob"] == -0.5
+            assert entry[str(token_id)]["decoded_token"] == front.decode([token_id])
+    plain: Any = client.completions.create(model="tiny", prompt="c-prompted")
+    assert plain.choices[0].prompt_logprobs is None
+
+
+def test_token_ids_come_along_when_asked_for(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-ids", [*front.encode("é!"), 1])
+    ids = front.encode("c-ids")
+    asked: Any = {"model": "tiny", "prompt": "c-ids", "extra_body": {"return_token_ids": True}}
+    choice: Any = client.completions.create(**asked).choices[0]
+    assert (choice.prompt_token_ids, choice.token_ids) == (ids, [*front.encode("é!"), 1])
+    chunks: list[Any] = list(client.completions.create(**asked, stream=True))
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == choice.token_ids
+    assert chunks[0].choices[0].prompt_token_ids == ids
+    assert not any("prompt_token_ids" in chunk.choices[0].model_dump() for chunk in chunks[1:])
+    plain: Any = client.completions.create(model="tiny", prompt="c-ids").choices[0]
+    assert plain.token_ids is None and plain.prompt_token_ids is None
+
+
+def test_logprobs_may_name_tokens_by_id(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-named", "hé")
+    answer = client.completions.create(
+        model="tiny", prompt="c-named", logprobs=1, extra_body={"return_tokens_as_token_ids": True}
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == [f"token_id:{token}" for token in front.encode("hé")]
+
+
+def test_a_truncated_prompt_is_what_is_echoed(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("c-cut", "!")
+    cut = {"truncate_prompt_tokens": len(front.encode("c-cut")), "return_token_ids": True}
+    for prompt in ("before-c-cut", front.encode("before-c-cut")):
+        choice: Any = client.completions.create(
+            model="tiny", prompt=prompt, echo=True, extra_body=cut
+        ).choices[0]
+        assert (choice.text, choice.prompt_token_ids) == ("c-cut!", front.encode("c-cut"))
 
 
 def test_a_streamed_completion_ends_with_its_usage(front: FrontProcess, client: openai.OpenAI) -> None:

@@ -49,11 +49,21 @@ def refusal(front: FrontProcess, path: str, body: Any, **how: Any) -> tuple[int,
         ("stream", "perhaps"),
         ("messages", []),
         ("messages", "hello"),
-        ("logit_bias", {"5": 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"5": 101}),
+        ("bad_words", [""]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [10_000]),
+        ("truncate_prompt_tokens", -2),
+        ("truncation_side", "middle"),
+        ("priority", 3),
+        ("stream_options", {"include_usage": True}),
         ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_object"}),
         ("guided_regex", "a+"),
-        ("prompt_logprobs", 1),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("logprob_token_ids", [1]),
         ("model", 7),
     ],
 )
@@ -97,7 +107,7 @@ def test_a_wrong_prompt_is_a_400(front: FrontProcess, prompt: Any) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("suffix", "x"), ("best_of", 3), ("echo", True), ("logprobs", 99), ("use_beam_search", True)],
+    [("suffix", "x"), ("best_of", 3), ("max_tokens", 0), ("logprobs", 99), ("use_beam_search", True)],
 )
 def test_what_completions_cannot_do_is_said(front: FrontProcess, field: str, value: Any) -> None:
     body = {"model": "tiny", "prompt": "x", "logprobs": 1, field: value}
