@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.processes import cpu_s
 from tests.support.mutations import PLANES, RawRequest
 from tests.support.paced_front import PacedFront
 from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
@@ -15,8 +16,8 @@ from tests.support.raw_http import RawAnswer, RawClient
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TIMEOUT_S = 60.0
-LONGEST_S = 10.0  # for ten megabytes, on two cores that others use
-GROWTH_BYTES = 400 << 20  # for ten megabytes of JSON: 5 million Python objects are 160 MB
+MOST_CPU_S = 8.0  # for ten megabytes; measured: 2.8 for 3.5 million lists. CPU, because others use the cores, too
+GROWTH_BYTES = 320 << 20  # for ten megabytes of JSON: 5 million Python objects are 160 MB
 MEGABYTES = 10 << 20
 HELLO = [{"role": "user", "content": "hello"}]
 Body = Callable[[], bytes]
@@ -134,9 +135,9 @@ def check(answer: RawAnswer) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_hostile_body_is_refused_or_answered(hard_front: PacedFront, client: RawClient, name: str) -> None:
     path, make = SMALL[name]
-    begun_s = time.monotonic()
+    before_s = cpu_s(hard_front.process.pid)
     check(client.send(RawRequest(path=path, body=make())))
-    assert time.monotonic() - begun_s < LONGEST_S
+    assert cpu_s(hard_front.process.pid) - before_s < MOST_CPU_S / 4
 
 
 @pytest.mark.parametrize("field", NEGATIVE)
@@ -169,14 +170,13 @@ def test_ten_megabytes_cost_bounded_time_and_memory(
     path, make = LARGE[name]
     pid, body = hard_front.process.pid, make()
     reset_peak(pid)
-    before = rss_bytes(pid)
-    begun_s = time.monotonic()
+    before, before_s = rss_bytes(pid), cpu_s(pid)
     with Pings(hard_front) as pings:
         check(client.send(RawRequest(path=path, body=body)))
-    assert time.monotonic() - begun_s < LONGEST_S
+    assert cpu_s(pid) - before_s < MOST_CPU_S
     growth = peak_rss_bytes(pid) - before
     assert growth < GROWTH_BYTES, f"{growth >> 20} MiB for {len(body) >> 20} MiB"
-    assert pings.longest_s < LONGEST_S / 2, "others wait too long"
+    assert pings.longest_s < TIMEOUT_S / 2, "others wait too long"
 
 
 @pytest.mark.slow
