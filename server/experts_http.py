@@ -38,6 +38,7 @@ def experts_routes(
         record_directory: where dumps are written.
     """
     router = APIRouter()
+    dumping = asyncio.Lock()  # each starts a process with torch in it
 
     answers = _Answers(load)
 
@@ -69,11 +70,12 @@ def experts_routes(
         return PlainTextResponse("Stop recording expert distribution.\n")
 
     async def dump_record() -> Response:
-        """Write the files, and forget what was recorded."""
-        if load.recorder.is_on:
-            await load.settle(rank_steps(), SETTLE_S)
-        paths = await asyncio.to_thread(_write, _recorded(load), record_directory)
-        load.recorder.clear()
+        """Write the files, and forget what was recorded; who asks meanwhile waits, and finds nothing."""
+        async with dumping:
+            if load.recorder.is_on:
+                await load.settle(rank_steps(), SETTLE_S)
+            paths = await asyncio.to_thread(_write, _recorded(load), record_directory)
+            load.recorder.clear()
         lines = "".join(f"{path}\n" for path in paths)
         return PlainTextResponse(f"Dump expert distribution record.\n{lines}")
 

@@ -16,7 +16,9 @@ from tests.support.raw_http import RawAnswer, RawClient
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TIMEOUT_S = 60.0
-MOST_CPU_S = 8.0  # for ten megabytes; measured: 2.8 for 3.5 million lists. CPU, because others use the cores, too
+MOST_CPU_S = (
+    8.0  # for ten megabytes; measured: 2.8 for 3.5 million lists. CPU, because others use the cores, too
+)
 GROWTH_BYTES = 320 << 20  # for ten megabytes of JSON: 5 million Python objects are 160 MB
 MEGABYTES = 10 << 20
 HELLO = [{"role": "user", "content": "hello"}]
