@@ -20,15 +20,7 @@ _CHAT = {
 }
 _TOOL = {
     "type": "function",
-    "function": {
-        "name": "cat",
-        "description": "sat",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
-            "required": ["a"],
-        },
-    },
+    "function": {"name": "cat", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
 _CALLS = [{"id": "c1", "type": "function", "function": {"name": "cat", "arguments": '{"a": 1}'}}]
 _WITH_TOOLS = {
