@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from server.anthropic.errors import PATH as ANTHROPIC_PATH
 from server.anthropic.errors import error_body
 from server.errors import ApiError
+from server.route_path import route_path
 
 
 class ErrorResponse(Response):
@@ -24,7 +25,7 @@ class ErrorResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, worded for the path; plain ASCII, because it may quote half a surrogate pair."""
         failure = self._failure
-        body = error_body(failure) if scope["path"].startswith(ANTHROPIC_PATH) else failure.body()
+        body = error_body(failure) if route_path(scope).startswith(ANTHROPIC_PATH) else failure.body()
         response = Response(
             json.dumps(body), failure.status, headers=failure.headers, media_type="application/json"
         )

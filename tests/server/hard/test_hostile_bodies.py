@@ -125,12 +125,13 @@ def client(hard_front: PacedFront) -> Iterator[RawClient]:
 
 
 def check(answer: RawAnswer) -> None:
-    """An answer that may be: a short error in the usual shape, or 200."""
+    """An answer that may be: a short error in OpenAI's or Anthropic's shape, or 200."""
     if answer.status == 200:
         return
     assert 400 <= answer.status < 500, answer
-    error = json.loads(answer.body)["error"]
-    assert error["message"] and error["code"] == answer.status
+    body = json.loads(answer.body)
+    error = body["error"]
+    assert error["message"] and (body.get("type") == "error" or error["code"] == answer.status)
     assert len(answer.body) < 6000, "errors quote little"
 
 
