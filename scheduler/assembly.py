@@ -35,6 +35,8 @@ from scheduler.relocation import Relocation
 from scheduler.runner import Runner
 from scheduler.sizing import num_blocks
 from scheduler.start_placement import check_agreed, hosts_of, start_placement
+from scheduler.structure_compiling import StructureCompiler, no_vocabulary
+from scheduler.structure_vocabulary import LoadVocabulary
 from scheduler.telemetry import Telemetry, expert_map
 
 Report = Callable[[str, float], None]
@@ -54,10 +56,14 @@ class Assembled(NamedTuple):
     telemetry: Telemetry
     experts: ExpertMap
     relocation: Relocation
+    structures: StructureCompiler
 
 
 def assemble(
-    config: EngineConfig, doorbell: Doorbell, report: Report = lambda _stage, _fraction: None
+    config: EngineConfig,
+    doorbell: Doorbell,
+    report: Report = lambda _stage, _fraction: None,
+    load_vocabulary: LoadVocabulary = no_vocabulary,
 ) -> Assembled:
     """Build one rank's engine; collective over the default group where there is more than one rank.
 
@@ -65,6 +71,7 @@ def assemble(
         config: the settings.
         doorbell: wakes this job's ranks.
         report: called with (stage, fraction) while weights load.
+        load_vocabulary: for requests that ask for a structure; called when the first comes.
 
     Raises:
         UnsupportedModelError, ConfigError, KVMemoryError, SchedulerLimitsError, CheckpointError,
@@ -117,7 +124,8 @@ def assemble(
     runner = Runner(model, PagedCache(skeleton.cache_shapes, blocks))
     relocation = _open_relocation(config, placement, model)
     lockstep = _open_lockstep(config, mailbox_group, placement.version)
-    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation)
+    structures = StructureCompiler(load_vocabulary)
+    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures)
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     modes = describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
     dispatch = f"{modes}; tokens travel {dispatcher.row_format}"
@@ -125,8 +133,9 @@ def assemble(
     num_hidden_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
     experts = expert_map(placement, list(skeleton.experts), num_hidden_layers)
     return Assembled(
-        engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts, relocation
-    )
+        engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts, relocation,
+        structures,
+    )  # fmt: skip
 
 
 def _open_dispatcher(

@@ -15,10 +15,14 @@ from scheduler.doorbell import Doorbell
 from scheduler.lockstep import Decision, LockStep
 from scheduler.policy import Scheduler
 from scheduler.relocation import Relocation
-from scheduler.request import RankStats, Request, RequestOutput
+from scheduler.request import FinishReason, RankStats, Request, RequestOutput
 from scheduler.runner import Runner
+from scheduler.structure_compiling import StructureCompiler, Structured
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
+Arrival = (
+    Request | Structured | RequestOutput | str
+)  # to serve, ended before it was served, or an id to abort
 
 
 class Engine:
@@ -32,6 +36,7 @@ class Engine:
         lockstep: LockStep,
         doorbell: Doorbell,
         relocation: Relocation,
+        structures: StructureCompiler,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -41,7 +46,8 @@ class Engine:
         self._rank, self._scheduler, self._runner = rank, scheduler, runner
         self._lockstep, self._doorbell, self._clock = lockstep, doorbell, clock
         self._lock = threading.Lock()
-        self._inbox: deque[Request | str] = deque()  # requests, and ids to abort, in order of arrival
+        self._structures = structures
+        self._inbox: deque[Arrival] = deque()  # in order of arrival
         self._sleeping_step: int | None = None
         self._is_stopping = False
 
@@ -52,11 +58,19 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; its outputs come through `run`'s callback."""
-        self._deliver(request)
+        if request.params.structure is None:
+            self._deliver(request)
+        else:
+            self._structures.submit(request, self._deliver)
 
     def abort(self, request_id: str) -> None:
         """End a request. Unknown and ended ones are ignored: their end has been told already."""
-        self._deliver(request_id)
+        if self._structures.forget(request_id):
+            self._deliver(
+                RequestOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
+            )
+        else:
+            self._deliver(request_id)
 
     def stop(self) -> None:
         """End all ranks' loops at the same step."""
@@ -67,7 +81,7 @@ class Engine:
         """Take a step's turn if all sleep: there is something to tell the other ranks."""
         self._deliver(None)
 
-    def _deliver(self, item: Request | str | None) -> None:
+    def _deliver(self, item: Arrival | None) -> None:
         with self._lock:
             if item is not None:
                 self._inbox.append(item)
@@ -138,6 +152,10 @@ class Engine:
             item = self._inbox.popleft()
             if isinstance(item, Request):
                 self._scheduler.add(item)
+            elif isinstance(item, Structured):
+                self._scheduler.add(item.request, item.matcher)
+            elif isinstance(item, RequestOutput):
+                outputs.append(item)
             elif (ended := self._scheduler.abort(item)) is not None:
                 outputs.append(ended)
         return outputs

@@ -24,6 +24,7 @@ from kvcache.blocks import BlockPool
 from scheduler.limits import check_limits, why_unservable
 from scheduler.request import FinishReason, Logprobs, Request, RequestOutput
 from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.structure import StructureMatcher
 from scheduler.tables import BlockTables
 
 
@@ -128,9 +129,12 @@ class Scheduler:
             prefix_hit_tokens=self._tables.prefix_hit_tokens,
         )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, matcher: StructureMatcher | None = None) -> None:
         """Queue a request. One that cannot be served, or whose replayed tokens already end it, ends with the
         next `expire` or `commit`.
+
+        Args:
+            matcher: of the request's structure, if it asks for one; has followed the replayed tokens.
 
         Raises:
             DuplicateRequestError: the id is being served.
@@ -139,8 +143,8 @@ class Scheduler:
             raise DuplicateRequestError(
                 f"request id {request.request_id!r} is being served already; ids must be unique"
             )
-        sequence = Sequence.from_request(request)
-        error = why_unservable(request, self._max_model_len)
+        sequence = Sequence.from_request(request, matcher)
+        error = why_unservable(request, self._max_model_len) or (matcher.failure if matcher else "")
         reason = FinishReason.ERROR if error else sequence.finish_reason(self._max_model_len)
         if reason is not None:
             self._refused.append(_end_of(request.request_id, reason, error))
@@ -305,6 +309,11 @@ class Scheduler:
 
     def _deliver(self, sequence: Sequence, token_id: int, logprob: Logprobs | None) -> RequestOutput:
         sequence.token_ids.append(token_id)
+        if sequence.matcher is not None:
+            sequence.matcher.advance(token_id)
+            if sequence.matcher.failure:  # ours or the library's fault, and this request's end only
+                self._end(sequence)
+                return _end_of(sequence.request.request_id, FinishReason.ERROR, sequence.matcher.failure)
         of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         reason = sequence.finish_reason(self._max_model_len)
         if reason is not None:

@@ -3,8 +3,8 @@
 A token depends on its own row, its request's parameters and seed, and its position, never on the batch: every row
 is worked on alone, and the random number of a position is the first of a counter-based generator keyed by
 (seed, position) (Philox: Salmon et al., 2011), so that a replay draws the same tokens.
-Order as in vLLM: logprobs of the raw logits, allowed ids, bad words, min_tokens, biases (`token_rules`), repetition,
-frequency and presence penalties, temperature, min-p, top-k, top-p.
+Order as in vLLM: logprobs of the raw logits, the structure's mask, allowed ids, bad words, min_tokens, biases
+(`token_rules`), repetition, frequency and presence penalties, temperature, min-p, top-k, top-p.
 
 Legend: R rows (one per sampled token), V vocabulary.
 """
@@ -47,7 +47,10 @@ def sample(logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
         params, is_plain = sequence.request.params, _is_plain_greedy(sequence)
         raw = None
         if params.num_logprobs is not None:
-            raw = RowLogprobs(logits_V if is_plain else logits_V.copy())
+            stays = is_plain and sequence.matcher is None
+            raw = RowLogprobs(logits_V if stays else logits_V.copy())
+        if sequence.matcher is not None:
+            sequence.matcher.mask(logits_V)
         token = int(logits_V.argmax()) if is_plain else _choose(logits_V, sequence)
         token_ids.append(token)
         measured = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from scheduler.request import FinishReason, Logprobs, Request
+from scheduler.structure import StructureMatcher
 from scheduler.token_rules import TokenRules
 
 
@@ -44,16 +45,22 @@ class Sequence:
     rules: TokenRules | None = None
     # Of prompt tokens 1 and on, while they are wanted and not delivered.
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    matcher: StructureMatcher | None = None  # has followed all generated tokens; None: any text will do
 
     @classmethod
-    def from_request(cls, request: Request) -> "Sequence":
-        """Make a waiting sequence; replayed tokens count as generated and are recomputed, not delivered."""
+    def from_request(cls, request: Request, matcher: StructureMatcher | None = None) -> "Sequence":
+        """Make a waiting sequence; replayed tokens count as generated and are recomputed, not delivered.
+
+        Args:
+            matcher: of the request's structure; has followed the replayed tokens.
+        """
         token_ids = [*request.prompt_ids, *request.replayed_ids]
         return cls(
             request=request,
             token_ids=token_ids,
             num_prompt_tokens=len(request.prompt_ids),
             rules=TokenRules.of(request.params),
+            matcher=matcher,
         )
 
     @property
@@ -95,9 +102,12 @@ class Sequence:
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Say whether the last token ended the sequence, and why.
 
-        A stop token among the first min_tokens outputs is an ordinary token.
+        A stop token among the first min_tokens outputs is an ordinary token. A structure that is complete ends it
+        whatever min_tokens says: there is nothing left to say.
         """
         params = self.request.params
+        if self.matcher is not None and self.matcher.has_ended:
+            return FinishReason.STOP
         if self.num_output_tokens > params.min_tokens and self.token_ids[-1] in params.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.ends_within(0, max_model_len) else None

@@ -2,7 +2,7 @@
 
 Each command's module is imported when the command is dispatched (the exception to rule 8 of the house style, for
 start-up time): `wideep --help` answers in a tenth of a second, and the supervisor never loads torch, fastapi or
-transformers. `engine`, `front` and `torchrun` are for WideEP's own use and not shown.
+transformers. `engine`, `front`, `structure-checker` and `torchrun` are for WideEP's own use and not shown.
 """
 # ruff: noqa: PLC0415
 
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["torchrun"]:  # its flags are not ours to parse
         _run_agent(words[1:])
+    if words == ["structure-checker"]:
+        return _run_checker()
     parser = build_parser()
     args = parser.parse_args(words)
     if args.command is None:
@@ -179,6 +181,12 @@ def _run_experts(args: argparse.Namespace) -> int:
     from server.experts_offline import run_experts
 
     return run_experts(args)
+
+
+def _run_checker() -> int:
+    from server.structure_checker import run_checker
+
+    return run_checker()
 
 
 def _run_agent(arguments: list[str]) -> NoReturn:

@@ -6,6 +6,7 @@ the engine tells its supervisor the HTTP address and when it serves. An error he
 surviving it is the supervisors' business (D8 of the design).
 """
 
+import importlib
 import json
 import os
 import socket
@@ -31,6 +32,8 @@ from scheduler.lockstep import DispatchMode, LockStepError
 from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import RankStats, RequestOutput
 from scheduler.sizing import KVMemoryError, cache_budget
+from scheduler.structure import StructureError
+from scheduler.structure_vocabulary import Vocabulary
 from server.machine import available_bytes
 from server.options import Options
 from server.parent_death import die_with_parent
@@ -68,7 +71,8 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     supervisor.tell(http=front["http"])
     _join(place, store)
     doorbell = StoreDoorbell(*(PrefixStore("doorbell", _store(place)) for _ in range(2)))
-    built = assemble(_config(options, place), doorbell, _Progress() if place.rank == 0 else _silent)
+    progress = _Progress() if place.rank == 0 else _silent
+    built = assemble(_config(options, place), doorbell, progress, lambda: _load_vocabulary(options.model))
     if place.rank == 0:
         print(f"Dispatch: {built.transport}; {built.dispatch}", file=sys.stderr, flush=True)
     _walk(built, options, place, front, supervisor)
@@ -195,6 +199,20 @@ def _default_cache_bytes(options: Options, place: Place) -> int:
     """This rank's share of what is free, less what experts need that move."""
     share = int(available_bytes() * (options.gpu_memory_utilization or KV_SHARE)) // place.local_world_size
     return cache_budget(share, spare_bytes(options, place.world_size))
+
+
+def _load_vocabulary(model: str) -> Vocabulary:
+    """Read the tokenizer, which a rank needs for structures only: until then it costs neither time nor memory.
+
+    Raises:
+        StructureError: there is none, or it does not load.
+    """
+    slow = importlib.import_module("server.tokenizer")
+    try:
+        vocabulary: Vocabulary = slow.Tokenizer(model).vocabulary()
+    except ValueError as error:  # TokenizerError: its class came with the slow import
+        raise StructureError(str(error)) from error
+    return vocabulary
 
 
 def _store(place: Place) -> Store:

@@ -52,6 +52,7 @@ from server.ranks import Ranks
 from server.requests import Requests
 from server.router import Router
 from server.served import ServedModel
+from server.structure_checks import StructureChecks
 from server.tokenizer import Tokenizer
 from server.tracing import Traces
 
@@ -139,6 +140,7 @@ class HttpService:
             if balancing is not None:
                 balancing.cancel()
             await asyncio.to_thread(self._traces.close)
+            await self.model.structures.close()
 
     async def drain(self) -> None:
         """Turn /health to 503, refuse new requests, and wait until the open ones have ended."""
@@ -220,6 +222,7 @@ def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Serve
         sampling_defaults=_sampling_defaults(Path(options.model)),
         max_len=_max_len(options, tokenizer, ranks),
         created=int(time.time()),
+        structures=StructureChecks(tokenizer.vocabulary),
         markup=markup_of(
             tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
         ),

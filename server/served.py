@@ -6,6 +6,7 @@ from typing import Any
 
 from server import errors
 from server.parsers.registry import Markup
+from server.structure_checks import StructureChecks
 from server.tokenizer import Tokenizer
 
 
@@ -18,6 +19,7 @@ class ServedModel:
     sampling_defaults: dict[str, Any]  # from the checkpoint's generation_config.json
     max_len: Callable[[], int]  # tokens, prompt plus output; known for certain once ranks have attached
     created: int  # seconds since 1970
+    structures: StructureChecks
     markup: Markup = Markup()  # noqa: RUF009 - frozen; how the model writes calls and reasoning
 
     def check_name(self, name: str | None) -> str:

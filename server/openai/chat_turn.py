@@ -15,6 +15,7 @@ from server.openai.chat_prompt import render_chat
 from server.openai.params import asks_for, refuse_unserved
 from server.openai.schemas import ChatRequest
 from server.openai.streaming import finish_word
+from server.openai.structure import structure_of
 from server.openai.text import LONG_TEXT, check_unicode, encode
 from server.openai.tools import ToolUse, tool_use_of
 from server.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
@@ -132,6 +133,7 @@ class ChatTurn:
         refuse_unserved(body)
         num_logprobs = _num_logprobs(body)
         tools = tool_use_of(body)
+        structure = await structure_of(body, model)
         prompt = render_chat(body, model, tools)
         prompt_ids = await encode(prompt, model, add_special_tokens=False, param="messages")
         max_tokens = body.max_completion_tokens or body.max_tokens
@@ -147,6 +149,7 @@ class ChatTurn:
             num_logprobs=num_logprobs,
             prompt_field="messages",
             max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
+            structure=structure,
         )
         answer = requests.open(request_id, _showing_markup(asks, model, with_tools=tools.choice == "auto"))
         return cls(body, model, tools, prompt, answer)

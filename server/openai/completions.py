@@ -18,6 +18,7 @@ from server.openai.params import asks_for, refuse_unserved
 from server.openai.prompts import echo_of, encode_prompts
 from server.openai.schemas import CompletionRequest
 from server.openai.streaming import Choice, EventStream, collect, event, finish_word
+from server.openai.structure import structure_of
 from server.openai.usage import usage_of
 from server.requests import Requests
 from server.served import ServedModel
@@ -36,6 +37,7 @@ def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
         refuse_unserved(body)
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens is 0, which only echo=true gives a meaning.", "max_tokens")
+        structure = await structure_of(body, model)
         prompts = await encode_prompts(body, model)
         request_id = f"cmpl-{uuid.uuid4().hex}"
         asks = asks_for(
@@ -47,6 +49,7 @@ def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
             num_logprobs=body.logprobs,
             prompt_field="prompt",
             num_prompt_logprobs=body.logprobs if body.echo else None,
+            structure=structure,
         )
         answer = requests.open(request_id, asks)
         worded = Worded(answer, body, name, model)

@@ -19,12 +19,6 @@ _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "functions": (),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "use_beam_search": (),
     "length_penalty": (1,),  # of beam search
     "typical_p": (1,),

@@ -13,6 +13,7 @@ from server.openai.schemas import ChatRequest
 from server.parsers.deltas import Delta, merge
 from server.parsers.registry import markup_of
 from server.served import ServedModel
+from server.structure_checks import StructureChecks
 from server.tokenizer import Tokenizer
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
 
@@ -39,6 +40,7 @@ def render(directory: Path, template: str, **fields: Any) -> str:
         sampling_defaults={},
         max_len=lambda: 512,
         created=0,
+        structures=StructureChecks(tokenizer.vocabulary),
         markup=markup_of(template),
     )
     return render_chat(ChatRequest.model_validate({"messages": HISTORY, **fields}), model)

@@ -18,6 +18,10 @@ from scheduler.assembly import Assembled, assemble
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.request import Logprobs, RankStats, Request, RequestOutput, SamplingParams
+from scheduler.structure_compiling import no_vocabulary
+from scheduler.structure_vocabulary import LoadVocabulary
+
+COMPILE_TIMEOUT_S = 60.0
 
 
 class WaveDoorbell:
@@ -36,6 +40,8 @@ class WaveDoorbell:
             return
         for request in self.waves.popleft():
             self.engine.submit(request)
+        # Requests with forms come back from a thread; without them the engine would find nothing to do, and stop.
+        self.engine._structures._thread.submit(str).result(COMPILE_TIMEOUT_S)
 
 
 @dataclass
@@ -48,13 +54,15 @@ class Served:
     stats: list[RankStats] = field(default_factory=list)
 
 
-def build(directory: Path, **settings: Any) -> Assembled:
+def build(directory: Path, *, load_vocabulary: LoadVocabulary = no_vocabulary, **settings: Any) -> Assembled:
     """Assemble this rank's engine; alone unless `torch.distributed` is up in a pool."""
     if dist.is_initialized():
         settings = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), **settings}
     doorbell = WaveDoorbell()
     built = assemble(
-        EngineConfig(**{"directory": directory, "kv_cache_bytes": 8 << 20, **settings}), doorbell
+        EngineConfig(**{"directory": directory, "kv_cache_bytes": 8 << 20, **settings}),
+        doorbell,
+        load_vocabulary=load_vocabulary,
     )
     doorbell.engine = built.engine
     built.engine.waves = doorbell.waves = deque()  # type: ignore[attr-defined]

@@ -1,0 +1,100 @@
+"""Compiles the forms that requests ask for, in a thread beside the step loop.
+
+A request waits here until its form is compiled and others go on. Compiled forms are kept by their text; each request
+gets a copy that has followed the tokens an earlier attempt delivered. One thread: forms compile in milliseconds, and
+the front has let none through that does not (`server.structure_checks`).
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from llguidance import LLMatcher, LLTokenizer
+
+from scheduler.request import FinishReason, Request, RequestOutput, Structure
+from scheduler.structure import StructureError, StructureMatcher
+from scheduler.structure_grammar import compile_structure, open_tokenizer
+from scheduler.structure_matcher import GrammarMatcher
+from scheduler.structure_vocabulary import LoadVocabulary, Vocabulary
+
+MAX_KEPT = 64  # compiled forms
+
+
+class Structured(NamedTuple):
+    """A request that may be served now."""
+
+    request: Request
+    matcher: StructureMatcher
+
+
+OnReady = Callable[[Structured | RequestOutput], None]
+
+
+def no_vocabulary() -> Vocabulary:
+    """Stand in where nobody said how to load the tokenizer."""
+    raise StructureError("this engine was started without a tokenizer")
+
+
+class StructureCompiler:
+    """What compiles, keeps and waits. `submit` and `forget` may be called from any thread."""
+
+    def __init__(self, load_vocabulary: LoadVocabulary = no_vocabulary) -> None:
+        """Args: load_vocabulary is called once, in the thread, when the first request asks for a form."""
+        self._load_vocabulary = load_vocabulary
+        self._lock = threading.Lock()
+        self._waiting: set[str] = set()  # ids of requests whose forms are being compiled
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="structure")
+        self._vocabulary: Vocabulary | None = None  # this and the next two are the thread's alone
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
+
+    def submit(self, request: Request, on_ready: OnReady) -> None:
+        """Compile what a request asks for; `on_ready` is called in the thread, with the request or with its end."""
+        with self._lock:
+            self._waiting.add(request.request_id)
+        self._thread.submit(self._prepare, request, on_ready)
+
+    def forget(self, request_id: str) -> bool:
+        """Drop a request that waits here; False when none does."""
+        with self._lock:
+            waits = request_id in self._waiting
+            self._waiting.discard(request_id)
+        return waits
+
+    def _prepare(self, request: Request, on_ready: OnReady) -> None:
+        ready: Structured | RequestOutput
+        try:
+            ready = Structured(request, self._matcher_for(request))
+        except StructureError as error:
+            ready = RequestOutput(
+                request_id=request.request_id,
+                token_ids=[],
+                finish_reason=FinishReason.ERROR,
+                error=f"the structure cannot be compiled: {error}",
+            )
+        if self.forget(request.request_id):
+            on_ready(ready)
+
+    def _matcher_for(self, request: Request) -> StructureMatcher:
+        params = request.params
+        assert params.structure is not None, "only requests that ask for a form come here"
+        compiled = self._compile(params.structure)
+        assert self._vocabulary is not None
+        ignore_eos = not self._vocabulary.end_ids & set(params.stop_token_ids)
+        matcher = GrammarMatcher(compiled.deep_copy(), self._vocabulary, ignore_eos=ignore_eos)
+        for token_id in request.replayed_ids:
+            matcher.advance(token_id)
+        return matcher
+
+    def _compile(self, structure: Structure) -> LLMatcher:
+        if self._tokenizer is None:
+            self._vocabulary = self._load_vocabulary()
+            self._tokenizer = open_tokenizer(self._vocabulary)
+        if structure not in self._compiled:
+            self._compiled[structure] = compile_structure(structure, self._tokenizer)
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(structure)
+        return self._compiled[structure]

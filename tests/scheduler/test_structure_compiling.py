@@ -1,0 +1,113 @@
+"""The thread that compiles: who waits, who is told, what is kept."""
+
+import queue
+import threading
+
+from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams, Structure
+from scheduler.structure import StructureError
+from scheduler.structure_compiling import StructureCompiler, Structured
+from scheduler.structure_vocabulary import Vocabulary
+from tests.support.structures import END, OTHER_END, VOCABULARY, ids_of
+
+TIMEOUT_S = 20.0
+
+
+def request_of(
+    request_id: str, structure: Structure, *, ends: tuple[int, ...] = (END, OTHER_END), replayed: str = ""
+) -> Request:
+    params = SamplingParams(max_tokens=9, structure=structure, stop_token_ids=ends)
+    return Request(
+        request_id=request_id,
+        prompt_ids=(1,),
+        params=params,
+        arrival_s=0.0,
+        replayed_ids=tuple(ids_of(replayed)),
+    )
+
+
+class Gate:
+    """Loads the vocabulary when it is opened, and counts how often."""
+
+    def __init__(self) -> None:
+        self.opened, self.num_loads = threading.Event(), 0
+
+    def __call__(self) -> Vocabulary:
+        assert self.opened.wait(TIMEOUT_S)
+        self.num_loads += 1
+        return VOCABULARY
+
+
+def compiler_of(is_open: bool = True) -> tuple[StructureCompiler, Gate]:
+    gate = Gate()
+    if is_open:
+        gate.opened.set()
+    return StructureCompiler(gate), gate
+
+
+def ready_of(compiler: StructureCompiler, *requests: Request) -> list[Structured | RequestOutput]:
+    ready: queue.Queue[Structured | RequestOutput] = queue.Queue()
+    for request in requests:
+        compiler.submit(request, ready.put)
+    return [ready.get(timeout=TIMEOUT_S) for _ in requests]
+
+
+def test_a_request_comes_back_with_a_matcher_of_its_own() -> None:
+    compiler, gate = compiler_of()
+    form = Structure("regex", "ab")
+    first, second = ready_of(compiler, request_of("1", form), request_of("2", form))
+    assert isinstance(first, Structured) and isinstance(second, Structured)
+    assert (first.request.request_id, second.request.request_id) == ("1", "2")
+    first.matcher.advance(ord("a"))
+    first.matcher.advance(ord("b"))
+    assert first.matcher.has_ended and not second.matcher.has_ended
+    assert gate.num_loads == 1
+
+
+def test_replayed_tokens_are_followed() -> None:
+    compiler, _ = compiler_of()
+    (ready,) = ready_of(compiler, request_of("1", Structure("regex", "abc"), replayed="ab"))
+    assert isinstance(ready, Structured)
+    ready.matcher.advance(ord("c"))
+    assert ready.matcher.has_ended
+
+
+def test_what_cannot_be_compiled_ends_the_request_and_nobody_else() -> None:
+    compiler, _ = compiler_of()
+    wrong, right = ready_of(
+        compiler, request_of("1", Structure("regex", "(")), request_of("2", Structure("regex", "a"))
+    )
+    assert isinstance(wrong, RequestOutput) and isinstance(right, Structured)
+    assert wrong.finish_reason is FinishReason.ERROR and "cannot be compiled" in wrong.error
+
+
+def test_a_rank_without_a_tokenizer_says_so() -> None:
+    def none() -> Vocabulary:
+        raise StructureError("no tokenizer in here")
+
+    for compiler in (StructureCompiler(), StructureCompiler(none)):
+        (ready,) = ready_of(compiler, request_of("1", Structure("regex", "a")))
+        assert isinstance(ready, RequestOutput) and "tokenizer" in ready.error
+
+
+def test_a_request_that_was_forgotten_does_not_come_back() -> None:
+    compiler, gate = compiler_of(is_open=False)
+    ready: queue.Queue[Structured | RequestOutput] = queue.Queue()
+    compiler.submit(request_of("1", Structure("regex", "a")), ready.put)
+    compiler.submit(request_of("2", Structure("regex", "a")), ready.put)
+    assert compiler.forget("1") and not compiler.forget("1") and not compiler.forget("3")
+    gate.opened.set()
+    left = ready.get(timeout=TIMEOUT_S)
+    assert isinstance(left, Structured) and left.request.request_id == "2"
+    assert ready.empty() and not compiler.forget("2")
+
+
+def test_ignore_eos_is_told_from_the_stop_tokens() -> None:
+    compiler, _ = compiler_of()
+    ends, never = ready_of(
+        compiler,
+        request_of("1", Structure("regex", "a*")),
+        request_of("2", Structure("regex", "a*"), ends=(7,)),
+    )
+    assert isinstance(ends, Structured) and isinstance(never, Structured)
+    assert ends.matcher._ignore_eos is False  # type: ignore[attr-defined]
+    assert never.matcher._ignore_eos is True  # type: ignore[attr-defined]

@@ -1,0 +1,141 @@
+"""What may come next, when an answer ends, and who wins where a request contradicts itself."""
+
+import numpy as np
+
+from scheduler.request import FinishReason, Structure
+from scheduler.structure_grammar import compile_structure, open_tokenizer
+from scheduler.structure_matcher import GrammarMatcher
+from scheduler.structure_vocabulary import Vocabulary, vocabulary_from_json, vocabulary_to_json
+from tests.support.structures import (
+    END,
+    LONGER,
+    NUM_TOKENS,
+    OTHER_END,
+    ROLE,
+    TOKENIZER,
+    VOCABULARY,
+    allowed_by,
+    answer_of,
+    generate,
+    ids_of,
+    matcher_of,
+)
+
+
+def longer(token: bytes) -> int:
+    """A longer token's id."""
+    return 259 + LONGER.index(token)
+
+
+def follow(matcher: GrammarMatcher, text: str) -> GrammarMatcher:
+    for token_id in ids_of(text):
+        matcher.advance(token_id)
+    assert not matcher.failure
+    return matcher
+
+
+def test_every_spelling_of_what_may_come_is_allowed() -> None:
+    allowed = allowed_by(matcher_of(Structure("choice", '["abc", "axe"]')))
+    assert allowed == {ord("a"), longer(b"ab"), NUM_TOKENS - 1}, (
+        "a token that the vocabulary has twice is allowed twice"
+    )
+
+
+def test_a_token_may_cross_from_one_part_into_the_next() -> None:
+    matcher = follow(matcher_of(Structure("json_schema", '{"enum": [{"ab": true}]}')), "{")
+    assert longer(b'": ') not in allowed_by(matcher)
+    follow(matcher, '"ab')
+    assert {ord('"'), longer(b'":'), longer(b'": ')} <= allowed_by(matcher)
+
+
+def test_the_end_is_allowed_where_the_form_may_end_and_special_tokens_never_are() -> None:
+    matcher = matcher_of(Structure("regex", "ab*"))
+    assert allowed_by(matcher) == {ord("a"), longer(b"ab"), NUM_TOKENS - 1}
+    matcher = follow(matcher, "a")
+    assert allowed_by(matcher) == {ord("b"), END, OTHER_END}
+    assert ROLE not in allowed_by(matcher_of(Structure("regex", "(?s:.*)")))
+
+
+def test_the_name_of_a_special_token_may_be_spelled_in_bytes_only() -> None:
+    matcher = matcher_of(Structure("choice", '["<end>", "<role>"]'))
+    assert allowed_by(matcher) == {ord("<")}
+
+
+def test_an_end_token_ends_the_form() -> None:
+    for token_id in (END, OTHER_END):
+        matcher = follow(matcher_of(Structure("regex", "ab*")), "ab")
+        assert not matcher.has_ended
+        matcher.advance(token_id)
+        assert matcher.has_ended and not matcher.failure
+
+
+def test_a_form_that_cannot_go_on_has_ended_with_its_last_token() -> None:
+    for form, text in (
+        (Structure("choice", '["ab", "b"]'), "ab"),
+        (Structure("json_schema", '{"type": "object", "additionalProperties": false}'), "{}"),
+        (Structure("regex", "a{3}"), "aaa"),
+        (Structure("grammar", 'start: "(" start ")" | "x"\n'), "(x)"),
+    ):
+        matcher = follow(matcher_of(form), text[:-1])
+        assert not matcher.has_ended
+        assert follow(matcher, text[-1]).has_ended
+
+
+def test_with_ignore_eos_the_end_is_never_allowed_and_a_complete_form_ends_all_the_same() -> None:
+    assert allowed_by(follow(matcher_of(Structure("regex", "ab*"), ignore_eos=True), "ab")) == {ord("b")}
+    sequence = generate(Structure("choice", '["abc", "axe"]'), ignore_eos=True)
+    assert sequence.finish_reason(100) is FinishReason.STOP
+    assert answer_of(sequence) in ("abc", "axe")
+    assert generate(Structure("regex", "ab*"), ignore_eos=True, max_tokens=9).num_output_tokens == 9
+
+
+def test_min_tokens_keeps_a_form_going_while_it_can_and_no_longer() -> None:
+    assert generate(Structure("regex", "x*"), min_tokens=30).num_output_tokens > 30
+    sequence = generate(Structure("choice", '["no"]'), min_tokens=30)
+    assert (answer_of(sequence), sequence.finish_reason(100)) == ("no", FinishReason.STOP)
+
+
+def test_max_tokens_cuts_and_says_length_unless_the_form_is_complete() -> None:
+    cut = generate(Structure("regex", "x{50}"), max_tokens=9)
+    assert (answer_of(cut), cut.finish_reason(100)) == ("x" * 9, FinishReason.LENGTH)
+    whole = generate(Structure("regex", "x{9}"), max_tokens=9)
+    assert (answer_of(whole), whole.finish_reason(100)) == ("x" * 9, FinishReason.STOP)
+
+
+def test_a_token_that_is_not_allowed_is_a_failure_that_stays() -> None:
+    matcher = matcher_of(Structure("regex", "ab"))
+    matcher.advance(ord("b"))
+    assert "98" in matcher.failure
+    matcher.advance(ord("a"))
+    row = np.zeros(NUM_TOKENS, dtype=np.float32)
+    matcher.mask(row)
+    assert "98" in matcher.failure and not row.any(), "the row is left as it was"
+
+
+def test_a_form_that_no_token_can_go_on_with_is_a_failure() -> None:
+    tokens = (b"a", b"<end>")
+    small = Vocabulary(tokens=tokens, special_ids=frozenset({1}), end_ids=frozenset({1}))
+    compiled = compile_structure(Structure("regex", "ab"), open_tokenizer(small))
+    matcher = GrammarMatcher(compiled, small, ignore_eos=False)
+    matcher.advance(0)
+    row = np.zeros(2, dtype=np.float32)
+    matcher.mask(row)
+    assert "no token" in matcher.failure and not row.any()
+
+
+def test_rows_wider_than_the_vocabulary_are_masked_to_their_end() -> None:
+    allowed = allowed_by(matcher_of(Structure("regex", ".")), NUM_TOKENS + 100)
+    assert allowed and max(allowed) < NUM_TOKENS
+
+
+def test_a_copy_does_not_follow_its_original() -> None:
+    compiled = matcher_of(Structure("regex", "ab"))._matcher
+    copies = [GrammarMatcher(compiled.deep_copy(), VOCABULARY, ignore_eos=False) for _ in range(2)]
+    copies[0].advance(ord("a"))
+    assert allowed_by(copies[0]) == {ord("b")}
+    assert ord("a") in allowed_by(copies[1])
+
+
+def test_a_vocabulary_survives_json() -> None:
+    assert vocabulary_from_json(vocabulary_to_json(VOCABULARY)) == VOCABULARY
+    assert TOKENIZER.vocab_size == NUM_TOKENS + 1
