@@ -4,6 +4,7 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span, Step
@@ -48,6 +49,28 @@ class Runner:
         """
         begun_ns = perf_counter_ns()
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
+        rows = self._fill(batch, agreed_tokens)
+        token_T = self._token_T[: self.step.num_padded]
+        scored = _scored(batch)
+        logits_RV = self._model.forward(token_T, self._cache, rows, keeps_hidden=bool(scored))
+        sampled = sample(logits_RV, [item.sequence for item in batch.items if item.samples])
+        if scored:
+            sampled = sampled._replace(
+                prompt_logprobs={part.request_id: self._score(part) for part in scored}
+            )
+        self.num_steps += 1
+        self.num_tokens[PREFILL] += batch.num_prefill_tokens
+        self.num_tokens[DECODE] += batch.num_tokens - batch.num_prefill_tokens
+        took_ns = perf_counter_ns() - begun_ns
+        self.busy_ns += took_ns
+        if has_prefill:
+            self.num_prefill_steps += 1
+            self.prefill_busy_ns += took_ns
+            self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
+        return sampled
+
+    def _fill(self, batch: Batch, agreed_tokens: int) -> Tensor:
+        """Put a batch into the step; return the rows whose logits are sampled from, [R] int64."""
         spans, tokens, rows, row = [], [], [], 0
         for sequence, start, length, samples in batch.items:
             spans.append(
@@ -57,30 +80,10 @@ class Runner:
             row += length
             if samples:
                 rows.append(row - 1)
-        num_decodes = batch.num_tokens - batch.num_prefill_tokens
-        self.step.fill(spans, num_decodes, agreed_tokens=agreed_tokens)
+        self.step.fill(spans, batch.num_tokens - batch.num_prefill_tokens, agreed_tokens=agreed_tokens)
         self._token_T[:row] = torch.tensor(tokens, dtype=torch.int64)
         self._token_T[row : self.step.num_padded] = 0
-        token_T = self._token_T[: self.step.num_padded]
-        scored = _scored(batch)
-        logits_RV = self._model.forward(
-            token_T, self._cache, torch.tensor(rows, dtype=torch.int64), keeps_hidden=bool(scored)
-        )
-        sampled = sample(logits_RV, [item.sequence for item in batch.items if item.samples])
-        if scored:
-            sampled = sampled._replace(
-                prompt_logprobs={part.request_id: self._score(part) for part in scored}
-            )
-        self.num_steps += 1
-        self.num_tokens[PREFILL] += batch.num_prefill_tokens
-        self.num_tokens[DECODE] += num_decodes
-        took_ns = perf_counter_ns() - begun_ns
-        self.busy_ns += took_ns
-        if has_prefill:
-            self.num_prefill_steps += 1
-            self.prefill_busy_ns += took_ns
-            self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
-        return sampled
+        return torch.tensor(rows, dtype=torch.int64)
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
         """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""

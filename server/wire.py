@@ -76,7 +76,9 @@ def request_from(submit: pb.Submit, *, now_s: float) -> Request:
 def _params_to_wire(params: SamplingParams) -> pb.SamplingParams:
     fields: dict[str, Any] = {name: value for name, value in vars(params).items() if value is not None}
     fields["bad_words"] = [pb.TokenSequence(token_ids=word) for word in params.bad_words]
-    fields["logit_bias"] = [pb.TokenBias(**each._asdict()) for each in params.logit_bias]
+    biases = fields.pop("logit_bias")
+    fields["bias_token_ids"] = [each.token_id for each in biases]
+    fields["biases"] = [each.bias for each in biases]
     if params.structure is not None:
         fields["structure"] = pb.Structure(**asdict(params.structure))
     return pb.SamplingParams(**fields)
@@ -102,7 +104,7 @@ def _params_from(wire: pb.SamplingParams) -> SamplingParams:
         num_prompt_logprobs=wire.num_prompt_logprobs if wire.HasField("num_prompt_logprobs") else None,
         allowed_token_ids=tuple(wire.allowed_token_ids),
         bad_words=tuple(tuple(word.token_ids) for word in wire.bad_words),
-        logit_bias=tuple(TokenBias(each.token_id, each.bias) for each in wire.logit_bias),
+        logit_bias=tuple(map(TokenBias, wire.bias_token_ids, wire.biases)),
     )
 
 

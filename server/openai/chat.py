@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,8 @@ def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
         if body.stream:
             return EventStream(turn.answer, ChatChunks(turn))
         choices = await collect(turn.answer, http)
+        if body.prompt_logprobs is not None:  # of a long prompt takes seconds to word
+            return await asyncio.to_thread(lambda: JSONResponse(_whole(turn, choices)))
         return JSONResponse(_whole(turn, choices))
 
     return router

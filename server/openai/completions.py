@@ -1,5 +1,6 @@
 """POST /v1/completions: text or token ids in, text out, without a chat template."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -56,6 +57,8 @@ def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
         if body.stream:
             return EventStream(answer, worded)
         choices = await collect(answer, http)
+        if body.echo or body.prompt_logprobs is not None:  # may take seconds to word, if logprobs are wanted
+            return await asyncio.to_thread(lambda: JSONResponse(worded.whole(choices)))
         return JSONResponse(worded.whole(choices))
 
     return router

@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_TOOLS = 1024
 MAX_LOGPROB_IDS = 128  # vLLM's, as is the next
 MAX_BAD_WORDS = 128
+MAX_ALLOWED_IDS = 4096  # vLLM takes 1,024; every choice carries its own to its rank
 
 _TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 # Checked by hand, for better words than a union's; described here for /openapi.json.
@@ -70,7 +71,9 @@ class SamplingFields(BaseModel):
     skip_special_tokens: bool | None = None
     logit_bias: Biases = None  # {"token id": bias}; checked in token_fields, which names every wrong entry
     bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS, fail_fast=True)
-    allowed_token_ids: list[int] | None = Field(None, min_length=1, fail_fast=True)
+    allowed_token_ids: list[int] | None = Field(
+        None, min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True
+    )
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     logprob_token_ids: list[int] | None = Field(
         None, min_length=1, max_length=MAX_LOGPROB_IDS, fail_fast=True

@@ -13,7 +13,7 @@ from server.tokenizer import Tokenizer
 
 MAX_BIASES = 1024  # vLLM's MAX_NUM_LOGIT_BIAS_TOKENS
 MAX_BIAS = 100.0  # OpenAI's
-MAX_BAD_WORD_CHARS = 512
+MAX_BAD_CHARS = 8192  # of all bad words together; vLLM takes 1,024 tokens
 MAX_ID_DIGITS = 10
 _SHOWN = 5  # wrong values that an error quotes
 
@@ -64,15 +64,15 @@ def bad_words_of(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tup
     """Return the token sequences of words, each as it is at a text's start and after a blank.
 
     Raises:
-        ApiError: 400, a word that has no tokens or too many characters.
+        ApiError: 400, a word that has no tokens, or too many characters in all.
     """
+    if words and sum(map(len, words)) > MAX_BAD_CHARS:
+        raise _refusal("bad_words", f"takes words of {MAX_BAD_CHARS} characters together")
     sequences: dict[tuple[int, ...], None] = {}
     for word in words or ():
         bare = word.lstrip()
-        if not bare or len(word) > MAX_BAD_WORD_CHARS or not _is_unicode(bare):
-            raise _refusal(
-                "bad_words", f"must be words of 1 to {MAX_BAD_WORD_CHARS} characters; got {word[:40]!r}"
-            )
+        if not bare or not _is_unicode(bare):
+            raise _refusal("bad_words", f"must be words of at least one character; got {word[:40]!r}")
         for text in (bare, " " + bare):
             sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
     sequences.pop((), None)
