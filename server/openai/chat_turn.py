@@ -8,14 +8,14 @@ the endpoint's matter: /v1/chat/completions words it as it is, others turn their
 import uuid
 from dataclasses import dataclass, field, replace
 
-from scheduler.request import FinishReason
+from scheduler.request import FinishReason, Structure
 from server.errors import bad_request
 from server.generations import Answer, Ask, Piece
 from server.openai.chat_prompt import render_chat
 from server.openai.params import asks_for, refuse_unserved
 from server.openai.schemas import ChatRequest
 from server.openai.streaming import finish_word
-from server.openai.structure import structure_of
+from server.openai.structure import check_structure, structure_of
 from server.openai.text import LONG_TEXT, check_unicode, encode
 from server.openai.tools import ToolUse, tool_use_of
 from server.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
@@ -99,15 +99,23 @@ class ChatTurn:
     """A chat request that ranks are answering."""
 
     def __init__(
-        self, body: ChatRequest, model: ServedModel, tools: ToolUse, prompt: str, answer: Answer
+        self,
+        body: ChatRequest,
+        model: ServedModel,
+        tools: ToolUse,
+        prompt: str,
+        answer: Answer,
+        *,
+        finds_calls: bool,
     ) -> None:
-        """Use `open`."""
+        """Use `open`. Args: finds_calls is whether calls are looked for in the answer's text."""
         self.body = body
         self.model = model
         self.name = model.check_name(body.model)  # that the answer carries
         self.tools = tools
         self.prompt = prompt
         self.answer = answer
+        self._finds_calls = finds_calls
         self._parsers: dict[int, MessageParser] = {}
 
     @classmethod
@@ -133,8 +141,11 @@ class ChatTurn:
         refuse_unserved(body)
         num_logprobs = _num_logprobs(body)
         tools = tool_use_of(body)
-        structure = await structure_of(body, model)
+        structure = await _structure(body, model, tools)
         prompt = render_chat(body, model, tools)
+        if structure is not None:
+            bound = model.markup.bound(prompt)
+            prompt, structure = prompt + bound.prompt, replace(structure, after=bound.after)
         prompt_ids = await encode(prompt, model, add_special_tokens=False, param="messages")
         max_tokens = body.max_completion_tokens or body.max_tokens
         if cut_to_fit and max_tokens is not None:
@@ -151,8 +162,9 @@ class ChatTurn:
             max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
             structure=structure,
         )
-        answer = requests.open(request_id, _showing_markup(asks, model, with_tools=tools.choice == "auto"))
-        return cls(body, model, tools, prompt, answer)
+        finds_calls = tools.choice == "auto" and structure is None  # the client's form has no room for calls
+        answer = requests.open(request_id, _showing_markup(asks, model, with_tools=finds_calls))
+        return cls(body, model, tools, prompt, answer, finds_calls=finds_calls)
 
     def parser(self, index: int) -> MessageParser:
         """Return a choice's parser, the same one every time."""
@@ -191,7 +203,16 @@ class ChatTurn:
         markup = self.model.markup
         if self.tools.is_bound:
             return markup.bound_parser(self.prompt, self.tools.bound_parser())
-        return markup.parser(self.prompt, self.tools.types())
+        return markup.parser(self.prompt, self.tools.types() if self._finds_calls else None)
+
+
+async def _structure(body: ChatRequest, model: ServedModel, tools: ToolUse) -> Structure | None:
+    """Return the form that the answer is bound to: the call's, if there must be one, else what the body asks for."""
+    structure = tools.structure()
+    if structure is None:
+        return await structure_of(body, model)
+    await check_structure(structure, model, "tools")
+    return structure
 
 
 def _showing_markup(asks: list[Ask], model: ServedModel, *, with_tools: bool) -> list[Ask]:

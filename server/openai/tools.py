@@ -3,11 +3,13 @@
 auto leaves it to the model. required and a named function bind the answer to JSON: a list of calls, or the arguments.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler.request import Structure
 from server.errors import bad_request
 from server.openai.nesting import is_deeper
 from server.openai.schemas import ChatRequest
@@ -38,13 +40,21 @@ class ToolUse:
         """Whether the answer must be JSON that holds the call."""
         return self.choice in ("required", "named")
 
-    def types(self) -> ArgumentTypes | None:
-        """Return what parsers of tagged arguments need; None if calls are not looked for."""
-        return ArgumentTypes(self._parameters()) if self.choice == "auto" else None
+    def types(self) -> ArgumentTypes:
+        """Return what parsers of tagged arguments need."""
+        return ArgumentTypes(self._parameters())
 
     def bound_parser(self) -> TextParser:
         """Return the parser of a bound answer."""
         return NamedCallParser(self.named) if self.choice == "named" else JsonListParser()
+
+    def structure(self) -> Structure | None:
+        """Return the form that the answer is bound to."""
+        if self.choice == "named":
+            return _structure(self._parameters()[self.named])
+        if self.choice == "required":
+            return _structure(_list_schema(self._parameters(), parallel=self.parallel))
+        return None
 
     def _parameters(self) -> dict[str, Mapping[str, Any]]:
         return {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
@@ -69,10 +79,6 @@ def tool_use_of(body: ChatRequest) -> ToolUse:
         if name in names[:place]:
             raise bad_request(f"tools has two functions named {name!r}.", f"tools.{place}.function.name")
     kind, named = _choice(choice, names)
-    if kind != "auto":
-        raise bad_request(
-            "tool_choice must be 'auto' or 'none': others are not supported yet.", "tool_choice"
-        )
     return ToolUse(
         tools=tuple(checked), choice=kind, named=named, parallel=body.parallel_tool_calls is not False
     )
@@ -124,3 +130,45 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
         known = ", ".join(repr(each) for each in names)
         raise bad_request(f"tool_choice names {name!r}; tools has {known}.", "tool_choice")
     return "named", name
+
+
+def _structure(schema: Mapping[str, Any]) -> Structure:
+    return Structure("json_schema", json.dumps(schema))
+
+
+def _list_schema(parameters: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
+    """Return the schema of a list of calls, each with arguments by its function's own schema.
+
+    The functions' schemas move under $defs, and their references with them.
+    """
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{number}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for number, name in enumerate(parameters)
+    ]
+    return {
+        "type": "array",
+        "minItems": 1,
+        **({} if parallel else {"maxItems": 1}),
+        "items": {"anyOf": calls},
+        "$defs": {
+            str(number): _moved(schema, f"#/$defs/{number}")
+            for number, schema in enumerate(parameters.values())
+        },
+    }
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """Return a schema whose references start at a new root."""
+    if isinstance(schema, Mapping):
+        return {
+            key: root + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, root)
+            for key, value in schema.items()
+        }
+    return [_moved(each, root) for each in schema] if isinstance(schema, list) else schema

@@ -35,6 +35,7 @@ class MarkupParser(ABC):
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self._call_ids: set[str] = set()
         self.unread = ""  # come, not read
         self._ended = False
         self._deltas: list[Delta] = []
@@ -83,8 +84,11 @@ class MarkupParser(ABC):
             self._deltas.append(ReasoningDelta(text))
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """Put out a call's id and name; white space after it is not content."""
-        self._deltas.append(ToolCallDelta(self.num_calls, "", call_id or new_call_id(), name))
+        """Put out a call's id and name; an id that is missing or taken is drawn. White space after it is not content."""
+        if not call_id or call_id in self._call_ids:
+            call_id = new_call_id()
+        self._call_ids.add(call_id)
+        self._deltas.append(ToolCallDelta(self.num_calls, "", call_id, name))
         self.num_calls += 1
         self._trims = True
         self._kept = None

@@ -141,6 +141,48 @@ def test_a_call_that_is_cut_off_ends_with_length(front: FrontProcess, client: op
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+def test_required_is_a_list_of_calls(front: FrontProcess, client: openai.OpenAI, streamed: bool) -> None:
+    word = f"t-required{streamed}"
+    front.script(word, LIST)
+    answer = chat(client, word, tools=TOOLS, tool_choice="required", stream=streamed)
+    if streamed:
+        content, _, calls, reasons = add_up(list(answer))
+        assert (content, reasons) == ("", ["tool_calls"])
+    else:
+        [choice] = answer.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    assert calls == [("get_time", '{"city": "A"}'), ("get_weather", '{"city": "B"}')]
+    structure = front.served(word).requests[-1].params.structure
+    assert structure is not None and json.loads(structure.text)["type"] == "array"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_named_function_gets_its_arguments(
+    front: FrontProcess, client: openai.OpenAI, streamed: bool
+) -> None:
+    word = f"t-named{streamed}"
+    front.script(word, '{"city": "A"}')
+    answer = chat(client, word, tools=TOOLS, tool_choice=NAMED, stream=streamed)
+    if streamed:
+        content, _, calls, reasons = add_up(list(answer))
+        assert (content, reasons) == ("", ["stop"])
+    else:
+        [choice] = answer.choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", "")
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    assert calls == [("get_time", '{"city": "A"}')]
+    structure = front.served(word).requests[-1].params.structure
+    assert structure is not None and json.loads(structure.text) == TOOLS[1]["function"]["parameters"]
+
+
+def test_an_answer_in_the_client_s_own_form_has_no_calls(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("t-form", CALL)
+    [choice] = chat(client, "t-form", tools=TOOLS, response_format={"type": "json_object"}).choices
+    assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 def test_reasoning_is_told_from_content(front: FrontProcess, client: openai.OpenAI, streamed: bool) -> None:
     word = f"t-think{streamed}"
     front.script(word, THOUGHT)
@@ -168,6 +210,12 @@ def test_the_template_may_have_opened_the_reasoning(front: FrontProcess, client:
     how: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     message = chat(client, "t-open", **how).choices[0].message
     assert (message.content, message.reasoning_content) == ("Yes.", "Hm.")
+    front.script("t-bound", 'Hm.\n</think>\n\n{"city": "A"}')
+    [choice] = chat(client, "t-bound", tools=TOOLS, tool_choice=NAMED, **how).choices
+    assert choice.message.reasoning_content == "Hm."
+    assert choice.message.tool_calls[0].function.arguments == '{"city": "A"}'
+    structure = front.served("t-bound").requests[-1].params.structure
+    assert structure is not None and structure.after == "</think>"
 
 
 def test_a_whole_history_is_rendered(front: FrontProcess, client: openai.OpenAI) -> None:

@@ -1,5 +1,6 @@
 """tools and tool_choice: what is checked, and what they bind the answer to."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from server.errors import ApiError
 from server.openai.schemas import ChatRequest
 from server.openai.tools import ToolUse, tool_use_of
+from tests.server.parsers.reading import Said, read
 
 PARAMETERS = {
     "type": "object",
@@ -26,6 +28,9 @@ def use(**fields: Any) -> ToolUse:
 def test_tools_are_for_the_model_to_choose_unless_the_client_does() -> None:
     assert use(tools=[tool()]).choice == "auto"
     assert use(tools=[tool()], tool_choice=None).choice == "auto"
+    assert use(tools=[tool()], tool_choice="required").choice == "required"
+    named = use(tools=[tool(), tool("g")], tool_choice={"type": "function", "function": {"name": "g"}})
+    assert (named.choice, named.named) == ("named", "g")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,7 @@ def test_tools_are_for_the_model_to_choose_unless_the_client_does() -> None:
 )
 def test_no_tools_are_no_tools(fields: dict[str, Any]) -> None:
     nothing = use(**fields)
-    assert nothing == ToolUse() and nothing.types() is None
+    assert nothing == ToolUse() and nothing.structure() is None
 
 
 def test_parameters_are_never_missing_for_a_template() -> None:
@@ -88,3 +93,37 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         use(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_named_function_binds_the_answer_to_its_arguments() -> None:
+    named = use(
+        tools=[tool(parameters=PARAMETERS)], tool_choice={"type": "function", "function": {"name": "f"}}
+    )
+    structure = named.structure()
+    assert (
+        structure is not None and structure.kind == "json_schema" and json.loads(structure.text) == PARAMETERS
+    )
+    assert read(named.bound_parser, ' {"a": 1} ') == Said(calls=[("f", '{"a": 1}')])
+
+
+def test_required_binds_the_answer_to_a_list_of_calls() -> None:
+    required = use(tools=[tool(parameters=PARAMETERS), tool("g")], tool_choice="required")
+    structure = required.structure()
+    assert structure is not None
+    schema = json.loads(structure.text)
+    assert (schema["type"], schema["minItems"], schema.get("maxItems")) == ("array", 1, None)
+    names = [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]]
+    assert names == ["f", "g"]
+    assert schema["$defs"]["0"]["properties"] == {
+        "a": {"$ref": "#/$defs/0/$defs/A"},
+        "again": {"$ref": "#/$defs/0"},
+    }
+    said = read(
+        required.bound_parser, '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+    )
+    assert said == Said(calls=[("f", '{"a": 1}'), ("g", "{}")])
+
+
+def test_one_call_at_a_time_is_in_the_form_too() -> None:
+    structure = use(tools=[tool()], tool_choice="required", parallel_tool_calls=False).structure()
+    assert structure is not None and json.loads(structure.text)["maxItems"] == 1

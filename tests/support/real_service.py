@@ -13,7 +13,7 @@ import httpx
 
 from tests.support.families import write_checkpoint
 from tests.support.service_processes import free_port, wait_until
-from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 WIDEEP = (sys.executable, "-P", str(REPOSITORY / "server" / "__main__.py"))
@@ -22,9 +22,11 @@ STOP_S = 10.0  # promised are 5 on an idle machine
 TREE = re.compile(r"\(.*\) \w (\d+)")
 
 
-def write_tiny_model(directory: Path, family: str = "qwen3_moe") -> Path:
+def write_tiny_model(
+    directory: Path, family: str = "qwen3_moe", *, chat_template: str = CHAT_TEMPLATE
+) -> Path:
     """Write a tiny checkpoint whose vocabulary is the tiny tokenizer's, with its chat template."""
-    write_tokenizer(directory)
+    write_tokenizer(directory, chat_template=chat_template)
     for name in ("config.json", "generation_config.json"):
         (directory / name).unlink()
     write_checkpoint(family, directory, vocab_size=320)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.parsers.deltas import Delta, ToolCallDelta
 from tests.server.parsers.reading import Said, deltas_of, read, said, without_ids
 from tests.server.parsers.texts import BROKEN, TEXTS, Text, parser_of
 
@@ -18,6 +19,10 @@ _MARKS = sorted(
         if "<" in mark
     }
 )
+
+
+def ids_of(deltas: list[Delta]) -> list[str]:
+    return [each.call_id for each in deltas if isinstance(each, ToolCallDelta) and each.call_id is not None]
 
 
 def name_of(text: Text) -> str:
@@ -99,12 +104,14 @@ def test_text_before_a_mark_is_not_held_back() -> None:
 
 def test_kimi_s_calls_keep_their_own_ids() -> None:
     text = next(each for each in TEXTS if each.family == "kimi_k2" and each.calls)
-    ids = [
-        delta.call_id
-        for delta in deltas_of(parser_of("kimi_k2")(), [text.text])
-        if getattr(delta, "name", None)
-    ]  # type: ignore[union-attr]
+    ids = ids_of(deltas_of(parser_of("kimi_k2")(), [text.text]))
     assert ids == ["functions.get_weather:0", "functions.now:1"]
+
+
+def test_an_id_that_a_model_writes_twice_is_drawn_the_second_time() -> None:
+    call = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    first, second = ids_of(deltas_of(parser_of("kimi_k2")(), [f"<|tool_calls_section_begin|>{call}{call}"]))
+    assert first == "functions.f:0" and second.startswith("call_")
 
 
 def test_other_calls_get_ids_in_openai_s_form() -> None:
