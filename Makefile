@@ -4,8 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 DEVELOP := $(VENV)/.develop
+CLIENTS_VENV := .venv-clients
+CLIENTS := $(CLIENTS_VENV)/.installed
+NPM := tests/clients/npm
+PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: serve test test-all lint bench-serve proto clean
+.PHONY: serve test test-all test-clients lint bench-serve proto clean
 
 serve: $(RUNTIME)
 	@$(BIN)/wideep serve $(ARGS)
@@ -15,6 +19,9 @@ test: $(DEVELOP)
 
 test-all: $(DEVELOP)
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-clients: $(CLIENTS)
+	$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(ARGS)
 
 lint: $(DEVELOP)
 	$(BIN)/ruff check .
@@ -28,7 +35,7 @@ proto: $(DEVELOP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. server/ranks.proto
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CLIENTS_VENV) $(NPM)/node_modules
 
 $(VENV)/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "WideEP needs $(PYTHON) (set PYTHON=... to use another one, 3.11 or later)"; exit 1; }
@@ -42,4 +49,13 @@ $(RUNTIME): requirements-cpu.txt pyproject.toml | $(VENV)/bin/pip
 
 $(DEVELOP): requirements-dev.txt $(RUNTIME)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+# Clients pin other versions of packages that we use, so they get an environment of their own, with ours behind it.
+$(CLIENTS): requirements-clients.txt $(NPM)/package.json $(DEVELOP)
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(BIN)/python -c $(PURELIB) > "$$($(CLIENTS_VENV)/bin/python -c $(PURELIB))/wideep.pth"
+	$(CLIENTS_VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-clients.txt
+	@if command -v npm >/dev/null; then npm install --prefix $(NPM) --no-package-lock --no-audit --no-fund --silent; \
+	else echo "npm is not here: the test of the npm package will be skipped"; fi
 	@touch $@

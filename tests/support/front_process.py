@@ -24,9 +24,17 @@ TIMEOUT_S = 60.0
 class FrontProcess:
     """`wideep front` on free ports."""
 
-    def __init__(self, model: Path, *flags: str, num_ranks: int = 2, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        num_ranks: int = 2,
+        max_len: int = MAX_LEN,
+        log: Path | None = None,
+    ) -> None:
         """Start it; its standard output goes to `log`, if there is one."""
         self.num_ranks = num_ranks
+        self._max_len = max_len
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.ranks: list[FakeRank] = []
         read_fd, write_fd = os.pipe()
@@ -55,7 +63,12 @@ class FrontProcess:
     def attach(self, rank: int) -> FakeRank:
         """Attach one rank."""
         fake = FakeRank(
-            rank, self.num_ranks, self.ranks_address, self.token, decode=self.decode, max_model_len=MAX_LEN
+            rank,
+            self.num_ranks,
+            self.ranks_address,
+            self.token,
+            decode=self.decode,
+            max_model_len=self._max_len,
         )
         self.ranks.append(fake.open())
         return fake

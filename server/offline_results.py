@@ -1,0 +1,138 @@
+"""What a script asks and gets: sampling parameters and results in vLLM's shape, over the endpoint's JSON.
+
+Field names are vLLM's `SamplingParams`, `RequestOutput`, `CompletionOutput` and `Logprob`, so that scripts written for
+its LLM class read ours. Values are checked by the service, whose refusal names the field.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+_TOKEN_ID = "token_id:"  # how a token is named where ids were asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. None is: not said, the checkpoint's generation_config.json or the usual decides."""
+
+    n: int = 1
+    max_tokens: int | None = 16  # vLLM's default; None is up to the context's end
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None  # likeliest tokens per position, besides the chosen one
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: Mapping[str, Any] | None = None  # such as {"json": SCHEMA} or {"regex": ...}
+
+    def body(self) -> dict[str, Any]:
+        """Return what the endpoint is sent."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _plain(value) for name, value in said.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """A token's natural-log probability at a position."""
+
+    logprob: float
+    rank: int | None  # 1 is the likeliest; None: further down than was asked for
+    decoded_token: str | None = None  # where the service told it
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None  # of the chosen tokens; None unless logprobs were asked for
+    logprobs: list[dict[int, Logprob]] | None  # per token: the chosen one and the likeliest, by id
+    finish_reason: str
+    stop_reason: str | int | None  # the stop string or token that ended it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """What became of one prompt."""
+
+    request_id: str
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # as CompletionOutput's; the first token has none
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int  # prompt tokens that came from the prefix cache
+    finished: bool = True
+
+
+def output_from(body: Mapping[str, Any], prompt: str | None, params: SamplingParams) -> RequestOutput:
+    """Read an answer of /v1/completions that was asked for token ids."""
+    choices = body["choices"]
+    return RequestOutput(
+        request_id=body["id"],
+        prompt=prompt,
+        prompt_token_ids=choices[0]["prompt_token_ids"],
+        prompt_logprobs=_prompt_logprobs(choices[0].get("prompt_logprobs")),
+        outputs=[_choice(index, choice, params) for index, choice in enumerate(choices)],
+        num_cached_tokens=(body["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+    )
+
+
+def _choice(index: int, choice: Mapping[str, Any], params: SamplingParams) -> CompletionOutput:
+    told = choice.get("logprobs")
+    return CompletionOutput(
+        index=index,
+        text=choice["text"],
+        token_ids=choice["token_ids"],
+        cumulative_logprob=sum(told["token_logprobs"]) if told else None,
+        logprobs=[_ranked(top, params.logprobs or 0) for top in told["top_logprobs"]] if told else None,
+        finish_reason=choice["finish_reason"],
+        stop_reason=choice.get("stop_reason"),
+    )
+
+
+def _ranked(top: Mapping[str, float], num_top: int) -> dict[int, Logprob]:
+    """Read one position: the `num_top` likeliest, and the chosen token if it is not among them."""
+    likeliest_first = sorted(top.items(), key=lambda item: -item[1])
+    return {
+        int(name.removeprefix(_TOKEN_ID)): Logprob(logprob=logprob, rank=place if place <= num_top else None)
+        for place, (name, logprob) in enumerate(likeliest_first, start=1)
+    }
+
+
+def _prompt_logprobs(
+    told: Sequence[Mapping[str, Mapping[str, Any]] | None] | None,
+) -> list[dict[int, Logprob] | None] | None:
+    """Read the prompt's: per position, token id (a string in JSON) to what is known of it."""
+    if told is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            int(token_id): Logprob(
+                logprob=entry["logprob"], rank=entry.get("rank"), decoded_token=entry.get("decoded_token")
+            )
+            for token_id, entry in position.items()
+        }
+        for position in told
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: any sequence as a list."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

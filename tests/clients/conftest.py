@@ -1,0 +1,19 @@
+"""A front with scripted ranks for every client; what a client needs besides is in requirements-clients.txt."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.front_process import FrontProcess
+from tests.support.tiny_tokenizer import write_tokenizer
+
+MAX_LEN = 4096  # clients describe tools at length
+
+
+@pytest.fixture(scope="package")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
+    """A running front that serves the name "tiny"."""
+    model = write_tokenizer(tmp_path_factory.mktemp("model"))
+    process = FrontProcess(model, "--served-model-name", "tiny", max_len=MAX_LEN).attach_all()
+    yield process
+    process.close()
