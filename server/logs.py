@@ -124,7 +124,7 @@ def logging_to(
     writer = threading.Thread(target=_write, args=(handler.lines, streams), name="logs", daemon=True)
     level = logging.getLevelName(options.level.upper())
     least = max(level, logging.WARNING)
-    loggers = {"wideep": level, "uvicorn": least, "asyncio": least}
+    loggers = {"wideep": level, "uvicorn": least, "asyncio": least, "opentelemetry": least}
     for name, lowest in loggers.items():
         logger = logging.getLogger(name)
         logger.setLevel(lowest)

@@ -6,6 +6,7 @@ which makes spans of /health, of every chunk sent, and knows no token.
 """
 
 import os
+import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from server.exchanges import Exchange
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # optional
     from opentelemetry.sdk.trace import SpanProcessor
 
 SPAN = "llm_request"
-_FLUSH_MS = 1000  # at the end; the supervisor does not wait longer
+_END_S = 1.0  # for what is left at the end; the supervisor does not wait much longer
 
 
 class Traces:
@@ -72,10 +73,14 @@ class Traces:
         span.end(exchange.begun_ns + int(exchange.duration_s * 1e9))
 
     def close(self) -> None:
-        """Send what is left, for a bounded time. Blocks."""
+        """Send what is left, for a bounded time. Blocks.
+
+        In a thread of its own: an exporter whose collector is gone tries again for longer than any bound it is given.
+        """
         if self._provider is not None:
-            self._provider.force_flush(_FLUSH_MS)
-            self._provider.shutdown()
+            ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+            ending.start()
+            ending.join(_END_S)
 
 
 def _exporter(endpoint: str, protocol: str) -> Any:

@@ -147,6 +147,9 @@ def test_ctrl_c_ends_every_process_with_status_0(model: Path, tmp_path: Path) ->
         assert all(has_ended(pid, 2) for pid in below)
 
 
+END_S = 40.0  # after the last open request: engines of an idle machine take a second or two
+
+
 def stream_across_sigterm(service: RealService, target: int) -> int:
     """Send SIGTERM in the middle of a stream; returns how many of its tokens came."""
     with OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
@@ -175,7 +178,7 @@ def test_sigterm_lets_a_stream_end_and_then_everything_with_status_0(model: Path
         service.wait_ready()
         below = service.descendants()
         assert stream_across_sigterm(service, service.processes[0].pid) == 300
-        assert service.wait_ended() == [0], service.output()
+        assert service.processes[0].wait(END_S) == 0, service.output()
         assert all(has_ended(pid, 2) for pid in below)
         assert "finishing open requests" in service.output()
 
@@ -191,7 +194,7 @@ def test_sigterm_to_torchrun_lets_a_stream_end_too(model: Path, tmp_path: Path) 
         service.wait_ready()
         below = service.descendants()
         assert stream_across_sigterm(service, service.processes[0].pid) == 300
-        service.wait_ended()  # with torchrun's own status, which is 1 after any signal
+        service.processes[0].wait(END_S)  # with torchrun's own status, which is 1 after any signal
         assert all(has_ended(pid, 2) for pid in below)
         assert "the front" in service.output() and "ended with status 0" in service.output()
 

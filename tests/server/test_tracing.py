@@ -1,6 +1,8 @@
 """Spans: one per request that ranks were asked, under vLLM's names, below the caller's."""
 
 import importlib.util
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from server.option_checks import OptionsError
 from server.trace_packages import check_traces
 from server.tracing import Traces
 from tests.support.answers import ended_answer, ended_exchange
+from tests.support.service_processes import free_port
 
 PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", b"tracestate": b"a=1"}
 
@@ -83,6 +86,59 @@ def test_without_an_endpoint_nothing_is_imported_or_made() -> None:
     traces = Traces.to(None)
     traces.note(ended_exchange(ended_answer("p", "a")))
     traces.close()
+
+
+class Collector:
+    """Takes what is posted to it, as an OpenTelemetry collector does."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[str, bytes]] = []
+        posted = self.posted
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                posted.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Keep quiet."""
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+
+
+def test_spans_reach_a_collector_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs wideep[otel]")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setattr("server.tracing._END_S", 30.0)
+    collector = Collector()
+    traces = Traces.to(collector.url)
+    traces.note(ended_exchange(ended_answer("p", "a")))
+    traces.close()
+    collector.server.shutdown()
+    collector.server.server_close()
+    [(path, body)] = collector.posted
+    assert path == "/v1/traces" and b"llm_request" in body and b"wideep" in body
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_a_collector_that_is_gone_does_not_hold_the_end_up(
+    monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs wideep[otel]")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+    monkeypatch.setattr("server.tracing._END_S", 0.1)
+    traces = Traces.to(f"http://127.0.0.1:{free_port()}")
+    traces.note(ended_exchange(ended_answer("p", "a")))
+    ending = threading.Thread(target=traces.close)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
