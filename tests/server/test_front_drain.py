@@ -100,6 +100,7 @@ def test_a_second_signal_does_not_wait(start: Start, threads: ThreadPoolExecutor
     assert front.wait() == (0, "")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_meanwhile_is_a_failure(start: Start, threads: ThreadPoolExecutor) -> None:
     front = start()
     front.script("d-never", "abc", gates={1: threading.Event()})

@@ -108,6 +108,7 @@ def test_probes_are_not_in_the_log(front: FrontProcess, log: Path) -> None:
     assert '"/health"' not in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("openssl") is None, reason="needs the `openssl` program to make a certificate"
 )
