@@ -33,6 +33,8 @@ def messages_of(body: CountTokensRequest) -> list[ChatMessage]:
         else:
             messages.append(_assistant_message(message, where))
     head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    if not head and not messages:
+        raise bad_request("messages has no text in it.", "messages")
     return [*head, *messages]
 
 

@@ -29,7 +29,10 @@ def messages_of(given: Any) -> list[ChatMessage]:
         raise bad_request("input must be a string or a list of items, and not empty.", "input")
     if len(given) > _MAX_ITEMS:
         raise bad_request(f"input has {len(given)} items; up to {_MAX_ITEMS} are taken.", "input")
-    return items_to_messages(given)
+    messages = items_to_messages(given)
+    if not messages:
+        raise bad_request("input has only reasoning that is encrypted or empty.", "input")
+    return messages
 
 
 def items_to_messages(items: Sequence[Any]) -> list[ChatMessage]:

@@ -113,6 +113,11 @@ def test_a_wrong_block_is_a_400_that_says_where(role: str, block: Any, param: st
     assert param in caught.value.message
 
 
+def test_a_conversation_of_nothing_is_a_400() -> None:
+    with pytest.raises(ApiError, match="messages has no text"):
+        asked(messages=[{"role": "system", "content": ""}])
+
+
 def test_an_empty_user_message_is_a_400() -> None:
     with pytest.raises(ApiError, match=r"messages\.0\.content is empty"):
         messages_of(body_of(messages=[{"role": "user", "content": []}]))

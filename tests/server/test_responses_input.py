@@ -91,6 +91,7 @@ def test_reasoning_that_cannot_be_read_is_passed_over() -> None:
         ([{"type": "function_call", "name": "f", "arguments": "{}"}], "input.0.call_id"),
         ([{"type": "function_call_output", "call_id": "c", "output": 5}], "input.0.output"),
         ([{"type": "reasoning", "content": "x"}], "input.0.content"),
+        ([{"type": "reasoning", "summary": []}], "input"),
     ],
 )
 def test_a_wrong_input_is_a_400_that_says_where(given: Any, param: str) -> None:

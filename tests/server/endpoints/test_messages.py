@@ -108,6 +108,22 @@ def test_a_tool_s_input_is_streamed(front: FrontProcess, claude: anthropic.Anthr
     assert message.content[-1].input == {"a": 1, "b": "ü"} and message.stop_reason == "tool_use"
 
 
+def test_a_named_tool_and_a_format_bind_the_answer(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+    front.script("m-named", '{"a": 1}')
+    message = create(claude, "m-named", tools=[ADD], tool_choice={"type": "tool", "name": "add"})
+    assert (message.stop_reason, message.content[0].input) == ("tool_use", {"a": 1})
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    assert create(claude, "m-named", output_config=config).content[0].text == '{"a": 1}'
+    bound = [
+        request.params.structure
+        for rank in front.ranks
+        for request in rank.requests
+        if "m-named" in front.decode(request.prompt_ids)
+    ]
+    assert len(bound) == 2 and all(each is not None and each.kind == "json_schema" for each in bound)
+
+
 def test_stop_sequences_and_lengths_are_told(front: FrontProcess, claude: anthropic.Anthropic) -> None:
     front.script("m-stop", "one<END> two")
     message = create(claude, "m-stop", stop_sequences=["zzz", "<END>"])

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from openai.types.responses import Response
 
@@ -118,6 +119,14 @@ def test_a_call_s_arguments_are_streamed(front: FrontProcess, client: openai.Ope
     assert events[-1].response.output[-1].arguments == done.arguments
 
 
+def test_a_call_that_must_be_is_bound_to_its_form(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("r-must", '[{"name": "add", "arguments": {"a": 1}}]')
+    [call] = create(client, "r-must", tools=[ADD], tool_choice="required").output
+    assert (call.name, call.arguments.replace(" ", "")) == ("add", '{"a":1}')
+    structure = front.served("r-must").requests[-1].params.structure
+    assert structure is not None and structure.kind == "json_schema"
+
+
 def test_a_length_is_an_incomplete_response(front: FrontProcess, client: openai.OpenAI) -> None:
     front.script("r-length", "abcdef")
     response = create(client, "r-length", max_output_tokens=2)
@@ -225,3 +234,18 @@ def test_a_wrong_value_is_a_400_that_names_the_field(
     response = front.post("/v1/responses", content=body, headers=headers)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
+
+
+class City(pydantic.BaseModel):
+    """What is asked for."""
+
+    name: str
+    people: int
+
+
+def test_an_answer_is_parsed_into_the_client_s_type(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("r-parse", '{"name": "Ulm", "people": 126000}')
+    response = client.responses.parse(model="tiny", input="r-parse", text_format=City)
+    assert response.output_parsed == City(name="Ulm", people=126000)
+    structure = front.served("r-parse").requests[-1].params.structure
+    assert structure is not None and structure.kind == "json_schema" and "people" in structure.text
