@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from scheduler.logprobs import prompt_logprobs
@@ -128,6 +129,40 @@ def test_rules_hold_in_greedy_and_in_drawn_tokens() -> None:
         assert tokens == ({3, 4} if temperature else {3 if row[0, 3] > row[0, 4] else 4})
     biased = {"temperature": 0.0, "logit_bias": (TokenBias(77, 100.0),)}
     assert sample(row.clone(), [sequence(**biased)]).token_ids == [77]
+
+
+class OneWay:
+    """A structure in which only token 5 may come."""
+
+    has_ended, failure = False, ""
+
+    def mask(self, logits_V: np.ndarray) -> None:
+        kept = logits_V[5]
+        logits_V.fill(-np.inf)
+        logits_V[5] = kept
+
+    def advance(self, token_id: int) -> None:
+        """Nothing changes."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"bad_words": ((5,),)},
+        {"allowed_token_ids": (6, 7)},
+        {"min_tokens": 3, "stop_token_ids": (5,)},
+        {"logit_bias": (TokenBias(5, -100.0), TokenBias(6, 100.0))},
+        {"repetition_penalty": 2.0, "presence_penalty": 2.0},
+    ],
+)
+def test_a_structure_holds_whatever_the_rules_say(temperature: float, rules: dict[str, object]) -> None:
+    held = sequence(temperature=temperature, num_logprobs=1, **rules)
+    held.matcher = OneWay()
+    row = logits()
+    sampled = sample(row.clone(), [held])
+    assert sampled.token_ids == [5]
+    assert sampled.logprobs[0] is not None and sampled.logprobs[0].top_ids == [int(row.argmax())]
 
 
 def test_a_single_token_left_is_drawn_whatever_the_filters() -> None:

@@ -21,6 +21,7 @@ from server.openai.completions import completion_routes
 from server.requests import Requests
 from server.router import Router
 from server.served import ServedModel
+from server.structure_checks import StructureChecks
 from server.tokenizer import Tokenizer
 from tests.support.families import write_checkpoint
 from tests.support.serving import build, serve
@@ -82,7 +83,12 @@ def answer(directory: Path, model_dir: Path, body: dict[str, Any]) -> dict[str, 
     )
     ranks.requests = requests
     model = ServedModel(
-        names=("tiny",), tokenizer=tokenizer, sampling_defaults={}, max_len=lambda: 128, created=0
+        names=("tiny",),
+        tokenizer=tokenizer,
+        sampling_defaults={},
+        max_len=lambda: 128,
+        created=0,
+        structures=StructureChecks(tokenizer.vocabulary),
     )
     app = build_app([completion_routes(model, requests)], version="0", keys=ApiKeys())
 

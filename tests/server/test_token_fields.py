@@ -7,23 +7,27 @@ import pytest
 
 from scheduler.request import Request, TokenBias
 from server.errors import ApiError
-from server.openai.params import asks_for, refuse_unserved
-from server.openai.schemas import CompletionRequest
+from server.openai.params import _UNSERVED, asks_for, refuse_unserved
+from server.openai.schemas import CompletionRequest, SamplingFields
 from server.served import ServedModel
+from server.structure_checks import StructureChecks
 from server.tokenizer import Tokenizer
 
 MAX_LEN = 64
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def model(model_dir: Path) -> ServedModel:
     """The tiny tokenizer's model: 320 tokens."""
+    tokenizer = Tokenizer(str(model_dir))
     return ServedModel(
         names=("tiny",),
-        tokenizer=Tokenizer(str(model_dir)),
+        tokenizer=tokenizer,
         sampling_defaults={},
         max_len=lambda: MAX_LEN,
         created=0,
+        structures=StructureChecks(tokenizer.vocabulary),
     )
 
 
@@ -154,3 +158,12 @@ def test_a_prompt_is_cut_on_the_side_asked_for(
 def test_minus_one_cuts_a_prompt_to_what_fits(model: ServedModel) -> None:
     [request] = asked(model, list(range(100)), truncate_prompt_tokens=-1)
     assert list(request.prompt_ids) == list(range(100 - (MAX_LEN - 8), 100)), "8 are to be generated"
+
+
+def test_every_field_is_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "sampling.md").read_text()
+    elsewhere = "".join(
+        (ROOT / "docs" / name).read_text() for name in ("structured_output.md", "tools.md", "endpoints.md")
+    )
+    fields = {*SamplingFields.model_fields, *CompletionRequest.model_fields, *_UNSERVED} - {"model"}
+    assert not [name for name in sorted(fields) if f"`{name}" not in text + elsewhere]
