@@ -101,6 +101,18 @@ def test_calls_stream_with_one_id_and_one_name_each(front: FrontProcess, client:
     assert [json.loads(arguments) for _, arguments in calls] == [{"city": "Łódź"}] * 2
 
 
+def test_the_client_s_own_stream_helper_puts_calls_together(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    front.script("t-helper", TWO)
+    tools: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    messages: Any = [{"role": "user", "content": "t-helper"}]
+    with client.chat.completions.stream(model="tiny", messages=messages, tools=tools) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == "I look." and message.tool_calls is not None
+    assert [call.function.parsed_arguments for call in message.tool_calls] == [{"city": "Łódź"}] * 2
+
+
 def test_logprobs_come_with_every_token_of_a_call(front: FrontProcess, client: openai.OpenAI) -> None:
     script = front.script("t-logprobs", CALL)
     chunks = list(chat(client, "t-logprobs", tools=TOOLS, stream=True, logprobs=True))

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.parsers.deltas import Delta, ToolCallDelta
@@ -41,6 +41,7 @@ def test_what_is_no_call_is_content(text: Text) -> None:
     assert read(parser_of(text.family), text.text) == Said(text.content, "", list(text.calls))
 
 
+@settings(max_examples=60)
 @given(st.sampled_from(TEXTS + BROKEN), st.data())
 def test_no_split_of_the_text_changes_what_it_says(text: Text, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text.text)), max_size=12)))
@@ -49,6 +50,7 @@ def test_no_split_of_the_text_changes_what_it_says(text: Text, data: st.DataObje
     assert without_ids(deltas_of(make(), pieces)) == without_ids(deltas_of(make(), [text.text]))
 
 
+@settings(max_examples=60)
 @given(
     st.sampled_from(FAMILIES),
     st.lists(

@@ -1,7 +1,7 @@
 """Reasoning is split off by its tags, wherever the prompt has left them."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.parsers.registry import Markup
@@ -64,6 +64,7 @@ def test_a_call_ends_reasoning_where_the_family_writes_no_closing_tag() -> None:
     assert read(lambda: markup.parser("", None), text).reasoning == text.removeprefix("<think>")
 
 
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from(["<think>", "</think>", "<thi", " ", "\n", "x", "<", CALL, CALL[:20]])),
     st.integers(0, 80),
