@@ -89,5 +89,9 @@ def refuse_unserved_responses(body: ResponsesRequest) -> None:
     for name, instead in _UNSERVED.items():
         if extra.get(name):
             raise bad_request(f"{name!r} is not supported by this server: {instead}.", name)
+    for name in ("prompt_logprobs", "return_token_ids"):
+        wish = getattr(body, name)
+        if wish is not None and wish is not False:
+            raise bad_request(f"{name!r} is told by /v1/chat/completions only.", name)
     if (body.n or 1) != 1:
         raise bad_request("n must be 1: a response has one answer.", "n")
