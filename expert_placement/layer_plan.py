@@ -11,7 +11,7 @@ from expert_placement.kernels import layers as kernels
 from expert_placement.kernels.limits import EMPTY, Layer, Rules, new_layer
 
 NEVER = 1 << 40  # a budget of moved slots that nothing reaches
-LARGE = 0.4  # of a rank's mean load: copies above it are copied again before others are doubled
+LARGE = 0.3  # of a rank's mean load: copies above it are copied again before others are doubled
 GOOD = 1.0008  # a layer above it is planned in other ways as well, and the best is kept
 
 
