@@ -103,12 +103,15 @@ class Moves:
                 engine.submit(request)
         elif self._open is not None or self._coming:
             with self._news:
-                done = self._news.wait_for(
-                    lambda: self._open is None or self._built.relocation.has_news, timeout=WAIT_S
-                )
+                done = self._news.wait_for(self._has_something_to_say, timeout=WAIT_S)
             assert done, f"placement {self._open} does not come; there were {self.moved.states()}"
         else:
             engine.stop()
+
+    def _has_something_to_say(self) -> bool:
+        """Also what it has said before: others, who were not ready then, may be now, and nobody rings here."""
+        relocation: Any = self._built.relocation
+        return self._open is None or relocation.has_news or relocation._posted_version == self._open
 
     def _take_report(self, report: PlacementReport) -> None:
         self.moved.reports.append(report)
