@@ -9,9 +9,7 @@ SIGTERM ends it gently: /health is 503, new requests are refused, open ones end 
 """
 
 import asyncio
-import errno
 import importlib
-import json
 import logging
 import os
 import secrets
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from scheduler.request import RequestOutput
 from server.errors import ApiError
+from server.front_socket import announce, bind_http
 from server.journal import Journal
 from server.logs import logging_to
 from server.metrics import Metrics
@@ -62,31 +61,6 @@ def run_front(options: Options, *, num_ranks: int, ready_fd: int | None, ranks_h
             return _complain(str(error))
         with listener:
             return asyncio.run(_Front(options, num_ranks).run(listener, ready_fd, ranks_host))
-
-
-def bind_http(host: str, port: int) -> socket.socket:
-    """Bind and listen.
-
-    Raises:
-        OptionsError: the port is taken or the address is not this machine's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise OptionsError(f"--host {host!r} is not an address: {error.strerror}") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)  # at once: bind alone does not claim a port that others may reuse
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise OptionsError(f"port {port} on {host} is in use; choose another with --port") from error
-        raise OptionsError(f"cannot listen on {host} port {port}: {error.strerror}") from error
-    return listener
 
 
 class _Front:
@@ -128,7 +102,7 @@ class _Front:
         except RuntimeError as error:
             return _complain(f"cannot listen for ranks on --ranks-host {ranks_host}: {error}")
         if ready_fd is not None:
-            _announce(ready_fd, listener, self._options, ranks_address, self._token)
+            announce(ready_fd, listener, self._options, ranks_address, self._token)
         slow = await asyncio.to_thread(_import_http_service)  # meanwhile ranks attach
         try:
             tokenizer = await asyncio.to_thread(slow.Tokenizer, self._options.model)
@@ -229,18 +203,6 @@ class _Front:
             self._requests.fail_all(ApiError(503, f"The service is ending: {self._fatal}."))
         self._ending.set()
         self._ending_now.set()
-
-
-def _announce(
-    ready_fd: int, listener: socket.socket, options: Options, ranks_address: str, token: str
-) -> None:
-    """Write the addresses for the supervisor."""
-    port = listener.getsockname()[1]
-    shown = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"{options.http.scheme}://{shown}:{port}"
-    line = json.dumps({"http": url, "ranks_address": ranks_address, "token": token})
-    with os.fdopen(ready_fd, "w") as ready:
-        ready.write(line + "\n")
 
 
 def _import_http_service() -> ModuleType:
