@@ -2,7 +2,9 @@
 
 A request waits here until its form is compiled and others go on. Compiled forms are kept by their text; each request
 gets a copy that has followed the tokens an earlier attempt delivered. One thread: forms compile in milliseconds, and
-the front has let none through that does not (`server.structure_checks`).
+the front has let none through that does not (`server.structure_checks`). Its stack is far larger than the one on which
+the front's checker compiles, because llguidance recurses along a chain of references and overflowing the stack would
+end the rank: what fits there fits here.
 """
 
 import threading
@@ -20,6 +22,7 @@ from scheduler.structure_matcher import GrammarMatcher
 from scheduler.structure_vocabulary import LoadVocabulary, Vocabulary
 
 MAX_KEPT = 64  # compiled forms
+STACK_BYTES = 64 << 20  # of address space; pages that nobody touches cost nothing
 
 
 class Structured(NamedTuple):
@@ -37,6 +40,17 @@ def no_vocabulary() -> Vocabulary:
     raise StructureError("this engine was started without a tokenizer")
 
 
+def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
+    """Start a thread; the size of stacks is a setting of the process, for threads that start from then on."""
+    before = threading.stack_size(num_bytes)
+    try:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="structure")
+        thread.submit(str).result()
+    finally:
+        threading.stack_size(before)
+    return thread
+
+
 class StructureCompiler:
     """What compiles, keeps and waits. `submit` and `forget` may be called from any thread."""
 
@@ -45,7 +59,7 @@ class StructureCompiler:
         self._load_vocabulary = load_vocabulary
         self._lock = threading.Lock()
         self._waiting: set[str] = set()  # ids of requests whose forms are being compiled
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="structure")
+        self._thread = _thread_with_stack(STACK_BYTES)
         self._vocabulary: Vocabulary | None = None  # this and the next two are the thread's alone
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()

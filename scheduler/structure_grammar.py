@@ -60,7 +60,9 @@ def compile_structure(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher
 
 def error_of(matcher: LLMatcher) -> str:
     """What went wrong in a matcher, empty if nothing did; llguidance's methods do not raise."""
-    error = matcher.get_error().replace("<non-verbose/>", "")
+    error = matcher.get_error().replace("<non-verbose/>", "").strip()
+    if error == "NoExtensionBias":
+        return "no token of this model can go on with the structure"
     return _in_one_line(error) if error else ""
 
 

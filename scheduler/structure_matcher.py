@@ -1,7 +1,7 @@
 """A request's place in its form, over llguidance's matcher.
 
 Decided here, because clients may ask for things that contradict each other:
-- An end-of-sequence token is allowed where the form may end, and nowhere else. With ignore_eos it never is.
+- An end-of-sequence token is allowed where the form may end, and nowhere else. With ignore_eos it never is, unless nothing else may come.
 - Where nothing can follow, the request ends, whatever min_tokens and ignore_eos say: the form comes first.
 - Stop tokens and stop strings of the client's own end the answer wherever the form lets them come up, even if it is
   not complete then.
@@ -15,8 +15,6 @@ from llguidance import LLMatcher
 from scheduler.structure import Row
 from scheduler.structure_grammar import error_of
 from scheduler.structure_vocabulary import Vocabulary
-
-_NO_WAY_ON = "NoExtensionBias"  # llguidance's name for it
 
 
 class GrammarMatcher:
@@ -36,12 +34,13 @@ class GrammarMatcher:
         if self.failure:
             return
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self.failure = self._error()
+        self.failure = error_of(self._matcher)
         if self.failure:
             return
         size = max(logits_V.size, self._end_place + 1)
         allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
-        allowed[self._end_ids] = allowed[self._end_place] and not self._ignore_eos
+        if allowed[self._end_place]:
+            allowed[self._end_ids] = not self._ignore_eos or not allowed[: self._end_place].any()
         np.copyto(logits_V, -np.inf, where=~allowed[: logits_V.size])
 
     def advance(self, token_id: int) -> None:
@@ -51,10 +50,6 @@ class GrammarMatcher:
         if token_id in self._end_ids:
             self.has_ended = True
         elif not self._matcher.consume_token(token_id):
-            self.failure = f"the structure cannot go on with token {token_id}: {self._error()}"
+            self.failure = f"the structure cannot go on with token {token_id}: {error_of(self._matcher)}"
         else:
             self.has_ended = self._matcher.is_stopped()
-
-    def _error(self) -> str:
-        error = error_of(self._matcher)
-        return "no token of this model can go on with the structure" if error == _NO_WAY_ON else error

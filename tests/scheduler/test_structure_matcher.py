@@ -87,6 +87,8 @@ def test_with_ignore_eos_the_end_is_never_allowed_and_a_complete_form_ends_all_t
     assert sequence.finish_reason(100) is FinishReason.STOP
     assert answer_of(sequence) in ("abc", "axe")
     assert generate(Structure("regex", "ab*"), ignore_eos=True, max_tokens=9).num_output_tokens == 9
+    nothing = generate(Structure("regex", ""), ignore_eos=True)
+    assert (answer_of(nothing), nothing.finish_reason(100)) == ("", FinishReason.STOP)
 
 
 def test_min_tokens_keeps_a_form_going_while_it_can_and_no_longer() -> None:

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+import queue
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from scheduler.request import Structure
+from scheduler.request import Request, SamplingParams, Structure
+from scheduler.structure_compiling import StructureCompiler, Structured
 from scheduler.structure_vocabulary import Vocabulary
 from server.errors import ApiError
 from server.structure_checks import StructureChecks
@@ -96,6 +98,8 @@ HOSTILE = {
     "nothing": Structure("regex", ""),
 }
 
+DEADLY = ("long chain of references", "deep parentheses", "catastrophic regex", "file")
+
 
 def test_forms_are_checked_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     num_loads = 0
@@ -149,11 +153,40 @@ def test_a_checker_that_does_not_start_is_a_503() -> None:
     with_checks(work, command=("false",))
 
 
-def test_hostile_forms_are_answered_in_bounded_time_and_the_next_is_served() -> None:
+@pytest.mark.slow
+def test_what_overflows_the_checkers_stack_is_refused_and_what_it_takes_compiles_on_a_rank() -> None:
+    """A rank that overflowed its stack would end the service; here the longest chain that passes is found."""
+
     async def work(checks: StructureChecks) -> None:
-        for name, form in HOSTILE.items():
+        assert await checks.why_not(schema(_chain(20_000))) != ""
+        longest, too_long = 16, 20_000
+        while too_long - longest > longest // 4:
+            middle = (longest + too_long) // 2
+            passes = await checks.why_not(schema(_chain(middle))) == ""
+            longest, too_long = (middle, too_long) if passes else (longest, middle)
+        compiler, ready = StructureCompiler(lambda: VOCABULARY), queue.Queue[object]()
+        params = SamplingParams(max_tokens=1, structure=schema(_chain(longest)))
+        compiler.submit(Request(request_id="r", prompt_ids=(1,), params=params, arrival_s=0.0), ready.put)
+        assert isinstance(ready.get(timeout=TIMEOUT_S), Structured)
+
+    with_checks(work)
+
+
+@pytest.mark.parametrize(
+    "names", [DEADLY, pytest.param(tuple(HOSTILE), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_hostile_forms_are_answered_in_bounded_time_and_the_next_is_served(names: tuple[str, ...]) -> None:
+    async def work(checks: StructureChecks) -> None:
+        for name in names:
             async with asyncio.timeout(20):
-                await checks.why_not(form)
+                await checks.why_not(HOSTILE[name])
             assert await checks.why_not(Structure("regex", f"after {name}")) == ""
+
+    with_checks(work)
+
+
+def test_a_schema_that_nothing_satisfies_is_refused() -> None:
+    async def work(checks: StructureChecks) -> None:
+        assert "no token" in await checks.why_not(HOSTILE["reference to itself"])
 
     with_checks(work)
