@@ -88,7 +88,7 @@ class MarkupParser(ABC):
         if not call_id or call_id in self._call_ids:
             call_id = new_call_id()
         self._call_ids.add(call_id)
-        self._deltas.append(ToolCallDelta(self.num_calls, "", call_id, name))
+        self._deltas.append(ToolCallDelta(self.num_calls, "", call_id, _encodable(name)))
         self.num_calls += 1
         self._trims = True
         self._kept = None
@@ -97,7 +97,7 @@ class MarkupParser(ABC):
         """Put out more of the last call's arguments."""
         assert self.num_calls, "arguments belong to a call that has begun"
         if text:
-            self._deltas.append(ToolCallDelta(self.num_calls - 1, text))
+            self._deltas.append(ToolCallDelta(self.num_calls - 1, _encodable(text)))
 
     def keep(self, mark: str) -> None:
         """Begin to remember what is read, from a mark that was: if no call begins, `say_kept` puts it out."""
@@ -222,6 +222,11 @@ def longest_head(text: str, marks: tuple[str, ...]) -> int:
         if text[at] in heads and any(mark.startswith(text[at:]) for mark in marks):
             return len(text) - at
     return 0
+
+
+def _encodable(text: str) -> str:
+    """Return text with halves of surrogate pairs, which JSON's escapes can spell, as such escapes again."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def new_call_id() -> str:

@@ -119,7 +119,8 @@ class Markup:
         """Return the marks that must reach the parser even where they are special tokens."""
         if self._is_harmony:
             return HarmonyParser.markers
-        thinks = (OPENING, CLOSING) if self.reasoning in _REASONING else ()
+        style = _REASONING.get(self.reasoning)
+        thinks = () if style is None else (OPENING, CLOSING, *(style.answer_tags or ()))
         calls = self._call_parser(ArgumentTypes({})) if with_tools else None
         return (*thinks, *(calls.markers if isinstance(calls, MarkupParser) else ()))
 

@@ -124,3 +124,17 @@ def test_other_calls_get_ids_in_openai_s_form() -> None:
 def test_mistral_s_ids_are_what_its_template_takes() -> None:
     first = deltas_of(parser_of("mistral")(), ["[TOOL_CALLS]now[ARGS]{}"])[0]
     assert len(first.call_id) == 9 and first.call_id.isalnum()  # type: ignore[union-attr]
+
+
+def test_half_a_surrogate_pair_stays_an_escape() -> None:
+    half = "\\ud800"
+    for family, text in (
+        (
+            "hermes",
+            f'<tool_call>{{"name": "f{half}", "arguments": "{{\\"a\\": \\"\\{half}\\"}}"}}</tool_call>',
+        ),
+        ("glm45", f'<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>["{half}"]</arg_value>\n</tool_call>'),
+    ):
+        [(name, arguments)] = read(parser_of(family), text).calls
+        (name + arguments).encode()
+        assert json.loads(arguments)["a"][-1] == "\ud800"
