@@ -18,7 +18,7 @@ from tests.support.tiny_tokenizer import MAX_LEN
 STEP_S = 0.005
 SHORT_REPEATS, LONG_REPEATS = 3, 30  # of the prompt in the answer
 SLOW_CHOICES = 4  # so that a slow reader's answer is larger than all buffers
-KEEPS_BYTES = 24 << 20  # between the third round and the last
+KEEPS_BYTES = 24 << 20  # between the second round and the last
 SPARE_TASKS = 3  # connections that are just ending
 
 
@@ -88,5 +88,5 @@ def test_sixty_streams_with_leavers_and_slow_readers(paced_front: PacedFront) ->
 
 @pytest.mark.slow
 def test_five_hundred_streams_round_after_round(paced_front: PacedFront) -> None:
-    sizes = soak(paced_front, count=500, rounds=8)
-    assert sizes[-1] - sizes[2] < KEEPS_BYTES, [size >> 20 for size in sizes]
+    sizes = soak(paced_front, count=500, rounds=5)
+    assert sizes[-1] - sizes[1] < KEEPS_BYTES, [size >> 20 for size in sizes]
