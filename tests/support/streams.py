@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-TIMEOUT_S = 120.0  # of one stream, on a loaded machine
+TIMEOUT_S = 600.0  # of one stream, on a loaded machine
 SMALL_BUFFER = 4096  # bytes of a slow reader's socket; the kernel's least is about half
 SLOW_LIMIT = 1 << 14  # bytes that a slow reader takes ahead; a line must fit
 
