@@ -3,8 +3,12 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.support.ranks import RankPool
+
+settings.register_profile("no deadline", deadline=None)  # other load on the machine is not the code's fault
+settings.load_profile("no deadline")
 
 PoolOf = Callable[[int], RankPool]
 
