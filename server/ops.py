@@ -10,8 +10,6 @@ from server import errors, metrics
 from server.metrics import Metrics
 from server.openai.streaming import error_response
 
-_READ = ["GET", "HEAD"]
-
 
 def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str | None]) -> APIRouter:
     """Return the routes.
@@ -38,8 +36,17 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
         """Everything for Prometheus."""
         return Response(registry.text(), media_type=metrics.CONTENT_TYPE)
 
-    router.add_api_route("/health", show_health, methods=_READ, response_model=None)
-    router.add_api_route("/ping", show_ping, methods=[*_READ, "POST"], response_model=None)
-    router.add_api_route("/version", show_version, methods=_READ, response_model=None)
-    router.add_api_route("/metrics", show_metrics, methods=_READ, response_class=PlainTextResponse)
+    router.add_api_route("/health", show_health, methods=["GET"], response_model=None)
+    router.add_api_route("/ping", show_ping, methods=["GET"], response_model=None)
+    router.add_api_route("/version", show_version, methods=["GET"], response_model=None)
+    router.add_api_route("/metrics", show_metrics, methods=["GET"], response_class=PlainTextResponse)
+    # A route of several methods has one operation id for all of them, which /openapi.json may not have.
+    for path, answer in (
+        ("/health", show_health),
+        ("/ping", show_ping),
+        ("/version", show_version),
+        ("/metrics", show_metrics),
+    ):
+        router.add_api_route(path, answer, methods=["HEAD"], response_model=None, include_in_schema=False)
+    router.add_api_route("/ping", show_ping, methods=["POST"], response_model=None)
     return router

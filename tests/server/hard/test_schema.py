@@ -59,6 +59,10 @@ def test_the_service_does_what_its_description_says(hard_front: PacedFront) -> N
 
 def test_the_description_is_honest(hard_front: PacedFront) -> None:
     described = hard_front.get("/openapi.json").json()
+    names = [
+        each["operationId"] for operations in described["paths"].values() for each in operations.values()
+    ]
+    assert len(set(names)) == len(names), "an operation's id is its own"
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
