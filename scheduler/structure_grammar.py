@@ -22,7 +22,7 @@ from scheduler.structure_vocabulary import Vocabulary
 # Room between the parts of JSON, as much as indented text needs. Without a bound a weak model writes blanks for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 LIMITS = LLParserLimits(
-    max_items_in_row=1_000,
+    max_items_in_row=2_000,  # an object of 500 optional properties
     initial_lexer_fuel=1_000_000,  # 50,000 a millisecond, says llguidance
     step_lexer_fuel=100_000,  # 14,000 a millisecond
     step_max_items=25_000,  # 20,000 a millisecond
