@@ -125,7 +125,7 @@ class SharedSegment:
             loss = self._find_loss(late, timeout_s)
             if loss is None and time.monotonic() >= deadline:
                 loss = _Loss(_TIMED_OUT, late, DispatchTimeout(late, timeout_s, doing))
-            if loss is None:
+            if loss is None or self._has_come(numbers, late):  # the peer said what it had to, and then left
                 late = self._wait_slice(numbers)
             elif mask is None:
                 self._leave(loss.kind, loss.about)
@@ -152,6 +152,10 @@ class SharedSegment:
     def _wait_slice(self, numbers: RankTable) -> int:
         place = self.place
         return signals.wait_all(*place, numbers.address, self._spin_ns, _LIVENESS_NS, self._scratch_address)
+
+    def _has_come(self, numbers: RankTable, peer: int) -> bool:
+        number = int(numbers.values[peer])
+        return signals.flag_of(*self.place, peer, number) >= number
 
     def _find_loss(self, late: int, timeout_s: float) -> "_Loss | None":
         """Look whether a peer that is late has left or is dead."""

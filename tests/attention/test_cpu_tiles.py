@@ -10,6 +10,7 @@ import pytest
 CHILDREN = ["linear-serial", "grouped-serial linear-serial", "grouped-serial linear-serial"]
 
 
+@pytest.mark.slow
 def test_kernels_that_different_processes_cached_call_their_own_tiles(tmp_path: Path) -> None:
     """The second process compiles one kernel and loads the other; the third loads both."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

@@ -81,6 +81,7 @@ def spoil_values(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_users_script_runs_with_cuda_literals_and_spawned_ranks() -> None:
     run = run_shim(str(SCRIPT), "5")
     assert run.returncode == 0, run.stderr

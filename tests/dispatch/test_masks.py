@@ -215,6 +215,7 @@ def stop_and_stay(key: str) -> tuple[list[str], list[int]]:
     return wrong, transport.mask.values.tolist()
 
 
+@pytest.mark.slow
 def test_a_masked_rank_that_wakes_up_cannot_reach_the_others(pool_of: PoolOf) -> None:
     """Nobody reads what it writes, and its regions are nobody else's."""
     pool = pool_of(3)
@@ -245,6 +246,7 @@ def swap_until(store: dist.Store, key: str, transport: Transport) -> list[str]:
     raise AssertionError(f"{R} ranks never end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shm", "gloo"])
 def test_a_late_rank_of_an_old_epoch_cannot_reach_the_survivors(pool_of: PoolOf, name: str) -> None:
     """On shm it still maps the old epoch's memory, on gloo it holds the old connections: nobody else does."""

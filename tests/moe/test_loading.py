@@ -139,6 +139,7 @@ def reference(mixtral: Path) -> Loaded:
     return load(mixtral)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "num_experts"), [("qwen2_moe", 10), ("gpt_oss", 8)])
 def test_each_of_four_ranks_reads_what_it_serves_and_answers_as_one_does(
     family: str, num_experts: int, checkpoint: Callable[[str], Path], pool_of: PoolOf
@@ -260,6 +261,7 @@ def corrupt(directory: Path, expert: int) -> Corrupted:
     return Corrupted(before, teacher_forced(built, own), np.concatenate(chosen))
 
 
+@pytest.mark.slow
 def test_a_changed_expert_changes_just_the_rows_of_every_rank_that_chose_it(
     mixtral: Path, pool_of: PoolOf
 ) -> None:

@@ -117,6 +117,7 @@ def test_forms_change_nobody_elses_tokens_and_nobody_changes_theirs(
     assert serve_all(directory, requests(), **settings) == served_alone
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_answers(directory: Path, served_alone: Texts, pool_of: PoolOf) -> None:
     parts = pool_of(2).run(serve_share, directory)
     assert {key: value for part in parts for key, value in part.items()} == served_alone

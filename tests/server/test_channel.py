@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent import futures
 
 import grpc
+import pytest
 
 from server import ranks_pb2 as pb
 from server.channel import OPTIONS
@@ -30,6 +31,7 @@ class SilentFront(FrontServicer):  # type: ignore[misc]
         yield pb.ToRank()
 
 
+@pytest.mark.slow
 def test_many_pings_without_a_message_between_them_do_not_end_the_stream() -> None:
     front, leave = SilentFront(), threading.Event()
     server = grpc.server(futures.ThreadPoolExecutor(2), options=FAST)

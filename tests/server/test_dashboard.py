@@ -141,6 +141,7 @@ def test_an_idle_service_says_so_and_comes_alive(browser: Chromium, service: Das
     assert browser.evaluate("document.getElementById('nothing').hidden")
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_service_that_is_gone_is_said_to_be_gone_until_it_is_back(
     browser: Chromium, service: DashboardService
@@ -179,6 +180,7 @@ def test_an_answer_without_load_is_named(
     assert said in text(browser, "banner")
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_rebalances_are_listed_and_marked_and_markup_in_them_is_text(
     browser: Chromium, service: DashboardService

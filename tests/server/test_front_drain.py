@@ -78,6 +78,7 @@ def test_open_requests_end_whole_and_new_ones_are_refused(start: Start, threads:
     assert front.ranks[0].stopped.is_set(), "ranks were asked to stop, afterwards"
 
 
+@pytest.mark.slow
 def test_what_does_not_end_in_time_gets_an_error(start: Start, threads: ThreadPoolExecutor) -> None:
     front = start("--shutdown-timeout-seconds=0.3")
     front.script("d-never", "abc", gates={1: threading.Event()})

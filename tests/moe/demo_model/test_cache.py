@@ -182,6 +182,7 @@ def test_an_unusable_cache_folder_is_a_named_error(tmp_path: Path) -> None:
         make_once(tmp_path / "file" / "demo", FakeBuild(), ignore)
 
 
+@pytest.mark.slow
 def test_a_failing_child_is_a_named_error_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
