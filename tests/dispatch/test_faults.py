@@ -61,6 +61,7 @@ def test_a_killed_peer_is_lost_to_every_survivor_long_before_the_timeout(
     assert not [entry for entry in os.listdir("/dev/shm") if "wideep" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "moment"), [("shm", "combine"), ("gloo", "dispatch")])
 def test_a_stopped_peer_times_out_on_every_survivor(pool_of: PoolOf, name: str, moment: str) -> None:
     pool = pool_of(3)

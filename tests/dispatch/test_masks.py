@@ -140,6 +140,7 @@ def test_a_rank_killed_amid_an_exchange_is_a_named_error(pool_of: PoolOf, name: 
         assert survival.seconds < min(LONG_S / 2, 2 * timeout_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["between", "during"])
 def test_a_stopped_rank_is_masked_after_the_timeout(pool_of: PoolOf, moment: str) -> None:
     pool = pool_of(4)

@@ -75,7 +75,7 @@ def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_greedy_tokens_and_logits_equal_transformers(
     oracle: Oracle, world_size: int, pool_of: PoolOf
 ) -> None:

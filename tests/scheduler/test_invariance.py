@@ -180,6 +180,7 @@ def test_copies_shares_and_empty_slots_change_no_bit(
     assert {key: value for part in parts for key, value in part.items()} == alone
 
 
+@pytest.mark.slow
 @one_family_first
 @pytest.mark.parametrize(("node_size", "backend"), [(2, "auto"), (2, "gloo"), (1, "gloo")])
 def test_node_limited_dispatch_changes_no_bit(

@@ -128,6 +128,7 @@ def test_large_models_fit_and_crowded_ranks_share_cells(
     assert not browser.complaints
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_an_idle_service_says_so_and_comes_alive(browser: Chromium, service: DashboardService) -> None:
     service.answer = load_answer(2, 8, 2, tokens_per_layer=0)

@@ -89,6 +89,7 @@ def test_what_does_not_end_in_time_gets_an_error(start: Start, threads: ThreadPo
     assert front.wait() == (0, "")
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait(start: Start, threads: ThreadPoolExecutor) -> None:
     front = start()
     front.script("d-never", "abc", gates={1: threading.Event()})

@@ -123,6 +123,7 @@ def test_a_signal_ends_open_streams_with_an_event(model_dir: Path, fronts: list[
     assert front.wait() == (0, "")
 
 
+@pytest.mark.slow
 def test_slow_readers_hold_nobody_up(model_dir: Path, fronts: list[FrontProcess]) -> None:
     front = FrontProcess(model_dir, "--served-model-name", "m", num_ranks=1).attach_all()
     fronts.append(front)
@@ -154,6 +155,7 @@ def test_a_port_in_use_is_one_error_that_names_it(model_dir: Path) -> None:
     assert done.stderr == f"wideep front: port {port} on 127.0.0.1 is in use; choose another with --port\n"
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [*FRONT, str(tmp_path), "--port", "0", "--ranks", "1"],

@@ -86,6 +86,7 @@ def test_the_root_path_may_be_there_or_taken_off(front: FrontProcess) -> None:
     assert front.get("/llm/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_limits_and_origins_hold_over_a_real_connection(front: FrontProcess) -> None:
     response = front.post("/v1/completions", json={"prompt": "x" * 3000}, headers=KEY)
     assert response.status_code == 413 and response.json()["error"]["code"] == 413

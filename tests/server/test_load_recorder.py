@@ -84,6 +84,7 @@ def test_sglangs_record_has_the_models_layers_with_dense_ones_zero() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_pt_file_is_what_sglangs_recorder_saves(tmp_path: Path) -> None:
     recorder, given = recorder_of([5.0])
     source, target = tmp_path / "r.json", tmp_path / "r.pt"

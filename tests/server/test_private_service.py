@@ -81,6 +81,7 @@ def test_it_answers_on_a_free_port_with_a_key_of_its_own_and_ends_with_all_proce
     assert "Ctrl-C stops everything" not in capfd.readouterr().out, "a script's output is its own"
 
 
+@pytest.mark.slow
 def test_a_service_that_died_says_why(service: PrivateService, tmp_path: Path) -> None:
     victim = pids(tmp_path)["engine-1"]
     os.kill(victim, signal.SIGKILL)
@@ -115,6 +116,7 @@ def test_a_wrong_model_or_host_starts_nothing(
     assert not list(model.parent.glob("worker-*"))
 
 
+@pytest.mark.slow
 def test_the_end_of_the_thread_that_started_it_does_not_end_it(
     model: Path, environment: dict[str, str]
 ) -> None:

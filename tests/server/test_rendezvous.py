@@ -154,6 +154,7 @@ def run_agents(
     return [Line(int(rank), int(local_rank), node, host) for rank, local_rank, node, host in found]
 
 
+@pytest.mark.slow
 def test_of_two_agents_on_one_host_the_one_with_the_endpoint_has_the_front(tmp_path: Path) -> None:
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     common = ["--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-id=one", f"--log-dir={tmp_path}"]

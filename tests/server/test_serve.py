@@ -93,6 +93,7 @@ def test_nothing_is_left_when_serve_is_killed(quick_service: Service) -> None:
     assert has_ended(agent, PROMISED_S)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_a_worker_is_killed(service: Service) -> None:
     victim = service.pid("worker-0")
     os.kill(victim, signal.SIGKILL)
@@ -102,6 +103,7 @@ def test_nothing_is_left_when_a_worker_is_killed(service: Service) -> None:
     assert f"wideep serve: rank 0's supervisor (pid {victim}) was killed by SIGKILL" in service.output()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_torchrun_that_hangs_and_children_that_are_deaf(tmp_path: Path) -> None:
     with serving(tmp_path, "--shutdown-timeout-seconds=0", FAKE_TORCHRUN="1", FAKE_STUBBORN="1") as service:
         agent = agent_pid(service)

@@ -110,6 +110,7 @@ def test_under_serve_sigterm_is_torchruns_and_ends_all_at_once(model: Path) -> N
         assert ended_by(service, "front-0") == "SIGINT"
 
 
+@pytest.mark.slow
 def test_children_that_ignore_signals_are_killed_within_the_bound(model: Path) -> None:
     with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}, "--shutdown-timeout-seconds=0") as service:
         service.wait_for_output("serving on")

@@ -39,7 +39,10 @@ def check(pool_of: PoolOf, name: str, world_size: int, *, hooks: bool, fixed: bo
             assert_same(results[rank][index], want, f"{name}: layer {index}, rank {rank}")
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("shm", 2), ("gloo", 2), ("gloo", 4), ("shm", 8)])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("shm", 2), ("gloo", 2), ("gloo", 4), pytest.param("shm", 8, marks=pytest.mark.slow)],
+)
 def test_all_backends_give_the_oracles_bits(pool_of: PoolOf, name: str, world_size: int) -> None:
     check(pool_of, name, world_size, hooks=False, fixed=False)
 

@@ -81,7 +81,7 @@ def replay_layers(is_fp8: bool, counts_on_host: bool) -> list[bool]:
     return results
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("is_fp8", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recorded_launches_serve_other_contents(fresh_pool: RankPool, is_fp8: bool) -> None:  # noqa: F811
     assert fresh_pool.run(replay_layers, is_fp8, False) == [[True] * 3] * 2
 

@@ -119,6 +119,7 @@ def test_the_same_seed_makes_the_same_requests() -> None:
     assert len({request.bytes() for request in first}) > 150
 
 
+@pytest.mark.slow
 def test_a_few_hostile_dumps(hard_front: PacedFront) -> None:
     mutator = Mutator(7)
     wrong, _ = attack(hard_front, [mutator.request(path, {}) for path in NEVER for _ in range(10)])

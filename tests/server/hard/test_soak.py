@@ -80,6 +80,7 @@ def soak(front: PacedFront, count: int, rounds: int) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_sixty_streams_with_leavers_and_slow_readers(paced_front: PacedFront) -> None:
     soak(paced_front, count=60, rounds=1)
     assert sum(rank.num_aborted for rank in paced_front.paced) > 0, "who leaves frees its blocks at once"
