@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from scheduler.request import Structure
 from server.errors import bad_request
+from server.openai.nesting import is_deeper
 from server.openai.schemas import SamplingFields
 from server.served import ServedModel
 
@@ -137,7 +138,7 @@ def _json(value: Any, param: str) -> Structure:
             raise bad_request(f"{param} is not valid JSON: {error}.", param) from None
     if not isinstance(value, dict | bool):
         raise bad_request(f"{param} must be a JSON schema (an object); got {_quoted(value)}.", param)
-    if _is_deeper(value, MAX_DEPTH):
+    if is_deeper(value, MAX_DEPTH):
         raise bad_request(f"{param} is nested deeper than {MAX_DEPTH} levels.", param)
     try:
         return Structure("json_schema", json.dumps(value, allow_nan=False))
@@ -185,18 +186,3 @@ def _quoted(value: Any) -> str:
     """A wrong value, cut short."""
     text = type(value).__name__ if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether a JSON value nests deeper than `depth`, without recursion."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(depth):
-        level = [
-            child
-            for each in level
-            for child in (each.values() if isinstance(each, dict) else each)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
