@@ -86,30 +86,9 @@ def assemble(
         max_model_len=length,
         max_num_seqs=config.max_num_seqs,
     )
-    scheduler = Scheduler(
-        BlockPool(blocks, block_tokens=BLOCK_TOKENS),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=length,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
-    step = Step(
-        max_tokens=config.max_num_batched_tokens,
-        max_sequences=config.max_num_seqs,
-        max_blocks=-(-length // BLOCK_TOKENS),
-        block_tokens=BLOCK_TOKENS,
-        threads=config.threads,
-    )
+    scheduler, step = _make_scheduler(config, length, blocks), _make_step(config, length)
     group, mailbox_group = _groups(config)
-    placement = start_placement(
-        len(skeleton.experts),
-        skeleton.num_experts,
-        config.world_size,
-        eplb=config.eplb,
-        hosts=hosts_of(group),
-        file=config.placement_file,
-    )
-    check_agreed(placement, group)
+    placement = _agree_on_placement(config, skeleton, group)
     dispatcher = _open_dispatcher(config, group, placement.slots_per_rank)
     model = Model(
         skeleton,
@@ -136,6 +115,41 @@ def assemble(
         engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts, relocation,
         structures,
     )  # fmt: skip
+
+
+def _make_scheduler(config: EngineConfig, max_model_len: int, blocks: int) -> Scheduler:
+    return Scheduler(
+        BlockPool(blocks, block_tokens=BLOCK_TOKENS),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _make_step(config: EngineConfig, max_model_len: int) -> Step:
+    return Step(
+        max_tokens=config.max_num_batched_tokens,
+        max_sequences=config.max_num_seqs,
+        max_blocks=-(-max_model_len // BLOCK_TOKENS),
+        block_tokens=BLOCK_TOKENS,
+        threads=config.threads,
+    )
+
+
+def _agree_on_placement(
+    config: EngineConfig, skeleton: Skeleton, group: dist.ProcessGroup | None
+) -> Placement:
+    placement = start_placement(
+        len(skeleton.experts),
+        skeleton.num_experts,
+        config.world_size,
+        eplb=config.eplb,
+        hosts=hosts_of(group),
+        file=config.placement_file,
+    )
+    check_agreed(placement, group)
+    return placement
 
 
 def _open_dispatcher(

@@ -78,13 +78,19 @@ def test_open_requests_end_whole_and_new_ones_are_refused(start: Start, threads:
     assert front.ranks[0].stopped.is_set(), "ranks were asked to stop, afterwards"
 
 
-@pytest.mark.slow
-def test_what_does_not_end_in_time_gets_an_error(start: Start, threads: ThreadPoolExecutor) -> None:
-    front = start("--shutdown-timeout-seconds=0.3")
+def end_amid_a_request(front: FrontProcess, threads: ThreadPoolExecutor) -> Future[httpx.Response]:
+    """Send SIGTERM while a request runs that never ends by itself."""
     front.script("d-never", "abc", gates={1: threading.Event()})
     never = threads.submit(complete, front, "d-never")
     front.served("d-never")
     front.process.send_signal(signal.SIGTERM)
+    return never
+
+
+@pytest.mark.slow
+def test_what_does_not_end_in_time_gets_an_error(start: Start, threads: ThreadPoolExecutor) -> None:
+    front = start("--shutdown-timeout-seconds=0.3")
+    never = end_amid_a_request(front, threads)
     assert never.result(TIMEOUT_S).status_code == 503
     assert front.wait() == (0, "")
 
@@ -92,10 +98,7 @@ def test_what_does_not_end_in_time_gets_an_error(start: Start, threads: ThreadPo
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait(start: Start, threads: ThreadPoolExecutor) -> None:
     front = start()
-    front.script("d-never", "abc", gates={1: threading.Event()})
-    never = threads.submit(complete, front, "d-never")
-    front.served("d-never")
-    front.process.send_signal(signal.SIGTERM)
+    never = end_amid_a_request(front, threads)
     wait_until_draining(front)
     front.process.send_signal(signal.SIGTERM)
     assert never.result(TIMEOUT_S).status_code == 503
@@ -105,10 +108,7 @@ def test_a_second_signal_does_not_wait(start: Start, threads: ThreadPoolExecutor
 @pytest.mark.slow
 def test_a_rank_that_is_lost_meanwhile_is_a_failure(start: Start, threads: ThreadPoolExecutor) -> None:
     front = start()
-    front.script("d-never", "abc", gates={1: threading.Event()})
-    never = threads.submit(complete, front, "d-never")
-    front.served("d-never")
-    front.process.send_signal(signal.SIGTERM)
+    never = end_amid_a_request(front, threads)
     wait_until_draining(front)
     front.ranks[0].link.close("out of memory")
     assert "rank 0 is lost" in never.result(TIMEOUT_S).json()["error"]["message"]
