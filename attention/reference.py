@@ -17,9 +17,13 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend every row of the step to its own sequence's cached tokens; see `cpu_attention.paged_attention`."""
+    """Attend every row of the step to its own sequence's cached tokens; see `cpu_attention.paged_attention`.
+
+    With `soft_cap`, scores become soft_cap * tanh(scores / soft_cap).
+    """
     heads, tokens, _ = query_HTD.shape
     group = heads // keys_NGDB.shape[1]
     out_THV = torch.zeros(tokens, heads, values_NGBV.shape[-1])
@@ -30,6 +34,8 @@ def paged_attention(
         key_GDC = keys_NGDB[blocks].permute(1, 2, 0, 3).flatten(2)[..., :context]
         value_GCV = values_NGBV[blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, :context]
         scores_HQC = query_HTD[:, begin:end] @ key_GDC.repeat_interleave(group, 0) * scale
+        if soft_cap:
+            scores_HQC = soft_cap * torch.tanh(scores_HQC / soft_cap)
         position_Q1 = torch.arange(context - (end - begin), context)[:, None]
         token_C = torch.arange(context)
         hidden_QC = token_C > position_Q1

@@ -27,3 +27,10 @@ def pool_of() -> Iterator[PoolOf]:
     yield pool_of_size
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[RankPool]:
+    """One process in which Triton's interpreter can be chosen: before anything in it imports triton."""
+    with RankPool(1, timeout_s=120.0) as pool:
+        yield pool
