@@ -32,7 +32,7 @@ bench-serve: $(DEVELOP)
 	$(BIN)/python -m benchmarks.serve $(ARGS)
 
 proto: $(DEVELOP)
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. server/ranks.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. server/rank_streams/ranks.proto
 
 clean:
 	rm -rf $(VENV) $(CLIENTS_VENV) $(NPM)/node_modules

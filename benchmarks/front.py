@@ -38,7 +38,7 @@ from benchmarks.prompts import Prompts
 from benchmarks.random_model import ensure_random_model
 from benchmarks.service import Service, ServiceError, post, stream_completion
 from moe.demo_model import ensure_demo_model
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 
 PARTS = ("cost", "ttft", "loss")
 NUM_RANKS = 2

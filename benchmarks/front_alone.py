@@ -12,8 +12,8 @@ from typing import IO, Self
 from benchmarks.paced_rank import TOKEN_VARIABLE
 from benchmarks.processes import cpu_s
 from benchmarks.service import ServiceError
-from server.greeting import is_healthy
-from server.parent_death import die_with_parent
+from server.processes.greeting import is_healthy
+from server.processes.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.02

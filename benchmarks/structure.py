@@ -38,8 +38,8 @@ from scheduler.sequence import Sequence
 from scheduler.structure_grammar import compile_structure, open_tokenizer
 from scheduler.structure_matcher import GrammarMatcher
 from scheduler.structure_vocabulary import Vocabulary
-from server.model_source import resolve_model
-from server.tokenizer import Tokenizer
+from server.preflight.model_source import resolve_model
+from server.text.tokenizer import Tokenizer
 
 GOAL = 0.10  # of a step
 PERSON = {

@@ -34,11 +34,11 @@ from scheduler.assembly import Assembled, assemble
 from scheduler.config import EngineConfig
 from scheduler.load_report import ExpertMap, LoadReport
 from scheduler.telemetry import REPORT_EVERY_S
-from server import load_wire
-from server import ranks_pb2 as pb
-from server.experts_load import ExpertsLoad
-from server.json_parts import encode
-from server.load_snapshot import answer
+from server.experts.load_window import ExpertsLoad
+from server.experts.snapshot import answer
+from server.rank_streams import load_wire
+from server.rank_streams import ranks_pb2 as pb
+from server.web.json_parts import encode
 
 GOAL = 0.01  # of a step
 CLOCK_READINGS, EXCHANGES = 6, 2  # a layer: around dispatch's exchange, combine's, and the experts

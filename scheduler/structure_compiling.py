@@ -2,7 +2,7 @@
 
 A request waits here until its form is compiled and others go on. Compiled forms are kept by their text; each request
 gets a copy that has followed the tokens an earlier attempt delivered. One thread: forms compile in milliseconds, and
-the front has let none through that does not (`server.structure_checks`). Its stack is far larger than the one on which
+the front has let none through that does not (`server.structure.checks`). Its stack is far larger than the one on which
 the front's checker compiles, because llguidance recurses along a chain of references and overflowing the stack would
 end the rank: what fits there fits here.
 """

@@ -23,22 +23,22 @@ from typing import TYPE_CHECKING
 
 from scheduler.request import RequestOutput
 from server.errors import ApiError
-from server.front_socket import announce, bind_http
-from server.journal import Journal
-from server.logs import logging_to
-from server.metrics import Metrics
-from server.option_checks import OptionsError
-from server.options import Options
-from server.parent_death import die_with_parent
-from server.placement_wire import PlacementWord
-from server.ranks import Ranks, listen
-from server.requests import Requests
-from server.wire import RankFacts
+from server.observability.logs import logging_to
+from server.observability.metrics import Metrics
+from server.options.checks import OptionsError
+from server.options.command_line import Options
+from server.processes.front_socket import announce, bind_http
+from server.processes.parent_death import die_with_parent
+from server.rank_streams.placement_wire import PlacementWord
+from server.rank_streams.ranks import Ranks, listen
+from server.rank_streams.wire import RankFacts
+from server.request_life.journal import Journal
+from server.request_life.requests import Requests
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
-    from server.experts_load import ExpertsLoad
-    from server.http_service import HttpService
-    from server.placement_control import PlacementControl
+    from server.experts.load_window import ExpertsLoad
+    from server.experts.placement_control import PlacementControl
+    from server.web.http_service import HttpService
 
 _LOG = logging.getLogger("wideep.front")
 LOCAL_HOST = "127.0.0.1"
@@ -209,7 +209,7 @@ def _import_http_service() -> ModuleType:
     """Import the slow half, with torch hidden: transformers would import it, and needs none of it to tokenize."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: import raises ModuleNotFoundError
-    return importlib.import_module("server.http_service")
+    return importlib.import_module("server.web.http_service")
 
 
 def _complain(message: str) -> int:

@@ -13,9 +13,9 @@ from pydantic_core import from_json
 from scheduler.request import FinishReason
 from server.anthropic.errors import error_body
 from server.errors import ApiError
-from server.generations import Piece
 from server.openai.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
 from server.parsers.deltas import Delta
+from server.request_life.generations import Piece
 
 Event = dict[str, Any]
 

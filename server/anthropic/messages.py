@@ -9,14 +9,14 @@ from starlette.responses import Response
 from server.anthropic.answers import MessageDraft
 from server.anthropic.request import chat_request, prompt_request
 from server.anthropic.schemas import CountTokensRequest, MessagesRequest
-from server.described import STREAM_RESPONSE
-from server.generations import Answer
 from server.openai.chat_turn import ChatTurn
 from server.openai.drafts import DraftChunks, DraftStream, complete, json_response
 from server.openai.tokenize import count_tokens as count_prompt_tokens
 from server.openai.usage import usage_of
-from server.requests import Requests
-from server.served import ServedModel
+from server.request_life.generations import Answer
+from server.request_life.requests import Requests
+from server.request_life.served import ServedModel
+from server.web.described import STREAM_RESPONSE
 
 
 def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:

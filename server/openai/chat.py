@@ -10,16 +10,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from scheduler.request import Logprobs
-from server.described import STREAM_RESPONSE
-from server.generations import Piece
 from server.openai.chat_turn import ChatMessage, ChatTurn, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.openai.logprobs import chat_logprobs, prompt_logprobs_list
 from server.openai.schemas import ChatRequest
 from server.openai.streaming import Choice, EventStream, collect, event
 from server.openai.usage import usage_of
 from server.parsers.registry import NONE
-from server.requests import Requests
-from server.served import ServedModel
+from server.request_life.generations import Piece
+from server.request_life.requests import Requests
+from server.request_life.served import ServedModel
+from server.web.described import STREAM_RESPONSE
 
 
 def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:

@@ -8,8 +8,8 @@ from server.openai.messages import TemplateMessage, template_messages, with_part
 from server.openai.schemas import ChatRequest
 from server.openai.tool_prompt import as_text, mentions_tools, tell, tool_text
 from server.openai.tools import ToolUse, tool_use_of
-from server.served import ServedModel
-from server.tokenizer import ChatTemplateError
+from server.request_life.served import ServedModel
+from server.text.tokenizer import ChatTemplateError
 
 
 def render_chat(body: ChatRequest, model: ServedModel, tools: ToolUse | None = None) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from scheduler.request import FinishReason, Structure
 from server.errors import bad_request
-from server.generations import Answer, Ask, Piece
 from server.openai.chat_prompt import render_chat
 from server.openai.params import asks_for, refuse_unserved
 from server.openai.schemas import ChatRequest
@@ -19,8 +18,9 @@ from server.openai.structure import check_structure, structure_of
 from server.openai.text import LONG_TEXT, check_unicode, encode
 from server.openai.tools import ToolUse, tool_use_of
 from server.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
-from server.requests import Requests
-from server.served import ServedModel
+from server.request_life.generations import Answer, Ask, Piece
+from server.request_life.requests import Requests
+from server.request_life.served import ServedModel
 
 __all__ = [
     "LONG_TEXT",

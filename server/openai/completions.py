@@ -11,9 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from scheduler.request import FinishReason
-from server.described import STREAM_RESPONSE
 from server.errors import bad_request
-from server.generations import Answer, Generation, Piece
 from server.openai.logprobs import CompletionLogprobs, prompt_logprobs_list
 from server.openai.params import asks_for, refuse_unserved
 from server.openai.prompts import echo_of, encode_prompts
@@ -21,8 +19,10 @@ from server.openai.schemas import CompletionRequest
 from server.openai.streaming import Choice, EventStream, collect, event, finish_word
 from server.openai.structure import structure_of
 from server.openai.usage import usage_of
-from server.requests import Requests
-from server.served import ServedModel
+from server.request_life.generations import Answer, Generation, Piece
+from server.request_life.requests import Requests
+from server.request_life.served import ServedModel
+from server.web.described import STREAM_RESPONSE
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for this endpoint
 

@@ -12,10 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.errors import ApiError
-from server.generations import Answer, Piece
 from server.openai.chat_turn import MessageParser
 from server.openai.streaming import EventStream, closing_when_gone
 from server.parsers.deltas import Delta
+from server.request_life.generations import Answer, Piece
 
 Event = dict[str, Any]
 

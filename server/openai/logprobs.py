@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scheduler.request import Logprobs
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no minus infinity; vLLM's floor
 

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from server import errors
-from server.served import ServedModel
+from server.request_life.served import ServedModel
 
 
 def model_routes(model: ServedModel) -> APIRouter:

@@ -8,10 +8,10 @@ from typing import Any
 from scheduler.request import Request, SamplingParams, Structure
 from server import errors
 from server.errors import bad_request
-from server.generations import Ask
 from server.openai.schemas import MAX_CHOICES, MAX_STOPS, SamplingFields
 from server.openai.token_fields import bad_words_of, check_ids, logit_bias_of, truncated
-from server.served import ServedModel
+from server.request_life.generations import Ask
+from server.request_life.served import ServedModel
 
 MAX_STOP_CHARS = 4096
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})

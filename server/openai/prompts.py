@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from server.errors import bad_request
 from server.openai.schemas import MAX_CHOICES, CompletionRequest
 from server.openai.text import encode
-from server.served import ServedModel
+from server.request_life.served import ServedModel
 
 _FORMS = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids."
 

@@ -9,9 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.described import STREAM_RESPONSE
 from server.errors import ApiError, bad_request
-from server.generations import Answer
 from server.openai.chat_turn import ChatTurn
 from server.openai.drafts import DraftChunks, DraftStream, complete, json_response
 from server.openai.logprobs import chat_logprobs
@@ -23,8 +21,10 @@ from server.openai.responses_schemas import ResponsesRequest, refuse_unserved_re
 from server.openai.responses_store import ResponseStore
 from server.openai.tokenize import count_tokens
 from server.openai.usage import usage_of
-from server.requests import Requests
-from server.served import ServedModel
+from server.request_life.generations import Answer
+from server.request_life.requests import Requests
+from server.request_life.served import ServedModel
+from server.web.described import STREAM_RESPONSE
 
 
 def responses_routes(model: ServedModel, requests: Requests, store: ResponseStore) -> APIRouter:

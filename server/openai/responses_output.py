@@ -12,11 +12,11 @@ from typing import Any
 
 from scheduler.request import FinishReason, Logprobs
 from server.errors import ApiError
-from server.generations import Piece
 from server.openai.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
 from server.openai.reasoning_tokens import ReasoningCount
 from server.openai.responses_schemas import ResponsesRequest
 from server.parsers.deltas import Delta
+from server.request_life.generations import Piece
 
 Event = dict[str, Any]
 

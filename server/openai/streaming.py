@@ -16,9 +16,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from scheduler.request import FinishReason, Logprobs
-from server.error_response import ErrorResponse
 from server.errors import ApiError
-from server.generations import Answer, ClientGone, Piece
+from server.request_life.generations import Answer, ClientGone, Piece
+from server.web.error_response import ErrorResponse
 
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call

@@ -12,7 +12,7 @@ from scheduler.request import Structure
 from server.errors import bad_request
 from server.openai.nesting import is_deeper
 from server.openai.schemas import SamplingFields
-from server.served import ServedModel
+from server.request_life.served import ServedModel
 
 MAX_CHARS = 1 << 18  # of a schema, regex or grammar
 MAX_DEPTH = 64  # of a schema

@@ -4,7 +4,7 @@ import asyncio
 
 from server import errors
 from server.errors import bad_request
-from server.served import ServedModel
+from server.request_life.served import ServedModel
 
 LONG_TEXT = 20_000  # characters; encoding more takes milliseconds and leaves the event loop
 

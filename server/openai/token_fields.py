@@ -9,7 +9,7 @@ from typing import Any
 from scheduler.request import TokenBias
 from server.errors import ApiError, bad_request
 from server.openai.schemas import SamplingFields
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 
 MAX_BIASES = 1024  # vLLM's MAX_NUM_LOGIT_BIAS_TOKENS
 MAX_BIAS = 100.0  # OpenAI's

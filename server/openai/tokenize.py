@@ -15,7 +15,7 @@ from server.openai.drafts import json_response
 from server.openai.responses_chat import validated
 from server.openai.schemas import ChatRequest
 from server.openai.text import LONG_TEXT, check_unicode, encode
-from server.served import ServedModel
+from server.request_life.served import ServedModel
 
 _T = TypeVar("_T")
 _MAX_CHARS = 1 << 20  # tokenizing takes a hundred times the text's memory

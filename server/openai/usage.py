@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from server.generations import Generation
+from server.request_life.generations import Generation
 
 
 def usage_of(generations: Iterable[Generation], n: int) -> dict[str, Any]:

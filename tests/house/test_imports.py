@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from server.roots import PACKAGES
+from server.preflight.roots import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ("kvcache", "dispatch", "expert_placement")
@@ -28,14 +28,14 @@ WITHOUT_TORCH = [
     "scheduler.request",
     "scheduler.sequence",
     "kvcache.blocks",
-    "server.worker",
+    "server.processes.worker",
 ]
 # Imports inside functions, by file, and why they are there.
 DEFERRED = {
     "server/cli.py": "each command loads what it needs: `wideep --help` and the supervisor load no torch",
-    "server/agent.py": "torchrun's own code is loaded in the process that becomes torchrun",
-    "server/model_source.py": "a directory needs neither the demo model's maker nor a hub's client",
-    "server/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
+    "server/processes/agent.py": "torchrun's own code is loaded in the process that becomes torchrun",
+    "server/preflight/model_source.py": "a directory needs neither the demo model's maker nor a hub's client",
+    "server/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
 }
 
 
@@ -178,7 +178,7 @@ def test_what_must_do_without_torch_does(module: str) -> None:
 
 
 def test_importing_the_supervisor_leaves_torch_out() -> None:
-    code = "import sys, server.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, server.processes.worker; sys.exit('torch' in sys.modules)"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
     assert child.returncode == 0
 

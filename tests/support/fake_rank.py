@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
-from server.rank_link import RankLink
-from server.wire import RankFacts
+from server.rank_streams.rank_link import RankLink
+from server.rank_streams.wire import RankFacts
 
 TIMEOUT_S = 60.0
 NUM_BLOCKS = 64

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from scheduler.load_report import ExpertMap, LoadReport
-from server.experts_load import ExpertsLoad
-from server.json_parts import encode
-from server.load_snapshot import answer
+from server.experts.load_window import ExpertsLoad
+from server.experts.snapshot import answer
+from server.web.json_parts import encode
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 6, 2, 3
 

@@ -1,0 +1,78 @@
+"""The flags of `wideep run-batch`; `run_batch` runs it. Nothing heavy is imported here: `wideep --help` needs it."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from server.options.checks import OptionsError
+from server.options.command_line import DEMO_MODEL
+from server.options.flags import add_model_arguments
+from server.options.keywords import PRIVATE_DEFAULTS
+
+_EXAMPLES = """\
+examples:
+  wideep run-batch -i in.jsonl -o out.jsonl --model ./Qwen3-30B-A3B -dp 4
+  wideep run-batch -i in.jsonl -o out.jsonl --url http://127.0.0.1:8000
+
+a line of in.jsonl:
+  {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
+   "body": {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}}
+
+The same command again goes on where a batch was interrupted. The exit status is 0 if every line has a good answer.
+"""
+
+
+def add_batch_parser(commands: Any) -> None:
+    """Add `run-batch` to the command line's parser."""
+    batch = commands.add_parser(
+        "run-batch",
+        help="answer a file of requests, in OpenAI's batch format",
+        description="Answer a file of requests: with a service of its own, or with one that runs (--url).",
+        epilog=_EXAMPLES,
+    )
+    batch.usage = "wideep run-batch -i FILE -o FILE [MODEL] [FLAGS]"
+    group = batch.add_argument_group("batch")
+    add = group.add_argument
+    add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one JSON per line")
+    add(
+        "-o", "--output-file", type=Path, required=True, metavar="FILE", help="answers, appended line by line"
+    )
+    add("--model", dest="model_flag", metavar="MODEL", help="another way to write MODEL, as vLLM has it")
+    add("--url", metavar="URL", help="send the requests to this service, and start none")
+    add(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="requests sent at once (default: what its own service runs at once, 64 with --url)",
+    )
+    add_model_arguments(batch)
+    batch.set_defaults(**PRIVATE_DEFAULTS)
+
+
+def check_batch_arguments(args: argparse.Namespace) -> None:
+    """Check what concerns run-batch alone, and put --model where MODEL is.
+
+    Raises:
+        OptionsError: naming the flag.
+    """
+    if args.concurrency is not None and not 1 <= args.concurrency <= 4096:
+        raise OptionsError(f"--concurrency is {args.concurrency}; it must be 1 to 4096")
+    if args.model_flag is not None:
+        if args.model != DEMO_MODEL:
+            raise OptionsError(f"the model is given twice, {args.model!r} and --model {args.model_flag!r}")
+        args.model = args.model_flag
+    if args.input_file.resolve() == args.output_file.resolve():
+        raise OptionsError("-i and -o name the same file; answers would be read as requests")
+    if args.url is not None:
+        _refuse_serve_flags(args)
+
+
+def _refuse_serve_flags(args: argparse.Namespace) -> None:
+    """Refuse what would be silently ignored: --url starts no service that flags could shape."""
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    parser.set_defaults(**PRIVATE_DEFAULTS)
+    for name, usual in vars(parser.parse_args([])).items():
+        if name != "api_key" and getattr(args, name) != usual:
+            shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise OptionsError(f"{shown} is for a service that run-batch starts; --url uses one that runs")

@@ -1,0 +1,144 @@
+"""The front's picture of its experts' load: what ranks report, in a sliding window, as JSON and for the recorder.
+
+It takes differences between a rank's counters, so a report that was lost or merged changes nothing. Lives in the
+front's event loop; knows no HTTP.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from expert_placement.load import PHASES, LoadWindow, RankFigures, no_figures
+from scheduler.load_report import ExpertMap, LoadReport
+from server.experts.change_counts import ChangeCounts
+from server.experts.recorder import LoadRecorder
+from server.experts.series import LoadSeries
+from server.experts.snapshot import LoadSnapshot
+
+WINDOW_STEPS = 1000  # vLLM's default
+HISTORY = 200  # rebalances that are shown
+_ADDED = (
+    "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "prefill_steps", "prefill_experts_s",
+    "prefill_step_s", "dispatch_bytes", "combine_bytes",
+)  # fmt: skip
+
+
+class ExpertsLoad:
+    """What is known of experts and their load."""
+
+    def __init__(
+        self, model: str, *, window_steps: int = WINDOW_STEPS, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Args: window_steps: length of the window. clock: seconds since 1970."""
+        self.model = model
+        self.experts: ExpertMap | None = None  # once rank 0 has said it
+        self.window: LoadWindow | None = None  # likewise
+        self.recorder = LoadRecorder()
+        self.hosts: dict[int, str] = {}
+        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)  # rebalances, newest last
+        self.changes = ChangeCounts()
+        self.series = LoadSeries()
+        self.revision = 0  # grows with whatever changes the answer
+        self.totals: RankFigures | None = None  # since the start, for Prometheus' counters
+        self.total_rank_tokens: np.ndarray | None = None  # [phases, ranks], likewise
+        self._window_steps, self._clock = window_steps, clock
+        self._last: dict[int, LoadReport] = {}
+        self._early: list[LoadReport] = []  # came before the experts
+        self._changed = asyncio.Event()
+
+    def note_rank(self, rank: int, host: str) -> None:
+        """Take an attached rank, whose counters start at 0."""
+        self.revision += 1
+        self.hosts[rank] = host
+        self._last.pop(rank, None)
+
+    def take_experts(self, experts: ExpertMap) -> None:
+        """Take which experts there are and where, at the start and after a switch of placement."""
+        self.experts = experts
+        self.revision += 1
+        if self.window is None:
+            sizes = len(experts.layers), experts.num_experts, experts.num_ranks
+            self.window = LoadWindow(*sizes, self._window_steps)
+            self.totals = no_figures(experts.num_ranks)
+            self.total_rank_tokens = np.zeros((len(PHASES), experts.num_ranks), dtype=np.int64)
+        early, self._early = self._early, []
+        for report in early:
+            self.take_load(report)
+
+    def take_load(self, report: LoadReport) -> None:
+        """Take a rank's counters."""
+        if self.window is None or self.totals is None or self.experts is None:
+            self._early.append(report)
+            return
+        last = self._last.get(report.rank)
+        counts = (
+            report.counts if last is None else report.counts - last.counts
+        )  # modulo 2^32, as the counters
+        counts = counts.astype(np.int64)
+        figures = _difference(report, last, self.experts.num_ranks)
+        self._last[report.rank] = report
+        self.window.add(report.step, counts, figures)
+        self.series.note(self._clock(), self.window)
+        self.revision += 1
+        self.recorder.add(self._clock(), report.step, report.placement_version, counts)
+        self.total_rank_tokens += counts[:, :, self.experts.num_experts :].sum(axis=0)
+        for total, field in zip(self.totals, figures, strict=True):
+            total += field
+        self._changed.set()
+
+    def note_change(self, entry: dict[str, Any]) -> None:
+        """Take the history's entry about a change that has ended."""
+        self.history.append(entry)
+        self.changes.add(entry)
+        self.revision += 1
+
+    async def settle(self, steps: Mapping[int, int], timeout_s: float) -> None:
+        """Wait until every rank has reported up to a step, or for `timeout_s`.
+
+        Args:
+            steps: by rank, the last step that it is known to have reached.
+        """
+
+        async def wait() -> None:
+            while any(rank not in self._last or self._last[rank].step < step for rank, step in steps.items()):
+                self._changed.clear()
+                await self._changed.wait()
+
+        try:
+            await asyncio.wait_for(wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def snapshot(self) -> LoadSnapshot:
+        """Copy what GET /experts/load answers; the experts must be known."""
+        experts, window = self.experts, self.window
+        assert experts is not None and window is not None, "asked before rank 0 attached"
+        return LoadSnapshot(
+            model=self.model,
+            experts=experts,
+            hosts=dict(self.hosts),
+            expert_tokens={phase: window.expert_tokens(phase) for phase in PHASES},
+            rank_tokens={phase: window.rank_tokens(phase) for phase in PHASES},
+            figures=window.figures,
+            history=[dict(entry) for entry in self.history],
+            series=self.series.to_json(),
+        )
+
+
+def _difference(report: LoadReport, last: LoadReport | None, num_ranks: int) -> RankFigures:
+    """One rank's figures since its last report, among zeros for the others."""
+
+    def since(name: str) -> Any:
+        value = np.asarray(getattr(report, name))
+        return value if last is None else value - np.asarray(getattr(last, name))
+
+    made, rank = no_figures(num_ranks), report.rank
+    made.steps[rank] = since("num_steps")
+    made.tokens[rank] = since("prefill_tokens"), since("decode_tokens")
+    for name in _ADDED:
+        getattr(made, name)[rank] = since(name)
+    return made

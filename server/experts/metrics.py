@@ -1,0 +1,145 @@
+"""What /metrics says about experts: a bounded number of series, whatever the model's size and however long it runs.
+
+Names are those proposed for vLLM (`eplb_balancedness_*`, `eplb_rearrangements`, ...) where there is one, ours begin
+with `wideep:`. The number of series grows with ranks, not with layers times experts: full matrices are
+GET /experts/load's. The hottest experts are numbered by place, with layer and expert as values, because a label per
+expert would in time name them all. Computed when Prometheus asks.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from expert_placement.load import PHASES, LoadWindow, measured_balancedness
+from server.experts.change_counts import CAUSES, DECISIONS, KINDS
+from server.experts.load_window import ExpertsLoad
+
+HOTTEST = 8
+_BALANCEDNESS = (("min", 0.0), ("p50", 0.5), ("p90", 0.9))  # quantiles over layers
+
+
+class ExpertsMetrics(Collector):  # type: ignore[misc]
+    """Reads an `ExpertsLoad`."""
+
+    def __init__(self, load: ExpertsLoad, model_name: str) -> None:
+        self._load, self._model_name = load, model_name
+
+    def describe(self) -> list[Metric]:
+        """Say nothing beforehand: registering must not compute."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families; none before the experts are known."""
+        window = self._load.window
+        if window is None:
+            return
+        yield from self._balancedness(window)
+        yield from self._hottest(window)
+        yield from self._ranks()
+        yield from self._rebalances()
+
+    def _balancedness(self, window: LoadWindow) -> Iterator[Metric]:
+        names = [*(name for name, _ in _BALANCEDNESS), "avg"]
+        families = {
+            name: GaugeMetricFamily(
+                f"vllm:eplb_balancedness_{name}",
+                f"Mean over max of the ranks' tokens by layer, {name} over layers, in the window.",
+                labels=("model_name", "phase"),
+            )
+            for name in names
+        }
+        for phase in PHASES:
+            even = measured_balancedness(window.rank_tokens(phase))
+            even = even[~np.isnan(even)]
+            if not len(even):
+                continue
+            values = {name: np.quantile(even, part) for name, part in _BALANCEDNESS} | {"avg": even.mean()}
+            for name, family in families.items():
+                family.add_metric((self._model_name, phase), float(values[name]))
+        yield from families.values()
+
+    def _hottest(self, window: LoadWindow) -> Iterator[Metric]:
+        labels = ("model_name", "phase", "place")
+        ratio = GaugeMetricFamily(
+            "wideep:hot_expert_ratio",
+            "Tokens of a layer's hottest experts over the layer's mean.",
+            labels=labels,
+        )
+        layer = GaugeMetricFamily("wideep:hot_expert_layer", "Layer of the model.", labels=labels)
+        expert = GaugeMetricFamily("wideep:hot_expert_id", "Logical expert.", labels=labels)
+        assert self._load.experts is not None, "there is a window"
+        for phase in PHASES:
+            for place, found in enumerate(hottest(window.expert_tokens(phase), HOTTEST), start=1):
+                values = (self._model_name, phase, str(place))
+                ratio.add_metric(values, found[2])
+                layer.add_metric(values, self._load.experts.layers[found[0]])
+                expert.add_metric(values, found[1])
+        yield from (ratio, layer, expert)
+
+    def _ranks(self) -> Iterator[Metric]:
+        totals, rank_tokens = self._load.totals, self._load.total_rank_tokens
+        assert totals is not None and rank_tokens is not None, "there is a window"
+        tokens = CounterMetricFamily(
+            "vllm:eplb_tokens_per_rank",
+            "Tokens that the experts of a rank got, all layers together.",
+            labels=("model_name", "engine", "phase"),
+        )
+        for index, phase in enumerate(PHASES):
+            for rank, count in enumerate(rank_tokens[index]):
+                tokens.add_metric((self._model_name, str(rank), phase), float(count))
+        yield tokens
+        for name, text, values in (
+            ("dispatch_bytes", "Bytes sent to other ranks by dispatches.", totals.dispatch_bytes.sum(axis=1)),
+            ("combine_bytes", "Bytes sent to other ranks by combines.", totals.combine_bytes.sum(axis=1)),
+            ("dispatch_wait_seconds", "Time in the exchanges of dispatches.", totals.dispatch_wait_s),
+            ("combine_wait_seconds", "Time in the exchanges of combines.", totals.combine_wait_s),
+            ("experts_seconds", "Time that a rank's experts computed.", totals.experts_s),
+            ("step_seconds", "Time in steps, waits included.", totals.step_s),
+        ):
+            family = CounterMetricFamily(f"wideep:{name}", text, labels=("model_name", "engine"))
+            for rank, value in enumerate(values):
+                family.add_metric((self._model_name, str(rank)), float(value))
+            yield family
+
+    def _rebalances(self) -> Iterator[Metric]:
+        changes = self._load.changes
+        for name, text, value in (
+            ("vllm:eplb_rearrangements", "Rebalances that moved experts.", changes.rearrangements),
+            ("vllm:eplb_rearrangement_seconds", "Time that rebalances took.", changes.seconds),
+            ("wideep:eplb_moves", "Slots that rebalances filled.", changes.moves),
+            ("wideep:eplb_moved_bytes", "Bytes that rebalances moved.", changes.num_bytes),
+        ):
+            family = CounterMetricFamily(name, text, labels=("model_name",))
+            family.add_metric((self._model_name,), float(value))
+            yield family
+        for name, text, label, values, counter in (
+            ("vllm:eplb_rebalance_events", "Changes that serve.", "kind", KINDS, changes.by_kind),
+            ("wideep:eplb_failures", "Changes that were dropped.", "reason", CAUSES, changes.failures),
+            ("wideep:eplb_decisions", "What was decided.", "decision", DECISIONS, changes.decisions),
+        ):
+            family = CounterMetricFamily(name, text, labels=("model_name", label))
+            for each in values:
+                family.add_metric((self._model_name, each), float(counter[each]))
+            yield family
+        gauge = GaugeMetricFamily("vllm:eplb_rebalancing", "1 while experts move.", labels=("model_name",))
+        gauge.add_metric((self._model_name,), float(changes.is_under_way))
+        yield gauge
+
+
+def hottest(tokens: np.ndarray, count: int) -> list[tuple[int, int, float]]:
+    """The experts furthest above their layer's mean.
+
+    Args:
+        tokens: [layers, experts].
+        count: at most so many.
+
+    Returns:
+        (row, expert, tokens over the row's mean), hottest first; none of layers without tokens.
+    """
+    mean = tokens.mean(axis=1, keepdims=True)
+    ratio = np.divide(tokens, mean, out=np.zeros(tokens.shape), where=mean > 0)
+    order = np.argsort(-ratio, axis=None, kind="stable")[:count]
+    found = [divmod(int(index), tokens.shape[1]) for index in order]
+    return [(row, expert, float(ratio[row, expert])) for row, expert in found if ratio[row, expert] > 0]

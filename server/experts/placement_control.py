@@ -1,0 +1,299 @@
+"""The front's hand on the placement: plan, carry out stage by stage, roll back, and decide by itself now and then.
+
+Lives in the front's event loop; planning runs in a thread. A change is cut into stages that the ranks' spare slots
+can take; each is told to all ranks, which move, verify and switch by themselves at one step. One that fails on any
+rank is dropped on all; the stages before it stay, since each is a whole placement. Versions are never used twice.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from expert_placement.controller import Decision, decide, propose
+from expert_placement.eplb_config import EplbConfig
+from expert_placement.forecast import calibrated, step_kinds
+from expert_placement.history import History
+from expert_placement.moves import align
+from expert_placement.node_rules import rules_for_repair
+from expert_placement.placement import Placement
+from expert_placement.proposal import Proposal, Situation
+from expert_placement.transfers import stages
+from scheduler.placement_report import Cause
+from server.errors import ApiError, bad_request, not_ready
+from server.experts.load_window import ExpertsLoad
+from server.experts.stage_runner import RankCalls, StageRunner
+from server.rank_streams.placement_wire import PlacementWord
+
+POLL_S = 0.5  # between looks at whether a decision is due
+_NO_CHANGE = ("nothing", "measured")  # kinds of entries that change no placement
+
+
+class PlacementControl:
+    """Changes the placement of a service, one change at a time."""
+
+    def __init__(
+        self,
+        ranks: RankCalls,
+        load: ExpertsLoad,
+        config: EplbConfig,
+        history: History,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Start without a placement; rank 0 says which serves."""
+        self.current: Placement | None = None
+        self.history = history
+        load.history.extend(_shown(history))
+        self._load, self._config, self._clock = load, config, clock
+        self._num_ranks, self._stages = ranks.num_ranks, StageRunner(ranks)
+        self._expert_bytes = 0
+        self._unmeasured: _Change | None = None  # the last one
+        self._left_out: tuple[str, ...] = ()  # wishes that were said to be left out
+        self._last_version = self._switched_at = self._decided_at = 0  # the latter in steps
+        self._changing = asyncio.Lock()
+
+    def take_word(self, word: PlacementWord) -> None:
+        """Take what a rank says."""
+        if word.placement is not None:
+            if self.current is None:
+                self._go_on_from(word.placement)
+            self.current = word.placement
+            self._last_version = word.placement.version
+            self._expert_bytes = word.expert_bytes
+        self._stages.take_report(word.report)
+
+    def _go_on_from(self, start: Placement) -> None:
+        """See whether the history's end is where the service starts: only then there is a way back."""
+        if self.history.before and self.history.last_digest != start.digest():
+            _log(
+                "the start is not the placement that the history ends with, so there is nothing to roll back to"
+            )
+            self._keep(self.history.forget_before)
+
+    def serving(self) -> Placement:
+        """The placement that serves.
+
+        Raises:
+            ApiError: rank 0 has not attached yet.
+        """
+        if self.current is None:
+            raise not_ready("rank 0 has not said yet where the experts are")
+        return self.current
+
+    async def propose(self, kind: str, config: EplbConfig) -> Proposal:
+        """Plan by the load seen; nothing changes.
+
+        Args:
+            kind: shares, repair, or plan (from nothing).
+
+        Raises:
+            ApiError: no load was seen yet, or there are too few slots for what is wished.
+        """
+        situation = self.situation()
+        if not situation.experts_s:
+            raise bad_request("No token was served in the window yet, so there is nothing to plan by.")
+        self._say_left_out(situation)
+        try:
+            return await asyncio.to_thread(propose, kind, situation, config)
+        except ValueError as error:
+            raise bad_request(f"There is no such plan: {error}.") from error
+
+    async def apply(self, target: Placement, kind: str, reason: str, gain: float | None) -> dict[str, Any]:
+        """Make a placement serve; returns the history's entry.
+
+        Raises:
+            ApiError: another change is under way, or the placement does not fit this service.
+        """
+        if self._changing.locked():
+            raise ApiError(409, "Another change of placement is under way; try again when it has ended.")
+        async with self._changing:
+            before = self.serving()
+            try:
+                aligned = align(target, before)
+                todo = stages(
+                    before.with_version(self._last_version), aligned, most_per_rank=before.slots_per_rank
+                )
+            except ValueError as error:
+                raise bad_request(f"The placement does not fit this service: {error}.") from error
+            entry = await self._carry_out(todo, kind, reason, gain)
+            if self.current is not before:
+                self._unmeasured = _Change(entry, before)
+                if kind != "rollback":
+                    self._keep(lambda: self.history.push(before))
+            return entry
+
+    async def rollback(self) -> dict[str, Any]:
+        """Make the placement before the last change serve again; returns the history's entry.
+
+        Raises:
+            ApiError: there is none, or as `apply`.
+        """
+        if not self.history.before:
+            raise bad_request("There is no placement to go back to: nothing has been changed.")
+        previous = self.history.before[-1]
+        entry = await self.apply(
+            previous, "rollback", f"back to the placement of version {previous.version}", None
+        )
+        if entry["failed"] is None:
+            self._keep(self.history.pop)
+        return entry
+
+    async def run(self) -> None:
+        """Decide every `step_interval` steps, until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self.current is None or self._load.totals is None or self._changing.locked():
+                continue
+            if self._steps() - self._decided_at >= self._config.step_interval:
+                self._decided_at = self._steps()
+                await self._decide()
+
+    async def _decide(self) -> None:
+        situation = self.situation()
+        self._say_left_out(situation)
+        decision: Decision = await asyncio.to_thread(decide, situation, self._config)
+        self._load.changes.decisions["nothing" if decision.proposal is None else decision.proposal.kind] += 1
+        _log(decision.reason if decision.proposal else f"did nothing, because {decision.reason}")
+        measured = self._measured_imbalance()
+        if self._config.log_balancedness and measured:
+            _log(f"balancedness {1.0 / measured:.4f} (mean rank / fullest rank)")
+        if situation.experts_s and situation.num_steps >= self._config.window_size:
+            self._measure_last(situation)
+        if decision.proposal is None:
+            self._note({"kind": "nothing", "reason": decision.reason, "version": self.serving().version})
+            return
+        proposal = decision.proposal
+        try:
+            await self.apply(proposal.target, proposal.kind, decision.reason, proposal.gain)
+        except ApiError as error:  # somebody else's change came first
+            _log(error.message)
+
+    def _measure_last(self, situation: Situation) -> None:
+        """Say what the last change brings, by the load and the seconds of a whole window under it."""
+        if self._unmeasured is None:
+            return
+        last, replaced = self._unmeasured
+        self._unmeasured = None
+        saved_s = situation.forecast.step_s(replaced) - situation.experts_s
+        last["measured_gain"] = round(saved_s / (situation.step_s + saved_s), 6)
+        self._load.revision += 1
+        said = (
+            f"placement {last['version']} saves {1e3 * saved_s:.3f} ms of a step ({last['measured_gain']:.2%}), "
+            f"by the load since"
+        )
+        _log(said)
+        measured = {"kind": "measured", "version": last["version"], "measured_gain": last["measured_gain"]}
+        self._note({**measured, "reason": said})
+
+    def situation(self) -> Situation:
+        """What is known now.
+
+        Raises:
+            ApiError: rank 0 has not attached yet.
+        """
+        current, window = self.serving(), self._load.window
+        if window is None:
+            raise not_ready("rank 0 has not said yet which experts there are")
+        figures = window.figures
+        return Situation(
+            forecast=calibrated(step_kinds(window), current, self._expert_bytes),
+            current=current,
+            num_steps=self._steps() - self._switched_at,
+            step_s=float(figures.step_s.max()) / max(int(figures.steps.max()), 1),
+            expert_bytes=self._expert_bytes,
+            hosts=tuple(self._load.hosts.get(rank, "?") for rank in range(self._num_ranks)),
+        )
+
+    def _say_left_out(self, situation: Situation) -> None:
+        """Say once which wishes about nodes cannot be granted here."""
+        left_out = rules_for_repair(self._config, situation.hosts, situation.current).left_out
+        if left_out != self._left_out:
+            self._left_out = left_out
+            for said in left_out:
+                _log(said)
+
+    async def _carry_out(
+        self, todo: list[Placement], kind: str, reason: str, gain: float | None
+    ) -> dict[str, Any]:
+        """Go through stages; returns the entry, whose "failed" says what ended it early."""
+        begun_s, imbalance_before = time.monotonic(), self._measured_imbalance()
+        moves = num_bytes = done = 0
+        failed, cause = None, Cause.NONE
+        self._load.changes.is_under_way = True
+        for stage in todo:
+            self._last_version = stage.version
+            stage_moves, stage_bytes, failed, cause = await self._stages.run(stage)
+            if failed is not None:
+                _log(f"placement {stage.version} was dropped, because of {failed}")
+                break
+            self.current, done = stage, done + 1
+            moves, num_bytes = moves + stage_moves, num_bytes + stage_bytes
+        self._load.changes.is_under_way = False
+        self._switched_at = self._steps()
+        entry = {
+            "kind": kind,
+            "version": self.serving().version,
+            "digest": self.serving().digest(),
+            "reason": reason,
+            "predicted_gain": gain,
+            "measured_gain": None,
+            "moves": moves,
+            "bytes": num_bytes,
+            "seconds": round(time.monotonic() - begun_s, 3),
+            "stages": [done, len(todo)],
+            "failed": failed,
+            "cause": cause.value,
+            "imbalance_before": imbalance_before,
+        }
+        return self._note(entry, self.serving() if done else None)
+
+    def _measured_imbalance(self) -> float | None:
+        """Fullest rank over mean rank, of the tokens that ranks really got in the window; None without any."""
+        if self._load.window is None:
+            return None
+        tokens = self._load.window.rank_tokens()
+        mean = float(tokens.mean(axis=1).sum())
+        return round(float(tokens.max(axis=1).sum()) / mean, 6) if mean else None
+
+    def _note(self, entry: dict[str, Any], serving: Placement | None = None) -> dict[str, Any]:
+        entry = {"time": round(self._clock(), 3), **entry}
+        self._keep(lambda: self.history.add(entry, serving))
+        if entry["kind"] not in _NO_CHANGE:
+            self._load.note_change(entry)
+            _log(
+                f"{entry['kind']}: placement {entry['version']} serves, {entry['moves']} moves, "
+                f"{entry['bytes'] / 1e6:.1f} MB in {entry['seconds']:.1f} s"
+            )
+        return entry
+
+    def _keep(self, write: Callable[[], object]) -> None:
+        """Write to the history; a full disk is no reason to stop."""
+        try:
+            write()
+        except OSError as error:
+            _log(f"the history cannot be written: {error}")
+
+    def _steps(self) -> int:
+        return 0 if self._load.totals is None else int(self._load.totals.steps.max())
+
+
+class _Change(NamedTuple):
+    """One that serves."""
+
+    entry: dict[str, Any]
+    replaced: Placement
+
+
+def _shown(history: History) -> list[dict[str, Any]]:
+    """The changes of a history, with what was measured of them later."""
+    gains = {e["version"]: e["measured_gain"] for e in history.entries if e["kind"] == "measured"}
+    changes = (entry for entry in history.entries if entry["kind"] not in _NO_CHANGE)
+    return [
+        {**entry, "measured_gain": gains.get(entry["version"], entry["measured_gain"])} for entry in changes
+    ]
+
+
+def _log(text: str) -> None:
+    print(f"wideep experts: {text}", file=sys.stderr, flush=True)

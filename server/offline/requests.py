@@ -1,0 +1,77 @@
+"""How `offline.LLM` puts prompts to its service: one request each, many at once.
+
+A prompt goes to /v1/completions and comes back with its token ids (`return_token_ids`, as in vLLM). A chat is made
+token ids first, by /tokenize, which renders the template as the chat endpoint does.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from server.batch.bulk_client import BulkClient, for_each
+from server.batch.progress import Progress
+from server.offline.results import RequestOutput, SamplingParams, output_from
+
+
+class LLMError(ValueError):
+    """A prompt or parameter that was refused; the message names it, `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Wish(NamedTuple):
+    """One prompt and how to continue it."""
+
+    place: int  # among all prompts
+    prompt: str | list[int] | dict[str, Any]  # text, token ids, or a chat as /tokenize takes it
+    params: SamplingParams
+
+
+async def fulfil_all(wishes: Sequence[Wish], client: BulkClient, *, shows_bar: bool) -> list[RequestOutput]:
+    """Have every prompt continued; results are in the wishes' order.
+
+    Raises:
+        LLMError: the service refused one; the others are given up.
+        ServiceLostError: it cannot be reached any more.
+    """
+    results: dict[int, RequestOutput] = {}
+
+    async def fulfil(wish: Wish) -> None:
+        results[wish.place] = await _fulfil(wish, client, max_model_len)
+        if progress is not None:
+            progress.step()
+
+    async with client:
+        max_model_len = (await client.get("/v1/models")).body["data"][0]["max_model_len"]
+        with Progress(len(wishes), "wideep") if shows_bar else contextlib.nullcontext() as progress:
+            await for_each(wishes, fulfil, concurrency=client.concurrency)
+    return [results[place] for place in range(len(wishes))]
+
+
+async def _fulfil(wish: Wish, client: BulkClient, max_model_len: int) -> RequestOutput:
+    prompt, params = wish.prompt, wish.params
+    text = prompt if isinstance(prompt, str) else None
+    if isinstance(prompt, dict):
+        prompt = await _tokenize(client, prompt, wish.place)
+        text = (await _ask(client, "/detokenize", {"tokens": prompt}, wish.place))["prompt"]
+    body = params.body() | {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    if params.max_tokens is None:  # the endpoint's own default is OpenAI's 16
+        if isinstance(prompt, str):
+            prompt = await _tokenize(client, {"prompt": prompt}, wish.place)
+        body["max_tokens"] = max(1, max_model_len - len(prompt))  # one too many is refused, in words
+    answer = await _ask(client, "/v1/completions", {**body, "prompt": prompt}, wish.place)
+    return output_from(answer, text, params)
+
+
+async def _tokenize(client: BulkClient, asked: Mapping[str, Any], place: int) -> list[int]:
+    token_ids: list[int] = (await _ask(client, "/tokenize", asked, place))["tokens"]
+    return token_ids
+
+
+async def _ask(client: BulkClient, path: str, body: Mapping[str, Any], place: int) -> Any:
+    reply = await client.post(path, body)
+    if not reply.is_good:
+        raise LLMError(f"prompt {place}: {reply.complaint}", reply.status)
+    return reply.body

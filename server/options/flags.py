@@ -1,0 +1,166 @@
+"""The flags that `serve`, `worker`, `engine` and `front` share, for argparse, in groups as --help shows them."""
+
+import argparse
+
+from dispatch.availability import BACKENDS
+from server.options.command_line import DEMO_MODEL
+from server.options.http_options import add_http_arguments
+from server.options.log_options import add_log_arguments
+from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all of them."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEMO_MODEL,
+        metavar="MODEL",
+        help="a Hugging Face model directory, a hub name, or 'demo' (default), the model that WideEP makes itself",
+    )
+    add_http_arguments(parser.add_argument_group("HTTP endpoint"))
+    _add_parser_arguments(parser.add_argument_group("tool calls and reasoning"))
+    _add_rank_arguments(parser.add_argument_group("ranks"))
+    _add_placement_arguments(parser.add_argument_group("expert placement"))
+    _add_limit_arguments(parser.add_argument_group("limits"))
+    _add_memory_arguments(parser.add_argument_group("memory"))
+    add_log_arguments(parser.add_argument_group("logs and traces"))
+
+
+def _add_parser_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--tool-call-parser",
+        choices=TOOL_PARSERS,
+        metavar="NAME",
+        help=f"how the model writes tool calls: {', '.join(TOOL_PARSERS)} (default: by its chat template)",
+    )
+    add(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        metavar="NAME",
+        help=f"how the model writes reasoning: {', '.join(REASONING_PARSERS)} (default: by its chat template)",
+    )
+    add("--enable-auto-tool-choice", action="store_true", help="accepted for vLLM's sake; it is always on")
+
+
+def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--data-parallel-size",
+        "-dp",
+        type=int,
+        metavar="N",
+        help="ranks on this node, one process each (default: 2 on CPU)",
+    )
+    add("--threads", type=int, metavar="N", help="threads per rank (default: cores / local ranks)")
+    add(
+        "--all2all-backend",
+        default="auto",
+        choices=BACKENDS,
+        help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; nccl, nvshmem and "
+        "deep_ep connect GPUs, on which this version does not compute yet (default: auto)",
+    )
+    add(
+        "--dispatch-mode",
+        default="auto",
+        choices=("auto", "normal", "low_latency"),
+        help="auto is low_latency for steps that only decode, normal for steps with prompts (default: %(default)s)",
+    )
+    add(
+        "--dispatch-dtype",
+        default="auto",
+        choices=("auto", "fp8"),
+        help="what tokens travel to experts as: the model's own type, or FP8 with DeepSeek's block scales, a "
+        "quarter of float32's bytes and not the same bits (default: %(default)s)",
+    )
+    add(
+        "--dispatch-node-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="send a token once to each node of N ranks and spread it inside, where links between nodes are the "
+        "slow ones; divides the number of ranks (default: 0, straight to every rank)",
+    )
+    add(
+        "--distributed-timeout-seconds",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long a rank may keep another one waiting before it counts as hung (default: %(default)s)",
+    )
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="type the weights are kept in; CPU computes in float32 (default: %(default)s)",
+    )
+
+
+def _add_placement_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--enable-eplb",
+        action="store_true",
+        help="move experts while serving, where that pays by the load seen; `wideep experts apply` works without",
+    )
+    add(
+        "--eplb-config",
+        default="{}",
+        metavar="JSON",
+        help='such as {"num_redundant_experts": 8}; keys: window_size, step_interval, num_redundant_experts, '
+        "log_balancedness, policy, max_bytes_per_step, horizon_s, min_gain, max_moved, num_groups, min_nodes, "
+        "spread, history_file",
+    )
+    add(
+        "--expert-placement",
+        metavar="FILE",
+        help="start with this placement, as `wideep experts plan --out FILE` writes it (default: experts evenly)",
+    )
+
+
+def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--max-model-len", type=int, metavar="TOKENS", help="prompt plus output (default: the model's)")
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests a rank runs at once (default: %(default)s)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="tokens a rank runs in one step (default: %(default)s)",
+    )
+    add(
+        "--request-timeout",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="deadline of a request; 0 is none (default: none)",
+    )
+
+
+def _add_memory_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--kv-cache-memory",
+        metavar="BYTES",
+        help="KV cache per rank, e.g. 512M or 2G (default: 25%% of free memory over the local ranks)",
+    )
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="size the KV cache as this share of free memory instead, above 0 and at most 1",
+    )
+    add(
+        "--no-enable-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="do not reuse the KV cache of equal prefixes",
+    )

@@ -1,0 +1,186 @@
+"""What the front makes of ranks' reports: differences of counters, the JSON of GET /experts/load, metrics."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from scheduler.load_report import LoadReport
+from server.experts.load_window import ExpertsLoad
+from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
+from server.experts.snapshot import balancedness_json
+from server.rank_streams import load_wire
+from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
+
+
+def loaded() -> ExpertsLoad:
+    """Two ranks that reported twice each."""
+    load = ExpertsLoad("m", clock=lambda: 1000.0)
+    for rank in range(RANKS):
+        load.note_rank(rank, f"host{rank}")
+    load.take_experts(expert_map())
+    for step in (10, 20):
+        for rank in range(RANKS):
+            load.take_load(report(rank, step, counts(rank) * step))
+    return load
+
+
+def metrics_of(load: ExpertsLoad) -> dict[str, float]:
+    registry = CollectorRegistry()
+    registry.register(ExpertsMetrics(load, "m"))
+    lines = generate_latest(registry).decode().splitlines()
+    return {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")
+    }
+
+
+def test_counters_are_added_up_over_ranks_once() -> None:
+    answer, expected = told(loaded()), 20 * (counts(0) + counts(1))
+    for index, phase in enumerate(("prefill", "decode")):
+        assert answer["phases"][phase]["tokens"] == expected[:, index, :EXPERTS].tolist()
+        assert answer["rank_tokens"][phase] == expected[:, index, EXPERTS:].tolist()
+        ranks = expected[:, index, EXPERTS:]
+        even = answer["phases"][phase]["balancedness"]
+        assert even["per_layer"] == pytest.approx((ranks.mean(1) / ranks.max(1)).tolist(), abs=1e-6)
+        assert even["worst"] == pytest.approx(min(even["per_layer"]), abs=1e-6)
+
+
+def test_the_answer_says_who_where_and_how_long() -> None:
+    answer = told(loaded())
+    assert (answer["model"], answer["num_layers"], answer["slots_per_rank"]) == ("m", LAYERS, 3)
+    assert answer["layers"] == [2, 3, 5]
+    assert answer["window"] == {"steps": 20, "seconds": 2.0}
+    assert answer["placement"] == [list(range(EXPERTS))] * LAYERS
+    assert answer["history"] == []
+    rank = answer["ranks"][1]
+    assert (rank["rank"], rank["host"], rank["steps"], rank["tokens"]) == (1, "host1", 20, 100)
+    assert rank["dispatch_bytes"] == [200, 0]
+    assert rank["combine_bytes"] == [400, 0]
+    assert (rank["dispatch_wait_s"], rank["experts_s"]) == pytest.approx((0.2, 0.6))
+
+
+def test_counters_may_pass_2_to_the_32() -> None:
+    load = ExpertsLoad("m")
+    load.take_experts(expert_map())
+    before = np.full((LAYERS, 2, EXPERTS + RANKS), 2**32 - 3)
+    load.take_load(report(0, 1, before))
+    first = told(load)["phases"]["decode"]["tokens"][0][0]
+    load.take_load(report(0, 2, (before + 7) % 2**32))
+    assert told(load)["phases"]["decode"]["tokens"][0][0] - first == 7
+
+
+def test_a_rank_that_attaches_again_counts_from_zero() -> None:
+    load = loaded()
+    before = np.array(told(load)["phases"]["prefill"]["tokens"])
+    load.note_rank(1, "host1")
+    load.take_load(report(1, 21, counts(5)))
+    after = np.array(told(load)["phases"]["prefill"]["tokens"])
+    np.testing.assert_array_equal(after - before, counts(5)[:, 0, :EXPERTS])
+
+
+def test_reports_that_come_before_the_experts_are_kept() -> None:
+    load = ExpertsLoad("m")
+    load.take_load(report(0, 4, counts(0)))
+    load.take_experts(expert_map())
+    assert told(load)["window"]["steps"] == 4
+
+
+def test_no_load_is_nothing_and_not_a_number() -> None:
+    load = ExpertsLoad("m")
+    load.take_experts(expert_map())
+    answer = told(load)
+    assert answer["window"] == {"steps": 0, "seconds": 0.0}
+    empty = {"per_layer": [None] * LAYERS, "mean": None, "median": None, "worst": None}
+    assert answer["phases"]["prefill"]["balancedness"] == empty
+
+
+def test_balancedness_is_aggregated_over_the_layers_that_have_tokens() -> None:
+    made = balancedness_json(np.array([1.0, np.nan, 0.4, 0.5]))
+    assert made["per_layer"] == [1.0, None, 0.4, 0.5]
+    assert (made["mean"], made["median"], made["worst"]) == pytest.approx((1.9 / 3, 0.5, 0.4))
+
+
+def test_settle_waits_for_every_ranks_step_and_not_longer_than_it_may() -> None:
+    async def scene() -> list[bool]:
+        load = loaded()
+        await load.settle({0: 20, 1: 20}, 30.0)  # they have
+        waiting = asyncio.create_task(load.settle({0: 25, 1: 20}, 30.0))
+        await asyncio.sleep(0)
+        seen = [waiting.done()]
+        load.take_load(report(0, 25, counts(0) * 25))
+        await asyncio.wait_for(waiting, 10.0)
+        await asyncio.wait_for(load.settle({1: 99}, 0.01), 10.0)  # gives up
+        return seen
+
+    assert asyncio.run(scene()) == [False]
+
+
+def test_metrics_have_the_named_series_and_the_same_numbers() -> None:
+    load = loaded()
+    found, answer = metrics_of(load), told(load)
+    even = answer["phases"]["decode"]["balancedness"]
+    assert found['vllm:eplb_balancedness_avg{model_name="m",phase="decode"}'] == pytest.approx(even["mean"])
+    assert found['vllm:eplb_balancedness_min{model_name="m",phase="decode"}'] == pytest.approx(
+        even["worst"], abs=1e-6
+    )
+    assert found['wideep:dispatch_wait_seconds_total{engine="1",model_name="m"}'] == pytest.approx(0.2)
+    tokens = sum(row[1] for row in answer["rank_tokens"]["prefill"])
+    assert found['vllm:eplb_tokens_per_rank_total{engine="1",model_name="m",phase="prefill"}'] == tokens
+    assert found['vllm:eplb_rearrangements_total{model_name="m"}'] == 0
+
+
+def test_rebalances_and_failures_are_counted_by_names_that_are_few_and_fixed() -> None:
+    load = loaded()
+    names = set(metrics_of(load))
+    done = {"kind": "repair", "moves": 5, "bytes": 1000, "seconds": 0.5, "failed": None, "cause": ""}
+    spoilt = {"kind": "apply", "moves": 0, "bytes": 0, "seconds": 0.25, "failed": "x", "cause": "check_sum"}
+    shares = {**done, "kind": "shares", "moves": 0, "bytes": 0, "seconds": 0.0}
+    for entry in (done, done, spoilt, shares):
+        load.note_change(entry)
+    load.changes.decisions["nothing"] += 3
+    load.changes.is_under_way = True
+    found = metrics_of(load)
+    assert set(found) == names, "all labels are there from the start"
+    assert found['vllm:eplb_rearrangements_total{model_name="m"}'] == 2
+    assert found['wideep:eplb_moves_total{model_name="m"}'] == 10
+    assert found['wideep:eplb_moved_bytes_total{model_name="m"}'] == 2000
+    assert found['vllm:eplb_rearrangement_seconds_total{model_name="m"}'] == pytest.approx(1.25)
+    assert found['vllm:eplb_rebalance_events_total{kind="shares",model_name="m"}'] == 1
+    assert found['vllm:eplb_rebalance_events_total{kind="apply",model_name="m"}'] == 0
+    assert found['wideep:eplb_failures_total{model_name="m",reason="check_sum"}'] == 1
+    assert found['wideep:eplb_decisions_total{decision="nothing",model_name="m"}'] == 3
+    assert found['vllm:eplb_rebalancing{model_name="m"}'] == 1
+    assert told(load)["history"] == [done, done, spoilt, shares]
+
+
+def test_the_number_of_series_does_not_grow_with_experts_or_time() -> None:
+    load, seen = loaded(), set()
+    for step in range(30, 90, 10):
+        for rank in range(RANKS):
+            load.take_load(report(rank, step, counts(rank + step) + 1000 * step))
+        seen |= set(metrics_of(load))
+    assert len(seen) == len(metrics_of(load))
+    places = [name for name in seen if name.startswith("wideep:hot_expert_ratio")]
+    assert len(places) == 2 * HOTTEST
+
+
+def test_nothing_is_exported_before_the_experts_are_known() -> None:
+    assert metrics_of(ExpertsLoad("m")) == {}
+
+
+def test_hottest_are_over_their_layers_mean() -> None:
+    tokens = np.array([[1, 1, 1, 5], [0, 0, 0, 0], [100, 100, 110, 90]])
+    assert hottest(tokens, 3) == [(0, 3, 2.5), (2, 2, 1.1), (2, 0, 1.0)]
+
+
+def test_reports_cross_the_wire_unchanged() -> None:
+    sent = report(1, 7, counts(3), placement_version=4)
+    arrived = load_wire.load_from(load_wire.load_to_wire(sent))
+    np.testing.assert_array_equal(arrived.counts, sent.counts)
+    plain = [name for name in LoadReport.__dataclass_fields__ if name != "counts"]
+    assert [getattr(arrived, name) for name in plain] == [getattr(sent, name) for name in plain]
+    experts = expert_map(3)
+    same = load_wire.experts_from(load_wire.experts_to_wire(experts))
+    np.testing.assert_array_equal(same.slot_expert, experts.slot_expert)
+    assert same[:5] == experts[:5]

@@ -1,0 +1,227 @@
+"""The front's hand on the placement, with ranks that are played: stages, drops, rollback, decisions, HTTP."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from expert_placement.eplb_config import EplbConfig
+from expert_placement.history import History
+from expert_placement.placement import Placement, linear_placement
+from expert_placement.placement_file import from_json
+from scheduler.load_report import ExpertMap, LoadReport
+from scheduler.placement_report import MoveState, PlacementReport
+from server.errors import ApiError
+from server.experts import placement_control
+from server.experts.load_window import ExpertsLoad
+from server.experts.placement_control import PlacementControl
+from server.experts.placement_routes import placement_routes
+from server.rank_streams.placement_wire import PlacementWord
+from server.web.api_keys import ApiKeys
+from server.web.app import build_app
+from tests.support.placements import held, random_placement
+
+START = random_placement(3, 8, 2, 6, seed=1)
+OTHER = random_placement(3, 8, 2, 6, seed=2)
+CONFIG = EplbConfig(window_size=10, step_interval=20, min_gain=0.0)
+
+
+class PlayedRanks:
+    """Two ranks that do what they are asked, or fail at some versions on rank 1."""
+
+    num_ranks = 2
+
+    def __init__(self, failing: tuple[int, ...] = ()) -> None:
+        self.told: list[tuple[str, int]] = []
+        self.placements: list[Placement] = []
+        self.failing = failing
+        self.control: PlacementControl
+
+    def prepare(self, placement: Placement) -> None:
+        self.told.append(("prepare", placement.version))
+        self.placements.append(placement)
+        self._say(0, placement.version, MoveState.VERIFIED)
+        if placement.version in self.failing:
+            self._say(1, placement.version, MoveState.FAILED, "a bit turned over")
+            return
+        self._say(1, placement.version, MoveState.VERIFIED)
+        for rank in range(2):
+            self._say(rank, placement.version, MoveState.SERVING)
+
+    def drop_placement(self, version: int) -> None:
+        self.told.append(("drop", version))
+        self._say(0, version, MoveState.DROPPED)
+
+    def _say(self, rank: int, version: int, state: MoveState, reason: str = "") -> None:
+        report = PlacementReport(
+            rank=rank, version=version, state=state, reason=reason, num_moves=2, num_bytes=10
+        )
+        asyncio.get_running_loop().call_soon(self.control.take_word, PlacementWord(report, None, 0))
+
+
+def control_of(
+    ranks: PlayedRanks, config: EplbConfig = CONFIG, file: Path | None = None, start: Placement = START
+) -> tuple[PlacementControl, ExpertsLoad]:
+    load = ExpertsLoad("m", window_steps=config.window_size)
+    ranks.control = control = PlacementControl(ranks, load, config, History(file), clock=lambda: 1.0)
+    load.take_experts(ExpertMap(start.version, 8, 2, (0, 1, 2), 3, start.slot_expert))
+    report = PlacementReport(rank=0, version=start.version, state=MoveState.SERVING)
+    control.take_word(PlacementWord(report, start, 1000))
+    return control, load
+
+
+def seen(load: ExpertsLoad, steps: int) -> None:
+    """Let both ranks report a skewed load after so many steps."""
+    counts = np.zeros((3, 2, 10), dtype=np.uint32)
+    counts[:, 1, :8] = np.array([900, 5, 5, 5, 5, 5, 5, 70]) * steps
+    counts[:, 1, 8:] = np.array([900, 100]) * steps
+    for rank in range(2):
+        load.take_load(
+            LoadReport(
+                rank=rank, step=steps, num_steps=steps, prefill_tokens=0, decode_tokens=500 * steps,
+                placement_version=0, counts=counts, dispatch_bytes=(0, 0), combine_bytes=(0, 0),
+                dispatch_wait_s=0.0, combine_wait_s=0.0, wire_s=0.0, experts_s=0.5 * steps, step_s=1.0 * steps,
+            )
+        )  # fmt: skip
+
+
+def play(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_a_placement_is_applied_and_rolled_back_under_new_versions(tmp_path: Path) -> None:
+    async def test() -> None:
+        ranks = PlayedRanks()
+        control, load = control_of(ranks, file=tmp_path / "h")
+        applied = await control.apply(OTHER, "apply", "as asked", None)
+        assert applied["failed"] is None and applied["moves"] > 0
+        assert [kind for kind, _ in ranks.told] == ["prepare"] * applied["stages"][1]
+        assert held(control.serving()) == held(OTHER)
+        back = await control.rollback()
+        assert back["kind"] == "rollback" and back["version"] > applied["version"]
+        assert held(control.serving()) == held(START)
+        assert [entry["kind"] for entry in load.history] == ["apply", "rollback"]
+        assert [e["kind"] for e in History(tmp_path / "h").entries] == ["apply", "rollback"]
+        with pytest.raises(ApiError, match="nothing has been changed"):
+            await control.rollback()
+
+    play(test)
+
+
+def test_after_a_restart_there_is_a_way_back_if_it_starts_where_the_last_run_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def test() -> None:
+        control, _ = control_of(PlayedRanks(), file=tmp_path / "h")
+        await control.apply(OTHER, "apply", "as asked", None)
+        ended = control.serving()
+        warm, _ = control_of(PlayedRanks(), file=tmp_path / "h", start=ended)
+        back = await warm.rollback()
+        assert back["failed"] is None and back["version"] > ended.version
+        assert held(warm.serving()) == held(START)
+        await warm.apply(OTHER, "apply", "as asked", None)
+        cold, _ = control_of(PlayedRanks(), file=tmp_path / "h", start=START)
+        with pytest.raises(ApiError, match="nothing has been changed"):
+            await cold.rollback()
+
+    play(test)
+    assert "the start is not the placement that the history ends with" in capfd.readouterr().err
+
+
+def test_a_stage_that_fails_on_one_rank_is_dropped_on_all_and_its_version_never_used_again() -> None:
+    async def test() -> None:
+        ranks = PlayedRanks(failing=(1,))
+        control, _ = control_of(ranks)
+        entry = await control.apply(OTHER, "apply", "as asked", None)
+        assert entry["failed"] == "rank 1: a bit turned over" and entry["moves"] == 0
+        assert ranks.told == [("prepare", 1), ("drop", 1)]
+        assert control.serving() is START
+        again = await control.apply(OTHER, "apply", "as asked", None)
+        assert again["failed"] is None and ranks.told[2] == ("prepare", 2)
+
+    play(test)
+
+
+def test_one_change_at_a_time() -> None:
+    async def test() -> None:
+        control, _ = control_of(PlayedRanks())
+        first = asyncio.create_task(control.apply(OTHER, "apply", "as asked", None))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="under way") as caught:
+            await control.apply(OTHER, "apply", "as asked", None)
+        assert caught.value.status == 409
+        await first
+
+    play(test)
+
+
+def test_a_placement_of_another_size_is_refused() -> None:
+    async def test() -> None:
+        ranks = PlayedRanks()
+        control, _ = control_of(ranks)
+        with pytest.raises(ApiError, match="does not fit this service"):
+            await control.apply(linear_placement(3, 8, 4), "apply", "as asked", None)
+        assert ranks.told == []
+
+    play(test)
+
+
+def test_decisions_are_made_every_interval_noted_with_their_reasons_and_measured(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(placement_control, "POLL_S", 0.001)
+
+    async def until(fits: Callable[[], bool]) -> None:
+        while not fits():
+            await asyncio.sleep(0.002)
+
+    async def test() -> None:
+        control, load = control_of(PlayedRanks())
+        running = asyncio.create_task(control.run())
+        seen(load, 20)
+        await until(lambda: len(load.history) == 1)
+        assert load.history[0]["predicted_gain"] > 0
+        seen(load, 40)
+        await until(lambda: load.history[0]["measured_gain"] is not None)
+        kinds = [entry["kind"] for entry in control.history.entries]
+        assert kinds[:2] == [load.history[0]["kind"], "measured"]
+        await until(lambda: len(control.history.entries) > 2)
+        running.cancel()
+
+    play(test)
+    assert "did nothing, because" in capfd.readouterr().err
+
+
+def test_over_http_plans_change_nothing_and_applying_does() -> None:
+    async def test() -> None:
+        ranks = PlayedRanks()
+        control, load = control_of(ranks)
+        app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys(("k",)))
+        transport = httpx.ASGITransport(app=app)
+        key = {"Authorization": "Bearer k"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+
+            async def post(path: str, body: Any = None, headers: Any = key) -> tuple[int, Any]:
+                answer = await client.post(path, json=body, headers=headers)
+                return answer.status_code, answer.json()
+
+            assert (await post("/experts/apply", headers={}))[0] == 401
+            status, refused = await post("/experts/plan")
+            assert status == 400 and "nothing to plan by" in refused["error"]["message"]
+            seen(load, 20)
+            status, plan = await post("/experts/plan", {"policy": "plan"})
+            assert status == 200 and plan["imbalance_after"] < plan["imbalance_before"] and ranks.told == []
+            status, entry = await post("/experts/apply", {"placement": plan["placement"]})
+            assert status == 200 and entry["failed"] is None and ranks.told
+            assert (await post("/experts/apply", {"policy": "magic"}))[0] == 400
+            assert (await post("/experts/apply", {"placement": {"layers": []}}))[0] == 400
+            assert (await post("/experts/rollback"))[1]["kind"] == "rollback"
+            told = (await client.get("/experts/history", headers=key)).json()
+            assert [e["kind"] for e in told["history"]] == ["apply", "rollback"]
+            assert held(from_json(told["serving"])) == held(START)
+
+    play(test)

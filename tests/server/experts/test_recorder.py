@@ -1,0 +1,97 @@
+"""The recorder: what it keeps against what it was given, both file formats, and memory that stays bounded."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from expert_placement.load_file import read_loads
+from server.experts.recorder import LoadRecorder
+from tests.support.load_reports import EXPERTS, counts, expert_map
+
+WRITER = Path(__file__).resolve().parents[3] / "server" / "experts" / "record_to_pt.py"
+
+
+def recorder_of(times: list[float]) -> tuple[LoadRecorder, list[np.ndarray]]:
+    recorder, given = LoadRecorder(), [counts(index) for index in range(len(times))]
+    recorder.start()
+    for index, time_s in enumerate(times):
+        recorder.add(time_s, 10 * index, index, given[index])
+    return recorder, given
+
+
+def test_a_row_is_a_second_and_adds_up_the_ranks() -> None:
+    recorder, given = recorder_of([100.1, 100.9, 101.2, 107.0])
+    record = recorder.take("m", expert_map())
+    assert record.time_s.tolist() == [100.9, 101.2, 107.0]
+    assert record.step.tolist() == [10, 20, 30]
+    assert record.version.tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(record.counts, [given[0] + given[1], given[2], given[3]])
+
+
+def test_nothing_is_kept_while_off_and_a_start_forgets() -> None:
+    recorder, _ = recorder_of([1.0])
+    recorder.stop()
+    recorder.add(2.0, 1, 0, counts(9))
+    assert recorder.num_rows == 1
+    recorder.start()
+    assert recorder.num_rows == 0
+
+
+def test_full_memory_makes_rows_longer_and_loses_nothing() -> None:
+    recorder = LoadRecorder(max_bytes=10 * counts(0).nbytes)
+    recorder.start()
+    given = [counts(index) for index in range(100)]
+    for index, each in enumerate(given):
+        recorder.add(1000.5 + index, index, 0, each)
+        assert recorder.num_rows <= 11
+    record = recorder.take("m", expert_map())
+    np.testing.assert_array_equal(record.counts.sum(axis=0), np.sum(given, axis=0))
+    assert np.all(np.diff(record.time_s) > 0)
+    assert (record.time_s[-1], record.step[-1]) == (1099.5, 99)
+
+
+def test_our_file_has_a_time_axis_and_is_read_by_simulate(tmp_path: Path) -> None:
+    recorder, given = recorder_of([5.0, 6.0])
+    content = recorder.take("m", expert_map()).npz()
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        assert arrays["time_s"].tolist() == [5.0, 6.0]
+        assert arrays["layers"].tolist() == [2, 3, 5]
+        np.testing.assert_array_equal(arrays["prefill"], np.array(given)[:, :, 0, :EXPERTS])
+        np.testing.assert_array_equal(arrays["decode"], np.array(given)[:, :, 1, :EXPERTS])
+        np.testing.assert_array_equal(arrays["rank_tokens"], np.array(given)[:, :, :, EXPERTS:])
+    path = tmp_path / "load.npz"
+    path.write_bytes(content)
+    trace = read_loads([path])
+    np.testing.assert_array_equal(trace.load, np.array(given)[..., :EXPERTS].sum(axis=2))
+
+
+def test_sglangs_record_has_the_models_layers_with_dense_ones_zero() -> None:
+    recorder, given = recorder_of([5.0, 6.0])
+    record = recorder.take("m", expert_map()).sglang()
+    logical = np.array(record["logical_count"])
+    assert logical.shape == (2, 7, EXPERTS)
+    np.testing.assert_array_equal(logical[:, [2, 3, 5]], np.array(given)[..., :EXPERTS].sum(axis=2))
+    assert not logical[:, [0, 1, 4, 6]].any()
+    even = np.array(given).sum(axis=(0, 2))[:, EXPERTS:]
+    assert record["average_utilization_rate_over_window"] == pytest.approx(
+        (even.mean(1) / even.max(1)).mean()
+    )
+
+
+@pytest.mark.slow
+def test_the_pt_file_is_what_sglangs_recorder_saves(tmp_path: Path) -> None:
+    recorder, given = recorder_of([5.0])
+    source, target = tmp_path / "r.json", tmp_path / "r.pt"
+    source.write_text(json.dumps(recorder.take("m", expert_map()).sglang()))
+    subprocess.run([sys.executable, "-P", WRITER, source, target], check=True, timeout=60)
+    loaded = torch.load(target, weights_only=True)
+    assert set(loaded) == {"rank", "logical_count", "average_utilization_rate_over_window"}
+    assert loaded["logical_count"].dtype == torch.int32
+    assert loaded["logical_count"].shape == (1, 7, EXPERTS)
+    assert loaded["logical_count"].sum() == given[0][..., :EXPERTS].sum()

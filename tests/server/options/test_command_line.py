@@ -1,0 +1,204 @@
+import argparse
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.options.checks import OptionsError, parse_bytes
+from server.options.command_line import Options, arguments_from, environment_from, options_from
+from server.options.flags import add_model_arguments
+from server.options.http_options import HttpOptions
+from server.options.log_options import LogOptions
+from tests.support.certificate import write_certificate
+
+
+def parse(*words: str, environment: dict[str, str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_model_arguments(parser)
+    return options_from(parser.parse_args(words), environment or {})
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    options = parse()
+    assert (options.model, options.host, options.port) == ("demo", "127.0.0.1", 8000)
+    assert (options.max_num_seqs, options.max_num_batched_tokens) == (64, 512)
+    assert options.served_model_names == ("demo",)
+    assert options.enable_prefix_caching
+
+
+def test_arguments_parse_back_to_the_same_options() -> None:
+    options = parse(
+        "some/model",
+        *(
+            "--served-model-name",
+            "a",
+            "b c",
+            "-dp",
+            "3",
+            "--threads=2",
+            "--kv-cache-memory",
+            "1.5G",
+            "--dtype",
+        ),
+        *(
+            "bfloat16",
+            "--max-model-len",
+            "99",
+            "--no-enable-prefix-caching",
+            "--request-timeout",
+            "0.1",
+            "--port=0",
+        ),
+        *(
+            "--distributed-timeout-seconds=2.5",
+            "--host=::",
+            "--all2all-backend=gloo",
+            "--served-model-name=-dash",
+            "--api-key=k",
+            "--enable-eplb",
+            '--eplb-config={"num_redundant_experts": 3, "horizon_s": 1.5}',
+            "--expert-placement=some/placement.json",
+            "--tool-call-parser=glm45",
+            "--reasoning-parser=deepseek_r1",
+            "--enable-auto-tool-choice",
+        ),
+        *("--allowed-origins", '["https://a", "b"]', "--allowed-methods", '["GET"]', "--allow-credentials"),
+        *("--max-request-bytes=1K", "--root-path=/llm/", "--shutdown-timeout=7", "--log-format=json"),
+        *("--log-level=debug", "--log-requests", "--disable-access-log"),
+        "--disable-access-log-for-endpoints=",
+    )
+    assert options.http == HttpOptions(
+        allowed_origins=("https://a", "b"),
+        allowed_methods=("GET",),
+        allow_credentials=True,
+        max_request_bytes=1024,
+        root_path="/llm",
+        shutdown_timeout_s=7.0,
+    )
+    assert options.log == LogOptions(
+        format="json", level="debug", requests=True, access=False, quiet_paths=()
+    )
+    assert parse(*arguments_from(options), environment=environment_from(options)) == options
+    assert options.served_model_names == ("a", "b c", "-dash")
+
+
+@given(st.floats(min_value=1e-9, max_value=1.0), st.floats(min_value=0, max_value=1e300))
+def test_floats_survive_the_way_to_a_child(share: float, timeout_s: float) -> None:
+    options = parse(f"--gpu-memory-utilization={share!r}", f"--request-timeout={timeout_s!r}")
+    assert parse(*arguments_from(options)) == options
+
+
+def test_the_defaults_of_http_and_logs_are_those_of_their_classes() -> None:
+    options = parse()
+    assert (options.http, options.log) == (HttpOptions(), LogOptions())
+    assert not options.needs_key
+
+
+def test_a_file_of_keys_asks_for_one_and_is_handed_on_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# mine\nsesame\n")
+    options = parse(f"--api-key-file={file}")
+    assert options.needs_key and options.api_keys == ()
+    assert "sesame" not in " ".join([*arguments_from(options), *environment_from(options).values()])
+    assert parse(*arguments_from(options)) == options
+
+
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="needs the `openssl` program to make a certificate"
+)
+def test_a_certificate_is_loaded_before_anything_starts(tmp_path: Path) -> None:
+    certificate, key = write_certificate(tmp_path)
+    options = parse(f"--ssl-certfile={certificate}", f"--ssl-keyfile={key}")
+    assert options.http.scheme == "https"
+    assert parse(*arguments_from(options)) == options
+    with pytest.raises(OptionsError, match="cannot be used"):
+        parse(f"--ssl-certfile={certificate}")  # without its key
+
+
+def test_keys_travel_in_the_environment_only() -> None:
+    options = parse("--api-key", "one", "--api-key=two", environment={"WIDEEP_API_KEY": "two three"})
+    assert options.api_keys == ("one", "two", "three")
+    assert not {"one", "two", "three"} & set(arguments_from(options))
+    assert environment_from(options) == {"WIDEEP_API_KEY": "one two three"}
+
+
+def test_the_served_name_of_a_directory_is_its_last_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "olmoe"
+    directory.mkdir()
+    assert parse(f"{directory}/").served_model_names == ("olmoe",)
+    monkeypatch.chdir(directory)
+    assert parse(".").served_model_names == ("olmoe",)
+    assert parse("org/name").served_model_names == ("org/name",)
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["--port=70000"], "--port is 70000; it must be 0 to 65535"),
+        (["--max-num-seqs=0"], "--max-num-seqs is 0; it must be at least 1"),
+        (["--max-num-batched-tokens=15"], "--max-num-batched-tokens is 15; it must be at least 16"),
+        (["--max-num-batched-tokens=32"], "it must be at least --max-num-seqs (64)"),
+        (["--data-parallel-size=0"], "--data-parallel-size is 0"),
+        (["--threads=-1"], "--threads is -1"),
+        (["--max-model-len=0"], "--max-model-len is 0"),
+        (["--gpu-memory-utilization=1.5"], "--gpu-memory-utilization is 1.5"),
+        (["--gpu-memory-utilization=nan"], "--gpu-memory-utilization is nan"),
+        (["--gpu-memory-utilization=1", "--kv-cache-memory=1G"], "both size the KV cache"),
+        (["--distributed-timeout-seconds=0"], "--distributed-timeout-seconds is 0.0; it must be above 0"),
+        (["--distributed-timeout-seconds=nan"], "--distributed-timeout-seconds is nan"),
+        (["--distributed-timeout-seconds=inf"], "it must be above 0 and at most 86400 (a day)"),
+        (["--request-timeout=-1"], "--request-timeout is -1.0"),
+        (["--request-timeout=nan"], "--request-timeout is nan"),
+        (["--request-timeout=inf"], "--request-timeout is inf"),
+        (["--kv-cache-memory=lots"], "--kv-cache-memory is 'lots'; give a size such as 512M"),
+        (["--api-key="], "--api-key is empty"),
+        (["--api-key=a b"], "--api-key is empty or has white space"),
+        (["--served-model-name="], "--served-model-name has an empty name"),
+        ([""], "MODEL is empty"),
+        (["--eplb-config=1"], "--eplb-config: it is '1'; it must be an object"),
+        (['--eplb-config={"a": 1}'], "--eplb-config: a is not known"),
+        (["--allowed-origins=*"], "--allowed-origins is '*'; give a JSON list of strings"),
+        (["--allowed-headers=[1]"], "--allowed-headers is '[1]'; give a JSON list of strings"),
+        (["--max-request-bytes=0"], "--max-request-bytes is '0'; give a size"),
+        (["--shutdown-timeout-seconds=-1"], "--shutdown-timeout-seconds is -1.0; it must be 0 or more"),
+        (["--shutdown-timeout-seconds=inf"], "--shutdown-timeout-seconds is inf"),
+        (["--root-path=llm"], "--root-path is 'llm'; it must begin with /"),
+        (["--api-key-file=/no/such/file"], "--api-key-file '/no/such/file' cannot be read"),
+        (["--ssl-keyfile=x"], "--ssl-keyfile needs a certificate"),
+        (["--ssl-certfile=/no/cert"], "--ssl-certfile is '/no/cert', which is not a file"),
+        (["--disable-access-log-for-endpoints=health"], "has 'health'; give paths such as"),
+        (["--otlp-traces-endpoint=localhost:4317"], "is 'localhost:4317'; give a URL"),
+    ],
+)
+def test_bad_values_are_named(words: list[str], complaint: str) -> None:
+    with pytest.raises(OptionsError) as caught:
+        parse(*words)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("512M", 512 << 20), ("2g", 2 << 30), ("1.5GiB", 3 << 29), ("7", 7), ("3kb", 3072), (" 1T ", 1 << 40)],
+)
+def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1G", "G", "inf", "nan", "1e999", "1 000", "5X"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(OptionsError):
+        parse_bytes(text)
+
+
+def test_a_parser_that_is_not_known_is_refused_with_the_known_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for flag in ("--tool-call-parser", "--reasoning-parser"):
+        with pytest.raises(SystemExit):
+            parse(flag, "nonsense")
+        said = capsys.readouterr().err
+        assert flag in said and "'nonsense'" in said and "kimi_k2" in said
