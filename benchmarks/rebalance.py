@@ -8,7 +8,7 @@ most 1.1 times that of quiet ones.
 Expected bound: moving costs copying, hashing and trying out bytes_per_step on a second thread of each rank; on idle
 cores nothing, on a machine with as many busy threads as cores that work is taken from the steps.
 
-Run: `python -m benchmarks.rebalance [DIRECTORY] [--ranks 2] [--batch 8] [--tokens 400] [--moves 6] [--bytes-per-step N]
+Run: `python -m benchmarks.rebalance [DIRECTORY] [--ranks 2] [--batch 8] [--tokens 900] [--moves 6] [--bytes-per-step N]
 [--save]`; DIRECTORY defaults to the random model of `benchmarks.serve`.
 """
 
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Step times while experts move")
     parser.add_argument("directory", nargs="?", type=Path)
     for flag, default in (
-        ("--ranks", 2), ("--batch", 8), ("--tokens", 400), ("--moves", 6), ("--quiet", 20), ("--redundant", 8),
+        ("--ranks", 2), ("--batch", 8), ("--tokens", 900), ("--moves", 6), ("--quiet", 60), ("--redundant", 8),
         ("--bytes-per-step", 1 << 20),
     ):  # fmt: skip
         parser.add_argument(flag, type=int, default=default)
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     first = next(entry for entry in runs if entry[0] == 0)
     result = {
         "benchmark": "rebalance",
-        "card": card,
+        "environment": card,
         **summary(first[1], first[2], [entry[2] for entry in runs]),
     }
     print_tail(result)

@@ -14,19 +14,29 @@ PoolOf = Callable[[int], RankPool]
 
 
 @pytest.fixture(scope="session")
-def pool_of() -> Iterator[PoolOf]:
+def pools() -> Iterator[dict[int, RankPool]]:
+    """The running pools by their size."""
+    running: dict[int, RankPool] = {}
+    yield running
+    for pool in running.values():
+        pool.close()
+
+
+@pytest.fixture
+def pool_of(pools: dict[int, RankPool]) -> Iterator[PoolOf]:
     """Return `pool_of(world_size)`: a running pool, replaced if an earlier test broke it."""
-    pools: dict[int, RankPool] = {}
+    used: dict[int, RankPool] = {}
 
     def pool_of_size(world_size: int) -> RankPool:
         pool = pools.get(world_size)
         if pool is None or not pool.is_whole:
             pools[world_size] = pool = RankPool(world_size, timeout_s=120.0)
+        used[world_size] = pool
         return pool
 
     yield pool_of_size
-    for pool in pools.values():
-        pool.close()
+    for pool in used.values():
+        pool.end_groups()
 
 
 @pytest.fixture(scope="session")

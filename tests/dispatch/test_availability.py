@@ -12,7 +12,7 @@ from dispatch import availability
 from dispatch.availability import BACKENDS, check_service_backend, why_unavailable
 from dispatch.errors import TransportUnavailable
 from dispatch.transports.choose import open_transport
-from tests.dispatch.conftest import PoolOf
+from tests.conftest import PoolOf
 
 
 def open_by_name(name: str) -> str:

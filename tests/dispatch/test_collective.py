@@ -9,7 +9,7 @@ from dispatch.errors import DispatchTimeout, PeerLost, RanksDisagree
 from dispatch.transport import RankTable, Transport
 from dispatch.transports.choose import open_transport
 from dispatch.transports.collective import CollectiveTransport
-from tests.dispatch.conftest import PoolOf
+from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.messages import swap
 from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate

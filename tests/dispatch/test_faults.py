@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
 from dispatch.transports.choose import open_transport
-from tests.dispatch.conftest import PoolOf
+from tests.conftest import PoolOf
 
 VICTIM = 2
 STOP_TIMEOUT_S = 3.0  # long enough that nobody times out on a busy machine before the victim stops

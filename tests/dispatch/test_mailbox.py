@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
 from dispatch.mailbox import MAX_WIDTH, LocalMailbox, open_mailbox
-from tests.dispatch.conftest import PoolOf
+from tests.conftest import PoolOf
 
 
 def run_rounds(name: str, count: int, width: int) -> list[list[list[int]]]:

@@ -17,7 +17,7 @@ from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisag
 from dispatch.transport import RankTable, Transport
 from dispatch.transports.choose import open_transport
 from dispatch.transports.collective import CollectiveTransport
-from tests.dispatch.conftest import PoolOf
+from tests.conftest import PoolOf
 from tests.dispatch.messages import message, size_of, swap
 
 SMALL, LARGE = 400, 9000  # against regions of 1 KB: many messages go in several pieces

@@ -14,7 +14,7 @@ from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
 from dispatch.row_formats import row_format
 from dispatch.transports.choose import open_transport
 from dispatch.transports.local import LocalTransport
-from tests.dispatch.conftest import PoolOf
+from tests.conftest import PoolOf
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate
 
 S = 4

@@ -9,7 +9,7 @@ from dispatch.transport import MAX_REFUSAL_BYTES, RankTable, Transport, decode_r
 from dispatch.transports.choose import open_transport
 from dispatch.transports.collective import CollectiveTransport
 from dispatch.transports.local import LocalTransport
-from tests.dispatch.conftest import PoolOf
+from tests.conftest import PoolOf
 from tests.dispatch.messages import swap, swap_or_refuse, text_of
 
 SMALL, LARGE = 500, 9000  # against regions of 1 KB: many messages go in several pieces

@@ -10,7 +10,7 @@ from dispatch.fp8 import dequantise_fp8, quantise_fp8
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
 from dispatch.transports.choose import open_transport
-from tests.dispatch.conftest import PoolOf
+from tests.conftest import PoolOf
 from tests.dispatch.oracle import RankCase, compute_pairs, make_cases, simulate
 
 S = 4

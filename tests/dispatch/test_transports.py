@@ -12,7 +12,7 @@ from dispatch.transports import segment
 from dispatch.transports.choose import open_transport
 from dispatch.transports.gloo import INCOMING_BYTES, MAX_PART_BYTES, fitting_part_bytes
 from dispatch.transports.shm import MAX_REGION_BYTES, SEGMENT_BYTES, fitting_region_bytes
-from tests.dispatch.conftest import PoolOf
+from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layers
 from tests.dispatch.oracle import RankCase, make_cases, simulate
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GROUP_TIMEOUT_S = 30.0
@@ -124,6 +125,11 @@ class RankPool:
             raise RankError("\n".join(f"rank {r}: {part}" for r, part in zip(wrong, parts, strict=True)))
         return [answers[rank] for rank in asked]
 
+    def end_groups(self) -> None:
+        """Destroy every group that calls have made, on all ranks, if all are there to do it."""
+        if self.is_whole:
+            self.run(_end_groups, timeout_s=GROUP_TIMEOUT_S)
+
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to one rank: SIGKILL ends it, SIGSTOP hangs it, SIGCONT wakes it."""
         os.kill(self.pids[rank], number)
@@ -191,6 +197,13 @@ def _serve_rank(connection: Connection, port: int, rank: int, world_size: int, t
         except EOFError:
             return
         connection.send_bytes(_answer(call))
+
+
+def _end_groups() -> None:
+    """Destroy all groups but the default one: each has a thread of gloo's that wakes a hundred times a second."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _answer(call: bytes) -> bytes:
