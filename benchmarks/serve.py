@@ -139,10 +139,7 @@ def check_tokens(bench: Bench) -> None:
     """
     bench.peer.configure(bench.options.peer_settings[0])
     for prompt in bench.prompts.take(CHECKED_PROMPTS):
-        theirs = [
-            bench.tokenizer.token_bytes(token).decode(errors="replace")
-            for token in bench.peer.tokens(prompt, CHECKED_TOKENS)
-        ]
+        theirs = bench.peer.tokens(prompt, CHECKED_TOKENS)
         for name, service in bench.services.items():
             ours = service.tokens(prompt, CHECKED_TOKENS)
             for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):

@@ -89,13 +89,9 @@ class Service:
                 f"the service broke a connection ({error}); it said:\n{self._said()}"
             ) from error
 
-    def tokens(self, prompt: list[int], num_tokens: int) -> list[str]:
-        """Return the greedy tokens after a prompt, spelled."""
-        body = _body(prompt, num_tokens, logprobs=0)
-        status, lines = asyncio.run(post(self.port, body))
-        if status != 200:
-            raise ServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
-        return list(json.loads(lines[0][1])["choices"][0]["logprobs"]["tokens"])
+    def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """Return the greedy tokens after a prompt."""
+        return greedy_tokens(self.port, prompt, num_tokens)
 
     def _wait_until_healthy(self) -> None:
         while not is_healthy(HOST, self.port):
@@ -108,6 +104,20 @@ class Service:
 
     def _said(self) -> str:
         return Path(self._log.name).read_text(errors="replace")
+
+
+def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
+    """Ask the service at a port for the greedy tokens after a prompt.
+
+    Raises:
+        ServiceError: any status but 200.
+    """
+    body = _body(prompt, num_tokens, logprobs=0, return_tokens_as_token_ids=True)
+    status, lines = asyncio.run(post(port, body))
+    if status != 200:
+        raise ServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
+    spelled = json.loads(lines[0][1])["choices"][0]["logprobs"]["tokens"]
+    return [int(token.removeprefix("token_id:")) for token in spelled]
 
 
 async def stream_completion(port: int, prompt: list[int], *, num_tokens: int) -> Timing:

@@ -8,6 +8,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.service import greedy_tokens
 from tests.support.front_process import FrontProcess
 from tests.support.tiny_tokenizer import MAX_LEN
 
@@ -20,6 +21,13 @@ def test_a_prompt_is_completed_without_a_template(front: FrontProcess, client: o
     request = front.served("c-plain").requests[-1]
     assert front.decode(request.prompt_ids) == "c-plain"
     assert request.params.max_tokens == 16, "OpenAI's default here"
+
+
+def test_the_benchmarks_client_reads_token_ids(front: FrontProcess) -> None:
+    front.script("c-bench", "half a \u00e9")
+    expected = front.encode("half a \u00e9")
+    port = int(front.url.rpartition(":")[2])
+    assert greedy_tokens(port, front.encode("c-bench"), len(expected)) == expected
 
 
 def test_the_four_forms_of_a_prompt(front: FrontProcess, client: openai.OpenAI) -> None:
