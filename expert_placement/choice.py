@@ -17,7 +17,7 @@ import numpy as np
 
 from expert_placement.kernels.choose import choose_slots
 from expert_placement.layer_plan import fill_layers
-from expert_placement.placement import Placement
+from expert_placement.placement import Copies, Placement
 
 _GOLDEN = 0.6180339887498949  # the fractional part of the golden ratio: its multiples fill [0, 1) most evenly
 _ROOT_TWO = 0.41421356237309515  # moves the experts' phases against one another
@@ -25,25 +25,29 @@ _BATCH_SWEEPS, _BATCH_TOLERANCE = 60, 1e-4
 _OWN_TOTAL = np.empty(0, dtype=np.int64)
 
 
-class _Table(NamedTuple):
-    first: np.ndarray  # [E + 1] int64
-    slot: np.ndarray  # [copies] int64
+class _Kept(NamedTuple):
+    copies: Copies
     until: np.ndarray  # [copies] float64: shares summed up within the expert
 
 
 class ReplicaChoice:
     """One rank's way from logical experts to slots, for one placement."""
 
-    def __init__(self, placement: Placement, rank: int) -> None:
+    def __init__(self, placement: Placement, rank: int, before: "ReplicaChoice | None" = None) -> None:
         """Prepare the tables of all layers.
 
         Args:
             placement: slots and shares.
             rank: whose tokens these are; any number that differs between ranks.
+            before: of another placement; the tables of layers that are equal in both are shared, so that a change
+                of some layers takes the time of these.
         """
         self._placement = placement
-        self._copies = [placement.copies(layer) for layer in range(placement.num_layers)]
-        self._tables = [_Table(c.first, c.slot, _until(c.first, c.share)) for c in self._copies]
+        layers, kept = range(placement.num_layers), _equal_layers(placement, before)
+        self._copies = [kept[layer].copies if layer in kept else placement.copies(layer) for layer in layers]
+        self._until = [
+            kept[layer].until if layer in kept else _until(self._copies[layer]) for layer in layers
+        ]
         self._phase_E = phases(placement.num_experts, rank)
 
     def choose(self, layer: int, expert_TK: np.ndarray) -> np.ndarray:
@@ -57,10 +61,26 @@ class ReplicaChoice:
             int64 of the same shape, new.
         """
         slot_TK = np.empty(expert_TK.shape, np.int64)
+        copies, until = self._copies[layer], self._until[layer]
         choose_slots(
-            expert_TK.reshape(-1), *self._tables[layer], self._phase_E, _OWN_TOTAL, slot_TK.reshape(-1)
+            expert_TK.reshape(-1),
+            copies.first,
+            copies.slot,
+            until,
+            self._phase_E,
+            _OWN_TOTAL,
+            slot_TK.reshape(-1),
         )
         return slot_TK
+
+    def layer(self, layer: int) -> _Kept:
+        """The tables of one layer, for a choice under another placement."""
+        return _Kept(self._copies[layer], self._until[layer])
+
+    @property
+    def placement(self) -> Placement:
+        """Whose copies these are."""
+        return self._placement
 
     def choose_together(
         self, layer: int, expert_TK: np.ndarray, before_E: np.ndarray, total_E: np.ndarray
@@ -80,7 +100,7 @@ class ReplicaChoice:
             expert_TK.reshape(-1),
             copies.first,
             copies.slot,
-            _until(copies.first, share_C),
+            _until(copies._replace(share=share_C)),
             before_E + 0.5,
             total_E,
             slot_TK.reshape(-1),
@@ -111,8 +131,17 @@ def phases(num_experts: int, rank: int) -> np.ndarray:
     return result
 
 
-def _until(first_E: np.ndarray, share_C: np.ndarray) -> np.ndarray:
+def _equal_layers(placement: Placement, before: ReplicaChoice | None) -> dict[int, _Kept]:
+    """The tables of layers whose slots and shares are the same under both."""
+    if before is None or before.placement.slot_expert.shape != placement.slot_expert.shape:
+        return {}
+    slots = (placement.slot_expert == before.placement.slot_expert).all(axis=1)
+    shares = (placement.share == before.placement.share).all(axis=1)
+    return {layer: before.layer(layer) for layer in np.flatnonzero(slots & shares).tolist()}
+
+
+def _until(copies: Copies) -> np.ndarray:
     """Sum up shares within each expert."""
-    total = np.concatenate(([0.0], np.cumsum(share_C)))
-    result: np.ndarray = total[1:] - np.repeat(total[first_E[:-1]], np.diff(first_E))
+    total = np.concatenate(([0.0], np.cumsum(copies.share)))
+    result: np.ndarray = total[1:] - np.repeat(total[copies.first[:-1]], np.diff(copies.first))
     return result

@@ -178,6 +178,10 @@ class Placement:
 
     def digest(self) -> str:
         """Sixteen hex digits that differ where slots, shares or sizes differ; the same on every machine."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         sizes = np.array([*self.slot_expert.shape, self.num_experts, self.num_ranks], dtype="<i8")
         parts: Sequence[np.ndarray] = (
             sizes,

@@ -27,8 +27,12 @@ class Route(NamedTuple):
         return torch.from_numpy(self.choice.choose(self.layer, ids_TK.numpy()))
 
 
-def routes(placement: Placement, rank: int) -> list[Route]:
-    """Return every layer's route for the tokens of `rank`; compiles what they need on first use."""
-    choice = ReplicaChoice(placement, rank)
+def routes(placement: Placement, rank: int, before: ReplicaChoice | None = None) -> list[Route]:
+    """Return every layer's route for the tokens of `rank`; compiles what they need on first use.
+
+    Args:
+        before: the rank's choice under another placement; what layers have in common is taken from it.
+    """
+    choice = ReplicaChoice(placement, rank, before)
     choice.choose(0, np.zeros((1, 1), np.int64))
     return [Route(choice, layer) for layer in range(placement.num_layers)]

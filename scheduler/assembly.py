@@ -4,6 +4,7 @@ Everything that may be wrong with settings, model or memory is found before weig
 transport and mailbox use are made here and given away; nothing else keeps them (D8 of the design).
 """
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
@@ -38,6 +39,8 @@ from scheduler.start_placement import check_agreed, hosts_of, start_placement
 from scheduler.structure_compiling import StructureCompiler, no_vocabulary
 from scheduler.structure_vocabulary import LoadVocabulary
 from scheduler.telemetry import Telemetry, expert_map
+
+SWITCH_S = 0.5e-3  # CPython's own is 5 ms
 
 Report = Callable[[str, float], None]
 
@@ -77,6 +80,9 @@ def assemble(
         UnsupportedModelError, ConfigError, KVMemoryError, SchedulerLimitsError, CheckpointError,
         TransportUnavailable: each says what to change.
     """
+    # The step loop lets go of the interpreter in every kernel. Where another thread (moves, requests that arrive) runs
+    # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
+    sys.setswitchinterval(SWITCH_S)
     set_threads(config.threads)
     skeleton = Skeleton(config.directory)
     length = model_length(skeleton.model.config, config.max_model_len)

@@ -98,6 +98,12 @@ class Engine:
         Raises:
             LockStepError, dispatch errors: another rank is lost or out of step.
         """
+        try:
+            self._walk(on_step, on_sleep)
+        finally:
+            self._relocation.pace.rest()  # a move does not wait for steps that will not come
+
+    def _walk(self, on_step: OnStep, on_sleep: Callable[[], None]) -> None:
         self._post()
         while True:
             decision, agreed_tokens, switch_to, has_prefill = self._lockstep.agree()

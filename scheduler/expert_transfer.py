@@ -15,7 +15,6 @@ from expert_placement.transfers import Transfer
 from moe.expert_weights import (
     Digest,
     ExpertWeights,
-    digest,
     flat_bytes,
     manifest,
     read_slot,
@@ -51,13 +50,14 @@ def send_expert(
     weights = read_slot(place.layer, slot)
     tensors = weights.tensors()
     x_TD = sample(place.layer)
+    pace.take(0)
     y_TD = try_out(place.layer, place.module, weights, x_TD)
     tail = {"sample": x_TD.contiguous(), "answer": y_TD}
     head = {"transfer": list(transfer), "weights": manifest(tensors), "tail": manifest(tail)}
     channel.send(_head_bytes(head), peer)
     taken = Digest()
     for tensor in tensors.values():
-        for piece in torch.split(flat_bytes(tensor), pace.bytes_per_step):
+        for piece in torch.split(flat_bytes(tensor), pace.piece_bytes):
             pace.take(len(piece))
             channel.send(piece, peer)
             taken.add(piece)
@@ -73,7 +73,7 @@ def receive_expert(
     transfer: Transfer,
     channel: PeerChannel,
     peer: int,
-    piece_bytes: int,
+    pace: Pace,
 ) -> int:
     """Receive one expert into memory that does not serve, and verify it; returns the bytes.
 
@@ -88,7 +88,8 @@ def receive_expert(
     into = tensors if fits else _reserve(head["weights"])
     taken = Digest()
     for tensor in into.values():
-        for piece in torch.split(flat_bytes(tensor), piece_bytes):
+        for piece in torch.split(flat_bytes(tensor), pace.piece_bytes):
+            pace.take(0)  # bytes are the sender's to count
             channel.receive(piece, peer)
             taken.add(piece)
     wanted = torch.empty(len(taken.value()), dtype=torch.uint8)
@@ -106,11 +107,12 @@ def receive_expert(
             Cause.CHECK_SUM,
             f"{_named(transfer)} came from rank {peer} with another check sum than it has there",
         )
+    pace.take(0)
     _check_answer(place, weights, tail["sample"], tail["answer"], transfer)
     return weights.num_bytes
 
 
-def copy_expert(place: Place, slot: int, weights: ExpertWeights, transfer: Transfer) -> int:
+def copy_expert(place: Place, slot: int, weights: ExpertWeights, transfer: Transfer, pace: Pace) -> int:
     """Copy an expert from one of this rank's slots, and verify the copy; returns the bytes.
 
     Raises:
@@ -118,13 +120,20 @@ def copy_expert(place: Place, slot: int, weights: ExpertWeights, transfer: Trans
     """
     source = read_slot(place.layer, slot)
     tensors, copies = source.tensors(), weights.tensors()
+    taken, wanted = Digest(), Digest()
     for name, tensor in tensors.items():
-        copies[name].copy_(tensor)
-    if digest(copies) != digest(tensors):
+        pieces = (torch.split(flat_bytes(each), pace.piece_bytes) for each in (tensor, copies[name]))
+        for piece, copy in zip(*pieces, strict=True):
+            pace.take(len(piece))
+            copy.copy_(piece)
+            wanted.add(piece)
+            taken.add(copy)
+    if taken.value() != wanted.value():
         raise MoveError(
             Cause.CHECK_SUM, f"{_named(transfer)} has another check sum than the slot it was copied from"
         )
     x_TD = sample(place.layer)
+    pace.take(0)
     _check_answer(place, weights, x_TD, try_out(place.layer, place.module, source, x_TD), transfer)
     return weights.num_bytes
 

@@ -1,11 +1,16 @@
 """Bytes between two ranks beside the steps: a channel of its own, and a pace that steps set.
 
 The channel is a group that nothing else uses, so that expert weights never stand before tokens. A rank sends no more
-than so many bytes while one step runs; when all ranks sleep there is nothing to disturb, and the pace is off. A peer
-that dies closes its connections and ends the wait; there is no time limit on a slow one, whose steps would tell first.
+than so many bytes while one step runs, and its mover works no longer than a small part of a step: where every core has
+a step's thread, what the mover takes is taken from steps. Bytes go in small pieces, so that no step bears many at once.
+When all ranks sleep there is nothing to disturb, and the pace is off. A peer that dies closes its connections and ends
+the wait; there is no time limit on a slow one, whose steps would tell first.
+Rejected: a lower priority for the mover's thread, which may hold the interpreter's lock when it loses its core.
 """
 
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -13,6 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 GROUP_TIMEOUT_S = 24 * 3600.0  # a transfer waits its turn, however long the plan
+PIECE_BYTES = 128 << 10  # sent at once: some tenths of a millisecond of copying and hashing
+BUSY_PART = (
+    0.04  # of a step that a mover may work beside it; p99 of steps beside moves is to stay within 1.1 times
+)
+LEAST_BUSY_S = 0.25e-3  # beside every step, however short: about a piece and its check sum
+MOST_OWED_S = 0.02  # for one piece of work: what took longer (a compiler, say) is over and not made up for
 
 
 class ChannelError(ConnectionError):
@@ -103,30 +114,54 @@ def open_channel(ranks: list[int]) -> PeerChannel:
 
 
 class Pace:
-    """How many bytes may go: so many for each step that runs, any number while none does. Any thread."""
+    """How much may go: so many bytes and so much work for each step that runs, any while none does.
 
-    def __init__(self, bytes_per_step: int) -> None:
-        self.bytes_per_step = bytes_per_step
+    `step` and `rest` from any thread, `take` from the mover's alone: its processor time is what is counted.
+    """
+
+    def __init__(
+        self,
+        bytes_per_step: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        work_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`work_clock` tells the seconds that the calling thread has worked."""
+        self.piece_bytes = min(bytes_per_step, PIECE_BYTES)
+        self._bytes_per_step, self._clock, self._work_clock = bytes_per_step, clock, work_clock
         self._changed = threading.Condition()
         self._left = bytes_per_step
         self._is_open = True
+        self._begun_s: float | None = None  # the step that runs
+        self._worked_s: float | None = None  # the mover's clock when it was last let go
+        self._owed_s = (
+            0.0  # worked, beyond what the steps so far have allowed; below 0: what is left of this step's
+        )
 
     def step(self) -> None:
         """A step begins: its bytes may go now. What the last one left over is lost."""
         with self._changed:
-            self._left = self.bytes_per_step
+            now_s = self._clock()
+            lasted_s = 0.0 if self._begun_s is None else now_s - self._begun_s
+            allowed_s = max(LEAST_BUSY_S, BUSY_PART * lasted_s)
+            self._owed_s = max(-allowed_s, self._owed_s - allowed_s)
+            self._begun_s = now_s
+            self._left = self._bytes_per_step
             self._is_open = False
             self._changed.notify_all()
 
     def rest(self) -> None:
         """No step runs until `step` is called again."""
         with self._changed:
-            self._is_open = True
+            self._is_open, self._begun_s, self._owed_s = True, None, 0.0
             self._changed.notify_all()
 
     def take(self, num_bytes: int) -> None:
-        """Wait until so many bytes may go, at most `bytes_per_step`."""
-        assert num_bytes <= self.bytes_per_step, f"{num_bytes} bytes never go in one step"
+        """Wait until so many bytes may go, at most `piece_bytes`; 0 to go on working without sending any."""
+        assert num_bytes <= self.piece_bytes, f"{num_bytes} bytes never go at once"
         with self._changed:
-            self._changed.wait_for(lambda: self._is_open or self._left >= num_bytes)
+            if not self._is_open and self._worked_s is not None:
+                self._owed_s += min(max(0.0, self._work_clock() - self._worked_s), MOST_OWED_S)
+            self._changed.wait_for(lambda: self._is_open or (self._left >= num_bytes and self._owed_s <= 0.0))
             self._left -= num_bytes
+            self._worked_s = self._work_clock()

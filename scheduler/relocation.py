@@ -196,7 +196,9 @@ class Relocation:
                 self._give_channel_up(f"{type(error).__name__} amid a transfer: {error}")
                 raise
         if problem is None:
-            staged.routes = routes(staged.target, self._rank)
+            before = next((place.layer.route.choice for place in self._places), None)
+            staged.routes = routes(staged.target, self._rank, before)
+            staged.target.digest()  # kept there: the step loop will not wait for it
         return problem
 
     def _give_channel_up(self, reason: str) -> _Problem:
@@ -220,10 +222,10 @@ class Relocation:
         weights = self._spare.take(place.layer)
         staged.weights[transfer.layer, target] = weights
         if source_rank == self._rank:
-            staged.num_bytes += copy_expert(place, source, weights, transfer)
+            staged.num_bytes += copy_expert(place, source, weights, transfer, self.pace)
         else:
             staged.num_bytes += receive_expert(
-                place, weights, transfer, self._channel, source_rank, self.pace.bytes_per_step
+                place, weights, transfer, self._channel, source_rank, self.pace
             )
 
     def _report(

@@ -11,6 +11,7 @@ from expert_placement.choice import ReplicaChoice, phases
 from expert_placement.cluster import Cluster
 from expert_placement.placement import EMPTY, Placement
 from expert_placement.planner import Rules, plan
+from tests.support.placements import random_placement
 
 PLACEMENT = Placement(
     np.array([[0, 1, EMPTY, 0, 2, 3, 2, 0, EMPTY]]),
@@ -100,3 +101,20 @@ def test_ranks_that_choose_together_level_the_batch() -> None:
         together += np.bincount(chosen // 10, minlength=4)
     assert together.max() <= Fraction(1024, 4) + 4, "one token per shared expert and rank of rounding at most"
     assert together.max() < alone.max()
+
+
+def test_a_choice_shares_the_tables_of_layers_that_a_change_leaves_alone() -> None:
+    before = random_placement(4, 16, 4, 6, seed=1)
+    other = random_placement(4, 16, 4, 6, seed=2)
+    moved = (np.arange(4) % 2 == 1)[:, None]
+    after = Placement(
+        np.where(moved, other.slot_expert, before.slot_expert), 16, 4,
+        share=np.where(moved, other.share, before.share),
+    )  # fmt: skip
+    old = ReplicaChoice(before, 1)
+    made, fresh = ReplicaChoice(after, 1, old), ReplicaChoice(after, 1)
+    assert [made.layer(layer).until is old.layer(layer).until for layer in range(4)] == [True, False] * 2
+    asked = np.random.default_rng(0).integers(0, 16, (50, 2))
+    for layer in range(4):
+        assert made.choose(layer, asked).tolist() == fresh.choose(layer, asked).tolist()
+    assert ReplicaChoice(random_placement(2, 16, 4, 6, seed=1), 1, old).choose(1, asked).shape == (50, 2)

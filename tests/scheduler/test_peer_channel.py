@@ -1,8 +1,8 @@
-"""The pace of moves: bytes per step while steps run, no limit while none does."""
+"""The pace of moves: so many bytes and so much work per step while steps run, no limit while none does."""
 
 import threading
 
-from scheduler.peer_channel import Pace
+from scheduler.peer_channel import BUSY_PART, LEAST_BUSY_S, PIECE_BYTES, Pace
 
 
 def begin(pace: Pace, num_bytes: int) -> threading.Event:
@@ -34,3 +34,59 @@ def test_nothing_waits_while_no_step_runs() -> None:
     pace = Pace(10)
     for _ in range(50):
         pace.take(10)
+
+
+class Clocks:
+    """The time, and what the mover has worked, as the test says."""
+
+    def __init__(self) -> None:
+        self.now_s = self.worked_s = 0.0
+
+    def pace(self) -> Pace:
+        return Pace(1 << 30, clock=lambda: self.now_s, work_clock=lambda: self.worked_s)
+
+
+def test_work_beyond_a_steps_part_is_made_up_for_by_steps_without_any() -> None:
+    clocks, step_s = Clocks(), 0.02
+    pace = clocks.pace()
+    pace.step()
+    pace.take(0)
+    clocks.worked_s += 2.5 * BUSY_PART * step_s  # such as hashing a piece and trying an expert out
+    waiting = begin(pace, 0)
+    for _ in range(2):
+        clocks.now_s += step_s
+        pace.step()
+        assert not waiting.wait(0.05)
+    clocks.now_s += step_s
+    pace.step()
+    assert waiting.wait(5)
+
+
+def test_even_the_shortest_step_lets_some_work_be_done() -> None:
+    clocks = Clocks()
+    pace = clocks.pace()
+    pace.step()
+    pace.take(0)
+    clocks.worked_s += LEAST_BUSY_S
+    pace.step()
+    assert begin(pace, 0).wait(5)
+
+
+def test_work_while_nothing_runs_is_owed_to_no_step() -> None:
+    clocks = Clocks()
+    pace = clocks.pace()
+    pace.take(0)
+    clocks.worked_s += 10.0
+    pace.take(0)
+    pace.step()
+    assert begin(pace, 0).wait(5)
+    clocks.worked_s += 10.0
+    waiting = begin(pace, 0)
+    assert not waiting.wait(0.05)
+    pace.rest()
+    assert waiting.wait(5)
+
+
+def test_bytes_go_in_pieces_that_no_step_feels() -> None:
+    assert Pace(1 << 30).piece_bytes == PIECE_BYTES
+    assert Pace(5000).piece_bytes == 5000
