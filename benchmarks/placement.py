@@ -3,7 +3,8 @@
 Figures are the fullest rank over the mean rank of a layer (1 is ideal), mean and worst over layers and windows. Peers
 (DeepSeek EPLB global and hierarchical, ADRS's zigzag, vllm-ascend's Swift balancer) are re-implemented from their
 descriptions in tests/support and run on the same loads in the same process. Bounds: 1.0 where an expert's copies can
-take any share; `bound` in the table where slots are so few that the hottest expert decides.
+take any share; `bound` in the table where slots are so few that the hottest expert decides, and after a drift, where
+no shares of the slots that were planned before it can do better.
 
 Run: `python -m benchmarks.placement [--loads FILE...] [--quick] [--save]`, with recorded loads as `wideep experts
 simulate` reads them (names of one phase share the part before the first underscore); without, generated loads only.
@@ -25,7 +26,7 @@ from benchmarks.placement_loads import drift, generate, phase_pairs, read_window
 from expert_placement.budget import share_slots
 from expert_placement.cluster import Cluster, group_homes
 from expert_placement.layer_plan import fill_layers
-from expert_placement.measure import away_share, imbalance, least_imbalance
+from expert_placement.measure import away_share, imbalance, least_by_shares, least_imbalance
 from expert_placement.planner import Rules, plan, refresh, repair
 from expert_placement.profiles import Profile, plan_phases
 from tests.support import placement_peers as peers
@@ -177,7 +178,9 @@ def measure_drift(report: Report, pairs: dict[str, list[tuple[np.ndarray, np.nda
         for base, later in loads:
             placement = plan(base, 9, rules).placement
             note("nothing done", imbalance(placement, later), 0.0)
-            note("shares only", imbalance(refresh(later, placement), later), 0.0)
+            shares = refresh(later, placement)
+            note("shares only", imbalance(shares, later), 0.0)
+            note("shares only, bound", least_by_shares(shares, later), 0.0)
             for target in (1.02, 1.001):
                 made = repair(later, placement, rules, target=target)
                 note(f"repair to {target}", made.imbalance, made.moved.sum() / placement.slot_expert.size)

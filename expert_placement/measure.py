@@ -57,6 +57,27 @@ def least_imbalance(load: np.ndarray, num_ranks: int, slots_per_rank: int) -> np
     return bound
 
 
+def least_by_shares(placement: Placement, load: np.ndarray) -> np.ndarray:
+    """A bound that no shares beat where the slots stay as they are: [layers] float64, fullest rank over mean rank.
+
+    What only a set of ranks has copies of, they must serve: the mean of such a set is below its fullest rank (max-flow,
+    min-cut). The sets looked at are the fullest one, two, three ... ranks under the placement's own shares. Under the
+    best shares one of these sets is the worst there is, so that `planner.refresh` meets its own bound.
+    """
+    ranks = rank_load(placement, load)
+    place_LR = np.argsort(np.argsort(-ranks, axis=1, kind="stable"), axis=1)  # 0: the fullest rank
+    whole_LE = np.zeros(load.shape, dtype=np.int64)  # the smallest set that has all copies of an expert
+    layer, slot = np.nonzero(placement.slot_expert != EMPTY)
+    place = place_LR[layer, slot // placement.slots_per_rank]
+    np.maximum.at(whole_LE, (layer, placement.slot_expert[layer, slot]), place)
+    served_LR = np.zeros(ranks.shape)
+    np.add.at(served_LR, (np.arange(len(load))[:, None], whole_LE), load)
+    means = np.cumsum(served_LR, axis=1) / np.arange(1, placement.num_ranks + 1)
+    mean = ranks.mean(axis=1)
+    result: np.ndarray = np.divide(means.max(axis=1), mean, out=np.ones_like(mean), where=mean > 0)
+    return result
+
+
 def away_share(
     placement: Placement, load: np.ndarray, home: np.ndarray, node_of_rank: np.ndarray
 ) -> np.ndarray:

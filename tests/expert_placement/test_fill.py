@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_placement.measure import imbalance, rank_load
+from expert_placement.measure import imbalance, least_by_shares, rank_load
 from expert_placement.placement import EMPTY, Placement
 from expert_placement.planner import refresh
 
@@ -47,6 +47,19 @@ def test_shares_reach_the_exact_optimum(case: tuple[Placement, np.ndarray]) -> N
     placement, load = case
     fullest = rank_load(refresh(load, placement), load).max()
     assert fullest <= least_fullest(placement, load) + 1e-3 * load.sum() / placement.num_ranks
+
+
+@given(placements())
+@settings(max_examples=80, deadline=None)
+def test_the_bound_of_shares_is_one_and_the_best_shares_meet_it(case: tuple[Placement, np.ndarray]) -> None:
+    placement, load = case
+    mean = load.sum() / placement.num_ranks
+    best = refresh(load, placement)
+    for shares in (placement, best):
+        assert least_by_shares(shares, load)[0] * mean <= max(mean, least_fullest(placement, load)) * (
+            1 + 1e-9
+        )
+    assert imbalance(best, load)[0] <= least_by_shares(best, load)[0] + 1e-3
 
 
 def test_a_long_ring_is_levelled() -> None:
