@@ -4,15 +4,21 @@ A decision is a pure function of numbers, and says them, also when nothing is do
 taken: other shares, which move nothing, then a repair with few moves. Against restlessness: the window must hold only
 steps under the placement that serves, and a plan must save, within the horizon, what it costs (every step that runs
 beside the moves taken to be a tenth longer) and a least number of seconds more (`min_gain` of the horizon).
+
+One placement serves steps with prompts and decode-only steps. Planned are the blend of their loads and each by itself;
+every layer takes what makes the average step shortest, in the roofline's seconds and by each kind's share of the steps.
+What serves takes part where it may stay, so that no layer is changed for the worse.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from expert_placement.candidates import cheapest, cheapest_within
 from expert_placement.eplb_config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.node_rules import rules_for_plan, rules_for_repair
+from expert_placement.placement import Placement
 from expert_placement.planner import plan, refresh, repair
 from expert_placement.proposal import Proposal, Situation, describe, weigh
 
@@ -57,17 +63,26 @@ def propose(kind: str, situation: Situation, config: EplbConfig) -> Proposal:
     Raises:
         ValueError: there are too few slots for what is wished of a plan from nothing.
     """
-    current, load = situation.current, situation.forecast.load(situation.current)
-    if kind == "shares":
-        target = refresh(load, current)
-    elif kind == "plan":
-        rules = rules_for_plan(config, situation.hosts, load, current.slot_expert.shape[1]).rules
-        target = plan(load, current.slots_per_rank, rules).placement
+    current, forecast = situation.current, situation.forecast
+    loads, budget = forecast.loads(current), int(config.max_moved * current.slot_expert.size)
+    planned = [align(_planned(kind, load, situation, config, budget), current) for load in loads]
+    if kind == "plan":  # what serves may break the rules
+        target = cheapest(planned, forecast.layer_seconds)
     else:
-        rules = rules_for_repair(config, situation.hosts, current).rules
-        budget = int(config.max_moved * current.slot_expert.size)
-        target = repair(load, current, rules, target=REPAIR_TARGET, max_moves=budget).placement
-    return weigh(kind, align(target, current), situation, load, config)
+        target = cheapest_within([current, *planned], forecast.layer_seconds, current, budget)
+    return weigh(kind, target, situation, loads[0], config)
+
+
+def _planned(kind: str, load: np.ndarray, situation: Situation, config: EplbConfig, budget: int) -> Placement:
+    """The placement of a kind for one load."""
+    current = situation.current
+    if kind == "shares":
+        return refresh(load, current)
+    if kind == "plan":
+        rules = rules_for_plan(config, situation.hosts, load, current.slot_expert.shape[1]).rules
+        return plan(load, current.slots_per_rank, rules).placement
+    rules = rules_for_repair(config, situation.hosts, current).rules
+    return repair(load, current, rules, target=REPAIR_TARGET, max_moves=budget).placement
 
 
 def _pays(proposal: Proposal, situation: Situation, config: EplbConfig) -> bool:

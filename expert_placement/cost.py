@@ -58,9 +58,14 @@ class Roofline:
         result: np.ndarray = np.maximum(reading, multiplying) + travelling
         return result
 
+    def layer_seconds(self, placement: Placement, load: np.ndarray, choices: float) -> np.ndarray:
+        """Seconds of one step in each MoE layer, [layers] float64: ranks wait for the slowest."""
+        result: np.ndarray = self.rank_seconds(placement, load, choices).max(axis=1)
+        return result
+
     def step_seconds(self, placement: Placement, load: np.ndarray, choices: float) -> float:
-        """Seconds of one step in all its MoE layers: ranks wait for the slowest in each."""
-        return float(self.rank_seconds(placement, load, choices).max(axis=1).sum())
+        """Seconds of one step in all its MoE layers."""
+        return float(self.layer_seconds(placement, load, choices).sum())
 
     def move_seconds(self, num_slots: int) -> float:
         """Seconds that one link takes for so many experts' weights."""

@@ -89,15 +89,25 @@ class Forecast:
         """What the average step's experts cost under a placement."""
         return sum(kind.share * kind.seconds for kind in self.seconds(placement))
 
+    def layer_seconds(self, placement: Placement) -> np.ndarray:
+        """What the average step's experts cost in each layer under a placement: [L] float64."""
+        total_L: np.ndarray = np.zeros(placement.num_layers)
+        for kind, factor in zip(self.kinds, self.factors, strict=True):
+            total_L += kind.share * factor * self.roofline.layer_seconds(placement, *_asked(kind))
+        return total_L
+
     def load(self, placement: Placement) -> np.ndarray:
         """The load to plan by: [L, E], kinds counting by the seconds that they cost under a placement."""
         blended: np.ndarray = np.zeros((placement.num_layers, placement.num_experts))
         costs = [kind.share * kind.seconds for kind in self.seconds(placement)]
         for kind, cost in zip(self.kinds, costs, strict=True):
-            total = kind.load_LE.sum(axis=1, keepdims=True)
-            part = np.divide(kind.load_LE, total, out=np.zeros_like(blended), where=total > 0)
-            blended += _UNITS * cost / max(sum(costs), 1e-300) * part
+            blended += cost / max(sum(costs), 1e-300) * _in_units(kind.load_LE)
         return blended
+
+    def loads(self, placement: Placement) -> tuple[np.ndarray, ...]:
+        """Loads to plan by, of which the cheapest plan is to be taken: blended, and of every kind by itself."""
+        alone = tuple(_in_units(kind.load_LE) for kind in self.kinds)
+        return (self.load(placement), *(alone if len(alone) > 1 else ()))
 
 
 def calibrated(kinds: tuple[StepKind, ...], current: Placement, expert_bytes: int) -> Forecast:
@@ -122,6 +132,13 @@ def _factor(roofline: Roofline, kind: StepKind, current: Placement) -> float:
     """Measured over roofline, mean over ranks; 0 where nothing was measured."""
     said = float(roofline.rank_seconds(current, *_asked(kind)).sum(axis=0).mean())
     return kind.experts_s / said if said > 0 else 0.0
+
+
+def _in_units(load_LE: np.ndarray) -> np.ndarray:
+    """Every layer's load adds up to the same."""
+    total = load_LE.sum(axis=1, keepdims=True)
+    result: np.ndarray = np.divide(_UNITS * load_LE, total, out=np.zeros(load_LE.shape), where=total > 0)
+    return result
 
 
 def _asked(kind: StepKind) -> tuple[np.ndarray, float]:

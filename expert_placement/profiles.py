@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from expert_placement.candidates import assembled
 from expert_placement.measure import imbalance
 from expert_placement.placement import Placement
 from expert_placement.planner import Rules, check_load, plan, refresh
@@ -55,7 +56,7 @@ def plan_phases(profiles: Mapping[str, Profile], slots_per_rank: int | np.ndarra
     score = np.stack([np.tensordot(weights, np.stack(list(c.imbalance.values())), 1) for c in candidates])
     chosen = score.argmin(axis=0)
     return PhasePlan(
-        {name: _assembled([c.placements[name] for c in candidates], chosen) for name in loads},
+        {name: assembled([c.placements[name] for c in candidates], chosen) for name in loads},
         {name: np.choose(chosen, [c.imbalance[name] for c in candidates]) for name in loads},
     )
 
@@ -83,16 +84,3 @@ def _scored(loads: dict[str, np.ndarray], placement: Placement, rules: Rules) ->
         for name, load in loads.items()
     }
     return PhasePlan(placements, {name: imbalance(placements[name], load) for name, load in loads.items()})
-
-
-def _assembled(placements: list[Placement], chosen: np.ndarray) -> Placement:
-    """Take each layer from the placement chosen for it."""
-    layer = np.arange(len(chosen))
-    first = placements[0]
-    return Placement(
-        np.stack([p.slot_expert for p in placements])[chosen, layer],
-        first.num_experts,
-        first.num_ranks,
-        share=np.stack([p.share for p in placements])[chosen, layer],
-        layer_slots=first.layer_slots,
-    )

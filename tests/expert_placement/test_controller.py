@@ -1,9 +1,12 @@
 """Decisions: what pays is done, what does not is left, and both say their numbers in seconds."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from expert_placement.candidates import cheapest, cheapest_within
 from expert_placement.cluster import Cluster
 from expert_placement.controller import decide, propose
 from expert_placement.eplb_config import EplbConfig
@@ -82,6 +85,38 @@ def test_the_kind_that_steps_spend_their_time_in_decides() -> None:
     for share, better, worse in ((0.05, SKEWED, other), (0.95, other, SKEWED)):
         target = propose("plan", situation(decode=other, decode_share=share), EplbConfig()).target
         assert imbalance(target, better).mean() < 1.05 < imbalance(target, worse).mean()
+
+
+@pytest.mark.parametrize("kind", ["plan", "repair", "shares"])
+@pytest.mark.parametrize("tokens", [1.0, 0.01], ids=["tokens decide", "weights decide"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_what_is_planned_for_both_kinds_of_steps_costs_no_more_than_what_is_planned_for_either(
+    kind: str, tokens: float, share: float
+) -> None:
+    mixed = situation(decode=tokens * SKEWED[:, ::-1], decode_share=share, experts_s=0.0)
+    both = propose(kind, mixed, EplbConfig()).target
+    for only in mixed.forecast.kinds:
+        alone = replace(mixed, forecast=replace(mixed.forecast, kinds=(only,), factors=(1.0,)))
+        either = propose(kind, alone, EplbConfig()).target
+        assert mixed.forecast.step_s(both) <= 1.005 * mixed.forecast.step_s(either)
+    if kind != "plan":
+        assert (mixed.forecast.layer_seconds(both) <= mixed.forecast.layer_seconds(COPIES)).all()
+
+
+def test_a_budget_that_the_cheapest_layers_exceed_leaves_the_cheapest_whole() -> None:
+    costs = {0: [2.0, 9.0], 1: [1.0, 5.0], 2: [4.0, 1.0]}
+    start = linear_placement(2, 4, 2)
+    moved = [Placement(np.array(rows), 4, 2, version=number) for number, rows in (
+        (1, [[2, 3, 0, 1], [0, 1, 2, 3]]), (2, [[0, 1, 2, 3], [2, 3, 0, 1]]),
+    )]  # fmt: skip
+
+    def seconds(placement: Placement) -> np.ndarray:
+        return np.array(costs[placement.version])
+
+    made = [start, *moved]
+    assert cheapest(made, seconds).slot_expert.tolist() == [[2, 3, 0, 1], [2, 3, 0, 1]]
+    assert cheapest_within(made, seconds, start, 8).slot_expert.tolist() == [[2, 3, 0, 1], [2, 3, 0, 1]]
+    assert cheapest_within(made, seconds, start, 7) is moved[1]
 
 
 def test_nothing_moves_where_moving_costs_more_than_the_horizon_brings() -> None:
