@@ -8,7 +8,8 @@ JSON, for people and scripts:
 
 `slots` has one list per rank; null is an empty slot. `shares` (by default even), `slots_per_rank` (how many of the
 slots the layer may use; by default all), `version` and `digest` may be left out; a digest that is there is checked.
-A file whose name ends in .npz has the arrays slot_expert, share, layer_slots, num_experts, num_ranks, version, digest.
+A file whose name ends in .npz has the arrays slot_expert, num_experts and num_ranks, and where they differ from what a
+JSON file may leave out, share, layer_slots, version, digest and format_version.
 Files are written beside their place and renamed, so that nobody reads half of one.
 """
 
@@ -24,6 +25,7 @@ from expert_placement.placement import EMPTY, Placement
 
 FORMAT, FORMAT_VERSION = "wideep-placement", 1
 _KEYS = {"format", "format_version", "num_experts", "num_ranks", "version", "digest", "layers"}
+_NEEDED_ARRAYS = {"slot_expert", "num_experts", "num_ranks"}
 _LAYER_KEYS = {"slots", "shares", "slots_per_rank"}
 
 
@@ -46,6 +48,7 @@ def save_placement(placement: Placement, path: Path) -> None:
                     num_ranks=placement.num_ranks,
                     version=placement.version,
                     digest=placement.digest(),
+                    format_version=FORMAT_VERSION,
                 )
             else:
                 file.write(json.dumps(to_json(placement)).encode() + b"\n")
@@ -64,7 +67,9 @@ def load_placement(path: Path) -> Placement:
         if path.suffix == ".npz":
             return _from_arrays(path)
         return from_json(json.loads(path.read_text()))
-    except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        raise PlacementFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise PlacementFileError(f"{path} is not a placement: {reason}") from error
 
@@ -100,8 +105,7 @@ def from_json(value: Any) -> Placement:
     """
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError(f'it must be an object with "format": "{FORMAT}"')
-    if value.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"format_version is {value.get('format_version')!r}; {FORMAT_VERSION} can be read")
+    _check_version(value.get("format_version"))
     _refuse_unknown(value, _KEYS)
     layers = value["layers"]
     if not isinstance(layers, list) or not layers:
@@ -159,16 +163,33 @@ def _refuse_unknown(value: Any, known: set[str]) -> None:
 
 def _from_arrays(path: Path) -> Placement:
     with np.load(path, allow_pickle=False) as arrays:
+        there = set(arrays.files)
+        if missing := sorted(_NEEDED_ARRAYS - there):
+            what = (
+                "a recorded load, of which `wideep experts plan` makes one"
+                if "load" in there
+                else "no placement"
+            )
+            raise ValueError(f"it has no array {', '.join(missing)}: it is {what}")
+        if arrays["slot_expert"].dtype.kind not in "iu":
+            raise ValueError(f"slot_expert is of {arrays['slot_expert'].dtype}; it must be whole numbers")
+        if "format_version" in there:
+            _check_version(int(arrays["format_version"]))
         placement = Placement(
             arrays["slot_expert"],
             int(arrays["num_experts"]),
             int(arrays["num_ranks"]),
-            share=arrays["share"],
-            layer_slots=arrays["layer_slots"],
-            version=int(arrays["version"]),
+            share=arrays["share"] if "share" in there else None,  # type: ignore[arg-type]
+            layer_slots=arrays["layer_slots"] if "layer_slots" in there else None,  # type: ignore[arg-type]
+            version=int(arrays["version"]) if "version" in there else 0,
         )
-        _check_digest(placement, str(arrays["digest"]) if "digest" in arrays else None)
+        _check_digest(placement, str(arrays["digest"]) if "digest" in there else None)
         return placement
+
+
+def _check_version(version: Any) -> None:
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format_version is {version!r}; {FORMAT_VERSION} can be read")
 
 
 def _check_digest(placement: Placement, digest: Any) -> None:

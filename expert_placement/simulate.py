@@ -1,11 +1,12 @@
 """What if: policies, redundancy and widths on a recorded load, with the planner that serves.
 
 A placement is made from what is known when a window ends and judged on the next one, as it would be in service; the
-window that it was made for is judged too ("known"), to tell a bad plan from a load that changed.
+window that it was made for is judged too ("known"), to tell a bad plan from a load that changed. Where prefill and
+decode were recorded apart, the placement, made for their sum, is judged on each as well.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,16 +40,23 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a policy did with a trace; figures over layers and windows."""
+class Figures:
+    """Fullest rank over mean rank, over layers and windows; none where there was no window with any load."""
+
+    known_mean: float | None  # for the window that a placement was made for
+    known_worst: float | None
+    next_mean: float | None  # for the window after it
+    next_worst: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Figures):
+    """What a policy did with a trace."""
 
     policy: str
     ranks: int
     slots: int  # of a layer, all ranks together
-    known_mean: float  # fullest rank over mean rank, for the window that a placement was made for
-    known_worst: float
-    next_mean: float | None  # for the window after it; none where the trace has one window
-    next_worst: float | None
+    phases: dict[str, Figures]  # by phase, where the trace tells
     moved: float  # part of the slots filled at an update; 0 for a trace with one window
     away: float  # part of the load served off the experts' home nodes
     plan_ms: float  # per update, all layers
@@ -109,13 +117,39 @@ POLICIES = {
 }
 
 
-def simulate(policy: str, load: np.ndarray, setting: Setting) -> Outcome:
-    """Run one policy over a trace.
+class _Judge:
+    """Looks at placements on the windows of one load."""
+
+    def __init__(self, load: np.ndarray) -> None:
+        self._load = load
+        self._known: list[np.ndarray] = []
+        self._later: list[np.ndarray] = []
+
+    def take(self, placement: Placement, window: int) -> None:
+        """Judge a placement that was made for a window on it and on the next one."""
+        for judged, at in ((self._known, window), (self._later, window + 1)):
+            if at < len(self._load) and self._load[at].any():
+                judged.append(imbalance(placement, self._load[at]))
+
+    def figures(self) -> dict[str, float | None]:
+        """The fields of `Figures`."""
+        values: dict[str, float | None] = {}
+        for name, judged in (("known", self._known), ("next", self._later)):
+            values[f"{name}_mean"] = float(np.mean(judged)) if judged else None
+            values[f"{name}_worst"] = float(np.max(judged)) if judged else None
+        return values
+
+
+def simulate(
+    policy: str, load: np.ndarray, setting: Setting, phases: Mapping[str, np.ndarray] | None = None
+) -> Outcome:
+    """Run one policy over a trace. Windows without any load are left out.
 
     Args:
         policy: one of `POLICIES`.
         load: [windows, layers, experts].
         setting: what it is given.
+        phases: parts of the load, of the same shape, to judge placements on as well.
 
     Raises:
         ValueError: no such policy, or what the planner says.
@@ -123,7 +157,10 @@ def simulate(policy: str, load: np.ndarray, setting: Setting) -> Outcome:
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
     start, update = POLICIES[policy]
-    known, later, moved, seconds = [], [], [], []
+    busy = load.any(axis=(1, 2))
+    load = load[busy]
+    judge, by_phase = _Judge(load), {name: _Judge(part[busy]) for name, part in (phases or {}).items()}
+    moved, seconds = [], []
     current: Placement | None = None
     for window, now in enumerate(load):
         begin = time.perf_counter()
@@ -132,18 +169,15 @@ def simulate(policy: str, load: np.ndarray, setting: Setting) -> Outcome:
         if current is not None:
             moved.append(num_moved(made, current).sum() / max((made.slot_expert >= 0).sum(), 1))
         current = made
-        known.append(imbalance(current, now))
-        if window + 1 < len(load):
-            later.append(imbalance(current, load[window + 1]))
+        for each in (judge, *by_phase.values()):
+            each.take(current, window)
     assert current is not None, "a trace has a window"
     return Outcome(
         policy=policy,
         ranks=current.num_ranks,
         slots=current.slot_expert.shape[1],
-        known_mean=float(np.mean(known)),
-        known_worst=float(np.max(known)),
-        next_mean=float(np.mean(later)) if later else None,
-        next_worst=float(np.max(later)) if later else None,
+        phases={name: Figures(**each.figures()) for name, each in by_phase.items()},
+        **judge.figures(),
         moved=float(np.mean(moved)) if moved else 0.0,
         away=_away(current, load[-1], setting),
         plan_ms=1000 * float(np.mean(seconds)),

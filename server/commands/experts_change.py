@@ -54,10 +54,15 @@ def _say(entry: Mapping[str, Any], as_json: bool) -> int:
         print(json.dumps(entry))
     else:
         done, stages = entry["stages"]
-        print(
-            f"{entry['kind']}: {entry['reason']}\nplacement {entry['version']} serves: {entry['moves']} moves, "
-            f"{entry['bytes'] / 1e6:.1f} MB in {entry['seconds']:.1f} s"
-        )
+        kind, reason = entry["kind"], entry["reason"]
+        print(reason if reason.startswith(f"{kind}: ") else f"{kind}: {reason}")
+        if stages:
+            print(
+                f"placement {entry['version']} serves: {entry['moves']} moves, {entry['bytes'] / 1e6:.1f} MB in "
+                f"{entry['seconds']:.1f} s"
+            )
+        else:
+            print(f"placement {entry['version']} serves as before: nothing was to be changed")
         if entry["failed"]:
             print(f"dropped after {done} of {stages} stages: {entry['failed']}")
     return 1 if entry["failed"] else 0
@@ -65,10 +70,11 @@ def _say(entry: Mapping[str, Any], as_json: bool) -> int:
 
 def _history(service: ExpertsClient, args: argparse.Namespace) -> int:
     told = service.get_json("/experts/history")
+    entries = told["history"][-args.rows :]
     if args.json:
-        print(json.dumps(told))
+        print(json.dumps({**told, "history": entries}))
         return 0
-    print(history_table(told["history"][-args.rows :], told["serving"]["version"]))
+    print(history_table(entries, told["serving"]["version"]))
     return 0
 
 

@@ -46,7 +46,8 @@ def add_experts_parser(commands: Any) -> None:
     simulation = verbs.add_parser(
         "simulate",
         help="what if: policies, redundancy and widths on a recorded load",
-        description="Run policies over recorded windows; each placement is judged on the window after it.",
+        description="Run policies over recorded windows; each placement is judged on the window that it was made for "
+        "(known) and on the one after it (next), where prefill and decode were recorded apart by phase as well.",
         epilog=_SIMULATE_EXAMPLE + lines,
     )
     simulation.add_argument("loads", nargs="+", type=Path, metavar="LOADFILE", help=_LOADS_HELP)
@@ -66,7 +67,8 @@ def add_experts_parser(commands: Any) -> None:
     planning = verbs.add_parser(
         "plan",
         help="make a placement, or repair one, and say what it promises",
-        description="Make a placement for the last window of a recorded load, or repair --current. Nothing is served.",
+        description="Make a placement for a recorded load, all its windows together, or repair --current. "
+        "Nothing is served.",
         epilog=_PLAN_EXAMPLE,
     )
     planning.add_argument("loads", nargs="+", type=Path, metavar="LOADFILE", help=_LOADS_HELP)

@@ -54,6 +54,7 @@ def _load(client: ExpertsClient, args: argparse.Namespace, sleep: Callable[[floa
 
 def _record(client: ExpertsClient, seconds: float, out: Path, sleep: Callable[[float], None]) -> int:
     """Record for a while, or until Ctrl-C, and write what the service has."""
+    shape = client.get_json("/experts/load")
     client.post("/start_expert_distribution_record")
     print(f"recording for {seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr)
     try:
@@ -63,8 +64,10 @@ def _record(client: ExpertsClient, seconds: float, out: Path, sleep: Callable[[f
     client.post("/stop_expert_distribution_record")
     content = client.get_bytes("/experts/record")
     out.write_bytes(content)
+    ranks, slots = shape["num_ranks"], shape["num_ranks"] * shape["slots_per_rank"]
     print(
-        f"written {out} ({len(content) / 1e6:.2f} MB); try: wideep experts simulate {out} --ranks 8 --slots N"
+        f"written {out} ({len(content) / 1e6:.2f} MB); try: wideep experts simulate {out} --ranks {ranks} --slots "
+        f"{slots}"
     )
     return 0
 

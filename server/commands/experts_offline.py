@@ -17,7 +17,7 @@ from expert_placement.load_file import LoadFileError, read_loads
 from expert_placement.measure import imbalance
 from expert_placement.placement_file import PlacementFileError, load_placement, save_placement
 from expert_placement.planner import Plan, Rules, plan, repair
-from expert_placement.simulate import Outcome, Setting, simulate
+from expert_placement.simulate import Figures, Outcome, Setting, simulate
 
 
 def run_experts(args: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def _run_simulate(args: argparse.Namespace) -> int:
                 max_moved=args.max_moved,
                 num_groups=args.groups or 1,
             )
-            outcomes += [simulate(policy, trace.load, setting) for policy in args.policy]
+            outcomes += [simulate(policy, trace.load, setting, trace.phases) for policy in args.policy]
     if args.json:
         print(json.dumps([outcome.to_json() for outcome in outcomes]))
         return 0
@@ -53,16 +53,21 @@ def _run_simulate(args: argparse.Namespace) -> int:
     )
     for outcome in outcomes:
         print(_row(outcome))
+        for phase, figures in outcome.phases.items():
+            print(f"{'':14}  {phase:7}{_figures(figures)}")
     return 0
 
 
 def _row(outcome: Outcome) -> str:
-    later = [f"{v:8.4f}" if v is not None else f"{'-':>8}" for v in (outcome.next_mean, outcome.next_worst)]
     return (
-        f"{outcome.ranks:6} {outcome.slots:6} {outcome.policy:8} {outcome.known_mean:8.4f} "
-        f"{outcome.known_worst:8.4f} {' '.join(later)} {outcome.moved:7.1%} {outcome.away:8.1%} "
-        f"{outcome.plan_ms:8.1f}"
+        f"{outcome.ranks:6} {outcome.slots:6} {outcome.policy:8}{_figures(outcome)} {outcome.moved:7.1%} "
+        f"{outcome.away:8.1%} {outcome.plan_ms:8.1f}"
     )
+
+
+def _figures(figures: Figures) -> str:
+    values = (figures.known_mean, figures.known_worst, figures.next_mean, figures.next_worst)
+    return "".join(f" {value:8.4f}" if value is not None else f" {'-':>8}" for value in values)
 
 
 def _rules(args: argparse.Namespace, ranks: int, home: np.ndarray | None = None) -> Rules:
@@ -77,7 +82,7 @@ def _slots_per_rank(slots: int, ranks: int) -> int:
 
 
 def _run_plan(args: argparse.Namespace) -> int:
-    load = read_loads(args.loads).load[-1]
+    load = read_loads(args.loads).load.sum(axis=0)  # a window of a recording is a second, and may be empty
     current = load_placement(args.current) if args.current else None
     before = None if current is None else imbalance(current, load)
     if current is not None:

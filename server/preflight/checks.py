@@ -16,6 +16,7 @@ from dispatch.availability import check_service_backend
 from server.options.command_line import Options
 from server.preflight.expert_memory import ExpertMemory, expert_memory, slots_per_rank
 from server.preflight.machine import available_bytes
+from server.preflight.start_file import why_unfit
 
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -39,7 +40,9 @@ class WeightBytes(NamedTuple):
 
     shared: int  # on every rank
     experts: int  # spread over all ranks
-    expert_layers: int = 1  # layers that have experts
+    expert_layers: int = (
+        1  # layers that have experts; such as predict more tokens, past the model's last, left out
+    )
 
 
 def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_front: bool) -> None:
@@ -61,6 +64,7 @@ def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_f
     check_is_moe(config, directory)
     check_length(config, options.max_model_len)
     weights = weight_bytes(directory, config, _FLOAT_BYTES[options.dtype])
+    check_placement(options.expert_placement, weights, config, num_ranks)
     check_memory(
         weights,
         rank_experts(weights, config, options, num_ranks),
@@ -94,6 +98,20 @@ def check_nodes(node_size: int, num_ranks: int) -> None:
         raise PreflightError(
             f"--dispatch-node-size is {node_size} for {num_ranks} ranks; give one of {sizes}, or 0"
         )
+
+
+def check_placement(file: str | None, weights: WeightBytes, config: dict[str, Any], num_ranks: int) -> None:
+    """Refuse a file that is no placement for this model on so many ranks; None is no file.
+
+    Raises:
+        PreflightError: saying what is wrong with it, or what it is a placement of.
+    """
+    if file is None:
+        return
+    layers, experts = weights.expert_layers, num_experts(config)
+    problem = why_unfit(file, num_layers=layers, num_experts=experts, num_ranks=num_ranks)
+    if problem:
+        raise PreflightError(f"--expert-placement: {problem}")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -157,13 +175,15 @@ def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: int) -> W
         PreflightError: there is no safetensors file, or one is missing, damaged or cut short.
     """
     shared = experts = 0
-    layers: set[str] = set()
+    layers: set[int] = set()
+    num_layers = _largest(_field(config, "num_hidden_layers")) or math.inf
     for path in safetensors_files(directory):
         for name, tensor in read_header(path).items():
             size = math.prod(tensor["shape"]) * _element_bits(tensor["dtype"], float_bytes) // 8
             if _is_expert(name, tensor["shape"], num_experts(config)):
                 experts += size
-                layers.update(re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first number is the layer's
+                numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first is the layer's
+                layers.update(number for number in numbers if number < num_layers)
             else:
                 shared += size
     return WeightBytes(shared, experts, max(1, len(layers)))

@@ -4,10 +4,10 @@ A plan is carried out a few layers at a time, with as many spare slots as one la
 They are reserved when first needed, so whatever promises memory has to leave them out beforehand. Knows no torch.
 """
 
-import json
 import math
-from pathlib import Path
 from typing import NamedTuple
+
+from server.preflight.start_file import slots_in
 
 
 class ExpertMemory(NamedTuple):
@@ -37,18 +37,11 @@ def slots_per_rank(
     """How many slots a layer will have on a rank.
 
     Args:
-        placement_file: JSON is looked into; .npz and what cannot be read count as none, for the engine to judge.
+        placement_file: what is no placement counts as none; `checks.check_placement` refuses it.
     """
     if placement_file:
-        found = _slots_in(Path(placement_file))
+        found = slots_in(placement_file)
         if found:
             return found
         num_redundant = 0  # is not asked with a file
     return min(num_experts, -(-(num_experts + num_redundant) // num_ranks))
-
-
-def _slots_in(file: Path) -> int:
-    try:
-        return len(json.loads(file.read_bytes())["layers"][0]["slots"][0])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return 0

@@ -84,3 +84,35 @@ def test_a_missing_and_a_broken_array_file_are_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(PlacementFileError, match="is not a placement"):
         load_placement(path)
+
+
+SLOTS = PLACEMENT.slot_expert
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"load": np.ones((1, 2, 4))}, "a recorded load, of which `wideep experts plan` makes one"),
+        ({"slot_expert": SLOTS}, "it has no array num_experts, num_ranks"),
+        ({"slot_expert": SLOTS.astype(float), "num_experts": 4, "num_ranks": 2}, "it must be whole numbers"),
+        (
+            {"slot_expert": SLOTS, "num_experts": 4, "num_ranks": 2, "format_version": 9},
+            "format_version is 9; 1 can be read",
+        ),
+        ({"slot_expert": SLOTS, "num_experts": 4, "num_ranks": 4}, "a multiple of the 4 ranks"),
+        ({"slot_expert": SLOTS, "num_experts": 4, "num_ranks": 2, "digest": "0" * 16}, "changed or cut off"),
+    ],
+)
+def test_arrays_that_are_no_placement_are_refused_by_a_sentence(
+    tmp_path: Path, arrays: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "bad.npz"
+    np.savez(path, **arrays)
+    with pytest.raises(PlacementFileError, match=message):
+        load_placement(path)
+
+
+def test_arrays_need_only_the_slots_and_their_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
+    np.savez(path, slot_expert=np.array([[0, 1, 0, EMPTY]]), num_experts=2, num_ranks=2)
+    assert load_placement(path).share.tolist() == [[0.5, 1, 0.5, 0]]

@@ -48,6 +48,13 @@ def test_apply_plans_by_policy_and_says_what_became_of_it(capsys: pytest.Capture
     assert "placement 4 serves: 5 moves, 2.0 MB in 0.5 s" in capsys.readouterr().out
 
 
+def test_what_changed_nothing_is_said_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {**ENTRY, "moves": 0, "stages": [0, 0], "reason": "repair: saves 0.000 ms of a step"}
+    assert PlayedService(entry).run("apply") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("repair: saves 0.000 ms") and "placement 4 serves as before" in said
+
+
 def test_a_dry_run_only_plans(capsys: pytest.CaptureFixture[str]) -> None:
     service = PlayedService(ENTRY)
     assert service.run("apply", "--dry-run") == 0
@@ -64,7 +71,7 @@ def test_a_file_is_sent_whole(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_placement_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert PlayedService(ENTRY).run("apply", "--placement", str(tmp_path / "absent.json")) == 2
-    assert "absent.json is not a placement" in capsys.readouterr().err
+    assert "absent.json cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_a_dropped_change_is_said_and_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from expert_placement.cluster import Cluster
 from expert_placement.measure import imbalance
+from expert_placement.placement import Placement
 from expert_placement.placement_file import load_placement
+from expert_placement.planner import Rules, plan
 from expert_placement.simulate import POLICIES as BUILT
 from server.cli import main
 from server.commands.experts_cli import POLICIES
@@ -49,6 +52,35 @@ def test_simulate_prints_json_for_scripts(loads: list[Path], capsys: pytest.Capt
     assert rows["repair"]["moved"] < rows["plan"]["moved"]
     assert rows["plan"]["known_mean"] <= rows["even"]["known_mean"] + 1e-9
     assert rows["repair"]["next_mean"] >= 1.0
+
+
+def test_simulate_tells_phases_apart_that_were_recorded_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, path = np.random.default_rng(3), tmp_path / "load.npz"
+    prefill, decode = rng.integers(1, 90, (2, 3, 2, 8))
+    prefill[2] = 0
+    idle = np.zeros((1, 2, 8), dtype=int)  # a second without any token says nothing
+    prefill, decode = (np.concatenate([part[:1], idle, part[1:]]) for part in (prefill, decode))
+    np.savez(path, load=prefill + decode, prefill=prefill, decode=decode)
+    command = words("simulate", path, "--ranks", 2, "--slots", 10, "--policy", "plan")
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[3:]] == ["prefill", "decode"]
+    assert lines[3].split()[1:] == lines[3].split()[1:5], "moves and time are the policy's"
+    assert main([*command, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    placed = [plan_for((prefill + decode)[window]) for window in (0, 2, 3)]
+    known = [imbalance(placed[at], prefill[window]) for at, window in ((0, 0), (1, 2))]
+    assert row["phases"]["prefill"]["known_mean"] == pytest.approx(np.mean(known))
+    later = [imbalance(placed[at], decode[window]) for at, window in ((0, 2), (1, 3))]
+    assert row["phases"]["decode"]["next_worst"] == pytest.approx(np.max(later))
+    assert main(words("plan", path, "--ranks", 2, "--slots", 10, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["digest"] == plan_for((prefill + decode).sum(axis=0)).digest()
+
+
+def plan_for(load: np.ndarray) -> Placement:
+    return plan(load, 5, Rules(cluster=Cluster(num_ranks=2))).placement
 
 
 def test_every_policy_is_explained() -> None:
@@ -93,7 +125,7 @@ def test_plan_writes_a_placement_and_repairs_it(
         (["--ranks", 4, "--slots", 25], "25 slots on 4 ranks: --slots must be a multiple of --ranks"),
         (["--ranks", 4, "--slots", 8], "slots per rank are 2 to 2; 16 experts on 4 ranks need 4 to 16"),
         (["--ranks", 4, "--slots", 24, "--nodes", 3], "4 ranks on 3 nodes"),
-        (["--current", "nowhere.json"], "nowhere.json is not a placement"),
+        (["--current", "nowhere.json"], "nowhere.json cannot be read: No such file"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_status_2(

@@ -47,12 +47,16 @@ def test_no_load_is_said() -> None:
     assert experts_live.load_table(answer(0), rows=2).endswith("no load yet: no step has run")
 
 
-def test_a_record_starts_waits_stops_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_starts_waits_stops_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls: list[str] = []
 
     def serve(request: httpx.Request) -> httpx.Response:
         calls.append(f"{request.method} {request.url.path} {request.headers.get('Authorization')}")
-        return httpx.Response(200, content=b"the record")
+        shape = {"num_ranks": 2, "slots_per_rank": 20}
+        is_load = request.url.path == "/experts/load"
+        return httpx.Response(200, json=shape) if is_load else httpx.Response(200, content=b"the record")
 
     class Client(ExpertsClient):
         def __init__(self, url: str, api_key: str | None) -> None:
@@ -68,7 +72,9 @@ def test_a_record_starts_waits_stops_and_writes(tmp_path: Path, monkeypatch: pyt
     )
     assert status == 0
     assert args.out.read_bytes() == b"the record"
+    assert f"wideep experts simulate {args.out} --ranks 2 --slots 40" in capsys.readouterr().out
     assert calls == [
+        "GET /experts/load Bearer k",
         "POST /start_expert_distribution_record Bearer k",
         "sleep 4",
         "POST /stop_expert_distribution_record Bearer k",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import moe.demo_model
@@ -204,6 +205,52 @@ def test_redundant_experts_and_a_placements_slots_are_counted(tmp_path: Path) ->
         "the engine says what is wrong with it"
     )
     assert rank_experts(weights, config, options_for(tmp_path), 1).spare == 0, "one rank moves nothing"
+
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("ending", ["json", "npz"])
+def test_a_placement_for_the_model_and_the_ranks_passes_and_its_slots_count(
+    tmp_path: Path, ending: str
+) -> None:
+    model, file = write_checkpoint(tmp_path / "model"), tmp_path / f"placement.{ending}"
+    save_placement(random_placement(1, 4, 2, 3, seed=1), file)
+    options = options_for(model, f"--expert-placement={file}")
+    check_start(options, num_ranks=2, num_local_ranks=2, has_front=True)
+    weights = weight_bytes(model, CONFIG, 4)
+    assert rank_experts(weights, CONFIG, options, 2).slots_per_rank == 3
+
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((2, 4, 2, 3), "is a placement of 2 layers of 4 experts on 2 ranks; this service has 1 layers of 4"),
+        (
+            (1, 5, 2, 3),
+            "of 5 experts on 2 ranks; this service has 1 layers of 4 experts on 2 ranks. Plan one",
+        ),
+        ((1, 4, 4, 2), "on 4 ranks; this service has 1 layers of 4 experts on 2 ranks"),
+        (None, "it has no array num_experts, num_ranks, slot_expert: it is a recorded load"),
+        ((), "cannot be read: No such file"),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_refused_before_any_rank_starts(
+    tmp_path: Path, sizes: tuple[int, ...] | None, said: str
+) -> None:
+    model, file = write_checkpoint(tmp_path / "model"), tmp_path / "placement.npz"
+    if sizes:
+        save_placement(random_placement(*sizes, seed=1), file)
+    elif sizes is None:
+        np.savez(file, load=np.ones((3, 1, 4)))
+    options = options_for(model, f"--expert-placement={file}")
+    complaint = complaint_of(lambda: check_start(options, num_ranks=2, num_local_ranks=2, has_front=True))
+    assert complaint.startswith("--expert-placement: ") and str(file) in complaint and said in complaint
+
+
+def test_layers_past_the_models_last_are_not_counted(tmp_path: Path) -> None:
+    names = [f"model.layers.{layer}.mlp.experts.0.down_proj.weight" for layer in (1, 2, 3)]
+    write_safetensors(tmp_path / "model.safetensors", {name: [8, 8] for name in names})
+    assert weight_bytes(tmp_path, {**CONFIG, "num_hidden_layers": 3}, 4).expert_layers == 2
 
 
 def test_what_experts_need_that_move_is_not_promised_to_the_cache(tmp_path: Path) -> None:
