@@ -49,6 +49,11 @@ export function list(numbers, most = 12) {
   return numbers.length > most ? `${shown} and ${numbers.length - most} more` : shown;
 }
 
+/** A text as a sentence. */
+export function sentence(text) {
+  return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "";
+}
+
 /** A count and its word, in the plural where it must be. */
 export function counted(number, word) {
   return `${exact(number)} ${word}${number === 1 ? "" : "s"}`;

@@ -1,4 +1,4 @@
-// The service's rebalances as a table, newest first.
+// The service's rebalances as a table, newest first: a line of numbers, and below it the reason, which is long.
 
 import { clock, counted, duration, percent, short } from "./format.js";
 
@@ -6,7 +6,7 @@ const MOST = 50;
 const COLUMNS = [
   ["time", (change) => clock(change.time), ""],
   ["what", (change) => change.kind, "text"],
-  ["why", reasonOf, "text"],
+  ["placement", (change) => `${change.version}`, ""],
   ["predicted", (change) => percent(change.predicted_gain), ""],
   ["measured", (change) => percent(change.measured_gain), ""],
   ["slots", (change) => short(change.moves), ""],
@@ -35,9 +35,11 @@ export function showHistory(parent, history) {
   for (const [title, , kind] of COLUMNS) head.append(cell("th", title, kind));
   const body = table.createTBody();
   for (const change of history.slice(-MOST).reverse()) {
-    const row = body.insertRow();
-    row.className = isQuiet(change) ? "quiet" : "";
+    const [row, below] = [body.insertRow(), body.insertRow()];
+    row.className = below.className = isQuiet(change) ? "quiet" : "";
     for (const [, text, kind] of COLUMNS) row.append(cell("td", text(change), kind));
+    below.append(cell("td", reasonOf(change), "reason"));
+    below.firstChild.colSpan = COLUMNS.length;
   }
   parent.replaceChildren(...(history.length ? [table] : []));
 }

@@ -1,6 +1,6 @@
 // The page: polls GET /experts/load, keeps one state (loading, empty, live, refused, gone), and draws.
 
-import { balance, clock, counted, duration, exact, list, percent, short, times } from "./format.js";
+import { balance, clock, counted, duration, exact, list, percent, sentence, short, times } from "./format.js";
 import { HeatMap } from "./heatmap.js";
 import { isQuiet, showHistory } from "./history.js";
 import { checkLoad, expertsOf, hottest, overMean, overMeanPair, rankFigures, ranksOf, viewOf } from "./load.js";
@@ -72,7 +72,7 @@ function draw(view) {
     `Each point is a window; the lines begin with the service's first tokens.`;
   at("history-note").textContent = history.length ? "" : "None so far.";
   showHistory(at("history"), history);
-  at("why").textContent = load.why?.sentence ?? "";
+  at("why").textContent = sentence(load.why?.sentence);
   strips.show(rankFigures(load));
 }
 

@@ -1,5 +1,5 @@
 // Per-rank bars, one strip a figure, one column a rank; neighbours share a column where ranks are many, which then
-// shows the largest of them. All strips share the pointer, so that one look compares a rank's figures.
+// shows the largest of them. Where ranks are few, strips stand side by side. All strips share the pointer, so that one look compares a rank's figures.
 
 import { counted, duration, exact, short } from "./format.js";
 import { pace } from "./heatmap.js";
@@ -35,25 +35,30 @@ export class Strips {
   draw() {
     const width = this.canvas.parentElement.clientWidth;
     if (!this.ranks?.length || !width) return;
-    const room = width - LEFT;
+    this.across = 2 * (LEFT + this.ranks.length * WIDEST) <= width ? 2 : 1;
+    this.stripWidth = width / this.across;
+    const room = this.stripWidth - LEFT - (this.across > 1 ? GAP : 0);
     this.group = Math.ceil(this.ranks.length / Math.floor(room / NARROWEST));
     this.numColumns = Math.ceil(this.ranks.length / this.group);
     this.columnWidth = Math.min(room / this.numColumns, 4 * WIDEST);
-    const height = STRIPS.length * (STRIP + GAP) + BOTTOM;
+    const height = (STRIPS.length / this.across) * (STRIP + GAP) + BOTTOM;
     Object.assign(this.canvas, { width: width * devicePixelRatio, height: height * devicePixelRatio });
     this.canvas.style.height = `${height}px`;
     const context = this.canvas.getContext("2d");
     context.scale(devicePixelRatio, devicePixelRatio);
     context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
-    STRIPS.forEach((strip, index) => this.#paintStrip(context, strip, index * (STRIP + GAP) + GAP));
-    this.#labelRanks(context, height);
+    STRIPS.forEach((strip, index) => {
+      const left = (index % this.across) * this.stripWidth + LEFT;
+      this.#paintStrip(context, strip, left, Math.floor(index / this.across) * (STRIP + GAP) + GAP);
+      if (index >= STRIPS.length - this.across) this.#labelRanks(context, left, height);
+    });
   }
 
   #members(column) {
     return this.ranks.slice(column * this.group, (column + 1) * this.group);
   }
 
-  #paintStrip(context, [title, figure, text], top) {
+  #paintStrip(context, [title, figure, text], left, top) {
     const values = Array.from({ length: this.numColumns }, (_, column) =>
       Math.max(...this.#members(column).map((rank) => figure(rank) ?? 0)),
     );
@@ -61,32 +66,32 @@ export class Strips {
     const bar = Math.max(1, Math.min(WIDEST, this.columnWidth - (this.columnWidth > 5 ? 2 : 0.5)));
     context.fillStyle = colour("--soft");
     context.textAlign = "left";
-    context.fillText(title, LEFT, top - 7);
+    context.fillText(title, left, top - 7);
     context.textAlign = "right";
-    context.fillText(text(most), LEFT - 6, top + 8);
-    context.fillText("0", LEFT - 6, top + STRIP);
+    context.fillText(text(most), left - 6, top + 8);
+    context.fillText("0", left - 6, top + STRIP);
     context.fillStyle = colour("--line");
-    context.fillRect(LEFT, top + STRIP, this.numColumns * this.columnWidth, 1);
+    context.fillRect(left, top + STRIP, this.numColumns * this.columnWidth, 1);
     values.forEach((value, column) => {
       const high = most > 0 ? (value / most) * STRIP : 0;
       context.fillStyle = colour(column === this.at ? "--second" : "--first");
-      context.fillRect(LEFT + (column + 0.5) * this.columnWidth - bar / 2, top + STRIP - high, bar, high);
+      context.fillRect(left + (column + 0.5) * this.columnWidth - bar / 2, top + STRIP - high, bar, high);
     });
   }
 
-  #labelRanks(context, height) {
+  #labelRanks(context, left, height) {
     context.fillStyle = colour("--soft");
     context.textAlign = "center";
     const every = pace((34 * this.group) / this.columnWidth);
     for (let rank = 0; rank < this.ranks.length; rank += every) {
       const column = Math.floor(rank / this.group);
-      context.fillText(this.ranks[rank].rank, LEFT + (column + 0.5) * this.columnWidth, height - 6);
+      context.fillText(this.ranks[rank].rank, left + (column + 0.5) * this.columnWidth, height - 6);
     }
   }
 
   #point(event) {
     if (!this.ranks) return;
-    const column = Math.floor((event.offsetX - LEFT) / this.columnWidth);
+    const column = Math.floor(((event.offsetX % this.stripWidth) - LEFT) / this.columnWidth);
     if (column < 0 || column >= this.numColumns) return this.#leave();
     this.at = column;
     this.draw();
