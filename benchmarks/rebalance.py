@@ -1,12 +1,13 @@
 """How much longer do steps take while experts move?
 
-Ranks serve a batch of decoding requests through their engines (no HTTP), and go through random placements: move, switch,
-some quiet steps, move again. Steps during a move and quiet ones alternate in one run, so that the machine's moods fall
-on both. Greedy tokens are checked first, against a run in which nothing moves. The goal: p99 of steps during a move at
-most 1.1 times that of quiet ones.
+Ranks serve a batch of decoding requests through their engines (no HTTP), and go through random placements: move,
+switch, as many quiet steps, move again. Steps during a move and quiet ones alternate in one run, so that the machine's
+moods fall on both, and are as many, so that their p99 mean the same. Greedy tokens are checked first, against a run in
+which nothing moves. The goal: p99 of steps during a move at most 1.1 times that of quiet ones.
 
-Expected bound: moving costs copying, hashing and trying out bytes_per_step on a second thread of each rank; on idle
-cores nothing, on a machine with as many busy threads as cores that work is taken from the steps.
+Expected bound: a second thread of each rank copies, hashes and tries out experts for at most 4 % of a step, and the
+kernel copies what it sends; on idle cores that costs nothing, on a machine with as many busy threads as cores it is
+taken from the steps.
 
 Run: `python -m benchmarks.rebalance [DIRECTORY] [--ranks 2] [--batch 8] [--tokens 900] [--moves 6] [--bytes-per-step N]
 [--save]`; DIRECTORY defaults to the random model of `benchmarks.serve`.
@@ -16,6 +17,7 @@ import argparse
 import multiprocessing
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -83,15 +85,18 @@ def shuffled(placement: Placement, seed: int) -> Placement:
 
 
 def serve(rank: int, config: EngineConfig, batch: int, tokens: int, moves: int, quiet_steps: int) -> Run:
-    """Serve one batch to its end; `moves` placements are gone through meanwhile."""
+    """Serve one batch to its end; up to `moves` placements are gone through meanwhile."""
     doorbell, run = EndWhenIdle(), Run()
     built = assemble(config, doorbell)
     doorbell.engine = built.engine
     relocation, left, since, begun = built.relocation, deque(range(moves)), [0], [time.perf_counter()]
     under_way: list[int] = []
+    lasted = [0]  # steps of the last move, which as many quiet ones follow
+    verified = threading.Event()
 
     def on_report(report: PlacementReport) -> None:
         assert report.state in (MoveState.VERIFIED, MoveState.SERVING), report
+        verified.set()
         if report.state is MoveState.SERVING:
             under_way.clear()
             run.num_moves += report.num_moves
@@ -103,9 +108,12 @@ def serve(rank: int, config: EngineConfig, batch: int, tokens: int, moves: int, 
         (run.moving_s if under_way else run.quiet_s).append(now - begun[0])
         for output in outputs:
             run.token_ids.setdefault(output.request_id, []).extend(output.token_ids)
+        lasted[0] += bool(under_way)
         since[0] = 0 if under_way else since[0] + 1
-        if left and since[0] >= quiet_steps:
+        if left and since[0] >= max(quiet_steps, lasted[0]):
             left.popleft()
+            lasted[0] = 0
+            verified.clear()
             target = shuffled(relocation.placement, seed=relocation.placement.version)
             under_way.append(target.version)
             relocation.prepare(target)
@@ -120,6 +128,7 @@ def serve(rank: int, config: EngineConfig, batch: int, tokens: int, moves: int, 
             Request(request_id=f"{rank}-{index}", prompt_ids=tuple(prompt), params=params, arrival_s=0.0)
         )
     built.engine.run(on_step)
+    assert not under_way or verified.wait(TIMEOUT_S), "the last move does not come to its end"
     run.quiet_s = run.quiet_s[quiet_steps:]  # prompts and warming up
     return run
 

@@ -8,8 +8,9 @@ from expert_placement.eplb_config import EplbConfig
 from expert_placement.forecast import Forecast, KindSeconds
 from expert_placement.measure import imbalance, rank_load
 from expert_placement.placement import Placement
-from expert_placement.transfers import transfers_between
+from expert_placement.transfers import BUSY_PART, Transfer, transfers_between
 
+WORK_S_PER_BYTE = 1.5e-9  # sending or taking in: copies, check sum, trial; one Zen 3 core
 SLOWER_BESIDE_MOVES = 0.1  # of a step, the bound that the service is measured against
 
 
@@ -79,10 +80,6 @@ def weigh(
     """
     current, forecast = situation.current, situation.forecast
     transfers = transfers_between(current, target)
-    senders = np.bincount([t.source // current.slots_per_rank for t in transfers] or [0])
-    steps = (
-        int(senders.max()) * situation.expert_bytes / max(1, config.max_bytes_per_step) if transfers else 0.0
-    )
     return Proposal(
         target=target,
         kind=kind,
@@ -93,8 +90,20 @@ def weigh(
         step_s=situation.step_s,
         moves=len(transfers),
         num_bytes=len(transfers) * situation.expert_bytes,
-        seconds=steps * situation.step_s,
+        seconds=_move_seconds(transfers, situation, config),
     )
+
+
+def _move_seconds(transfers: list[Transfer], situation: Situation, config: EplbConfig) -> float:
+    """How long moving takes: what a rank may send beside a step, and what it may work, whichever is slower."""
+    if not transfers:
+        return 0.0
+    width = situation.current.slots_per_rank
+    sent = np.bincount([transfer.source // width for transfer in transfers])
+    handled = np.bincount([slot // width for t in transfers for slot in (t.source, t.target)])
+    steps = int(sent.max()) * situation.expert_bytes / max(1, config.max_bytes_per_step)
+    work_s = int(handled.max()) * situation.expert_bytes * WORK_S_PER_BYTE
+    return max(steps * situation.step_s, work_s / BUSY_PART)
 
 
 def describe(proposal: Proposal) -> str:

@@ -17,11 +17,10 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from expert_placement.transfers import BUSY_PART
+
 GROUP_TIMEOUT_S = 24 * 3600.0  # a transfer waits its turn, however long the plan
 PIECE_BYTES = 128 << 10  # sent at once: some tenths of a millisecond of copying and hashing
-BUSY_PART = (
-    0.04  # of a step that a mover may work beside it; p99 of steps beside moves is to stay within 1.1 times
-)
 LEAST_BUSY_S = 0.25e-3  # beside every step, however short: about a piece and its check sum
 MOST_OWED_S = 0.02  # for one piece of work: what took longer (a compiler, say) is over and not made up for
 
@@ -44,7 +43,7 @@ class PeerChannel(Protocol):
 
 
 class GlooChannel:
-    """Over a gloo group of which this is the only user."""
+    """Over a gloo group of which this is the only user, called without `torch.distributed`'s layers of Python."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
@@ -56,7 +55,7 @@ class GlooChannel:
             ChannelError: the peer is gone.
         """
         try:
-            dist.send(data, group=self._open_group(), group_dst=peer)
+            self._open_group().send([data], peer, 0).wait()
         except RuntimeError as error:  # all that gloo says
             raise ChannelError(f"rank {peer} could not be sent to: {error}") from error
 
@@ -67,7 +66,7 @@ class GlooChannel:
             ChannelError: the peer is gone.
         """
         try:
-            dist.recv(data, group=self._open_group(), group_src=peer)
+            self._open_group().recv([data], peer, 0).wait()
         except RuntimeError as error:
             raise ChannelError(f"nothing more came from rank {peer}: {error}") from error
 

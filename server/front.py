@@ -42,6 +42,9 @@ if TYPE_CHECKING:  # it imports the planner's compiled kernels
 
 _LOG = logging.getLogger("wideep.front")
 LOCAL_HOST = "127.0.0.1"
+SWITCH_S = (
+    0.5e-3  # after which a thread that plans lets the event loop go on; CPython's own 5 ms are many tokens
+)
 _ANSWERS_S = 2.0  # for answers that are still being sent when all requests have ended
 _STOP_TIMEOUT_S = 1.2  # for ranks that were asked to stop; the supervisor kills after STOP_GRACE_S
 
@@ -54,6 +57,7 @@ def run_front(options: Options, *, num_ranks: int, ready_fd: int | None, ranks_h
         ready_fd: where the addresses are announced, closed afterwards; None announces nothing.
     """
     die_with_parent()
+    sys.setswitchinterval(SWITCH_S)
     with logging_to(options.log):
         try:
             listener = bind_http(options.host, options.port)

@@ -1,12 +1,12 @@
 """Decisions: what pays is done, what does not is left, and both say their numbers in seconds."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from expert_placement.candidates import cheapest, cheapest_within
 from expert_placement.cluster import Cluster
 from expert_placement.controller import decide, propose
 from expert_placement.eplb_config import EplbConfig
@@ -14,7 +14,8 @@ from expert_placement.forecast import StepKind, calibrated
 from expert_placement.measure import imbalance
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.planner import Rules, plan
-from expert_placement.proposal import Situation
+from expert_placement.proposal import WORK_S_PER_BYTE, Situation
+from expert_placement.transfers import BUSY_PART, transfers_between
 
 SKEWED = np.random.default_rng(0).lognormal(0, 0.9, (4, 32)) * 100  # choices of a step
 COPIES = plan(np.ones((4, 32)), 9, Rules(cluster=Cluster(num_ranks=4))).placement
@@ -103,22 +104,6 @@ def test_what_is_planned_for_both_kinds_of_steps_costs_no_more_than_what_is_plan
         assert (mixed.forecast.layer_seconds(both) <= mixed.forecast.layer_seconds(COPIES)).all()
 
 
-def test_a_budget_that_the_cheapest_layers_exceed_leaves_the_cheapest_whole() -> None:
-    costs = {0: [2.0, 9.0], 1: [1.0, 5.0], 2: [4.0, 1.0]}
-    start = linear_placement(2, 4, 2)
-    moved = [Placement(np.array(rows), 4, 2, version=number) for number, rows in (
-        (1, [[2, 3, 0, 1], [0, 1, 2, 3]]), (2, [[0, 1, 2, 3], [2, 3, 0, 1]]),
-    )]  # fmt: skip
-
-    def seconds(placement: Placement) -> np.ndarray:
-        return np.array(costs[placement.version])
-
-    made = [start, *moved]
-    assert cheapest(made, seconds).slot_expert.tolist() == [[2, 3, 0, 1], [2, 3, 0, 1]]
-    assert cheapest_within(made, seconds, start, 8).slot_expert.tolist() == [[2, 3, 0, 1], [2, 3, 0, 1]]
-    assert cheapest_within(made, seconds, start, 7) is moved[1]
-
-
 def test_nothing_moves_where_moving_costs_more_than_the_horizon_brings() -> None:
     made = decide(situation(expert_bytes=1 << 40), EplbConfig())
     assert made.proposal is None or made.proposal.moves == 0
@@ -141,6 +126,19 @@ def test_the_shares_policy_never_moves() -> None:
 def test_without_copies_shares_cannot_change_and_nothing_is_done() -> None:
     made = decide(situation(current=linear_placement(4, 32, 4)), EplbConfig(policy="shares"))
     assert made.proposal is None
+
+
+@pytest.mark.parametrize(("step_s", "said"), [(1e-4, "work"), (1.0, "bytes")])
+def test_moving_takes_as_long_as_bytes_or_work_beside_steps_allow(step_s: float, said: str) -> None:
+    config = EplbConfig(max_bytes_per_step=1 << 19)
+    made = propose("plan", situation(step_s=step_s), config)
+    transfers = transfers_between(COPIES, made.target)
+    sent, handled = (max(Counter(ranks).values()) for ranks in (
+        [t.source // 9 for t in transfers], [slot // 9 for t in transfers for slot in (t.source, t.target)],
+    ))  # fmt: skip
+    by_bytes, by_work = sent * 2 * step_s, handled * (1 << 20) * WORK_S_PER_BYTE / BUSY_PART
+    assert made.moves and made.seconds == pytest.approx(by_work if said == "work" else by_bytes)
+    assert (by_work > by_bytes) == (said == "work")
 
 
 def test_equal_numbers_give_equal_decisions() -> None:

@@ -83,6 +83,17 @@ def test_the_load_to_plan_by_counts_kinds_by_their_seconds() -> None:
     assert load[1] == load[2] == 0
 
 
+def test_the_average_steps_layers_add_up_to_it_and_each_kind_is_planned_by_itself_too() -> None:
+    kinds = (kind(PREFILL, [4000.0, 0, 9, 0], 0.03), kind(DECODE, [0.0, 0, 0, 40], 0.01))
+    forecast = calibrated(kinds, EVEN, MIB)
+    assert forecast.layer_seconds(EVEN).sum() == pytest.approx(forecast.step_s(EVEN))
+    blend, prefill, decode = forecast.loads(EVEN)
+    assert (blend == forecast.load(EVEN)).all()
+    assert blend.sum() == pytest.approx(prefill.sum()) == pytest.approx(decode.sum())
+    assert decode[0, 3] == decode.sum() and prefill[0, 0] / prefill[0, 2] == pytest.approx(4000 / 9)
+    assert len(calibrated(kinds[:1], EVEN, MIB).loads(EVEN)) == 1
+
+
 def test_no_expert_bytes_and_no_steps_predict_nothing() -> None:
     assert calibrated((), EVEN, MIB).step_s(EVEN) == 0
     assert calibrated((kind(DECODE, [1.0] * 4, 1.0),), EVEN, 0).step_s(EVEN) == 0

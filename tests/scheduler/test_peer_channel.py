@@ -2,7 +2,8 @@
 
 import threading
 
-from scheduler.peer_channel import BUSY_PART, LEAST_BUSY_S, PIECE_BYTES, Pace
+from expert_placement.transfers import BUSY_PART
+from scheduler.peer_channel import LEAST_BUSY_S, PIECE_BYTES, Pace
 
 
 def begin(pace: Pace, num_bytes: int) -> threading.Event:
