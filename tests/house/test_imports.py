@@ -35,6 +35,7 @@ DEFERRED = {
     "server/cli.py": "each command loads what it needs: `wideep --help` and the supervisor load no torch",
     "server/processes/agent.py": "torchrun's own code is loaded in the process that becomes torchrun",
     "server/preflight/model_source.py": "a directory needs neither the demo model's maker nor a hub's client",
+    "server/preflight/start_file.py": "supervisors that start without a placement's file need no numpy",
     "server/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
 }
 
