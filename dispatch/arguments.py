@@ -4,19 +4,26 @@ Each looks at a tensor a few times only, as they run in every layer. All checks 
 (`Transport.refuse`), because ranks that were given good arguments wait for this one.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from dispatch.mode import Mode
 
+CPU = torch.device("cpu")
 
-def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode) -> str:
+
+def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode, device: torch.device = CPU) -> str:
     """Check a dispatch, but for the values of `slots_TK`: these are looked at once, while they are counted."""
     x_shape, slots_shape = x_TH.shape, slots_TK.shape
-    if len(x_shape) != 2 or not x_TH.dtype.is_floating_point or not x_TH.is_cpu:
-        return f"x_TH is {describe(x_TH)}; it must be a 2-dimensional floating tensor on the CPU"
-    if len(slots_shape) != 2 or slots_TK.dtype != torch.int64 or not slots_TK.is_cpu:
-        return f"slots_TK is {describe(slots_TK)}; it must be a 2-dimensional int64 tensor on the CPU"
+    if len(x_shape) != 2 or not x_TH.dtype.is_floating_point or x_TH.device != device:
+        return (
+            f"x_TH is {describe(x_TH)}; it must be a 2-dimensional floating tensor on {name_device(device)}"
+        )
+    if len(slots_shape) != 2 or slots_TK.dtype != torch.int64 or slots_TK.device != device:
+        where = name_device(device)
+        return f"slots_TK is {describe(slots_TK)}; it must be a 2-dimensional int64 tensor on {where}"
     (T, H), (num_tokens, K) = x_shape, slots_shape
     if num_tokens != T:
         return f"slots_TK has {num_tokens} tokens and x_TH {T}; they must be equal"
@@ -25,6 +32,14 @@ def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode) -> str:
     if mode.capacity:
         return _low_latency_problem(x_TH, slots_TK, mode.capacity)
     return f"the mode's capacity is {mode.capacity}; it must be 0 or more" if mode.capacity < 0 else ""
+
+
+def dtype_problem(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype]) -> str:
+    """Check that there are kernels for a type."""
+    dtypes = list(dtypes)
+    if tensor.dtype in dtypes:
+        return ""
+    return f"{name} is {describe(tensor)}; the kernels of this device take {', '.join(map(str, dtypes))}"
 
 
 def _low_latency_problem(x_TH: Tensor, slots_TK: Tensor, capacity: int) -> str:
@@ -55,22 +70,28 @@ def combine_problem(
     pairs_shape: tuple[int, int],
     tokens_shape: tuple[int, int],
     dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> str:
     """Check a combine of a dispatch whose pairs are [P, H] and whose choices are [T, K]."""
-    if y_PH.shape != pairs_shape or y_PH.dtype != dtype or not y_PH.is_cpu:
-        return f"y_PH is {describe(y_PH)}; it must be {dtype} {list(pairs_shape)} on the CPU"
+    if y_PH.shape != pairs_shape or y_PH.dtype != dtype or y_PH.device != device:
+        return f"y_PH is {describe(y_PH)}; it must be {dtype} {list(pairs_shape)} on {name_device(device)}"
     if weights_TK.shape != tokens_shape or not weights_TK.dtype.is_floating_point:
         return f"weights_TK is {describe(weights_TK)}; it must be a floating tensor {list(tokens_shape)}"
-    if not weights_TK.is_cpu:
-        return f"weights_TK is {describe(weights_TK)}; it must be on the CPU"
+    if weights_TK.device != device:
+        return f"weights_TK is {describe(weights_TK)}; it must be on {name_device(device)}"
     if out_TH is None:
         return ""
     out_shape = (tokens_shape[0], pairs_shape[1])
-    if out_TH.shape != out_shape or out_TH.dtype != dtype or not out_TH.is_cpu:
-        return f"out is {describe(out_TH)}; it must be {dtype} {list(out_shape)} on the CPU"
+    if out_TH.shape != out_shape or out_TH.dtype != dtype or out_TH.device != device:
+        return f"out is {describe(out_TH)}; it must be {dtype} {list(out_shape)} on {name_device(device)}"
     return "" if out_TH.is_contiguous() else f"out has strides {list(out_TH.stride())}; it must be contiguous"
 
 
 def describe(tensor: Tensor) -> str:
     """Type, shape and device, for messages."""
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def name_device(device: torch.device) -> str:
+    """Name it in messages."""
+    return "the CPU" if device.type == "cpu" else str(device)

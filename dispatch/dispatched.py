@@ -23,7 +23,11 @@ class Handle(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """What a rank received. Every tensor is overwritten by the next dispatch; none may be written to."""
+    """What a rank received. Every tensor is overwritten by the next dispatch; none may be written to.
+
+    On a GPU whose host does not count, P is room for pairs (`handle.num_pairs`): there are `slot_offsets[S]`, and rows
+    that no pair names are undefined.
+    """
 
     x_NH: Tensor  # received rows, contiguous, one per (token, this rank), ordered by source rank, then source token
     row_P: Tensor  # int64: the row of each pair, pairs ordered by local slot, then source rank, token, choice
@@ -53,6 +57,7 @@ class TokenDispatcher(Protocol):
         world_size: number of ranks.
         name: the transport, or both; reason: why it was taken.
         row_format: how rows travel, in words.
+        is_replayable: whether low-latency calls may be captured in a CUDA graph.
     """
 
     @property
@@ -63,6 +68,8 @@ class TokenDispatcher(Protocol):
     def reason(self) -> str: ...
     @property
     def row_format(self) -> str: ...
+    @property
+    def is_replayable(self) -> bool: ...
     @property
     def waits(self) -> Waits:
         """Time in exchanges so far."""
@@ -80,6 +87,16 @@ class TokenDispatcher(Protocol):
         self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
         """See `Dispatcher`."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong in calls that did not wait to say so, before their results are used. Local.
+
+        On the CPU every call says so itself; on a GPU this waits for the device.
+
+        Raises:
+            PeerRefused, RanksDisagree, DispatchTimeout.
+        """
         ...
 
     def close(self) -> None:

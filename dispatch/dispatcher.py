@@ -66,6 +66,8 @@ class Dispatcher:
         rows: how rows travel (default: as they are); equal on all ranks. Answers always travel as they are.
     """
 
+    is_replayable = False
+
     def __init__(self, transport: Transport, *, slots_per_rank: int, rows: RowFormat | None = None) -> None:
         if slots_per_rank < 1:
             raise ValueError(f"slots_per_rank is {slots_per_rank}; it must be at least 1")
@@ -157,6 +159,9 @@ class Dispatcher:
             ours = f"rank {self.transport.rank}'s combine with H={handle.hidden}, {handle.dtype}"
             raise RanksDisagree(f"rank {stranger} made another call than {ours}")
         return out_TH
+
+    def check(self) -> None:
+        """See `TokenDispatcher`. Every call says itself what went wrong."""
 
     def close(self) -> None:
         """Close the transport; peers that wait for this rank get PeerLost. Local; may be called twice."""

@@ -153,9 +153,22 @@ def row_format(name: str) -> RowFormat:
     Raises:
         ValueError: unknown name.
     """
+    return _kind(name)()
+
+
+def describe_rows(name: str) -> str:
+    """Say how rows of a format travel.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    return _kind(name).name
+
+
+def _kind(name: str) -> type[PlainRows] | type[Fp8Rows]:
     if name not in NAMES:
         raise ValueError(f"dispatch dtype is {name!r}; it must be one of {', '.join(NAMES)}")
-    return Fp8Rows() if name == "fp8" else PlainRows()
+    return Fp8Rows if name == "fp8" else PlainRows
 
 
 def _scales_at(hidden: int) -> int:

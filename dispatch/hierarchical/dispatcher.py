@@ -65,6 +65,8 @@ class HierarchicalDispatcher:
         name, reason: the two transports and why they were taken, as a transport says it.
     """
 
+    is_replayable = False
+
     def __init__(
         self,
         rail: Transport,
@@ -168,6 +170,9 @@ class HierarchicalDispatcher:
     def crossing(self) -> Traffic:
         """What of it went to other nodes."""
         return _traffic((self._rail,))
+
+    def check(self) -> None:
+        """See `TokenDispatcher`. Every call says itself what went wrong."""
 
     def close(self) -> None:
         """Close both transports; peers that wait for this rank get PeerLost. Local; may be called twice."""

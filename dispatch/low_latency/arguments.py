@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dispatch.arguments import describe
+from dispatch.arguments import describe, dtype_problem, name_device
 from dispatch.low_latency.shape import LowLatencyShape
 
 STRICT_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -81,8 +81,8 @@ def finish_problems(async_finish: bool, return_recv_hook: bool) -> Iterator[str]
 
 def dtype_problems(x: Tensor, dtypes: tuple[torch.dtype, ...] | None) -> Iterator[str]:
     """Check that the exchange can move this type; it has been checked to be a floating one."""
-    if dtypes is not None and x.dtype not in dtypes:
-        yield f"x is {describe(x)}; the kernels of this device take {', '.join(map(str, dtypes))}"
+    if dtypes is not None and (problem := dtype_problem("x", x, dtypes)):
+        yield problem
 
 
 def stats_problems(
@@ -95,7 +95,7 @@ def stats_problems(
     if not isinstance(stats, Tensor):
         yield f"{name} is {type(stats).__name__}; it must be a {dtype} tensor {wanted}, or None"
     if stats.dtype != dtype or tuple(stats.shape) not in shapes or stats.device != device:
-        yield f"{name} is {describe(stats)}; it must be {dtype} {wanted} on {_name(device)}"
+        yield f"{name} is {describe(stats)}; it must be {dtype} {wanted} on {name_device(device)}"
     if not stats.is_contiguous():
         yield f"{name} has strides {list(stats.stride())}; it must be contiguous"
 
@@ -164,13 +164,9 @@ def _matrix_problems(name: str, tensor: Any, device: torch.device) -> Iterator[s
 
 def _placed_problems(name: str, tensor: Tensor, device: torch.device) -> Iterator[str]:
     if tensor.device != device:
-        yield f"{name} is on {tensor.device}; this buffer's ranks are on {_name(device)}"
+        yield f"{name} is on {tensor.device}; this buffer's ranks are on {name_device(device)}"
     if not tensor.is_contiguous():
         yield f"{name} has strides {list(tensor.stride())}; low-latency mode copies nothing and needs it contiguous"
-
-
-def _name(device: torch.device) -> str:
-    return "the CPU" if device.type == "cpu" else str(device)
 
 
 def _strict_problems(

@@ -1,7 +1,6 @@
 """After the first call of a shape the low-latency path allocates no tensor and looks at none from Python.
 
-What would break in a captured CUDA graph is refused here on the CPU: synchronising operators, operators whose result
-depends on contents, and every operator that returns memory of its own. The control shows that the guard can fail.
+The guard (`graph_safe`) refuses what would break in a captured CUDA graph. The control shows that it can fail.
 """
 
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
@@ -18,20 +16,7 @@ from dispatch.transports.choose import open_transport
 from dispatch.transports.local import LocalTransport
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, make_cases
-
-_HARMLESS = ("aten.slice", "aten.view", "aten.select", "aten.alias", "aten.copy_", "aten.detach")
-_WIRES = ("c10d.alltoall_base_", "c10d.send", "c10d.recv_")  # into memory that the transport owns
-
-
-class GraphSafe(TorchDispatchMode):
-    """Raise for every operator that is not a view or a copy into memory that exists."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not str(func).startswith(_HARMLESS + _WIRES):
-            raise AssertionError(f"{func} on the low-latency path")
-        return func(*args, **(kwargs or {}))
+from tests.support.graph_safe import GraphSafe
 
 
 def addresses_of_rounds(face: LowLatencyFace, layer: Layer, rounds: int, *, use_out: bool) -> list[list[int]]:

@@ -1,0 +1,181 @@
+"""One rank's dispatch on a device, interpreted: the bits of the oracle, and no look of the host at a tensor's contents."""
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dispatch import layout
+from dispatch.dispatched import Dispatched
+from dispatch.mode import NORMAL, low_latency
+from tests.dispatch.oracle import RankCase, compute_pairs, make_cases, simulate
+from tests.support.graph_safe import graph_safe_launches
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+)
+
+CPU, S = torch.device("cpu"), 4
+LAYERS = {
+    "some choices missing": make_cases(1, [5]),
+    "repeated slots": make_cases(2, [3], choices=7, no_choice=0.0),
+    "bfloat16": make_cases(3, [4], dtype=torch.bfloat16, hidden=33),
+    "float16, several tiles": make_cases(4, [2], dtype=torch.float16, hidden=1100),
+    "all to one slot": make_cases(5, [4], only_slot=3, no_choice=0.0),
+    "no tokens": make_cases(6, [0]),
+    "nobody chooses": make_cases(7, [3], no_choice=1.0),
+}
+
+
+def open_local(slots: int = S) -> Any:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from dispatch.gpu.local import LocalDispatcher  # noqa: PLC0415 - the interpreter is chosen before
+
+    return LocalDispatcher(device=CPU, slots=slots)
+
+
+def answer(sent: Dispatched) -> Tensor:
+    """Answers to the pairs that there are; behind them what memory may hold."""
+    num_pairs = int(sent.slot_offsets[-1])
+    y_PH = torch.full((sent.handle.num_pairs, sent.handle.hidden), float("nan"), dtype=sent.handle.dtype)
+    y_PH[:num_pairs] = compute_pairs(sent.x_NH, sent.row_P[:num_pairs], sent.slot_offsets, 0)
+    return y_PH
+
+
+def run_all(layers: dict[str, list[RankCase]]) -> dict[str, list[Tensor]]:
+    dispatcher, results = open_local(), {}
+    for name, (case,) in layers.items():
+        sent = dispatcher.dispatch(case.x_TH, case.slots_TK)
+        weights_TK = torch.where(case.slots_TK < 0, float("nan"), case.weights_TK)
+        pairs = sent.row_P[: int(sent.slot_offsets[-1])].clone()
+        rest = sent.row_P[len(pairs) :].clone()
+        combined = dispatcher.combine(answer(sent), weights_TK, sent)
+        results[name] = [sent.x_NH[pairs], sent.slot_offsets.clone(), combined, rest]
+    return results
+
+
+def test_pairs_and_sums_have_the_oracles_bits(interpreter: RankPool) -> None:
+    (results,) = interpreter.run(run_all, LAYERS)
+    for name, cases in LAYERS.items():
+        (want,) = simulate(cases, S)
+        x_PH, offsets, combined, rest = results[name]
+        assert torch.equal(x_PH, want.x_NH[want.row_P]), name
+        assert torch.equal(offsets, want.slot_offsets), name
+        assert combined.dtype == want.combined_TH.dtype and torch.equal(combined, want.combined_TH), name
+        assert not rest.any(), f"{name}: behind the last pair stands token 0, which every gather may read"
+
+
+def order_many() -> list[Tensor]:
+    """More choices than a program looks at at once."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from dispatch.gpu.permute import PairOrders  # noqa: PLC0415 - the interpreter is chosen before
+
+    (case,) = make_cases(8, [400])
+    order = PairOrders(S, CPU).order(case.slots_TK)
+    want = layout.order_pairs(case.slots_TK, S)
+    is_chosen = case.slots_TK >= 0
+    return [
+        order.row_P[: len(want.row_P)], want.row_P, order.slot_offsets, want.slot_offsets,
+        order.pair_of_choice_TK[is_chosen].long(), want.pair_of_answer, order.pair_of_choice_TK[~is_chosen],
+    ]  # fmt: skip
+
+
+def test_many_pairs_are_ordered_as_the_layout_says(interpreter: RankPool) -> None:
+    (found,) = interpreter.run(order_many)
+    for ours, want in zip(found[0:6:2], found[1:6:2], strict=True):
+        assert torch.equal(ours, want)
+    assert (found[6] == -1).all() and len(found[6]) > 100
+
+
+def run_twice() -> tuple[list[int], list[int]]:
+    """The second call of a size under guard; smaller and larger ones came between."""
+    dispatcher, (case,) = open_local(), make_cases(1, [5])
+    out_TH, addresses = torch.empty_like(case.x_TH), []
+    sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(8))
+    answers = answer(sent)
+    for (other,) in (make_cases(2, [2]), make_cases(3, [5])):
+        dispatcher.dispatch(other.x_TH, other.slots_TK)
+    for _ in range(2):
+        with graph_safe_launches():
+            sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(8))
+            dispatcher.combine(answers, case.weights_TK, sent, out=out_TH)
+        addresses.append([sent.row_P.data_ptr(), sent.slot_offsets.data_ptr(), out_TH.data_ptr()])
+    return addresses[0], addresses[1]
+
+
+def test_a_call_of_a_known_size_neither_allocates_nor_looks(interpreter: RankPool) -> None:
+    ((first, second),) = interpreter.run(run_twice)
+    assert first == second
+
+
+def grow() -> tuple[bool, bool]:
+    """A smaller order's memory lives on when a larger one has outgrown it: a graph may hold its address."""
+    dispatcher, (small,), (large,) = open_local(), make_cases(1, [2]), make_cases(2, [50])
+    before = dispatcher.dispatch(small.x_TH, small.slots_TK).row_P.clone()
+    kept = dispatcher.dispatch(small.x_TH, small.slots_TK).row_P
+    dispatcher.dispatch(large.x_TH, large.slots_TK)
+    rooms = dispatcher._orders._rows._rooms
+    return torch.equal(kept, before), any(room.data_ptr() == kept.data_ptr() for room in rooms)
+
+
+def test_outgrown_memory_is_kept(interpreter: RankPool) -> None:
+    assert interpreter.run(grow) == [(True, True)]
+
+
+def complain(change: str) -> str:
+    dispatcher, (case,) = open_local(), make_cases(1, [5])
+    x_TH, slots_TK, mode = case.x_TH, case.slots_TK, NORMAL
+    if change == "dtype":
+        x_TH = x_TH.double()
+    if change == "slots":
+        slots_TK = slots_TK.int()
+    if change == "tokens":
+        mode = low_latency(3)
+    try:
+        sent = dispatcher.dispatch(x_TH, slots_TK, mode)
+        if change == "stale":
+            dispatcher.dispatch(x_TH, slots_TK)
+        y_PH = answer(sent)
+        dispatcher.combine(y_PH[1:] if change == "answers" else y_PH, case.weights_TK, sent)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("dtype", "x_TH is torch.float64 [5, 16] on cpu; the kernels of this device take torch.bfloat16, "),
+        (
+            "slots",
+            "slots_TK is torch.int32 [5, 3] on cpu; it must be a 2-dimensional int64 tensor on the CPU",
+        ),
+        ("tokens", "x_TH has 5 tokens; low-latency mode was agreed for at most 3"),
+        ("stale", "dispatched is not of the last dispatch"),
+        ("answers", "y_PH is torch.float32 [14, 16] on cpu; it must be torch.float32 [15, 16] on the CPU"),
+    ],
+)
+def test_bad_arguments_are_named(interpreter: RankPool, change: str, text: str) -> None:
+    (said,) = interpreter.run(complain, change)
+    assert said.startswith(text), said
+
+
+def add_residual() -> tuple[Tensor, Tensor]:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from dispatch.gpu.combine import combine_pairs  # noqa: PLC0415 - the interpreter is chosen before
+
+    torch.manual_seed(0)
+    y_PH, added_TH = torch.randn(4, 40, dtype=torch.bfloat16), torch.randn(2, 40, dtype=torch.bfloat16)
+    pairs_TK, weights_TK = torch.tensor([[3, -1], [0, 2]], dtype=torch.int32), torch.rand(2, 2)
+    out_TH = torch.empty_like(added_TH)
+    alone = combine_pairs(y_PH, pairs_TK, weights_TK, out_TH).clone()
+    return alone + added_TH, combine_pairs(y_PH, pairs_TK, weights_TK, out_TH, added_TH=added_TH)
+
+
+def test_a_residual_is_added_to_the_rounded_sum(interpreter: RankPool) -> None:
+    ((want, ours),) = interpreter.run(add_residual)
+    assert torch.equal(ours, want)

@@ -1,0 +1,41 @@
+"""What would break in a captured CUDA graph is refused on the CPU: operators that synchronise, whose result depends on
+contents, or that return memory of their own. Launches of interpreted kernels are let through: on a GPU they are one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_HARMLESS = ("aten.slice", "aten.view", "aten.select", "aten.alias", "aten.copy_", "aten.detach")
+_WIRES = ("c10d.alltoall_base_", "c10d.send", "c10d.recv_")  # into memory that the transport owns
+
+
+class GraphSafe(TorchDispatchMode):
+    """Raise for every operator that is not a view or a copy into memory that exists."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not str(func).startswith(_HARMLESS + _WIRES):
+            raise AssertionError(f"{func} on the low-latency path")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def graph_safe_launches() -> Iterator[None]:
+    """Guard all operators but those with which Triton's interpreter stands for a GPU."""
+    from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - after the interpreter is chosen
+
+    run = InterpretedFunction.run
+
+    def run_unguarded(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return run(kernel, *args, **kwargs)
+
+    InterpretedFunction.run = run_unguarded
+    try:
+        with GraphSafe():
+            yield
+    finally:
+        InterpretedFunction.run = run
