@@ -23,15 +23,16 @@ from dispatch.faces.limits import check_buffer
 from dispatch.faces.local_calls import LocalCalls
 from dispatch.faces.low_latency_calls import LowLatencyCalls
 from dispatch.faces.normal_mode import NormalMode, find_layout
+from dispatch.faces.released import Released
+from dispatch.faces.rows import Rows, as_biases, join_rows, split_rows
 from dispatch.faces.runtime import Runtime, check_group
 from dispatch.faces.wires import open_wires
 from dispatch.rows import RowExchange
 
-Rows = Tensor | tuple[Tensor, Tensor]
 Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, handles.Handle | None, EventOverlap]
 
 
-class Buffer(LocalCalls, LowLatencyCalls):
+class Buffer(LocalCalls, LowLatencyCalls, Released):
     """One rank's end of DeepEP's exchange. Calls are collective, in the same order on all ranks, unless said local.
 
     A bad argument is a ValueError on the rank that gave it and PeerRefused on all others, before anything is sent;
@@ -108,19 +109,6 @@ class Buffer(LocalCalls, LowLatencyCalls):
         if low_latency_mode and self._wires.device.type != "cpu":
             self.open_low_latency()
 
-    def destroy(self) -> None:
-        """Release the transport; peers that still wait for this rank get PeerLost. Local.
-
-        Raises:
-            ValueError: the buffer was made without explicitly_destroy=True.
-        """
-        if not self.explicitly_destroy:
-            raise ValueError(
-                "explicitly_destroy is False; a buffer that is made so is released with its last user"
-            )
-        self._close()
-        self.runtime = None
-
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -193,7 +181,7 @@ class Buffer(LocalCalls, LowLatencyCalls):
             of other ranks, with weight 0. With num_worst_tokens rows below those received are 0, their choices -1, and
             the list is empty. With a handle only recv_x and event are not None. All tensors are new.
         """
-        rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+        rows, scales = split_rows(x)
         checks = self._common_checks(
             "dispatch", forks, config, previous_event, async_finish, allocate_on_comm_stream
         )
@@ -203,7 +191,7 @@ class Buffer(LocalCalls, LowLatencyCalls):
             checks.append(args.cached_problem(topk_idx, topk_weights, rows, handle))
             self._refuse_if(checks)
             recv, recv_scales = self._normal.dispatch_cached(rows, scales, handles.unpack(handle))
-            return _with_scales(recv, recv_scales), None, None, None, None, finished(async_finish)
+            return join_rows(recv, recv_scales), None, None, None, None, finished(async_finish)
         call = args.DispatchArguments(
             x=rows, scales=scales, num_tokens_per_rank=num_tokens_per_rank,
             num_tokens_per_rdma_rank=num_tokens_per_rdma_rank, is_token_in_rank=is_token_in_rank,
@@ -213,7 +201,7 @@ class Buffer(LocalCalls, LowLatencyCalls):
         checks.append(args.dispatch_problem(call, self._world))
         self._refuse_if(checks)
         got = self._normal.dispatch(call)
-        recv_x = _with_scales(got.x, got.scales)
+        recv_x = join_rows(got.x, got.scales)
         counts = got.num_tokens_per_expert
         return recv_x, got.topk_idx, got.topk_weights, counts, got.handle, finished(async_finish)
 
@@ -249,7 +237,7 @@ class Buffer(LocalCalls, LowLatencyCalls):
         checks = self._common_checks(
             "combine", forks, config, previous_event, async_finish, allocate_on_comm_stream
         )
-        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        biases = as_biases(bias)
         checks += [args.x_problem(x, None, self._world), self._handle_checks(handle)]
         checks.append(args.combine_problem(x, handle, topk_weights, biases))
         self._refuse_if(checks)
@@ -280,7 +268,3 @@ class Buffer(LocalCalls, LowLatencyCalls):
 
 class InstalledBuffer(InstalledCalls, Buffer):
     """What `Buffer(..., backend="deep_ep")` makes: every call goes to the installed package."""
-
-
-def _with_scales(x: Tensor, scales: Tensor | None) -> Rows:
-    return x if scales is None else (x, scales)

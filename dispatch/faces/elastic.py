@@ -18,17 +18,19 @@ from torch import Tensor
 from dispatch.faces import elastic_arguments as args
 from dispatch.faces.arguments import World, first_problem
 from dispatch.faces.elastic_domains import NUM_SMS, ElasticDomains
-from dispatch.faces.elastic_mode import ElasticMode, Rows, local_choices
+from dispatch.faces.elastic_mode import ElasticMode, local_choices
 from dispatch.faces.elastic_refused import RefusedCalls
 from dispatch.faces.elastic_sizes import align_to_buffer, buffer_bytes
 from dispatch.faces.ep_handle import EPHandle
 from dispatch.faces.events import EventHandle, EventOverlap, finished
+from dispatch.faces.released import Released
+from dispatch.faces.rows import Rows, as_biases, split_rows
 from dispatch.rows import RowExchange
 from dispatch.transport import RankTable
 from dispatch.transports.choose import open_transport
 
 
-class ElasticBuffer(ElasticDomains, RefusedCalls):
+class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
     """One rank's end of DeepEP's 2.x exchange. Calls are collective, in the same order on all ranks, unless said local.
 
     A bad argument is a ValueError on the rank that gave it and PeerRefused on all others, before anything is sent;
@@ -112,19 +114,6 @@ class ElasticBuffer(ElasticDomains, RefusedCalls):
         self.runtime: Any = transport
         self._close = weakref.finalize(self, transport.close)
 
-    def destroy(self) -> None:
-        """Release the transport; peers that still wait for this rank get PeerLost. Local.
-
-        Raises:
-            ValueError: the buffer was made without explicitly_destroy=True.
-        """
-        if not self.explicitly_destroy:
-            raise ValueError(
-                "explicitly_destroy is False; a buffer that is made so is released with its last user"
-            )
-        self._close()
-        self.runtime = None
-
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
@@ -185,7 +174,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls):
             those received are zero. With a handle, the same handle. All tensors are new.
         """
         cached = handle if isinstance(handle, EPHandle) else None
-        rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+        rows, scales = split_rows(x)
         call = args.DispatchCall(
             x=rows,
             scales=scales,
@@ -244,8 +233,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls):
             `(combined_x, combined_topk_weights, event)`: [T, H] in x's dtype; each choice's weight as float32 [T, K],
             0 for none, or None.
         """
-        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-        call = args.CombineCall(x=x, topk_weights=topk_weights, biases=biases)
+        call = args.CombineCall(x=x, topk_weights=topk_weights, biases=as_biases(bias))
         checks = [_event_problem(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)]
         checks.append(args.handle_problem(handle))
         self._refuse_if(first_problem(*checks, args.combine_problem(call, handle, self._world)))

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NOT_HERE = -1
+from dispatch.choices import NOT_HERE
+from dispatch.faces.rows import plain
+
 SCALE_ALIGNMENT = (
     4  # scales (of 4 bytes) per column start at 16 bytes, for DeepGEMM's loads (DeepEP, compiled.cuh)
 )
@@ -25,25 +27,6 @@ class Experts(NamedTuple):
     starts_L: Tensor  # int64: multiples of the alignment
     num_expanded: int  # all experts, padding included
     slot_NK: Tensor  # int64: -1 for choices of other ranks
-
-
-def ranks_of(topk_idx: Tensor, experts_per_rank: int) -> Tensor:
-    """Return int64 [T, K]: the rank of each choice, -1 for none."""
-    return torch.div(topk_idx, experts_per_rank, rounding_mode="floor").long()
-
-
-def token_mask(rank_TK: Tensor, num_ranks: int) -> Tensor:
-    """Return bool [T, R]: whether a token has a choice on a rank."""
-    mask_TR = torch.zeros(rank_TK.shape[0], num_ranks + 1, dtype=torch.bool, device=rank_TK.device)
-    column_TK = torch.where(rank_TK == NOT_HERE, num_ranks, rank_TK)  # a column that is cut off again
-    return mask_TR.scatter_(1, column_TK, True)[:, :num_ranks].contiguous()
-
-
-def localise(topk_idx_NK: Tensor, rank: int, experts_per_rank: int) -> Tensor:
-    """Turn experts into this rank's, 0 to L - 1, and those of other ranks into -1."""
-    local_NK = topk_idx_NK - rank * experts_per_rank
-    is_here = (topk_idx_NK != NOT_HERE) & (local_NK >= 0) & (local_NK < experts_per_rank)
-    return torch.where(is_here, local_NK, NOT_HERE)
 
 
 def padded(counts_L: Tensor, alignment: int) -> Tensor:
@@ -119,22 +102,12 @@ def destination_rows(mask_TR: Tensor, counts_RR: Tensor, rank: int, rank_TK: Ten
     return torch.where(rank_TK == NOT_HERE, NOT_HERE, row_TK).int()
 
 
-def pad_rows(rows: Tensor, num_rows: int, fill: int = 0) -> Tensor:
-    """Return [num_rows, ...] with `fill` below `rows`; `rows` itself if there is nothing to add."""
-    if rows.shape[0] == num_rows:
-        return rows
-    padded = torch.empty(num_rows, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
-    padded[: rows.shape[0]].copy_(rows)
-    _plain(padded)[rows.shape[0] :] = fill
-    return padded
-
-
 def expand_rows(rows: Tensor, slot_NK: Tensor, num_expanded: int) -> Tensor:
     """Return [num_expanded, ...]: each row at all its slots, zero elsewhere."""
     expanded = torch.zeros(num_expanded, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
     for slot_N in slot_NK.unbind(1):
         is_here = slot_N != NOT_HERE
-        _plain(expanded)[slot_N[is_here]] = _plain(rows)[is_here]
+        plain(expanded)[slot_N[is_here]] = plain(rows)[is_here]
     return expanded
 
 
@@ -152,8 +125,3 @@ def column_major(scales: Tensor) -> Tensor:
     column = (N + SCALE_ALIGNMENT - 1) // SCALE_ALIGNMENT * SCALE_ALIGNMENT
     strided = torch.empty_strided((N, B), (1, column), dtype=scales.dtype, device=scales.device)
     return strided.copy_(scales)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """See types of one byte, which torch cannot index, as bytes."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

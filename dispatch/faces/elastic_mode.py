@@ -11,13 +11,13 @@ Legend: T tokens of this rank, K choices, H hidden, L experts of a rank, N rows 
 import torch
 from torch import Tensor
 
+from dispatch.choices import NOT_HERE, localise, ranks_of, token_mask
 from dispatch.faces import elastic_layout as layout
 from dispatch.faces import elastic_sums as sums
 from dispatch.faces.elastic_arguments import CombineCall, DispatchCall
 from dispatch.faces.ep_handle import EPHandle, Routes
+from dispatch.faces.rows import Rows, join_rows, pad_rows
 from dispatch.rows import RowExchange
-
-Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class ElasticMode:
@@ -39,11 +39,11 @@ class ElasticMode:
     def dispatch(self, call: DispatchCall) -> tuple[EPHandle, Rows, Tensor | None]:
         """Send by the choices; return the handle, rows (and scales), and weights. Raises as `RowExchange.send`."""
         L = _experts_per_rank(call.num_experts, self.num_ranks)
-        rank_TK = layout.ranks_of(call.topk_idx, L)
-        mask_TR = layout.token_mask(rank_TK, self.num_ranks)
+        rank_TK = ranks_of(call.topk_idx, L)
+        mask_TR = token_mask(rank_TK, self.num_ranks)
         name = f"elastic dispatch of up to {call.max_tokens} tokens over {call.num_experts} experts"
         received = self.exchange.send([call.topk_idx, *_planes(call)], mask_TR, call=name)
-        local_NK = layout.localise(received.planes[0], self.rank, L)
+        local_NK = localise(received.planes[0], self.rank, L)
         experts = layout.place_experts(local_NK, L, call.alignment)
         source_N = torch.arange(self.num_ranks).repeat_interleave(torch.tensor(received.counts_R))
         metadata = layout.source_metadata(
@@ -71,7 +71,7 @@ class ElasticMode:
         """Bring rows home; return their sums, and the weights. Raises as `RowExchange.give_back`."""
         planes = self._outgoing(call, handle)
         back = self.exchange.give_back(planes, _routes(handle).route, call="elastic combine")
-        rank_TK = layout.ranks_of(handle.topk_idx, _experts_per_rank(handle.num_experts, self.num_ranks))
+        rank_TK = ranks_of(handle.topk_idx, _experts_per_rank(handle.num_experts, self.num_ranks))
         answer_TK = sums.answers_at(back, rank_TK, self.num_ranks)
         combined = sums.sum_choices(self._terms(back.planes[0], answer_TK, rank_TK), call.biases)
         return combined, None if call.topk_weights is None else sums.pick_weights(back.planes[1], answer_TK)
@@ -104,7 +104,7 @@ class ElasticMode:
             .to(metadata.device),
             psum_num_recv_tokens_per_expert=layout.expert_ends(experts, alignment, call.do_expand),
             num_unaligned_recv_tokens_per_expert=counts_L.int(),
-            recv_src_metadata=layout.pad_rows(metadata, num_rows, layout.NOT_HERE),
+            recv_src_metadata=pad_rows(metadata, num_rows, NOT_HERE),
             dst_buffer_slot_idx=slot_TK,
             routes=routes,
         )
@@ -116,7 +116,7 @@ class ElasticMode:
             return [call.x[:N]] if weights is None else [call.x[:N], weights[:N]]
         slot_NK = handle.slot_NK
         if self._reduces_early:
-            here_NK = torch.where(slot_NK == layout.NOT_HERE, sums.NONE, 0)
+            here_NK = torch.where(slot_NK == NOT_HERE, sums.NONE, 0)
             rows = sums.sum_groups(sums.Terms(call.x, slot_NK), here_NK).values_QH
         else:
             rows = layout.take(call.x, slot_NK)
@@ -135,7 +135,7 @@ class ElasticMode:
 def local_choices(handle: EPHandle) -> Tensor:
     """Return [num_recv_tokens, K], new: received choices as local experts, -1 elsewhere."""
     local_NK = _routes(handle).local_idx_NK.clone()  # the handle keeps its own
-    return layout.pad_rows(local_NK, handle.num_recv_tokens, layout.NOT_HERE)
+    return pad_rows(local_NK, handle.num_recv_tokens, NOT_HERE)
 
 
 def _routes(handle: EPHandle) -> Routes:
@@ -162,8 +162,9 @@ def _arrange(planes: list[Tensor], call: DispatchCall, handle: EPHandle) -> tupl
         rows = [layout.expand_rows(plane, slot_NK, num_rows) for plane in values]
         weights = None if weights is None else layout.expand_weights(weights, slot_NK, num_rows)
     else:
-        rows = [layout.pad_rows(plane, handle.num_recv_tokens) for plane in values]
-        weights = None if weights is None else layout.pad_rows(weights, handle.num_recv_tokens)
-    if call.scales is None:
-        return rows[0], weights
-    return (rows[0], layout.column_major(rows[1]) if call.column_major_scales else rows[1]), weights
+        rows = [pad_rows(plane, handle.num_recv_tokens) for plane in values]
+        weights = None if weights is None else pad_rows(weights, handle.num_recv_tokens)
+    scales = None if call.scales is None else rows[1]
+    if scales is not None and call.column_major_scales:
+        scales = layout.column_major(scales)
+    return join_rows(rows[0], scales), weights

@@ -15,6 +15,7 @@ from dispatch.errors import TransportUnavailable
 from dispatch.faces import arguments as args
 from dispatch.faces.config import NVL_PEERS, Config
 from dispatch.faces.limits import check_buffer
+from dispatch.faces.rows import split_rows
 from dispatch.faces.runtime import check_group
 
 _CONFIG_FIELDS = tuple(Config.__dataclass_fields__)
@@ -59,7 +60,7 @@ class InstalledCalls:
 
     def dispatch(self, x: Any, *positional: Any, **named: Any) -> Any:
         """See `Buffer.dispatch`."""
-        rows, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+        rows, scales = split_rows(x)
         self._check(rows, scales)
         return self._buffer.dispatch(x, *positional, **self._with_config(named))
 
@@ -109,7 +110,7 @@ def load_package() -> ModuleType:
     except (ImportError, OSError, AssertionError) as error:  # it asserts about NCCL while it is imported
         raise TransportUnavailable(
             f"backend is 'deep_ep', but importing deep_ep failed: {type(error).__name__}: {error}; "
-            "install it, or take backend='auto'"
+            "build it from github.com/deepseek-ai/DeepEP, or take backend='auto'"
         ) from error
     if getattr(package, "is_wideep_shim", False):
         raise TransportUnavailable(

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dispatch.choices import NOT_HERE, localise, ranks_of, token_mask
 from dispatch.faces import handles
 from dispatch.faces.arguments import DispatchArguments
+from dispatch.faces.rows import pad_rows
 from dispatch.rows import GivenBack, Received, RowExchange
-
-NOT_HERE = -1
 
 
 class Layout(NamedTuple):
@@ -44,11 +44,7 @@ class Arrived(NamedTuple):
 
 def find_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, node_size: int) -> Layout:
     """Count where tokens go. A token counts once per rank and node, and once per choice for an expert. Local."""
-    T = topk_idx.shape[0]
-    rank_TK = torch.div(topk_idx, num_experts // num_ranks, rounding_mode="floor").long()
-    rank_TK = torch.where(topk_idx == NOT_HERE, num_ranks, rank_TK)  # a column that is cut off again
-    mask_TR = torch.zeros(T, num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
-    mask_TR = mask_TR.scatter_(1, rank_TK, True)[:, :num_ranks].contiguous()
+    mask_TR = token_mask(ranks_of(topk_idx, num_experts // num_ranks), num_ranks)
     per_expert = torch.bincount(topk_idx[topk_idx != NOT_HERE], minlength=num_experts).int()
     per_node = handles.to_nodes(mask_TR, node_size).sum(0).int() if num_ranks > node_size else None
     return Layout(mask_TR.sum(0).int(), per_node, per_expert, mask_TR)
@@ -115,11 +111,9 @@ class NormalMode:
         self, topk_idx: Tensor, topk_weights: Tensor, num_received: int, num_experts: int
     ) -> tuple[Tensor, Tensor]:
         """Turn experts into those of this rank, and what is not this rank's or no row into -1 and 0."""
-        local_experts = num_experts // self.num_ranks
-        local = topk_idx - self.rank * local_experts
-        is_here = (topk_idx != NOT_HERE) & (local >= 0) & (local < local_experts)
-        is_here[num_received:] = False
-        return torch.where(is_here, local, NOT_HERE), torch.where(is_here, topk_weights, 0.0)
+        local = localise(topk_idx, self.rank, num_experts // self.num_ranks)
+        local[num_received:] = NOT_HERE
+        return local, torch.where(local == NOT_HERE, 0.0, topk_weights)
 
     def _count_experts(self, received: Received, alignment: int) -> list[int]:
         """Add up all ranks' counts for this rank's experts, each rounded up."""
@@ -155,12 +149,3 @@ def sum_over_ranks(back: GivenBack, plane: int, num_tokens: int, biases: Sequenc
     for token, part in zip(torch.split(back.token_Q, counts), torch.split(rows, counts), strict=True):
         total[token] += part.to(wide)  # a token is once among a rank's
     return total.to(rows.dtype)
-
-
-def pad_rows(rows: Tensor, num_rows: int) -> Tensor:
-    """Return [num_rows, ...] with zeros below `rows`; `rows` itself if there is nothing to add."""
-    if rows.shape[0] == num_rows:
-        return rows
-    padded = torch.zeros(num_rows, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
-    padded[: rows.shape[0]].copy_(rows[:num_rows])
-    return padded
