@@ -52,7 +52,8 @@ def open_low_latency(
     if device.type == "cpu" and kernels == "auto":
         return CpuExchange(transport)
     kernels_module = load_triton(device)
-    open_memory = _shared(group, timeout_s) if device.type == "cpu" else _PROVIDERS[provider](group, device)
+    kind = "shared" if device.type == "cpu" else provider
+    open_memory = open_memory_for(kind, group, device, timeout_s=timeout_s)
     exchange: LowLatencyExchange = kernels_module.TritonExchange(
         open_memory, dist.get_world_size(group), num_bytes=num_bytes, timeout_s=timeout_s, mask_lost=mask_lost
     )
@@ -80,18 +81,25 @@ def load_triton(device: torch.device) -> Any:
     return importlib.import_module("dispatch.low_latency.triton_exchange")
 
 
-def _shared(group: dist.ProcessGroup, timeout_s: float) -> OpenMemory:
-    return partial(SharedMemory, group, timeout_s=timeout_s)
+def open_memory_for(
+    provider: str, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float
+) -> OpenMemory:
+    """Return what provides symmetric memory.
 
+    Args:
+        provider: "shared" between CPU ranks of one host; between GPUs "CUDA" or "NVSHMEM", see `open_low_latency`.
 
-def _mapped(group: dist.ProcessGroup, device: torch.device) -> OpenMemory:
-    memory: Any = importlib.import_module("dispatch.low_latency.torch_symmetric").TorchSymmetricMemory
+    Raises:
+        TransportUnavailable: a package is missing.
+    """
+    if provider == "shared":
+        return partial(SharedMemory, group, timeout_s=timeout_s)
+    module, name = _PROVIDERS[provider]
+    memory: Any = getattr(importlib.import_module(f"dispatch.low_latency.{module}"), name)
     return partial(memory, group, device=device)
 
 
-def _by_nvshmem(group: dist.ProcessGroup, device: torch.device) -> OpenMemory:
-    memory: Any = importlib.import_module("dispatch.low_latency.nvshmem_symmetric").NvshmemMemory
-    return partial(memory, group, device=device)
-
-
-_PROVIDERS = {"CUDA": _mapped, "NVSHMEM": _by_nvshmem}
+_PROVIDERS = {
+    "CUDA": ("torch_symmetric", "TorchSymmetricMemory"),
+    "NVSHMEM": ("nvshmem_symmetric", "NvshmemMemory"),
+}

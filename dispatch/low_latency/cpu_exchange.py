@@ -10,7 +10,6 @@ Legend: T tokens of this rank, K choices, H hidden, L experts per rank, N rows o
 """
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ from dispatch.buffers import GrowingBuffer
 from dispatch.errors import RanksDisagree
 from dispatch.low_latency import cpu_answers, cpu_fp8
 from dispatch.low_latency import cpu_kernels as kernels
-from dispatch.low_latency.exchange import Posted
+from dispatch.low_latency.exchange import OneTravels, Posted
 from dispatch.low_latency.ring import DispatchSlot, Results
 from dispatch.low_latency.shape import HEADER_BYTES, LowLatencyShape
 from dispatch.native import compile_all
@@ -45,7 +44,7 @@ class CpuSlot(DispatchSlot):
         self.expected, self.owed = RankTable(shape.world_size), RankTable(shape.world_size)
 
 
-class CpuExchange:
+class CpuExchange(OneTravels):
     """See `LowLatencyExchange`.
 
     Args:
@@ -69,14 +68,7 @@ class CpuExchange:
         self._rows, self._own_answers = GrowingBuffer(torch.uint8), GrowingBuffer(torch.uint8)
         self._entries, self._scratch = GrowingBuffer(torch.int32), GrowingBuffer(torch.uint8)
         self._cursors, self._bases = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
-        self._travelling: Posted | None = None
         compile_all(*kernels.KERNELS, *cpu_answers.KERNELS, *cpu_fp8.KERNELS)
-
-    def settle(self) -> None:
-        """See `LowLatencyExchange`."""
-        if self._travelling is not None:
-            self._travelling.settle()
-            self._travelling = None
 
     def refuse(self, text: str) -> None:
         """See `LowLatencyExchange`."""
@@ -140,7 +132,7 @@ class CpuExchange:
         if self._fixed_bytes:
             self._fill_sizes(self._recv_bytes, shape.dispatch_bytes)
         self.transport.begin_exchange(self._send_bytes, self._recv_bytes if self._fixed_bytes else None)
-        return slot, self._post(partial(self._receive_rows, slot, rows, stats_L, waited_R))
+        return slot, self._travel(partial(self._receive_rows, slot, rows, stats_L, waited_R))
 
     def post_combine(
         self,
@@ -175,7 +167,7 @@ class CpuExchange:
         self.transport.begin_exchange(self._send_bytes, self._recv_bytes)
         if out_TH is None:
             out_TH = self._results.next_output(shape, y_LNH.dtype, topk_TK.shape[0])
-        return out_TH, self._post(partial(self._sum_answers, slot, topk_TK, weights_TK, out_TH, waited_R))
+        return out_TH, self._travel(partial(self._sum_answers, slot, topk_TK, weights_TK, out_TH, waited_R))
 
     def barrier(self) -> None:
         """See `LowLatencyExchange`."""
@@ -187,10 +179,6 @@ class CpuExchange:
 
     def close(self) -> None:
         """See `LowLatencyExchange`. The transport stays its owner's."""
-
-    def _post(self, finish: Callable[[], None]) -> Posted:
-        self._travelling = Posted(finish)
-        return self._travelling
 
     def _travelling_rows(
         self, shape: LowLatencyShape, x_TH: Tensor, round_scale: bool, may_wait: bool

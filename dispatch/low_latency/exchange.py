@@ -44,6 +44,23 @@ class Posted:
             raise self._error
 
 
+class OneTravels:
+    """One call travels at a time: what both kinds of exchange do about it."""
+
+    _travelling: Posted | None = None
+
+    def settle(self) -> None:
+        """See `LowLatencyExchange`."""
+        if self._travelling is not None:
+            self._travelling.settle()
+            self._travelling = None
+
+    def _travel(self, finish: Callable[[], None]) -> Posted:
+        """Return a call whose messages have left, and which `finish` ends."""
+        self._travelling = Posted(finish)
+        return self._travelling
+
+
 class LowLatencyExchange(Protocol):
     """One rank's end. Posting, finishing, refusing and the barrier are collective, in the same order on all ranks;
     arguments are checked by the caller.

@@ -15,27 +15,31 @@ from dispatch.low_latency.triton_flags import CAME, half_at, is_sound
 
 @triton.jit(do_not_specialize=["rank"])
 def send_answers(
-    y, counts, row_places, row_choices, peers, mask, calls, rank, half_bytes, answers_at, staging_at,
+    y, starts, counts, row_places, row_choices, peers, mask, calls, rank, half_bytes, answers_at, staging_at,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ANSWER_BYTES: tl.constexpr, TILE: tl.constexpr,
-    HAS_REMOTE: tl.constexpr,
+    IS_PACKED: tl.constexpr, HAS_REMOTE: tl.constexpr,
 ):  # fmt: skip
-    """Program (local expert, lane): write each answer to its token's place [token, choice] at the source."""
+    """Program (local expert, lane): write each answer to its token's place [token, choice] at the source.
+
+    An expert's answers begin at `starts`, int64 [L], if IS_PACKED, else every N rows of `y`.
+    """
     local, lane = tl.program_id(0), tl.program_id(1)
     row, count = lane, tl.load(counts + local)
+    start = tl.load(starts + local) if IS_PACKED else local.to(tl.int64) * N
     half = half_at(calls, half_bytes)
     answers_at, staging_at = answers_at + half, staging_at + half
     while row < count:  # not a range: the interpreter cannot count to a loaded number
         place, choice = tl.load(row_places + local * N + row), tl.load(row_choices + local * N + row)
         source, token = place // M, place % M
         at = answers_at + (token * K + choice).to(tl.int64) * ANSWER_BYTES
-        answer = y + (local * N + row).to(tl.int64) * H
+        answer = y + (start + row) * H
         if tl.load(mask + source) == 0:
             base = tl.load(peers + source)
             if base != 0:
                 copy_row((base + at).to(tl.pointer_type(y.dtype.element_ty)), answer, H, TILE)
             elif HAS_REMOTE:
                 own = tl.load(peers + rank)
-                outgoing = own + staging_at + (local * N + row).to(tl.int64) * ANSWER_BYTES
+                outgoing = own + staging_at + (start + row) * ANSWER_BYTES
                 copy_row(outgoing.to(tl.pointer_type(y.dtype.element_ty)), answer, H, TILE)
                 tl.debug_barrier()
                 nvshmem.put_block(own + at, outgoing, ANSWER_BYTES, source)

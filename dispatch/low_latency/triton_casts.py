@@ -17,6 +17,8 @@ _NORMAL_FROM = tl.constexpr(121 << 23)  # see `cpu_fp8` for these
 _SUBNORMAL_SHIFT = tl.constexpr(16384.0)
 _SUBNORMAL_SHIFT_BITS = tl.constexpr(141 << 23)
 _LOST_FROM = tl.constexpr(1087 << 20)
+_E4M3_BIAS = tl.constexpr(127 - 7)
+_E4M3_SMALLEST = tl.constexpr(2.0**-9)
 _REBIAS = tl.constexpr((7 - 127) * (1 << 23) + 0x7FFFF)
 
 
@@ -31,6 +33,17 @@ def _e4m3_bits(values):
     code = tl.where(magnitude >= _NORMAL_FROM, normal, small)
     code = tl.where(magnitude >= _LOST_FROM, 0x7F, code)
     return (((bits >> 24) & 0x80) | code).to(tl.uint8)
+
+
+@triton.jit
+def _e4m3_values(codes):
+    """Widen e4m3 bits, uint8, to float32."""
+    bits = codes.to(tl.int32)
+    exponent, mantissa = (bits >> 3) & 15, bits & 7
+    normal = (((exponent + _E4M3_BIAS) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+    values = tl.where(exponent > 0, normal, mantissa.to(tl.float32) * _E4M3_SMALLEST)
+    values = tl.where((bits & 0x7F) == 0x7F, float("nan"), values)
+    return tl.where((bits & 0x80) != 0, -values, values)
 
 
 @triton.jit
@@ -117,3 +130,19 @@ def write_row(
         )  # fmt: skip
     else:
         copy_row(address.to(tl.pointer_type(row.dtype.element_ty)), row, H, GROUPS * CHANNELS)
+
+
+@triton.jit
+def restore_row(
+    target, address, H: tl.constexpr, SCALES_AT: tl.constexpr, GROUPS: tl.constexpr, IS_BFLOAT16: tl.constexpr
+):
+    """Write what a row stands for that has travelled in FP8: values times scales in float32, rounded to the target's type."""
+    codes = address.to(tl.pointer_type(tl.uint8))
+    scales = (address + SCALES_AT).to(tl.pointer_type(tl.float32))
+    for first in range(0, H, GROUPS * CHANNELS):
+        group, channel = tl.arange(0, GROUPS), tl.arange(0, CHANNELS)
+        at = first + group[:, None] * CHANNELS + channel[None, :]
+        index = first // CHANNELS + group
+        scale = tl.load(scales + index, mask=index * CHANNELS < H, other=0.0)
+        values = _e4m3_values(tl.load(codes + at, mask=at < H, other=0)) * scale[:, None]
+        tl.store(target + at, narrow(values, target.dtype.element_ty, IS_BFLOAT16), mask=at < H)

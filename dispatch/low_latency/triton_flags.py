@@ -92,8 +92,9 @@ def wait_flags(
 
     `arrived`: int32 [R], LATE, CAME, REFUSED or OTHER_CALL (with ANY_CALL, for a rank that refuses, all that came is
     CAME). `trouble`: int64 [R], which keeps number * 8 + REFUSED, OTHER_CALL or, if IS_LAST, WAS_LATE until the host has
-    looked; a source that is late then is masked where IS_MASKING. `waits`: int64 [R], to which nanoseconds are added
-    if HAS_CLOCK.
+    looked; a source that is late then is masked where IS_MASKING, and else looked at only once until then, so that the
+    calls of a step do not each wait for a rank that is gone. `waits`: int64 [R], to which nanoseconds are added if
+    HAS_CLOCK.
     """
     source = tl.program_id(0)
     flag = (tl.load(peers + rank) + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int64)) + source
@@ -103,8 +104,9 @@ def wait_flags(
     if tl.load(mask + source) == 0:
         if HAS_CLOCK:
             begin = globaltimer()
+        polls = tl.where((tl.load(trouble + source) & 7) == WAS_LATE, 0, max_polls)
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        while ((seen >> 32) < number) & (looks < max_polls):
+        while ((seen >> 32) < number) & (looks < polls):
             seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
             looks += 1
         if (seen >> 32) >= number:

@@ -152,7 +152,21 @@ KERNELS = {
             "y": "*i16", "counts": "*i32", "row_places": "*i32", "row_choices": "*i32", "peers": "*i64", "mask": "*i32",
             "rank": "i32", **HALF, "answers_at": "i64", "staging_at": "i64",
         },
-        {"M": 128, "N": 1024, "K": 8, "H": 7168, "ANSWER_BYTES": 14336, "TILE": 1024, "HAS_REMOTE": False},
+        {
+            "starts": None, "M": 128, "N": 1024, "K": 8, "H": 7168, "ANSWER_BYTES": 14336, "TILE": 1024,
+            "IS_PACKED": False, "HAS_REMOTE": False,
+        },
+    ),
+    "answer_packed": Kernel(
+        send_answers,
+        {
+            "y": "*i16", "starts": "*i64", "counts": "*i32", "row_places": "*i32", "row_choices": "*i32", "peers": "*i64",
+            "mask": "*i32", "rank": "i32", **HALF, "answers_at": "i64", "staging_at": "i64",
+        },
+        {
+            "M": 128, "N": 1024, "K": 8, "H": 7168, "ANSWER_BYTES": 14336, "TILE": 1024, "IS_PACKED": True,
+            "HAS_REMOTE": False,
+        },
     ),
     "sum": Kernel(
         sum_answers,
