@@ -33,15 +33,21 @@ def why_unavailable(name: str) -> str:
     return " and ".join(missing)
 
 
-def check_service_backend(name: str, num_ranks: int) -> str:
+def check_service_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> str:
     """Say why the service cannot exchange tokens through `name` here, and what to use; "" if it can try.
 
-    The service computes on the CPU in this version; what connects GPUs has nothing to connect, even where there
-    are some.
+    Args:
+        name: one of BACKENDS.
+        num_ranks: of the service.
+        on_gpus: whether it computes there: what connects GPUs has nothing to connect otherwise.
     """
     if name == "local" and num_ranks > 1:
         return f"--all2all-backend is local with {num_ranks} ranks; it serves one: use auto, gloo or shm"
     if name not in ON_DEVICE:
         return ""
-    problem = why_unavailable(name) or "the service computes on the CPU in this version"
-    return f"--all2all-backend is {name}, which cannot be used: {problem}; use auto, gloo or shm"
+    problem = why_unavailable(name) or ("" if on_gpus else "the service computes on the CPU")
+    return (
+        f"--all2all-backend is {name}, which cannot be used: {problem}; use auto, gloo or shm"
+        if problem
+        else ""
+    )

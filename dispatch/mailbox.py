@@ -13,13 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dispatch.availability import ON_DEVICE
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, TransportUnavailable
 from dispatch.transport import RankTable
 from dispatch.transports import signals
 from dispatch.transports.segment import SharedSegment
 
 MAX_WIDTH = signals.PAYLOAD_WORDS
-NAMES = ("auto", "local", "gloo", "shm")
+NAMES = ("auto", "local", "gloo", "shm", *ON_DEVICE)
 
 
 class Mailbox(Protocol):
@@ -146,7 +147,8 @@ class GlooMailbox:
 def open_mailbox(
     name: str, group: dist.ProcessGroup | None, *, width: int, timeout_s: float = 30.0
 ) -> Mailbox:
-    """Open a mailbox over all ranks of `group`. Collective. Names and fall-back are those of `open_transport`.
+    """Open a mailbox over all ranks of `group`. Collective. Names and fall-back are those of `open_transport`;
+    what connects devices leaves it to auto, as headers are the hosts'.
 
     Args:
         width: values per rank and round, 1 to MAX_WIDTH.

@@ -52,9 +52,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, name: str, 
 
 @pytest.mark.usefixtures("a_device")
 def test_the_service_says_that_it_computes_on_the_cpu() -> None:
-    assert "the service computes on the CPU in this version; use auto, gloo or shm" in check_service_backend(
-        "nccl", 2
-    )
+    text = "the service computes on the CPU; use auto, gloo or shm"
+    assert text in check_service_backend("nccl", 2)
+    assert check_service_backend("nccl", 2, on_gpus=True) == ""
 
 
 @pytest.mark.parametrize("name", ["auto", "gloo", "shm"])

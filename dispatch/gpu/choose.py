@@ -1,0 +1,210 @@
+"""Open the service's dispatcher between device tensors: what the user asked for, or the best that these ranks have; and
+say why.
+
+Two things are chosen: a transport for steps with prompts, and memory that kernels write to for decode steps, where there
+is some. Ranks tell each other what they have, and all decide the same from it (`decide`). The interpreter of kernels on
+the CPU has shared memory for both, and is how this is tested.
+"""
+
+import importlib
+import logging
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dispatch.availability import why_unavailable
+from dispatch.dispatched import TokenDispatcher
+from dispatch.errors import TransportUnavailable
+from dispatch.gpu.local import LocalDispatcher
+from dispatch.gpu.low_latency import LowLatencyWay
+from dispatch.gpu.normal import NormalWay
+from dispatch.gpu.packed_exchange import PackedExchange
+from dispatch.gpu.wide import WideDispatcher
+from dispatch.low_latency.choose import open_memory_for
+from dispatch.row_formats import describe_rows
+from dispatch.transport import Transport
+from dispatch.transports.choose import open_transport
+from dispatch.transports.collective import CollectiveTransport
+from dispatch.transports.segment import identify_process
+
+_HOST_TRANSPORTS = ("gloo", "shm")
+_ASKED = "it was asked for"
+_INTERPRETER = "interpreter"
+_LANES = 16
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class RankFacts(NamedTuple):
+    """What one rank has."""
+
+    host: tuple[str, ...]
+    gpu: str  # a name of its own; "interpreter" on the CPU
+    has_nccl: bool
+    has_nvshmem: bool
+
+
+class Choice(NamedTuple):
+    """What all ranks take."""
+
+    transport: str  # nccl, gloo, shm or auto
+    memory: str  # for kernels: CUDA, NVSHMEM or shared; "" for none
+    reason: str
+
+
+def open_gpu_dispatcher(
+    backend: str,
+    group: dist.ProcessGroup | None,
+    *,
+    device: torch.device,
+    slots_per_rank: int,
+    rows: str = "auto",
+    timeout_s: float = 30.0,
+    epoch: int = 0,
+) -> TokenDispatcher:
+    """Open a dispatcher over all ranks of `group`. Collective.
+
+    Args:
+        backend: a name of `availability.BACKENDS`.
+        group: a gloo group, used to meet; None stands for one rank.
+        device: of tokens, with its index; the CPU is the interpreter's.
+        slots_per_rank: equal on all ranks.
+        rows: how rows travel, a name of `row_formats`.
+        timeout_s: how long a peer may keep this rank waiting.
+        epoch: membership epoch; a dispatcher serves one.
+
+    Raises:
+        ValueError: unknown name of rows.
+        TransportUnavailable: what was asked for cannot work here; on all ranks alike.
+    """
+    describe_rows(rows)
+    if group is None or dist.get_world_size(group) == 1:
+        return LocalDispatcher(device=device, slots=slots_per_rank, rows=rows)
+    if backend == "deep_ep":
+        deep_ep: Any = importlib.import_module("dispatch.gpu.deep_ep")
+        dispatcher: TokenDispatcher = deep_ep.open_deep_ep(
+            group, device=device, slots_per_rank=slots_per_rank, rows=rows
+        )
+        return dispatcher
+    choice = decide(backend, _gather(_own_facts(device), group))
+    transport = _open_transport(choice.transport, group, device, timeout_s=timeout_s, epoch=epoch)
+    normal = NormalWay(transport, device=device, slots_per_rank=slots_per_rank, is_fp8=rows == "fp8")
+    exchange, problem = _open_exchange(choice.memory, group, device, timeout_s)
+    if problem and backend == "nvshmem":
+        transport.close()
+        raise TransportUnavailable(f"nvshmem cannot be used: {problem}; use auto")
+    reason = f"{choice.reason}; but {problem}, so the host waits in every step" if problem else choice.reason
+    low_latency = None
+    if exchange is not None:
+        low_latency = LowLatencyWay(exchange, slots_per_rank=slots_per_rank, is_fp8=rows == "fp8")
+    name = f"{transport.name} and {choice.memory} memory" if exchange else transport.name
+    log.info("rank %d dispatches through %s, as %s", transport.rank, name, reason)
+    return WideDispatcher(
+        normal,
+        low_latency,
+        world_size=transport.world_size,
+        device=device,
+        row_format=describe_rows(rows),
+        name=name,
+        reason=reason,
+    )
+
+
+def decide(backend: str, facts: list[RankFacts]) -> Choice:
+    """Decide for all ranks; the same on each.
+
+    Raises:
+        TransportUnavailable: what was asked for cannot work between these.
+    """
+    if backend in _HOST_TRANSPORTS:
+        return Choice(
+            backend, "", f"{_ASKED}; rows go through the hosts' memory, and every step waits for it"
+        )
+    if all(rank.gpu == _INTERPRETER for rank in facts):
+        return Choice("auto", "shared", "kernels are interpreted on the CPU")
+    problem = _why_no_nccl(facts)
+    if problem and backend == "auto":
+        return Choice("auto", "", f"{problem}; rows go through the hosts' memory")
+    if problem:
+        raise TransportUnavailable(f"{backend} cannot be used: {problem}; use auto, gloo or shm")
+    return _decide_memory(backend, facts)
+
+
+def _why_no_nccl(facts: list[RankFacts]) -> str:
+    without = [rank for rank, own in enumerate(facts) if not own.has_nccl]
+    if without:
+        return f"ranks {without} have no NCCL"
+    homes = [(own.host, own.gpu) for own in facts]
+    shared = [rank for rank, home in enumerate(homes) if homes.count(home) > 1]
+    return f"ranks {shared} share a GPU, which NCCL refuses" if shared else ""
+
+
+def _decide_memory(backend: str, facts: list[RankFacts]) -> Choice:
+    """What decode steps go by, where NCCL serves the others."""
+    without = [rank for rank, own in enumerate(facts) if not own.has_nvshmem]
+    is_one_host = len({own.host for own in facts}) == 1
+    if backend == "nvshmem":
+        if without:
+            raise TransportUnavailable(f"nvshmem cannot be used: ranks {without} do not have it; use auto")
+        return Choice("nccl", "NVSHMEM", f"{_ASKED}; decode steps go by its memory, others by NCCL")
+    if is_one_host:
+        asked = f"{_ASKED}, and " if backend == "nccl" else ""
+        return Choice(
+            "nccl", "CUDA", f"{asked}all GPUs are of one host: decode steps write to each other's memory"
+        )
+    if backend == "auto" and not without:
+        return Choice(
+            "nccl", "NVSHMEM", "there are several hosts: decode steps go by NVSHMEM, others by NCCL"
+        )
+    missing = "" if backend == "nccl" else f", and ranks {without} have no NVSHMEM"
+    return Choice(
+        "nccl", "", f"there are several hosts{missing}: NCCL serves every step, which waits for the host"
+    )
+
+
+def _own_facts(device: torch.device) -> RankFacts:
+    host = identify_process().host
+    if device.type == "cpu":
+        return RankFacts(host, _INTERPRETER, has_nccl=False, has_nvshmem=False)
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return RankFacts(host, gpu, dist.is_nccl_available(), why_unavailable("nvshmem") == "")
+
+
+def _gather(own: T, group: dist.ProcessGroup) -> list[T]:
+    """Return what every rank says. Collective."""
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, own, group=group)
+    return everybody
+
+
+def _open_transport(
+    name: str, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float, epoch: int
+) -> Transport:
+    if name != "nccl":
+        return open_transport(name, group, timeout_s=timeout_s, epoch=epoch)
+    ranks = dist.get_process_group_ranks(group)
+    wires = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="nccl")
+    return CollectiveTransport(wires, device=device, timeout_s=timeout_s, epoch=epoch, reason=_ASKED)
+
+
+def _open_exchange(
+    memory: str, group: dist.ProcessGroup, device: torch.device, timeout_s: float
+) -> tuple[PackedExchange | None, str]:
+    """Open what writes to other ranks' memory on all ranks or on none; return it, and why there is none."""
+    if not memory:
+        return None, ""
+    exchange, problem = None, ""
+    try:
+        open_memory = open_memory_for(memory, group, device, timeout_s=timeout_s)
+        lanes = 1 if device.type == "cpu" else _LANES  # interpreted programs run one after another
+        exchange = PackedExchange(open_memory, dist.get_world_size(group), timeout_s=timeout_s, lanes=lanes)
+    except TransportUnavailable as error:
+        problem = str(error)
+    problems = [text for text in _gather(problem, group) if text]
+    if problems and exchange is not None:
+        exchange.close()
+    return (None, problems[0]) if problems else (exchange, "")

@@ -1,0 +1,215 @@
+"""DeepSeek's DeepEP, where it is installed, as the service's way between GPUs: `--all2all-backend deep_ep`.
+
+A thin adapter over `deep_ep.Buffer` (DeepEP 1.x to 2.1; 2.5 has no `Buffer` any more), whose limits apply: bfloat16, its
+list of hidden sizes and rank counts, on every rank the same number of slots.
+Decode steps use its low-latency calls, whose combine sums in the order of the choices, as ours. Its normal combine sums
+per rank before it sends, which changes with the placement; so every (token, choice) is sent as a token of its own, comes
+back unsummed, and is summed here. That keeps the bits of all other ways and costs a copy of a token per choice instead of
+per rank in dispatch. Rows of an expert lie in the order of their arrival; no row's result depends on it.
+DeepEP cannot tell peers of bad arguments: they wait for its own time-out. What it sends is not counted here.
+
+Tested with `dispatch.Buffer`, which has the same interface, in its place; never run with DeepEP itself.
+
+Legend: T tokens, K choices, H hidden, N rows received, P pairs, R ranks, L slots per rank, M most tokens of a rank.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch import fp8
+from dispatch.errors import TransportUnavailable
+from dispatch.faces.config import NVL_PEERS
+from dispatch.faces.installed import load_package
+from dispatch.gpu.combine import combine_pairs
+from dispatch.gpu.packed import Packed
+from dispatch.gpu.permute import PairOrders
+from dispatch.gpu.wide import WideDispatcher
+from dispatch.row_formats import describe_rows
+
+
+def open_deep_ep(
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device,
+    slots_per_rank: int,
+    rows: str = "auto",
+    module: Any = None,
+) -> WideDispatcher:
+    """Open a dispatcher over DeepEP. Its memory is opened by the first dispatch, which is collective anyway.
+
+    Args:
+        group: a group that DeepEP can meet in.
+        device: of tokens.
+        slots_per_rank: equal on all ranks.
+        rows: a name of `row_formats`.
+        module: what stands in for the package; None: it is imported.
+
+    Raises:
+        TransportUnavailable: DeepEP is not installed, or is a version without `Buffer`.
+    """
+    module = module or load_package()
+    if not hasattr(module, "Buffer"):
+        version = getattr(module, "__version__", "an unknown version")
+        raise TransportUnavailable(
+            f"deep_ep is installed as {version}, which has no Buffer; install DeepEP 1.x to 2.1, or use auto or nccl"
+        )
+    buffers = _Buffers(module, group, slots_per_rank, is_fp8=rows == "fp8")
+    return WideDispatcher(
+        _Normal(buffers, device),
+        _LowLatency(buffers),
+        world_size=dist.get_world_size(group),
+        device=device,
+        row_format=describe_rows(rows),
+        name="deep_ep",
+        reason="it was asked for",
+    )
+
+
+class _Buffers:
+    """DeepEP's buffer, opened again where a call needs more memory; all ranks see the same sizes, so all do."""
+
+    def __init__(self, module: Any, group: dist.ProcessGroup, slots_per_rank: int, *, is_fp8: bool) -> None:
+        self._module, self._group = module, group
+        self.world_size, self.slots_per_rank, self.is_fp8 = dist.get_world_size(group), slots_per_rank, is_fp8
+        self.num_slots = self.world_size * slots_per_rank
+        self._buffer: Any = None
+        self._room = (0, 0)  # most tokens of low-latency mode, hidden
+        self._is_clean = True
+
+    def normal(self, hidden: int) -> Any:
+        """Return the buffer for a call of normal mode, whose memory low-latency mode must clean."""
+        buffer = self._open(0, hidden)
+        self._is_clean = False
+        return buffer
+
+    def low_latency(self, max_tokens: int, hidden: int) -> Any:
+        """Return the buffer for a call of low-latency mode."""
+        buffer = self._open(max_tokens, hidden)
+        if not self._is_clean:
+            buffer.clean_low_latency_buffer(max_tokens, hidden, self.num_slots)
+            self._is_clean = True
+        return buffer
+
+    def close(self) -> None:
+        """Give it back; may be called twice."""
+        if self._buffer is not None:
+            self._buffer.destroy()
+            self._buffer = None
+
+    def _open(self, max_tokens: int, hidden: int) -> Any:
+        room = max(self._room[0], max_tokens), max(self._room[1], hidden)
+        if self._buffer is None or room != self._room:
+            self.close()
+            self._room, self._is_clean = room, True
+            self._buffer = self._module.Buffer(
+                self._group, *self._sizes(*room), low_latency_mode=True, num_qps_per_rank=self.slots_per_rank,
+                explicitly_destroy=True,
+            )  # fmt: skip
+        return self._buffer
+
+    def _sizes(self, max_tokens: int, hidden: int) -> tuple[int, int]:
+        """Return the bytes that DeepEP wants for peers behind NVLink and behind the network."""
+        kind, R, row_bytes = self._module.Buffer, self.world_size, 2 * hidden
+        configs = (kind.get_dispatch_config(R), kind.get_combine_config(R))
+        near = max(config.get_nvl_buffer_size_hint(row_bytes, R) for config in configs)
+        far = max(config.get_rdma_buffer_size_hint(row_bytes, R) for config in configs)
+        if max_tokens:
+            far = max(far, kind.get_low_latency_rdma_size_hint(max_tokens, hidden, R, self.num_slots))
+        return near, far
+
+
+class _Way:
+    """What both ways have in common; see `Way`."""
+
+    def __init__(self, buffers: _Buffers) -> None:
+        self._buffers = buffers
+        # Beyond one host normal mode uses memory that low-latency mode must clean, which a replay would miss.
+        self.is_replayable = buffers.world_size <= NVL_PEERS
+
+    @property
+    def waited_ns(self) -> tuple[int, int]:
+        """See `Way`. Not known."""
+        return 0, 0
+
+    @property
+    def sent_bytes(self) -> tuple[list[int], list[int]]:
+        """See `Way`. Not known."""
+        return [0] * self._buffers.world_size, [0] * self._buffers.world_size
+
+    def refuse(self, problem: str) -> None:
+        """See `Way`. There is no way to tell."""
+
+    def check(self) -> None:
+        """See `Way`. DeepEP ends the process."""
+
+    def close(self) -> None:
+        """See `Way`."""
+        self._buffers.close()
+
+
+class _Normal(_Way):
+    """Every choice travels as a token of its own."""
+
+    def __init__(self, buffers: _Buffers, device: torch.device) -> None:
+        super().__init__(buffers)
+        self._orders = PairOrders(buffers.slots_per_rank, device)
+
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> Packed:
+        """See `Way`. Waits for the device."""
+        buffers, (T, K) = self._buffers, slots_TK.shape
+        self._buffer = buffers.normal(x_TH.shape[1])
+        self._slots_TK, choice = slots_TK, slots_TK.view(T * K, 1)
+        per_rank, per_node, per_slot, is_in_rank, _ = self._buffer.get_dispatch_layout(
+            choice, buffers.num_slots
+        )
+        x = x_TH.repeat_interleave(K, dim=0)
+        weights = torch.ones(T * K, 1, dtype=torch.float32, device=x.device)  # choices do not go without
+        received, local, _, _, self._handle, _ = self._buffer.dispatch(
+            tuple(fp8.quantise_fp8(x)) if buffers.is_fp8 else x, num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node, is_token_in_rank=is_in_rank, num_tokens_per_expert=per_slot,
+            topk_idx=choice, topk_weights=weights,
+        )  # fmt: skip
+        x_NH = fp8.dequantise_fp8(received[0], received[1], x_TH.dtype) if buffers.is_fp8 else received
+        self._order = self._orders.order(local.long().contiguous())
+        return Packed(x_NH, self._order.row_P, self._order.slot_offsets, x_NH.shape[0])
+
+    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+        """See `Way`."""
+        y_NH = y_PH[self._order.pair_of_choice_TK.view(-1).long()]
+        answers, _, _ = self._buffer.combine(y_NH, self._handle)
+        at = torch.arange(answers.shape[0], device=answers.device).view(self._slots_TK.shape)
+        combine_pairs(answers, torch.where(self._slots_TK >= 0, at, -1), weights_TK, out_TH)
+
+
+class _LowLatency(_Way):
+    """DeepEP's low-latency calls. Torch operators that the host need not wait for turn its blocks into pairs and back."""
+
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> Packed:
+        """See `Way`."""
+        buffers, L, K = self._buffers, self._buffers.slots_per_rank, slots_TK.shape[1]
+        self._buffer, self._slots_TK = buffers.low_latency(capacity, x_TH.shape[1]), slots_TK
+        received, count_L, self._handle, _, _ = self._buffer.low_latency_dispatch(
+            x_TH, slots_TK, capacity, buffers.num_slots, use_fp8=buffers.is_fp8
+        )
+        x_LNH = fp8.dequantise_fp8(received[0], received[1], x_TH.dtype) if buffers.is_fp8 else received
+        N, num_pairs = x_LNH.shape[1], x_LNH.shape[1] * min(K, L)
+        offsets = torch.zeros(L + 1, dtype=torch.int64, device=x_TH.device)
+        torch.cumsum(count_L, 0, out=offsets[1:])
+        pair = torch.arange(num_pairs, device=x_TH.device)
+        slot_P = torch.searchsorted(offsets[1:], pair, right=True).clamp(max=L - 1)
+        is_pair = pair < offsets[-1]
+        at_P = slot_P * N + pair - offsets[slot_P]
+        self._shape, self._target_P = x_LNH.shape, torch.where(is_pair, at_P, L * N)
+        return Packed(x_LNH.view(L * N, -1), torch.where(is_pair, at_P, 0), offsets, num_pairs)
+
+    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+        """See `Way`."""
+        L, N, H = self._shape
+        y = y_PH.new_empty(L * N + 1, H)  # the last row takes what is no answer
+        y.index_copy_(0, self._target_P, y_PH)
+        self._buffer.low_latency_combine(
+            y[:-1].view(L, N, H), self._slots_TK, weights_TK, self._handle, out=out_TH
+        )

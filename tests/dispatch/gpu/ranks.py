@@ -1,0 +1,87 @@
+"""What interpreting ranks run for the tests of dispatch between devices."""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch.dispatched import Dispatched
+from dispatch.dispatcher import Dispatcher
+from dispatch.mode import NORMAL, Mode
+from dispatch.row_formats import row_format
+from dispatch.transports.choose import open_transport
+from tests.dispatch.oracle import RankCase, compute_pairs
+
+CPU, S = torch.device("cpu"), 3
+
+
+def interpret() -> None:
+    """Have kernels interpreted: before anything in a process imports triton."""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+class Outcome(NamedTuple):
+    """What one rank gets of one layer."""
+
+    x_PH: Tensor  # the row of each pair
+    slot_offsets: Tensor
+    combined_TH: Tensor
+
+
+def open_wide(backend: str = "auto", **settings: Any) -> Any:
+    """A dispatcher over all ranks of the pool, its kernels interpreted. Collective."""
+    from dispatch.gpu.choose import open_gpu_dispatcher  # noqa: PLC0415 - the interpreter is chosen before
+
+    return open_gpu_dispatcher(
+        backend, dist.group.WORLD, device=CPU, slots_per_rank=S, timeout_s=20.0, **settings
+    )
+
+
+def answer(sent: Dispatched, rank: int) -> Tensor:
+    """Answers to the pairs that there are; behind them what memory may hold."""
+    num_pairs = int(sent.slot_offsets[-1])
+    y_PH = torch.full((sent.handle.num_pairs, sent.handle.hidden), float("nan"), dtype=sent.handle.dtype)
+    y_PH[:num_pairs] = compute_pairs(sent.x_NH, sent.row_P[:num_pairs], sent.slot_offsets, rank)
+    return y_PH
+
+
+def run_layer(dispatcher: Any, case: RankCase, mode: Mode = NORMAL) -> Outcome:
+    """Dispatch, compute, combine; results are copied out. What stands beside a -1 must not be read."""
+    rank = dist.get_rank()
+    sent = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
+    x_PH = sent.x_NH[sent.row_P[: int(sent.slot_offsets[-1])]].clone()
+    offsets = sent.slot_offsets.clone()
+    weights_TK = torch.where(case.slots_TK < 0, float("nan"), case.weights_TK)
+    combined = dispatcher.combine(answer(sent, rank), weights_TK, sent)
+    dispatcher.check()
+    return Outcome(x_PH, offsets, combined.clone())
+
+
+def run_on_cpu(layers: list[list[RankCase]], rows: str) -> list[Outcome]:
+    """The same through the CPU's dispatcher: what every device must equal."""
+    transport = open_transport("gloo", dist.group.WORLD, timeout_s=20.0)
+    dispatcher = Dispatcher(transport, slots_per_rank=S, rows=row_format(rows))
+    results = [run_layer(dispatcher, cases[transport.rank]) for cases in layers]
+    dispatcher.close()
+    return results
+
+
+def without_repeats(case: RankCase) -> RankCase:
+    """Low-latency mode delivers a token to a slot once: what its pairs are then."""
+    slots_TK = case.slots_TK.clone()
+    for k in range(1, slots_TK.shape[1]):
+        repeats = (case.slots_TK[:, :k] == case.slots_TK[:, k : k + 1]).any(dim=1)
+        slots_TK[repeats, k] = -1
+    return case._replace(slots_TK=slots_TK)
+
+
+def catch(action: Callable[[], Any]) -> str:
+    """Return the error's type and text, or "no error"."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - what is raised is the test's result
+        return f"{type(error).__name__}: {error}"
+    return "no error"

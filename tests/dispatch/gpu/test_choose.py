@@ -1,0 +1,57 @@
+"""Which way tokens go between GPUs, decided from what all ranks have; and what is said of it."""
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
+from dispatch.errors import TransportUnavailable
+from dispatch.gpu.choose import RankFacts, decide
+
+ONE = RankFacts(("host",), "gpu-0", has_nccl=True, has_nvshmem=False)
+TWO = ONE._replace(gpu="gpu-1")
+FAR = ONE._replace(host=("other",))
+INTERPRETED = ONE._replace(gpu="interpreter", has_nccl=False)
+
+
+def with_nvshmem(*facts: RankFacts) -> list[RankFacts]:
+    return [own._replace(has_nvshmem=True) for own in facts]
+
+
+@pytest.mark.parametrize(
+    ("backend", "facts", "transport", "memory", "says"),
+    [
+        ("auto", [ONE, TWO], "nccl", "CUDA", "all GPUs are of one host"),
+        ("nccl", [ONE, TWO], "nccl", "CUDA", "it was asked for, and all GPUs are of one host"),
+        ("auto", [ONE, ONE], "auto", "", "ranks [0, 1] share a GPU, which NCCL refuses"),
+        ("auto", [ONE, TWO._replace(has_nccl=False)], "auto", "", "ranks [1] have no NCCL"),
+        ("auto", with_nvshmem(ONE, FAR), "nccl", "NVSHMEM", "there are several hosts"),
+        ("auto", [ONE, *with_nvshmem(FAR)], "nccl", "", "and ranks [0] have no NVSHMEM"),
+        ("nccl", with_nvshmem(ONE, FAR), "nccl", "", "there are several hosts: NCCL serves every step"),
+        ("nvshmem", with_nvshmem(ONE, TWO), "nccl", "NVSHMEM", "it was asked for"),
+        ("gloo", [ONE, TWO], "gloo", "", "rows go through the hosts' memory"),
+        ("shm", [ONE, ONE], "shm", "", "rows go through the hosts' memory"),
+        ("auto", [INTERPRETED] * 2, "auto", "shared", "kernels are interpreted"),
+    ],
+)
+def test_what_is_taken_follows_from_what_all_ranks_have(
+    backend: str, facts: list[RankFacts], transport: str, memory: str, says: str
+) -> None:
+    choice = decide(backend, facts)
+    assert (choice.transport, choice.memory) == (transport, memory)
+    assert says in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "facts", "text"),
+    [
+        (
+            "nccl",
+            [ONE, ONE],
+            "nccl cannot be used: ranks [0, 1] share a GPU, which NCCL refuses; use auto, gloo or shm",
+        ),
+        ("nvshmem", [*with_nvshmem(ONE), TWO], "nvshmem cannot be used: ranks [1] do not have it; use auto"),
+    ],
+)
+def test_what_cannot_work_is_refused(backend: str, facts: list[RankFacts], text: str) -> None:
+    with pytest.raises(TransportUnavailable) as raised:
+        decide(backend, facts)
+    assert str(raised.value) == text
