@@ -95,15 +95,17 @@ def weigh(
 
 
 def _move_seconds(transfers: list[Transfer], situation: Situation, config: EplbConfig) -> float:
-    """How long moving takes: what a rank may send beside a step, and what it may work, whichever is slower."""
+    """How long moving takes: bytes that may go beside a step, or work that may be done, whichever is slower.
+
+    A rank takes part in one transfer at a time, so that what it sends and what it takes in add up.
+    """
     if not transfers:
         return 0.0
     width = situation.current.slots_per_rank
-    sent = np.bincount([transfer.source // width for transfer in transfers])
     handled = np.bincount([slot // width for t in transfers for slot in (t.source, t.target)])
-    steps = int(sent.max()) * situation.expert_bytes / max(1, config.max_bytes_per_step)
-    work_s = int(handled.max()) * situation.expert_bytes * WORK_S_PER_BYTE
-    return max(steps * situation.step_s, work_s / BUSY_PART)
+    num_bytes = int(handled.max()) * situation.expert_bytes
+    steps = num_bytes / max(1, config.max_bytes_per_step)
+    return max(steps * situation.step_s, num_bytes * WORK_S_PER_BYTE / BUSY_PART)
 
 
 def describe(proposal: Proposal) -> str:

@@ -133,10 +133,10 @@ def test_moving_takes_as_long_as_bytes_or_work_beside_steps_allow(step_s: float,
     config = EplbConfig(max_bytes_per_step=1 << 19)
     made = propose("plan", situation(step_s=step_s), config)
     transfers = transfers_between(COPIES, made.target)
-    sent, handled = (max(Counter(ranks).values()) for ranks in (
-        [t.source // 9 for t in transfers], [slot // 9 for t in transfers for slot in (t.source, t.target)],
-    ))  # fmt: skip
-    by_bytes, by_work = sent * 2 * step_s, handled * (1 << 20) * WORK_S_PER_BYTE / BUSY_PART
+    handled = Counter(slot // 9 for t in transfers for slot in (t.source, t.target))
+    num_bytes = max(handled.values()) << 20
+    by_bytes = num_bytes / (1 << 19) * step_s
+    by_work = num_bytes * WORK_S_PER_BYTE / BUSY_PART
     assert made.moves and made.seconds == pytest.approx(by_work if said == "work" else by_bytes)
     assert (by_work > by_bytes) == (said == "work")
 
