@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from server.parsers.deltas import PlainParser, TextParser
+from server.parsers.dsml_calls import TOKEN as DSML
+from server.parsers.dsml_calls import DsmlParser
 from server.parsers.harmony import CHANNEL, MESSAGE, HarmonyParser
 from server.parsers.json_calls import MistralParser, TaggedJsonParser, WholeJsonParser
 from server.parsers.reader import MarkupParser
@@ -36,6 +38,8 @@ _TOOLS: dict[str, _Factory] = {
     _GENERIC: lambda _: TaggedJsonParser("<tool_call>", "</tool_call>"),
     "qwen3_coder": lambda types: NamedTagParser(QWEN3_CODER, types),
     "deepseek_v3": lambda _: DeepseekParser(),
+    "deepseek_v32": lambda types: DsmlParser("function_calls", types),
+    "deepseek_v4": lambda types: DsmlParser("tool_calls", types),
     "glm45": GlmParser,
     "kimi_k2": lambda _: KimiParser(),
     "minimax_m2": lambda types: NamedTagParser(MINIMAX_M2, types),
@@ -71,6 +75,8 @@ _TOOLS_BY_TEMPLATE = (
     (CHANNEL, GPT_OSS),
     ("<minimax:tool_call>", "minimax_m2"),
     (KIMI.section[0], "kimi_k2"),
+    (f"{DSML}function_calls", "deepseek_v32"),
+    (f"{DSML}tool_calls", "deepseek_v4"),
     ("<function=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
     (DEEPSEEK.separator, "deepseek_v3"),

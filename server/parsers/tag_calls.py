@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.parsers.reader import MarkupParser, Reading
+from server.parsers.reader import Found, MarkupParser, Reading
 from server.parsers.values import ArgumentTypes
 
 _QUOTED = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)')""")
@@ -38,15 +38,21 @@ class TagCallParser(MarkupParser):
         self._function = function
         self._keys = set()
 
-    def argument(self, key: str, *marks: str, trim: Callable[[str], str]) -> Reading[str]:
+    def argument(
+        self, key: str, *marks: str, trim: Callable[[str], str], types: ArgumentTypes | None = None
+    ) -> Reading[str]:
         """Read an argument's value up to a mark, put it out, and return the mark.
 
         A key that comes again is passed over, for an object has each once. Text goes out as it comes.
+
+        Args:
+            types: say what the value is; None asks the functions' schemas.
         """
+        types = types or self._types
         if key in self._keys:
             return (yield from self.until(*marks)).mark
         head = f"{', ' if self._keys else '{'}{_quoted(key)}: "
-        if self._types.is_text(self._function, key):
+        if types.is_text(self._function, key):
             self._keys.add(key)
             self.add_arguments(f'{head}"')
             mark = yield from self.stream_until(self._add_text, *marks, trim=trim, keeps_rest=False)
@@ -55,7 +61,7 @@ class TagCallParser(MarkupParser):
         found = yield from self.until(*marks)
         if found.mark:
             self._keys.add(key)
-            value = self._types.json_of(self._function, key, trim(found.text))
+            value = types.json_of(self._function, key, trim(found.text))
             self.add_arguments(head + value)
         return found.mark
 
@@ -141,27 +147,36 @@ class NamedTagParser(TagCallParser):
             mark = (yield from self.until(*heads)).mark
             if mark != self._tags.argument[0]:
                 break
-            if not (yield from self._argument()):
+            if not (yield from self.read_argument()):
                 return
         self.end()
         if mark in heads[2:]:
             self.put_back(mark)
 
-    def _argument(self) -> Reading[bool]:
+    def read_argument(self) -> Reading[bool]:
         """Read one argument; tell whether it was whole."""
         key = yield from self._name()
         if not key:
             return False
         yield from self.accept("\n")
+        return (yield from self.read_value(key, trim=_without_line_end))
+
+    def read_value(
+        self, key: str, *, trim: Callable[[str], str], types: ArgumentTypes | None = None
+    ) -> Reading[bool]:
+        """Read an argument's value; tell whether it was whole. `types` as in `argument`."""
         closing, *others = (self._tags.argument[1], self._tags.argument[0], self._tags.call[1])
-        mark = yield from self.argument(key, closing, *others, trim=_without_line_end)
+        mark = yield from self.argument(key, closing, *others, trim=trim, types=types)
         if mark in others:
             self.put_back(mark)
         return bool(mark)
 
     def _name(self) -> Reading[str]:
-        """Read the rest of a tag: a name, perhaps in quotes, perhaps with more attributes behind it."""
-        found = yield from self.until(">")
+        """Read the rest of a tag."""
+        return self.name_in((yield from self.until(">")))
+
+    def name_in(self, found: Found) -> str:
+        """Return the name at the begin of a tag's rest: perhaps in quotes, perhaps with more attributes behind it."""
         quoted = _QUOTED.match(found.text)
         name = (quoted[1] or quoted[2] or "") if quoted else found.text
         return name.strip() if found.mark else ""

@@ -19,6 +19,8 @@ DEEPSEEK = "<\uff5ctool\u2581sep\uff5c>"
         ("<tool_call>\n<function=name>", "qwen3_coder", "none"),
         (f"```json {DEEPSEEK} <think>", "deepseek_v3", "qwen3"),
         (f"{DEEPSEEK} </think>", "deepseek_v31", "none"),
+        ("<\uff5cDSML\uff5cfunction_calls> <think>", "deepseek_v32", "qwen3"),
+        ("<\uff5cDSML\uff5ctool_calls>", "deepseek_v4", "none"),
         ("<tool_call>{{ name }}<arg_key> <think>", "glm45", "glm45"),
         ("<|tool_calls_section_begin|> <think>", "kimi_k2", "kimi_k2"),
         ("<|tool_calls_section_begin|>", "kimi_k2", "none"),

@@ -58,11 +58,18 @@ def _deepseek(text: str) -> str:
     return text
 
 
+def _dsml(text: str) -> str:
+    """Spell DSML's bars as DeepSeek does."""
+    return text.replace("|DSML|", "\uff5cDSML\uff5c")
+
+
 _PLAIN = "It is <b>sunny</b>: 3 < 4, {not json} [or this].\n"
 _FAMILIES = (
     "hermes",
     "qwen3_coder",
     "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
     "glm45",
     "kimi_k2",
     "minimax_m2",
@@ -124,6 +131,27 @@ TEXTS = [
             f"<|tool_call_begin|>get_time<|tool_sep|>{TIME[1]}<|tool_call_end|><|tool_calls_end|>"
         ),
         calls=(WEATHER, TIME),
+    ),
+    Text(
+        "deepseek_v32",
+        _dsml(
+            'Hm.\n\n<|DSML|function_calls>\n<|DSML|invoke name="get_weather">\n<|DSML|parameter name="city" '
+            'string="true"><Łódź> & "co"</|DSML|parameter>\n<|DSML|parameter name="days" string="false">3'
+            '</|DSML|parameter>\n<|DSML|parameter name="tags" string="false">["a", 1]</|DSML|parameter>\n'
+            '<|DSML|parameter name="exact" string="false">true</|DSML|parameter>\n</|DSML|invoke>\n'
+            '<|DSML|invoke name="now">\n</|DSML|invoke>\n</|DSML|function_calls>'
+        ),
+        "Hm.",
+        (FULL, ("now", "{}")),
+    ),
+    Text(  # the attribute counts, not the schema; and text is raw
+        "deepseek_v4",
+        _dsml(
+            '<|DSML|tool_calls>\n<|DSML|invoke name="get_weather">\n<|DSML|parameter name="city" string="false">5'
+            '</|DSML|parameter>\n<|DSML|parameter name="days" string="true">3\n</|DSML|parameter>\n'
+            '<|DSML|parameter name="exact">no</|DSML|parameter>\n</|DSML|invoke>\n</|DSML|tool_calls>'
+        ),
+        calls=(("get_weather", '{"city": 5, "days": "3\\n", "exact": "no"}'),),
     ),
     Text(
         "glm45",
@@ -216,6 +244,16 @@ BROKEN = [
         "<|tool_calls_section_begin|>hm<|tool_calls_section_end|>",
     ),
     Text("minimax_m2", "<minimax:tool_call><invoke name=", "<minimax:tool_call><invoke name="),
+    Text(
+        "deepseek_v32",
+        _dsml("<|DSML|function_calls>\nhello\n</|DSML|function_calls>"),
+        _dsml("<|DSML|function_calls>\nhello\n</|DSML|function_calls>"),
+    ),
+    Text(  # cut off inside an argument: the object stays open
+        "deepseek_v32",
+        _dsml('<|DSML|function_calls>\n<|DSML|invoke name="f">\n<|DSML|parameter name="a" string="true">Pa'),
+        calls=(("f", '{"a": "Pa'),),
+    ),
     Text("mistral", "[TOOL_CALLS] what", "[TOOL_CALLS] what"),
     Text("llama3_json", "{} and more", "{} and more"),
     Text("llama3_json", "[1, 2]", "[1, 2]"),
