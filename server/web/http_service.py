@@ -55,6 +55,7 @@ from server.web.api_keys import ApiKeys
 from server.web.app import build_app
 from server.web.exchanges import Exchange
 from server.web.ops import ops_routes
+from server.web.punctual_http import PunctualProtocol
 
 # What vLLM, too, takes from generation_config.json as defaults.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -174,6 +175,7 @@ class _Server(uvicorn.Server):
 def _server_config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=PunctualProtocol,
         lifespan="off",
         log_config=None,  # `logs` has set the loggers up
         access_log=False,  # `logs.AccessLog` writes ours

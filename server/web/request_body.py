@@ -1,10 +1,12 @@
-"""How much of a request is read: its body's bytes and how deep its JSON nests, checked before anybody parses it.
+"""How much of a request is read, and for how long: its body's bytes, and how deep and wide its JSON nests.
 
 The body is held once, up to the limit, and handed on whole. What is longer is answered 413: at once where its length
 was announced and nothing was sent yet (Expect: 100-continue), else after the rest was read and thrown away for a
 while, because a server that closes while the client still sends makes it see a broken connection, not the answer.
+What comes more slowly than LEAST_BYTES_PER_S, after a grace, is answered 408.
 
-Depth is bounded here because every later step, down to chat templates and schemas, walks the value recursively.
+Depth is bounded here because every later step, down to chat templates and schemas, walks the value recursively, and
+the number of arrays and objects because each costs a Python object and its parsing happens in the event loop.
 """
 
 import asyncio
@@ -15,32 +17,35 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, bad_request
 from server.openai.streaming import error_response
+from server.web.json_shape import json_shape
 
 MAX_JSON_DEPTH = 100  # pydantic gives up at 255, Python at 1,000
+MAX_JSON_NODES = 250_000  # arrays and objects; 10,000 messages with parts and calls are 60,000
+GRACE_S = 30.0  # for a body, however slowly it comes
+LEAST_BYTES_PER_S = 16 << 10  # after that
 _DISCARD_BYTES = 64 << 20  # of what is too long
 _DISCARD_S = 5.0
 _LONG_BODY = 1 << 18  # bytes; looking through more would hold up the event loop
+TOO_LONG, TOO_SLOW = 413, 408  # statuses
 _BODILESS = ("GET", "HEAD", "OPTIONS")
-_NO_BRACKET = bytes(set(range(256)) - set(b'[]{}"'))
-_AS_SQUARE = bytes.maketrans(b"{}", b"[]")
 
 
 class _Read(NamedTuple):
     """A body as far as it was read."""
 
-    body: bytes
-    is_too_long: bool
-    gone: Message | None  # the client left
+    body: bytes = b""
+    failure: ApiError | None = None  # it was too long, or came too slowly
+    gone: Message | None = None  # the client left
 
 
 class BodyGuard:
     """Reads bodies for the application behind it."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, *, grace_s: float = GRACE_S) -> None:
+        self._app, self._max_bytes, self._grace_s = app, max_bytes, grace_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a body that is short and flat enough, or answer 413 or 400."""
+        """Pass a body that is short, quick and flat enough, or answer 413, 408 or 400."""
         if scope["type"] != "http" or scope["method"] in _BODILESS:
             await self._app(scope, receive, send)
             return
@@ -49,38 +54,57 @@ class BodyGuard:
             await error_response(self._too_long())(scope, receive, send)
             return
         read = await self._read(receive)
-        if read.is_too_long:
+        failure = read.failure
+        if failure is not None and failure.status == TOO_LONG:
             await _discard(receive)
-            await error_response(self._too_long())(scope, receive, send)
-            return
-        if b"json" in headers.get(b"content-type", b"json").lower() and await _nests_too_deep(read.body):
-            failure = bad_request(f"The body nests deeper than {MAX_JSON_DEPTH} arrays and objects.")
+        elif failure is None and b"json" in headers.get(b"content-type", b"json").lower():
+            failure = await _trouble_with_nesting(read.body)
+        if failure is not None:
             await error_response(failure)(scope, receive, send)
             return
         await self._app(scope, _replaying(read, receive), send)
 
     async def _read(self, receive: Receive) -> _Read:
+        until_s = asyncio.get_running_loop().time() + self._grace_s
+        try:
+            async with asyncio.timeout_at(until_s) as limit:
+                return await self._read_within(limit, until_s, receive)
+        except TimeoutError:
+            return _Read(failure=_too_slow(self._grace_s))
+
+    async def _read_within(self, limit: asyncio.Timeout, until_s: float, receive: Receive) -> _Read:
+        """Read to the end; what has come moves the limit."""
         chunks: list[bytes] = []
         num_bytes = 0
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                return _Read(b"".join(chunks), False, message)
+                return _Read(b"".join(chunks), gone=message)
             chunk = message.get("body", b"")
             num_bytes += len(chunk)
             if num_bytes > self._max_bytes:
-                return _Read(b"", True, None)
+                return _Read(failure=self._too_long())
             chunks.append(chunk)
             if not message.get("more_body", False):
-                return _Read(b"".join(chunks), False, None)
+                return _Read(b"".join(chunks))
+            limit.reschedule(until_s + num_bytes / LEAST_BYTES_PER_S)
 
     def _too_long(self) -> ApiError:
         return ApiError(
-            413,
+            TOO_LONG,
             f"The body is longer than {self._max_bytes} bytes, the most that this server reads "
             "(--max-request-bytes).",
             headers={"Connection": "close"},
         )
+
+
+def _too_slow(grace_s: float) -> ApiError:
+    return ApiError(
+        TOO_SLOW,
+        f"The body did not arrive in time: this server waits {grace_s:g} s, and one more for every "
+        f"{LEAST_BYTES_PER_S} bytes.",
+        headers={"Connection": "close"},
+    )
 
 
 def _announced(headers: dict[bytes, bytes]) -> int:
@@ -101,31 +125,18 @@ async def _discard(receive: Receive) -> None:
             return
 
 
-async def _nests_too_deep(body: bytes) -> bool:
+async def _trouble_with_nesting(body: bytes) -> ApiError | None:
+    """Return what is wrong with a body's arrays and objects, if anything is; long ones are looked at in a thread."""
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
-        return False
-    if len(body) < _LONG_BODY:
-        return json_depth_exceeds(body, MAX_JSON_DEPTH)
-    return await asyncio.to_thread(json_depth_exceeds, body, MAX_JSON_DEPTH)
-
-
-def json_depth_exceeds(body: bytes, depth: int) -> bool:
-    """Say whether arrays and objects nest deeper than `depth`; what is not JSON may be judged either way.
-
-    Strings go first, then all but brackets, then the innermost pairs, once per level: every pass is C code over what
-    is left, where walking the bytes in Python would take a second per 10 MB. (A regular expression over the strings
-    took 5 s for five million of them, and holds the interpreter for as long.)
-    """
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quote begins or ends a string
-    plain = plain.translate(_AS_SQUARE, _NO_BRACKET).replace(b'""', b"")
-    brackets = b"".join(plain.split(b'"')[::2])
-    for _ in range(depth):
-        if b"[" * (depth + 1) in brackets:
-            return True
-        brackets, before = brackets.replace(b"[]", b""), len(brackets)
-        if len(brackets) == before:
-            return False  # nothing left, or unbalanced: the parser will say so
-    return b"[]" in brackets
+        return None
+    shape = json_shape(body) if len(body) < _LONG_BODY else await asyncio.to_thread(json_shape, body)
+    if shape.depth > MAX_JSON_DEPTH:
+        return bad_request(f"The body nests deeper than {MAX_JSON_DEPTH} arrays and objects.")
+    if shape.num_nodes > MAX_JSON_NODES:
+        return bad_request(
+            f"The body has {shape.num_nodes} arrays and objects; up to {MAX_JSON_NODES} are taken at once."
+        )
+    return None
 
 
 def _replaying(read: _Read, receive: Receive) -> Receive:

@@ -1,59 +1,24 @@
 """Bodies: what is too long or too deep is refused in bounded time and memory, all else arrives as it was sent."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import APIRouter
-from hypothesis import given
-from hypothesis import strategies as st
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message
 
 from server.options.http_options import HttpOptions
 from server.web.api_keys import ApiKeys
 from server.web.app import build_app
-from server.web.request_body import MAX_JSON_DEPTH, BodyGuard, json_depth_exceeds
+from server.web.request_body import LEAST_BYTES_PER_S, MAX_JSON_DEPTH, MAX_JSON_NODES, BodyGuard
 
 MAX_BYTES = 1000
 
 
-def depth_of(value: Any) -> int:
-    """The slow way."""
-    if isinstance(value, dict):
-        return 1 + max(map(depth_of, value.values()), default=0)
-    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
-
-
-TEXT = st.text(alphabet='[]{}"\\,:ab\n', max_size=6)
-JSON = st.recursive(
-    TEXT | st.none() | st.integers(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=12,
-)
-
-
-@given(JSON, st.integers(0, 8))
-def test_depth_is_that_of_the_parsed_value(value: Any, depth: int) -> None:
-    assert json_depth_exceeds(json.dumps(value).encode(), depth) == (depth_of(value) > depth)
-
-
-@pytest.mark.parametrize(
-    "body", [b"[" * 10_000_000, b"[" * 5_000_000 + b"]" * 5_000_000, b'{"a":' * 200 + b"1" + b"}" * 200]
-)
-def test_what_nests_without_end_is_too_deep(body: bytes) -> None:
-    assert json_depth_exceeds(body, MAX_JSON_DEPTH)
-
-
-@pytest.mark.parametrize("body", [b"", b"[]" * 10_000, b'"' + b"[" * 10_000 + b'"', b"]" * 10_000])
-def test_what_is_flat_is_not(body: bytes) -> None:
-    assert not json_depth_exceeds(body, MAX_JSON_DEPTH)
-
-
-def ask(content: Any, **headers: str) -> httpx.Response:
+def ask(content: Any, *, max_bytes: int = MAX_BYTES, **headers: str) -> httpx.Response:
     """Send a body to a route that answers its length."""
     router = APIRouter()
 
@@ -61,7 +26,7 @@ def ask(content: Any, **headers: str) -> httpx.Response:
     async def tell_length(http: HttpRequest) -> int:
         return len(await http.body())
 
-    app = build_app([router], version="0", keys=ApiKeys(), http=HttpOptions(max_request_bytes=MAX_BYTES))
+    app = build_app([router], version="0", keys=ApiKeys(), http=HttpOptions(max_request_bytes=max_bytes))
 
     async def send() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
@@ -98,6 +63,15 @@ def test_what_is_too_deep_is_a_400() -> None:
     assert (response.status_code, response.json()["error"]["type"]) == (400, "BadRequestError")
     assert "nests deeper than 100" in response.json()["error"]["message"]
     assert ask(deep, **{"content-type": "text/plain"}).status_code == 200, "brackets in a text nest nothing"
+
+
+def test_what_has_too_many_arrays_and_objects_is_a_400() -> None:
+    many = b"[" + b"[]," * MAX_JSON_NODES + b"0]"
+    response = ask(many, max_bytes=len(many), **{"content-type": "application/json"})
+    assert response.status_code == 400
+    assert f"has {MAX_JSON_NODES + 1} arrays and objects" in response.json()["error"]["message"]
+    fits = b"[" + b"[]," * (MAX_JSON_NODES - 1) + b"0]"
+    assert ask(fits, max_bytes=len(many), **{"content-type": "application/json"}).json() == len(fits)
 
 
 def call(guard: BodyGuard, headers: list[tuple[bytes, bytes]], receive: Callable[[], Any]) -> list[Message]:
@@ -155,3 +129,50 @@ def test_after_the_body_the_client_s_leaving_is_still_heard() -> None:
         {"type": "http.request", "body": b"all", "more_body": False},
         {"type": "http.disconnect"},
     ]
+
+
+def test_a_body_that_comes_too_slowly_is_a_408() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("not reached")
+
+    async def app(*_: object) -> None:
+        raise AssertionError("not reached")
+
+    start, body = call(BodyGuard(app, MAX_BYTES, grace_s=0.01), [], receive)
+    assert start["status"] == 408 and (b"connection", b"close") in start["headers"]
+    assert b"RequestTimeoutError" in body["body"]
+
+
+def test_what_has_come_of_a_body_gives_it_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    class Limit:
+        """Notes where the end of waiting is moved to."""
+
+        async def __aenter__(self) -> "Limit":
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            """End it."""
+
+        def reschedule(self, when_s: float) -> None:
+            limits.append(when_s)
+
+    def begin(when_s: float) -> Limit:
+        limits.append(when_s)
+        return Limit()
+
+    monkeypatch.setattr(asyncio, "timeout_at", begin)
+    messages = [
+        {"type": "http.request", "body": b"x" * LEAST_BYTES_PER_S, "more_body": n < 3} for n in range(4)
+    ]
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def app(*_: object) -> None:
+        """Take it."""
+
+    call(BodyGuard(app, 100 * LEAST_BYTES_PER_S), [], receive)
+    assert [round(limit - limits[0], 6) for limit in limits] == [0, 1, 2, 3]
