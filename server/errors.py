@@ -53,6 +53,11 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def trouble_in(found: Mapping[str, Any]) -> str:
+    """Word what pydantic found wrong with a value; its kind, in brackets, is what vLLM's clients look for."""
+    return f"{found['msg']} ({found['type']})"
+
+
 def not_served(model: str, served: tuple[str, ...]) -> ApiError:
     """A 404 for a model of another name."""
     names = ", ".join(repr(name) for name in served)
@@ -86,7 +91,7 @@ def draining() -> ApiError:
 
 def failed(reason: str) -> ApiError:
     """A 500: a rank could not serve the request."""
-    return ApiError(500, reason or "The request failed on its rank.")
+    return ApiError(500, f"Internal server error: {reason.rstrip('.') or 'the request failed on its rank'}.")
 
 
 def timed_out(timeout_s: float) -> ApiError:

@@ -109,9 +109,10 @@ class _Front:
             announce(ready_fd, listener, self._options, ranks_address, self._token)
         slow = await asyncio.to_thread(_import_http_service)  # meanwhile ranks attach
         try:
-            tokenizer = await asyncio.to_thread(slow.Tokenizer, self._options.model)
+            options = self._options
+            tokenizer = await asyncio.to_thread(slow.Tokenizer, options.model, options.chat_template)
             http = slow.HttpService(
-                self._options, tokenizer, ranks=self._ranks, journal=Journal(), metrics=self._metrics
+                options, tokenizer, ranks=self._ranks, journal=Journal(), metrics=self._metrics
             )
         except ValueError as error:  # TokenizerError: its class came with the slow import
             return _complain(str(error))

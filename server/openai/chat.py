@@ -14,12 +14,13 @@ from server.openai.chat_turn import ChatMessage, ChatTurn, ContentDelta, Delta, 
 from server.openai.logprobs import chat_logprobs, prompt_logprobs_list
 from server.openai.schemas import ChatRequest
 from server.openai.streaming import Choice, EventStream, collect, event
-from server.openai.usage import usage_of
 from server.parsers.registry import NONE
 from server.request_life.generations import Piece
 from server.request_life.requests import Requests
 from server.request_life.served import ServedModel
 from server.web.described import STREAM_RESPONSE
+
+_MANY_TOKENS = 4096  # wording more leaves the event loop
 
 
 def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
@@ -29,15 +30,29 @@ def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None, responses=STREAM_RESPONSE)
     async def create_chat_completion(body: ChatRequest, http: HttpRequest) -> Response:
         """Answer a chat."""
-        turn = await ChatTurn.open(body, model, requests)
-        if body.stream:
-            return EventStream(turn.answer, ChatChunks(turn))
-        choices = await collect(turn.answer, http)
-        if body.prompt_logprobs is not None:  # of a long prompt takes seconds to word
-            return await asyncio.to_thread(lambda: JSONResponse(_whole(turn, choices)))
-        return JSONResponse(_whole(turn, choices))
+        return await answer_chat(body, http, model, requests)
 
     return router
+
+
+async def answer_chat(
+    body: ChatRequest, http: HttpRequest, model: ServedModel, requests: Requests
+) -> Response:
+    """Answer a chat, whole or as a stream.
+
+    Raises:
+        ApiError: the request is wrong or failed.
+        ClientGone: the client left first.
+    """
+    turn = await ChatTurn.open(body, model, requests)
+    if body.stream:
+        return EventStream(turn.answer, ChatChunks(turn))
+    choices = await collect(turn.answer, http)
+    num_tokens = sum(len(choice.token_ids) for choice in choices)
+    # A long prompt's logprobs take seconds to word, long reasoning is tokenized again to be counted.
+    if body.prompt_logprobs is not None or num_tokens > _MANY_TOKENS:
+        return await asyncio.to_thread(lambda: JSONResponse(_whole(turn, choices)))
+    return JSONResponse(_whole(turn, choices))
 
 
 def _whole(turn: ChatTurn, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -48,7 +63,7 @@ def _whole(turn: ChatTurn, choices: Sequence[Choice]) -> dict[str, Any]:
         "created": int(time.time()),
         "model": turn.name,
         "choices": [_whole_choice(turn, index, choice) for index, choice in enumerate(choices)],
-        "usage": usage_of(turn.answer.generations, turn.body.n or 1),
+        "usage": turn.usage(),
         "system_fingerprint": None,
         **_of_prompt(turn),
     }
@@ -66,7 +81,7 @@ def _of_prompt(turn: ChatTurn) -> dict[str, Any]:
 
 def _whole_choice(turn: ChatTurn, index: int, choice: Choice) -> dict[str, Any]:
     body = turn.body
-    message = turn.message(index, "".join(choice.text))
+    message = turn.message(index, Piece(text="".join(choice.text), token_ids=choice.token_ids))
     return {
         "index": index,
         "message": _message(turn, message),
@@ -79,9 +94,13 @@ def _whole_choice(turn: ChatTurn, index: int, choice: Choice) -> dict[str, Any]:
 
 def _logprobs(turn: ChatTurn, entries: Sequence[Logprobs]) -> dict[str, Any]:
     body = turn.body
-    num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
-    as_ids = bool(body.return_tokens_as_token_ids)
-    return chat_logprobs(entries, turn.model.tokenizer, num_top, as_ids=as_ids)
+    return chat_logprobs(
+        entries,
+        turn.model.tokenizer,
+        len(body.logprob_token_ids or ()) or body.top_logprobs or 0,
+        as_ids=bool(body.return_tokens_as_token_ids),
+        shows_own=bool(body.logprob_token_ids),
+    )
 
 
 def _message(turn: ChatTurn, message: ChatMessage) -> dict[str, Any]:
@@ -118,7 +137,6 @@ class ChatChunks:
         body = turn.body
         options = body.stream_options
         self._turn = turn
-        self._n = body.n or 1
         self._logprobs = bool(body.logprobs)
         self._usage = bool(options and options.include_usage)
         self._usage_always = self._usage and bool(options and options.continuous_usage_stats)
@@ -136,8 +154,7 @@ class ChatChunks:
         """Word what a choice gained: the role first, once, and the finish reason with the last delta."""
         events = b""
         if index not in self._begun:
-            self._begun.add(index)
-            events += self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+            events += self._begin(index)
         deltas = self._deltas(index, piece)
         logprobs = None
         if self._logprobs and piece.logprobs:
@@ -156,7 +173,14 @@ class ChatChunks:
         """Word the usage, if asked for."""
         if not self._usage:
             return b""
-        return event({**self._head, "choices": [], "usage": usage_of(self._turn.answer.generations, self._n)})
+        return event({**self._head, "choices": [], "usage": self._turn.usage()})
+
+    def _begin(self, index: int) -> bytes:
+        """Word a choice's head: the role, then the echo. Its usage counts what was told before, as vLLM's does."""
+        events = self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+        self._begun.add(index)
+        echo = self._turn.echo()
+        return events + self._chunk(index, {"content": echo}, None, None) if echo else events
 
     def _deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         parser = self._turn.parser(index)
@@ -182,8 +206,7 @@ class ChatChunks:
                 self._told_prompt = True
                 chunk["prompt_token_ids"] = _of_prompt(self._turn)["prompt_token_ids"]
         if self._usage:
-            usage = usage_of(self._turn.answer.generations, self._n) if self._usage_always else None
-            chunk["usage"] = usage
+            chunk["usage"] = self._turn.usage(self._begun) if self._usage_always else None
         return event(chunk)
 
 

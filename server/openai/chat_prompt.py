@@ -58,6 +58,7 @@ def _render(body: ChatRequest, model: ServedModel, messages: list[TemplateMessag
         tools=tools.tools if model.tokenizer.template.knows_tools else (),
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
+        documents=body.documents or (),
         template_kwargs=_template_kwargs(body),
     )
 

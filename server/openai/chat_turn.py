@@ -6,18 +6,25 @@ the endpoint's matter: /v1/chat/completions words it as it is, others turn their
 """
 
 import uuid
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 from scheduler.request import FinishReason, Structure
 from server.errors import bad_request
 from server.openai.chat_prompt import render_chat
+from server.openai.message_parser import ChatMessage, MessageParser, ToolCall
+from server.openai.messages import template_messages
 from server.openai.params import asks_for, refuse_unserved
+from server.openai.reasoning_tokens import ReasoningCount
 from server.openai.schemas import ChatRequest
 from server.openai.streaming import finish_word
-from server.openai.structure import check_structure, structure_of
+from server.openai.structure import check_structure, refuse_second_form, structure_of
 from server.openai.text import LONG_TEXT, check_unicode, encode
 from server.openai.tools import ToolUse, tool_use_of
+from server.openai.usage import usage_of
 from server.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
+from server.parsers.registry import NONE
 from server.request_life.generations import Answer, Ask, Piece
 from server.request_life.requests import Requests
 from server.request_life.served import ServedModel
@@ -36,63 +43,6 @@ __all__ = [
     "encode",
     "render_chat",
 ]
-
-
-@dataclass(slots=True)
-class ToolCall:
-    """A whole call."""
-
-    call_id: str
-    name: str
-    arguments: str = ""  # JSON text
-
-
-@dataclass(slots=True)
-class ChatMessage:
-    """What a whole choice says."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-
-
-class MessageParser:
-    """Reads one choice as its pieces come."""
-
-    def __init__(self, parser: TextParser, *, max_calls: int | None, shows_reasoning: bool) -> None:
-        """Args: max_calls is how many calls are passed on; None is all."""
-        self._parser = parser
-        self._max_calls = max_calls
-        self._shows_reasoning = shows_reasoning
-        self.num_calls = 0
-
-    def push(self, piece: Piece) -> list[Delta]:
-        """Return what a piece adds."""
-        return self._passed(self._parser.push(piece.text))
-
-    def finish(self) -> list[Delta]:
-        """Return what was held back: the choice has ended. May be called again."""
-        return self._passed(self._parser.finish())
-
-    def finish_word(self, reason: FinishReason | None) -> str | None:
-        """Return OpenAI's word for how the choice ended, None while it goes on.
-
-        A call that was cut off has "length", as text has. (With a function that the request names OpenAI and vLLM
-        say "stop"; that is `ChatTurn.finish_word`'s matter.)
-        """
-        return "tool_calls" if self.num_calls and reason is FinishReason.STOP else finish_word(reason)
-
-    def _passed(self, deltas: list[Delta]) -> list[Delta]:
-        return [delta for delta in deltas if self._passes(delta)]
-
-    def _passes(self, delta: Delta) -> bool:
-        if isinstance(delta, ReasoningDelta):
-            return self._shows_reasoning
-        if isinstance(delta, ToolCallDelta):
-            if self._max_calls is not None and delta.index >= self._max_calls:
-                return False
-            self.num_calls = max(self.num_calls, delta.index + 1)
-        return True
 
 
 class ChatTurn:
@@ -146,7 +96,9 @@ class ChatTurn:
         if structure is not None:
             bound = model.markup.bound(prompt)
             prompt, structure = prompt + bound.prompt, replace(structure, after=bound.after)
-        prompt_ids = await encode(prompt, model, add_special_tokens=False, param="messages")
+        prompt_ids = await encode(
+            prompt, model, add_special_tokens=bool(body.add_special_tokens), param="messages"
+        )
         max_tokens = body.max_completion_tokens or body.max_tokens
         if cut_to_fit and max_tokens is not None:
             max_tokens = min(max_tokens, max(1, model.max_len() - len(prompt_ids)))
@@ -171,16 +123,24 @@ class ChatTurn:
         if index not in self._parsers:
             self._parsers[index] = MessageParser(
                 self._text_parser(),
+                ReasoningCount(self._count_tokens),
                 max_calls=None if self.tools.parallel else 1,
                 shows_reasoning=self.body.include_reasoning is not False,
             )
         return self._parsers[index]
 
-    def message(self, index: int, text: str) -> ChatMessage:
+    def echo(self) -> str:
+        """Return the assistant's last message, which the answer begins with where the client wants an echo."""
+        last = self.body.messages[-1]
+        if not self.body.echo or last.role != "assistant":
+            return ""
+        return str(template_messages([last])[0].get("content") or "")
+
+    def message(self, index: int, piece: Piece) -> ChatMessage:
         """Read a whole choice."""
         parser = self.parser(index)
-        message = ChatMessage()
-        for delta in merge([*parser.push(Piece(text=text)), *parser.finish()]):
+        message = ChatMessage(content=self.echo())
+        for delta in merge([*parser.push(piece), *parser.finish()]):
             match delta:
                 case ContentDelta():
                     message.content += delta.text
@@ -192,12 +152,27 @@ class ChatTurn:
                     message.tool_calls[delta.index].arguments += delta.arguments
         return message
 
+    def usage(self, told: Collection[int] | None = None) -> dict[str, Any]:
+        """Count the request's tokens.
+
+        Args:
+            told: the choices whose output counts, by index; None is all.
+        """
+        counted = usage_of(self.answer.generations, self.body.n or 1, told=told)
+        if self.model.markup.reasoning != NONE:
+            num_tokens = sum(parser.num_reasoning_tokens for parser in self._parsers.values())
+            counted["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return counted
+
     def finish_word(self, index: int, reason: FinishReason | None) -> str | None:
         """Return chat's word for how a choice ended, None while it goes on.
 
         With a function that the request names it is "stop", as OpenAI documents and vLLM does.
         """
         return finish_word(reason) if self.tools.named else self.parser(index).finish_word(reason)
+
+    def _count_tokens(self, text: str) -> int:
+        return len(self.model.tokenizer.encode(text, add_special_tokens=False))
 
     def _text_parser(self) -> TextParser:
         markup = self.model.markup
@@ -211,6 +186,7 @@ async def _structure(body: ChatRequest, model: ServedModel, tools: ToolUse) -> S
     structure = tools.structure()
     if structure is None:
         return await structure_of(body, model)
+    refuse_second_form(body)
     await check_structure(structure, model, "tools")
     return structure
 

@@ -34,34 +34,46 @@ def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
     @router.post("/v1/completions", response_model=None, responses=STREAM_RESPONSE)
     async def create_completion(body: CompletionRequest, http: HttpRequest) -> Response:
         """Complete one or more prompts."""
-        name = model.check_name(body.model)
-        refuse_unserved(body)
-        if body.max_tokens == 0 and not body.echo:
-            raise bad_request("max_tokens is 0, which only echo=true gives a meaning.", "max_tokens")
-        structure = await structure_of(body, model)
-        prompts = await encode_prompts(body, model)
-        request_id = f"cmpl-{uuid.uuid4().hex}"
-        asks = asks_for(
-            body,
-            model,
-            prompts,
-            request_id=request_id,
-            max_tokens=_max_tokens(body, prompts, model),
-            num_logprobs=body.logprobs,
-            prompt_field="prompt",
-            num_prompt_logprobs=body.logprobs if body.echo else None,
-            structure=structure,
-        )
-        answer = requests.open(request_id, asks)
-        worded = Worded(answer, body, name, model)
-        if body.stream:
-            return EventStream(answer, worded)
-        choices = await collect(answer, http)
-        if body.echo or body.prompt_logprobs is not None:  # may take seconds to word, if logprobs are wanted
-            return await asyncio.to_thread(lambda: JSONResponse(worded.whole(choices)))
-        return JSONResponse(worded.whole(choices))
+        return await answer_completion(body, http, model, requests)
 
     return router
+
+
+async def answer_completion(
+    body: CompletionRequest, http: HttpRequest, model: ServedModel, requests: Requests
+) -> Response:
+    """Complete one or more prompts, whole or as a stream.
+
+    Raises:
+        ApiError: the request is wrong or failed.
+        ClientGone: the client left first.
+    """
+    name = model.check_name(body.model)
+    refuse_unserved(body)
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens is 0, which only echo=true gives a meaning.", "max_tokens")
+    structure = await structure_of(body, model)
+    prompts = await encode_prompts(body, model)
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    asks = asks_for(
+        body,
+        model,
+        prompts,
+        request_id=request_id,
+        max_tokens=_max_tokens(body, prompts, model),
+        num_logprobs=body.logprobs,
+        prompt_field="prompt",
+        num_prompt_logprobs=body.logprobs if body.echo else None,
+        structure=structure,
+    )
+    answer = requests.open(request_id, asks)
+    worded = Worded(answer, body, name, model)
+    if body.stream:
+        return EventStream(answer, worded)
+    choices = await collect(answer, http)
+    if body.echo or body.prompt_logprobs is not None:  # may take seconds to word, if logprobs are wanted
+        return await asyncio.to_thread(lambda: JSONResponse(worded.whole(choices)))
+    return JSONResponse(worded.whole(choices))
 
 
 def _max_tokens(body: CompletionRequest, prompts: Sequence[Sequence[int]], model: ServedModel) -> int | None:

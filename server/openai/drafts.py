@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.errors import ApiError
-from server.openai.chat_turn import MessageParser
+from server.openai.message_parser import MessageParser
 from server.openai.streaming import EventStream, closing_when_gone
 from server.parsers.deltas import Delta
 from server.request_life.generations import Answer, Piece
@@ -54,9 +54,13 @@ class DraftChunks:
 
     def piece(self, index: int, piece: Piece) -> bytes:
         """Word what the choice gained."""
-        events = [] if self._begun else self._draft.begin()
-        self._begun = True
+        events = [] if self._begun else self.begin()
         return named_events([*events, *self.feed(piece)])
+
+    def begin(self) -> list[Event]:
+        """Begin the draft."""
+        self._begun = True
+        return self._draft.begin()
 
     def feed(self, piece: Piece) -> list[Event]:
         """Let the draft grow by a piece."""

@@ -15,7 +15,12 @@ LEAST = -9999.0  # JSON has no minus infinity; vLLM's floor
 
 
 def chat_logprobs(
-    entries: Sequence[Logprobs], tokenizer: Tokenizer, num_top: int, *, as_ids: bool = False
+    entries: Sequence[Logprobs],
+    tokenizer: Tokenizer,
+    num_top: int,
+    *,
+    as_ids: bool = False,
+    shows_own: bool = False,
 ) -> dict[str, Any]:
     """Return chat's `logprobs` object: one entry per token, with the likeliest beside it.
 
@@ -24,6 +29,7 @@ def chat_logprobs(
         tokenizer: spells them.
         num_top: likeliest shown.
         as_ids: spell tokens "token_id:5" (return_tokens_as_token_ids).
+        shows_own: show the token itself beside it, too, first (as vLLM does with logprob_token_ids).
     """
     return {
         "content": [
@@ -31,7 +37,7 @@ def chat_logprobs(
                 **_chat_entry(entry.token_id, entry.logprob, tokenizer, as_ids),
                 "top_logprobs": [
                     _chat_entry(token_id, logprob, tokenizer, as_ids)
-                    for token_id, logprob in _likeliest(entry, num_top)
+                    for token_id, logprob in _shown(entry, num_top, shows_own=shows_own)
                 ],
             }
             for entry in entries
@@ -57,9 +63,9 @@ class CompletionLogprobs:
         """Take tokens."""
         for entry in entries:
             top = {self._spell(each): _finite(value) for each, value in _likeliest(entry, self._num_top)}
-            # The chosen token is always among them.
+            # The chosen token is always among them, and the first, as vLLM's clients expect.
             own = {self._spell(entry.token_id): _finite(entry.logprob)}
-            self._push(entry.token_id, _finite(entry.logprob), top | own)
+            self._push(entry.token_id, _finite(entry.logprob), own | top | own)
 
     def take(self) -> dict[str, Any]:
         """Return the object of the tokens taken since the last time."""
@@ -121,6 +127,14 @@ def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer, as_ids: boo
     raw = tokenizer.token_bytes(token_id)
     token = f"token_id:{token_id}" if as_ids else raw.decode(errors="replace")
     return {"token": token, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _shown(entry: Logprobs, num_top: int, *, shows_own: bool) -> list[tuple[int, float]]:
+    """Return what stands beside a token: the likeliest, or what was asked for, and the token itself if wished."""
+    likeliest = _likeliest(entry, num_top)
+    if not shows_own:
+        return likeliest
+    return [(entry.token_id, entry.logprob), *(each for each in likeliest if each[0] != entry.token_id)]
 
 
 def _likeliest(entry: Logprobs, num_top: int) -> list[tuple[int, float]]:

@@ -63,7 +63,7 @@ def _template_message(place: int, message: Message) -> TemplateMessage:
     if calls is not None:
         parsed = _calls(calls, f"{where}.tool_calls")
         fields |= {"tool_calls": parsed} if parsed else {}
-    reasoning = fields.get("reasoning_content", fields.get("reasoning"))
+    reasoning = fields.get("reasoning", fields.get("reasoning_content"))  # vLLM's order
     if isinstance(reasoning, str):
         fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if fields.get("tool_calls") and not fields.get("content"):

@@ -36,4 +36,23 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "root": model.names[0],
         "parent": None,
         "max_model_len": model.max_len(),
+        "permission": [_permission(name, model.created)],
+    }
+
+
+def _permission(name: str, created: int) -> dict[str, Any]:
+    """What OpenAI's cards had until 2023, and some clients still read; vLLM has it with these values."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
     }

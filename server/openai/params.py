@@ -28,6 +28,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (-1,),
     "priority": (),
     "stream_interval": (1,),
+    "guided_whitespace_pattern": (),
     "cache_salt": (),
     "kv_transfer_params": (),
     "ec_transfer_params": (),
@@ -36,7 +37,6 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "return_prompt_text": (),
     "suffix": (),
-    "echo": (),  # of chats
     "audio": (),
     "modalities": (["text"],),
     "chat_template": (),
@@ -116,8 +116,9 @@ def asks_for(
     )
     asks: list[Ask] = []
     for whole_prompt in prompts:
-        prompt_ids = truncated(body, whole_prompt, model.max_len() - (max_tokens or 1))
-        room = _room(len(prompt_ids), model.max_len(), max_tokens, prompt_field, max_tokens_field)
+        max_len = model.max_len()
+        prompt_ids = truncated(body, whole_prompt, max_len - (max_tokens or 1), max_len=max_len)
+        room = _room(len(prompt_ids), max_len, max_tokens, prompt_field, max_tokens_field)
         if (body.min_tokens or 0) > room:
             raise bad_request(
                 f"min_tokens ({body.min_tokens}) is more than {max_tokens_field} ({room}).", "min_tokens"
@@ -169,8 +170,13 @@ def _sampling(
         value = getattr(body, name)
         return model.sampling_defaults.get(name, otherwise) if value is None else value
 
+    if body.logprob_token_ids == []:
+        raise bad_request("logprob_token_ids must not be an empty list.", "logprob_token_ids")
     if body.logprob_token_ids and num_logprobs is None:
-        raise bad_request("logprob_token_ids needs logprobs.", "logprob_token_ids")
+        raise bad_request(
+            "logprob_token_ids needs logprobs: when using `logprob_token_ids`, `logprobs` must be set.",
+            "logprob_token_ids",
+        )
     tokenizer = model.tokenizer
     vocab_size = tokenizer.vocab_size
     stop_ids = set(check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size))

@@ -8,6 +8,7 @@ from server.openai.text import encode
 from server.request_life.served import ServedModel
 
 _FORMS = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids."
+_NONE = f"Either prompt or prompt_embeds must be provided and non-empty, and this server takes no embeddings. {_FORMS}"
 
 
 async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
@@ -19,7 +20,9 @@ async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[li
     prompt = body.prompt
     if isinstance(prompt, str):
         return [await _encode_text(body, prompt, model)]
-    if not isinstance(prompt, list) or not prompt:
+    if prompt is None or prompt == []:
+        raise bad_request(_NONE, "prompt")
+    if not isinstance(prompt, list):
         raise bad_request(_FORMS, "prompt")
     if all(type(each) is int for each in prompt):
         return [_check_ids(prompt, model)]
@@ -49,10 +52,11 @@ async def _encode_text(body: CompletionRequest, text: str, model: ServedModel) -
 def _check_ids(token_ids: list[int], model: ServedModel) -> list[int]:
     if not token_ids:
         raise bad_request("prompt is empty: there is no token to start from.", "prompt")
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= model.tokenizer.vocab_size:
-        wrong = low if low < 0 else high
+    low, high, last = min(token_ids), max(token_ids), model.tokenizer.vocab_size - 1
+    if low < 0:
+        raise bad_request(f"prompt has token id {low}; ids must be greater than or equal to 0.", "prompt")
+    if high > last:
         raise bad_request(
-            f"prompt has token id {wrong}; ids are 0 to {model.tokenizer.vocab_size - 1}.", "prompt"
+            f"prompt has token id {high}, which is out of vocabulary; ids are 0 to {last}.", "prompt"
         )
     return token_ids

@@ -3,7 +3,7 @@
 import contextlib
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -14,7 +14,8 @@ from server.openai.chat_turn import ChatTurn
 from server.openai.drafts import DraftChunks, DraftStream, complete, json_response
 from server.openai.logprobs import chat_logprobs
 from server.openai.reasoning_tokens import ReasoningCount
-from server.openai.responses_chat import chat_request
+from server.openai.responses_background import BackgroundRun, BackgroundRuns, Following
+from server.openai.responses_chat import chat_request, own_name
 from server.openai.responses_input import ChatMessage, items_to_messages, messages_of
 from server.openai.responses_output import ResponseDraft
 from server.openai.responses_schemas import ResponsesRequest, refuse_unserved_responses
@@ -27,65 +28,103 @@ from server.request_life.served import ServedModel
 from server.web.described import STREAM_RESPONSE
 
 
-def responses_routes(model: ServedModel, requests: Requests, store: ResponseStore) -> APIRouter:
+class _Parts(NamedTuple):
+    """What the endpoint works with."""
+
+    model: ServedModel
+    requests: Requests
+    store: ResponseStore
+    runs: BackgroundRuns
+
+
+def responses_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
-    router = APIRouter()
+    router, parts = APIRouter(), _Parts(model, requests, ResponseStore(), BackgroundRuns())
 
     @router.post("/v1/responses", response_model=None, responses=STREAM_RESPONSE)
     async def create_response(body: ResponsesRequest, http: HttpRequest) -> Response:
-        """Answer, and keep the response unless store is false."""
-        name = model.check_name(body.model)
-        refuse_unserved_responses(body)
-        history = _history(body, store)
-        with _naming_input():
-            turn = await ChatTurn.open(
-                chat_request(body, history),
-                model,
-                requests,
-                request_id=f"resp_{uuid.uuid4().hex}",
-                cut_to_fit=True,
-            )
-        draft = _draft(body, name, model, turn.answer)
-
-        def keep() -> None:
-            if body.store is not False:
-                store.put(draft.response, [*history, *items_to_messages(draft.response["output"])])
-
-        chunks = DraftChunks(turn.parser(0), draft, on_end=keep)
-        if body.stream:
-            return DraftStream(turn.answer, chunks)
-        await complete(turn.answer, chunks, http)
-        return json_response(draft.response)
+        """Answer, now or in the background, and keep the response unless store is false."""
+        return await _create(body, http, parts)
 
     @router.post("/v1/responses/input_tokens", response_model=None)
     async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
         """Count the tokens of the prompt that a request would make."""
         model.check_name(body.model)
         refuse_unserved_responses(body)
-        with _naming_input():
-            num_tokens = await count_tokens(chat_request(body, _history(body, store)), model)
+        with _in_own_words():
+            num_tokens = await count_tokens(chat_request(body, _history(body, parts.store)), model)
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
-    @router.get("/v1/responses/{response_id}", response_model=None)
-    async def retrieve_response(response_id: str, stream: bool = False) -> Response:
-        """Show a stored response."""
-        if stream:
-            raise bad_request("stream is not supported here: responses are stored whole.", "stream")
-        return json_response(store.get(response_id, "response_id").response)
+    @router.get("/v1/responses/{response_id}", response_model=None, responses=STREAM_RESPONSE)
+    async def retrieve_response(
+        response_id: str, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        """Show a stored response, or what happens to one that is made in the background."""
+        stored = parts.store.get(response_id, "response_id")
+        if not stream:
+            return json_response(stored.response)
+        return parts.runs.follow(response_id, -1 if starting_after is None else max(-1, starting_after))
 
     @router.delete("/v1/responses/{response_id}", response_model=None)
     async def delete_response(response_id: str) -> dict[str, Any]:
-        """Forget a stored response."""
-        store.delete(response_id)
+        """Forget a stored response, and end it if it is still being made."""
+        parts.store.delete(response_id)
+        await parts.runs.delete(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=None)
-    async def cancel_response(response_id: str) -> None:
-        """Refuse: there are no background responses."""
-        store.get(response_id, "response_id")
-        raise bad_request("Cannot cancel a synchronous response.", "response_id")
+    async def cancel_response(response_id: str) -> Response:
+        """End a response that is made in the background."""
+        return await _cancel(response_id, parts)
 
     return router
+
+
+async def _create(body: ResponsesRequest, http: HttpRequest, parts: _Parts) -> Response:
+    model, store = parts.model, parts.store
+    name = model.check_name(body.model)
+    refuse_unserved_responses(body)
+    if body.background:
+        parts.runs.check_room()
+    history = _history(body, store)
+    request_id = f"resp_{uuid.uuid4().hex}"
+    with _in_own_words():
+        turn = await ChatTurn.open(
+            chat_request(body, history), model, parts.requests, request_id=request_id, cut_to_fit=True
+        )
+    draft = _draft(body, name, model, turn.answer)
+
+    def keep() -> None:
+        if body.store is not False:
+            store.put(draft.response, [*history, *items_to_messages(draft.response["output"])])
+
+    def keep_whole() -> None:
+        if store.has(request_id):  # it may have been deleted meanwhile
+            keep()
+
+    if body.background:
+        run = BackgroundRun(turn.answer, DraftChunks(turn.parser(0), draft), draft)
+        keep()
+        parts.runs.start(run, on_end=keep_whole)
+        return Following(run, 0) if body.stream else json_response(draft.response)
+    chunks = DraftChunks(turn.parser(0), draft, on_end=keep)
+    if body.stream:
+        return DraftStream(turn.answer, chunks)
+    await complete(turn.answer, chunks, http)
+    return json_response(draft.response)
+
+
+async def _cancel(response_id: str, parts: _Parts) -> Response:
+    stored, run = parts.store.get(response_id, "response_id"), parts.runs.find(response_id)
+    if run is None:
+        raise bad_request("Cannot cancel a synchronous response.", "response_id")
+    await run.cancel()
+    if stored.response["status"] != "cancelled":
+        raise bad_request(
+            f"Cannot cancel a response that has ended: its status is {stored.response['status']!r}.",
+            "response_id",
+        )
+    return json_response(stored.response)
 
 
 def _history(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
@@ -93,7 +132,13 @@ def _history(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
     given = messages_of(body.input)
     if body.previous_response_id is None:
         return given
-    return [*store.get(body.previous_response_id, "previous_response_id").messages, *given]
+    stored = store.get(body.previous_response_id, "previous_response_id")
+    if stored.response["status"] in ("queued", "in_progress"):
+        raise bad_request(
+            "previous_response_id is of a response that is still being made; wait for its end.",
+            "previous_response_id",
+        )
+    return [*stored.messages, *given]
 
 
 def _draft(body: ResponsesRequest, name: str, model: ServedModel, answer: Answer) -> ResponseDraft:
@@ -124,11 +169,14 @@ def _usage(answer: Answer, num_reasoning: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _naming_input() -> Iterator[None]:
-    """Let errors about the chat's messages name what the client sent: input."""
+def _in_own_words() -> Iterator[None]:
+    """Let errors about the chat request name what the client sent."""
     try:
         yield
     except ApiError as error:
-        if error.param is None or not error.param.startswith("messages"):
+        if error.param is None:
             raise
-        raise ApiError(error.status, error.message, param="input", headers=error.headers) from error
+        name = own_name(error.param)
+        is_first = error.message.startswith(error.param)
+        message = name + error.message.removeprefix(error.param) if is_first else error.message
+        raise ApiError(error.status, message, param=name, headers=error.headers) from error

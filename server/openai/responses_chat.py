@@ -1,16 +1,25 @@
 """From a /v1/responses request to the chat request that asks for the same."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from server.errors import bad_request
+from server.errors import bad_request, trouble_in
 from server.openai.responses_input import ChatMessage, string_of
 from server.openai.responses_schemas import ResponsesRequest
 from server.openai.schemas import ChatRequest, SamplingFields
 
-_FOREIGN = {"background", "conversation", "prompt", "truncation", "max_tool_calls", "service_tier"}
+_FOREIGN = {"conversation", "prompt", "truncation", "max_tool_calls", "service_tier"}
+_OWN_NAMES = (  # a field of the chat request, or its beginning -> of the response's
+    (re.compile(r"messages\b.*"), "input"),
+    (re.compile(r"max_completion_tokens"), "max_output_tokens"),
+    (re.compile(r"response_format\.json_schema\b"), "text.format"),
+    (re.compile(r"response_format\b"), "text.format"),
+    (re.compile(r"reasoning_effort"), "reasoning.effort"),
+    (re.compile(r"(tools\.\d+)\.function\b"), r"\1"),
+)
 
 
 def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> ChatRequest:
@@ -32,11 +41,21 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
     fields |= _tool_fields(body)
     response_format = _response_format(body)
     if response_format is not None:
+        if body.structured_outputs:
+            raise bad_request("Cannot specify both structured_outputs and text.format.", "structured_outputs")
         fields["response_format"] = response_format
     fields |= _reasoning_fields(body)
     if _goes_on(body.input, history[-1]):
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return validated(fields)
+
+
+def own_name(param: str) -> str:
+    """Return the name under which /v1/responses has a chat request's field."""
+    for pattern, name in _OWN_NAMES:
+        if pattern.match(param):
+            return pattern.sub(name, param)
+    return param
 
 
 def validated(fields: Mapping[str, Any]) -> ChatRequest:
@@ -50,7 +69,7 @@ def validated(fields: Mapping[str, Any]) -> ChatRequest:
     except ValidationError as error:
         first = error.errors()[0]
         param = ".".join(str(step) for step in first["loc"])
-        raise bad_request(f"{param} is wrong: {first['msg']}.", param) from error
+        raise bad_request(f"{param} is wrong: {trouble_in(first)}.", param) from error
 
 
 def _with_instructions(instructions: str | None, history: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -78,6 +97,8 @@ def _tool_fields(body: ResponsesRequest) -> dict[str, Any]:
                 f"{where}.type",
             )
         string_of(tool, "name", f"tools.{number}")
+    if choice == "required" and not tools:
+        raise bad_request("Tool choice 'required' must be specified with 'tools' parameter.", "tool_choice")
     if isinstance(choice, dict):
         tools, choice = _chosen(tools, choice)
     fields: dict[str, Any] = {}
@@ -94,7 +115,11 @@ def _chosen(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> tuple[lis
     """Resolve a tool_choice that is an object: one function, or a selection of them."""
     kind = choice.get("type")
     if kind == "function":
-        return tools, {"type": "function", "function": {"name": string_of(choice, "name", "tool_choice")}}
+        name = choice.get("name")
+        if name not in [tool.get("name") for tool in tools]:
+            param = "tool_choice" if isinstance(name, str) else "tool_choice.name"
+            raise bad_request(f"Tool choice {name!r} not found in 'tools' parameter.", param)
+        return tools, {"type": "function", "function": {"name": name}}
     if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
         allowed = [each.get("name") for each in choice["tools"] if isinstance(each, dict)]
         return [tool for tool in tools if tool.get("name") in allowed], choice.get("mode", "auto")

@@ -54,21 +54,25 @@ class ResponseDraft:
         self._usage = usage
         self._reasoning = reasoning
         self._number = 0
+        self._is_queued = bool(body.background)
+        self._shows_progress = bool(body.stream)
 
     def begin(self) -> list[Event]:
-        """Word the beginning."""
+        """Word the beginning; in the background a response waits first."""
+        second = "response.queued" if self._is_queued else "response.in_progress"
         return [
             self._event("response.created", response=dict(self.response)),
-            self._event("response.in_progress", response=dict(self.response)),
+            self._event(second, response=dict(self.response)),
         ]
 
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
         """Word what was gained."""
+        begun = self._leave_queue()
         self._reasoning.note(deltas, len(piece.token_ids))
         happened = self._blocks.push(deltas)
         self._waiting += piece.logprobs
         texts = [each for each in happened if isinstance(each, Grew) and each.block.kind is BlockKind.TEXT]
-        events: list[Event] = []
+        events: list[Event] = begun
         for each in happened:
             worded = self._take_logprobs() if texts and each is texts[-1] else []
             events += self._word(each, worded)
@@ -82,20 +86,40 @@ class ResponseDraft:
         happened = self._blocks.finish()
         last = self._blocks.all[-1] if cut and self._blocks.all else None
         events = [word for each in happened for word in self._word(each, [], cut=cut)]
-        # Arguments that were cut short are no JSON: a client that ran through the calls would trip over them.
-        kept = [block for block in self._blocks.all if block is not last or block.kind is not BlockKind.CALL]
-        self.response["output"] = [self._item(block, cut=block is last) for block in kept]
+        self.response["output"] = self._output(last)
         self.response["status"] = "incomplete" if cut else "completed"
         if cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         self.response["usage"] = self._usage(self._reasoning.num_tokens)
         return [*events, self._event(f"response.{self.response['status']}", response=self.response)]
 
+    def cancel(self) -> list[Event]:
+        """Word an end that somebody wished for, and keep what there is; no event is documented for it but this."""
+        events = [word for each in self._blocks.finish() for word in self._word(each, [], cut=True)]
+        self.response["output"] = self._output(self._blocks.all[-1] if self._blocks.all else None)
+        self.response["status"] = "cancelled"
+        return [*events, self._event("response.incomplete", response=self.response)]
+
     def fail(self, failure: ApiError) -> list[Event]:
         """Word a failure after the stream's beginning."""
         self.response["status"] = "failed"
         self.response["error"] = {"code": "server_error", "message": failure.message}
         return [self._event("response.failed", response=self.response)]
+
+    def _output(self, cut: Block | None) -> list[dict[str, Any]]:
+        """Word all items. Arguments that were cut short are no JSON: a client that runs through the calls would trip
+        over them."""
+        kept = [block for block in self._blocks.all if block is not cut or block.kind is not BlockKind.CALL]
+        return [self._item(block, cut=block is cut) for block in kept]
+
+    def _leave_queue(self) -> list[Event]:
+        """Word that tokens come. Who polls sees "queued" until the end, as with vLLM; who follows sees all."""
+        if not self._is_queued:
+            return []
+        self._is_queued = False
+        if self._shows_progress:
+            self.response["status"] = "in_progress"
+        return [self._event("response.in_progress", response=self.response | {"status": "in_progress"})]
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
         waiting, self._waiting = self._waiting, []
@@ -175,8 +199,8 @@ def _head(
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
-        "status": "in_progress",
-        "background": False,
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

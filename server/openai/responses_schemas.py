@@ -16,9 +16,9 @@ _INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "obj
 _METADATA = {"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}
 
 _UNSERVED = {
-    "background": "a response is made while its client waits; use stream=true",
     "conversation": "send the history as input, or use previous_response_id",
     "prompt": "this server stores no prompt templates; send the text as input",
+    "echo": "an answer is told without what came before it",
 }
 
 
@@ -55,6 +55,7 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     previous_response_id: str | None = None
     store: bool | None = None
+    background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -85,6 +86,8 @@ def refuse_unserved_responses(body: ResponsesRequest) -> None:
         ApiError: 400, naming the field.
     """
     check_metadata(body.metadata)
+    if body.background and body.store is False:
+        raise bad_request("background can only be used when `store` is true: leave store out.", "background")
     extra = body.model_extra or {}
     for name, instead in _UNSERVED.items():
         if extra.get(name):

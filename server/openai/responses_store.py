@@ -37,15 +37,20 @@ class ResponseStore:
         self._by_id: OrderedDict[str, Stored] = OrderedDict()
 
     def put(self, response: dict[str, Any], messages: Sequence[ChatMessage]) -> None:
-        """Keep a response; one that is larger than the whole bound is not kept."""
+        """Keep a response, in the place of what it was before; one larger than the whole bound is not kept."""
         num_chars = len(json.dumps(response)) + sum(len(json.dumps(message)) for message in messages)
         if num_chars > self._max_chars:
             return
+        self._drop(response["id"])
         stored = Stored(response=response, messages=tuple(messages), num_chars=num_chars)
         self._by_id[response["id"]] = stored
         self._num_chars += num_chars
         while len(self._by_id) > self._max_responses or self._num_chars > self._max_chars:
-            self._num_chars -= self._by_id.popitem(last=False)[1].num_chars
+            self._drop(next(iter(self._by_id)))
+
+    def has(self, response_id: str) -> bool:
+        """Whether a response is kept."""
+        return response_id in self._by_id
 
     def get(self, response_id: str, param: str) -> Stored:
         """Return a response.
@@ -70,5 +75,9 @@ class ResponseStore:
         Raises:
             ApiError: 404, as `get`.
         """
-        self._num_chars -= self.get(response_id, "response_id").num_chars
-        del self._by_id[response_id]
+        self.get(response_id, "response_id")
+        self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        stored = self._by_id.pop(response_id, None)
+        self._num_chars -= 0 if stored is None else stored.num_chars

@@ -75,9 +75,7 @@ class SamplingFields(BaseModel):
         None, min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True
     )
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    logprob_token_ids: list[int] | None = Field(
-        None, min_length=1, max_length=MAX_LOGPROB_IDS, fail_fast=True
-    )
+    logprob_token_ids: list[int] | None = Field(None, max_length=MAX_LOGPROB_IDS, fail_fast=True)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
@@ -109,6 +107,9 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None  # templates write their own
+    documents: list[Any] | None = Field(None, max_length=MAX_TOOLS)  # for templates that cite
+    echo: bool | None = None  # vLLM: the message that is continued, or answered, comes first
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = Field(None, max_length=MAX_TOOLS)  # checked in tools, as is the next
     tool_choice: Any = None

@@ -62,6 +62,21 @@ async def check_structure(structure: Structure, model: ServedModel, param: str) 
         raise bad_request(f"{param} cannot be compiled: {why_not}.", param)
 
 
+def refuse_second_form(body: SamplingFields) -> None:
+    """Refuse vLLM's fields beside a call that must be made; response_format is for answers that are no calls.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    asked = asked_structure(body)
+    if asked is not None and not asked.param.startswith("response_format"):
+        raise bad_request(
+            f"{asked.param} and a tool_choice that demands a call cannot both hold: ask for structured outputs or "
+            "tools, not both.",
+            asked.param.partition(".")[0],
+        )
+
+
 def asked_structure(body: SamplingFields) -> Asked | None:
     """Read the fields, without compiling.
 
@@ -71,7 +86,9 @@ def asked_structure(body: SamplingFields) -> Asked | None:
     asked = list(_asked(body))
     if len(asked) > 1:
         raise bad_request(
-            f"{asked[0].param} and {asked[1].param} both ask for a structure; leave one out.", asked[1].param
+            f"You can only use one kind of constraints: {asked[0].param} and {asked[1].param} both ask for a "
+            "structure; leave one out.",
+            asked[1].param,
         )
     return asked[0] if asked else None
 
@@ -96,7 +113,10 @@ def _from_response_format(value: Any) -> Structure | None:
     if kind == "json_object":
         return Structure("json_object")
     if kind == "json_schema":
-        described = _object(value.get("json_schema"), "response_format.json_schema")
+        if value.get("json_schema") is None:
+            param = "response_format.json_schema"
+            raise bad_request(f"{param} must be provided: an object with a name and a schema.", param)
+        described = _object(value["json_schema"], "response_format.json_schema")
         schema = described.get("schema", described.get("json_schema"))
         return _json(schema, "response_format.json_schema.schema")
     raise bad_request(f"{_FORMATS}; got {_quoted(kind)}.", "response_format")
@@ -108,8 +128,9 @@ def _from_fields(fields: Mapping[str, Any], prefix: str) -> Iterator[Asked]:
         if fields.get(name):
             raise bad_request(f"{prefix}{name} is not supported; leave it out.", f"{prefix}{name}")
     is_compact = bool(fields.get("disable_any_whitespace"))
+    unset = _UNSET if prefix == "guided_" else (None,)  # clients of the older fields send empty ones
     for name, read in _READERS.items():
-        if fields.get(name) not in _UNSET:
+        if fields.get(name) not in unset:
             structure = read(fields[name], f"{prefix}{name}")
             yield Asked(f"{prefix}{name}", _compact(structure) if is_compact else structure)
     if fields.get("json_object"):
@@ -155,8 +176,8 @@ def _grammar(value: Any, param: str) -> Structure:
 
 
 def _choice(value: Any, param: str) -> Structure:
-    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
-        raise bad_request(f"{param} must be a list of strings that are not empty.", param)
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+        raise bad_request(f"{param} must be a list of strings, one or more, that are not empty.", param)
     if len(value) > MAX_CHOICES:
         raise bad_request(f"{param} has {len(value)} choices; up to {MAX_CHOICES} are taken.", param)
     return Structure("choice", json.dumps(value))
@@ -171,8 +192,8 @@ _READERS: Mapping[str, Callable[[Any, str], Structure]] = {
 
 
 def _text(value: Any, param: str) -> str:
-    if not isinstance(value, str):
-        raise bad_request(f"{param} must be a string; got {_quoted(value)}.", param)
+    if not isinstance(value, str) or not value:
+        raise bad_request(f"{param} must be a string that is not empty; got {_quoted(value)}.", param)
     return value
 
 

@@ -79,20 +79,26 @@ def bad_words_of(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tup
     return tuple(sequences)
 
 
-def truncated(body: SamplingFields, prompt_ids: Sequence[int], room: int) -> Sequence[int]:
+def truncated(body: SamplingFields, prompt_ids: Sequence[int], room: int, *, max_len: int) -> Sequence[int]:
     """Cut a prompt to truncate_prompt_tokens: its last tokens, or its first with truncation_side "right".
 
     Args:
         body: the request.
         prompt_ids: not empty.
         room: what -1 means, in tokens.
+        max_len: the context's length, in tokens.
 
     Raises:
-        ApiError: 400, nothing would be left.
+        ApiError: 400, nothing would be left, or more than the context has room for.
     """
     wanted = body.truncate_prompt_tokens
     if wanted is None:
         return prompt_ids
+    if wanted > max_len:
+        raise _refusal(
+            "truncate_prompt_tokens",
+            f"value ({wanted}) is greater than max_model_len ({max_len}); select a smaller truncation size",
+        )
     if wanted == 0:
         raise _refusal("truncate_prompt_tokens", "is 0, which leaves no prompt; give -1 or at least 1")
     count = max(1, room) if wanted == -1 else wanted

@@ -69,7 +69,8 @@ def tool_use_of(body: ChatRequest) -> ToolUse:
     choice, tools = body.tool_choice, body.tools
     if tools is None and choice not in (None, "none"):
         raise bad_request(
-            "tool_choice needs tools: when using `tool_choice`, `tools` must be set.", "tool_choice"
+            "When using `tool_choice`, `tools` must be set. tool_choice says which of them may be called.",
+            "tool_choice",
         )
     if not tools or choice == "none":
         return ToolUse()  # the model must not call any, so it need not know them

@@ -62,6 +62,7 @@ class Options:
     request_timeout_s: float  # 0 is none
     tool_call_parser: str | None  # one of the names; None: by the model's chat template, as is the next
     reasoning_parser: str | None
+    chat_template: str | None  # a file, absolute; None: the model's own
     http: HttpOptions
     log: LogOptions
 
@@ -104,9 +105,20 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         request_timeout_s=args.request_timeout,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        chat_template=_template_file(args.chat_template),
         http=http_options_from(args),
         log=log_options_from(args, environment),
     )
+
+
+def _template_file(name: str | None) -> str | None:
+    if name is None:
+        return None
+    if not os.path.isfile(name):
+        raise OptionsError(
+            f"--chat-template is {name!r}, which is not a file; give one with a Jinja template"
+        )
+    return os.path.abspath(name)  # processes of a service need not share a directory
 
 
 def _eplb_config(text: str) -> EplbConfig:
@@ -179,6 +191,7 @@ def arguments_from(options: Options) -> list[str]:
         "--request-timeout": options.request_timeout_s,
         "--tool-call-parser": options.tool_call_parser,
         "--reasoning-parser": options.reasoning_parser,
+        "--chat-template": options.chat_template,
         "--kv-cache-memory": options.kv_cache_bytes,
         "--gpu-memory-utilization": options.gpu_memory_utilization,
         "--eplb-config": json.dumps(asdict(options.eplb_config)),

@@ -8,6 +8,13 @@ from server.options.http_options import add_http_arguments
 from server.options.log_options import add_log_arguments
 from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
+_ALWAYS_ON = {
+    "--enable-auto-tool-choice": "the model may always call tools",
+    "--enable-expert-parallel": "experts are always spread over the ranks",
+    "--enable-prompt-tokens-details": "usage always tells of cached tokens",
+    "--enable-server-load-tracking": "GET /load is always there",
+}
+
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all of them."""
@@ -41,7 +48,13 @@ def _add_parser_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help=f"how the model writes reasoning: {', '.join(REASONING_PARSERS)} (default: by its chat template)",
     )
-    add("--enable-auto-tool-choice", action="store_true", help="accepted for vLLM's sake; it is always on")
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="render chats with this Jinja template (default: the model's own)",
+    )
+    for flag, what in _ALWAYS_ON.items():
+        add(flag, action="store_true", help=f"accepted for vLLM's sake: {what}")
 
 
 def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
@@ -158,6 +171,7 @@ def _add_memory_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="SHARE",
         help="size the KV cache as this share of free memory instead, above 0 and at most 1",
     )
+    add("--enable-prefix-caching", action="store_true", default=True, help="the default")
     add(
         "--no-enable-prefix-caching",
         dest="enable_prefix_caching",

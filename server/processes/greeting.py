@@ -43,6 +43,7 @@ def greeting(options: Options, *, seconds: float) -> str:
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello! Who are you?"}]})
     key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if options.needs_key else ""
     ranks = count(options.data_parallel_size, "rank")
+    log = " Below is a line per request (--disable-access-log: none)." if options.log.access else ""
     return f"""
 wideep: serving {name} on {ranks} at {url} ({seconds:.0f} s after the start)
 
@@ -50,7 +51,7 @@ wideep: serving {name} on {ranks} at {url} ({seconds:.0f} s after the start)
 
   {_wideep_script()} chat {url}
 
-Ctrl-C stops everything.
+Ctrl-C stops everything.{log}
 """
 
 

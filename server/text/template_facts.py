@@ -39,9 +39,8 @@ def facts_of(template: str | Mapping[str, str] | None) -> TemplateFacts:
             knows_tools=default.knows_tools or "tool_use" in template,
             knows_calls=default.knows_calls or "tool_use" in template,
         )
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
     try:
-        tree = environment.parse(_GENERATION.sub("", template))
+        tree = parse_template(template)
     except jinja2.TemplateSyntaxError:  # an extension that only the rendering side has
         return TemplateFacts(text=template, knows_tools="tools" in template, knows_calls=_CALLS in template)
     return TemplateFacts(
@@ -50,6 +49,16 @@ def facts_of(template: str | Mapping[str, str] | None) -> TemplateFacts:
         knows_tools=any(name.name == "tools" for name in tree.find_all(nodes.Name)),
         knows_calls=_CALLS in template,
     )
+
+
+def parse_template(template: str) -> nodes.Template:
+    """Read a template's syntax tree.
+
+    Raises:
+        jinja2.TemplateSyntaxError: it is none.
+    """
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
+    return environment.parse(_GENERATION.sub("", template))
 
 
 def _wants_parts(tree: nodes.Template) -> bool:

@@ -18,7 +18,7 @@ import jinja2
 from transformers import AutoTokenizer
 
 from scheduler.structure_vocabulary import Vocabulary
-from server.text.template_facts import facts_of
+from server.text.template_facts import facts_of, parse_template
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback
 
@@ -34,8 +34,11 @@ class ChatTemplateError(ValueError):
 class Tokenizer:
     """Text to token ids and back, for one model."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, chat_template: str | None = None) -> None:
         """Load from a model's directory.
+
+        Args:
+            chat_template: a file with the template of chats; None is the model's own.
 
         Raises:
             TokenizerError: there is none, or it does not load.
@@ -44,6 +47,8 @@ class Tokenizer:
             self._hf: Any = AutoTokenizer.from_pretrained(directory)
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             raise TokenizerError(f"cannot load a tokenizer from {directory}: {error}") from error
+        if chat_template is not None:
+            self._hf.chat_template = _template_in(chat_template)
         self._fast = getattr(self._hf, "backend_tokenizer", None) if self._hf.is_fast else None
         config = _read_json(Path(directory) / "config.json")
         text_config = config.get("text_config") or {}
@@ -82,6 +87,7 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        documents: Sequence[Any] = (),
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """Return the prompt's text, to be encoded without special tokens: the template wrote them.
@@ -98,6 +104,7 @@ class Tokenizer:
             text: str = self._hf.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
+                documents=list(documents) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -158,6 +165,20 @@ class Tokenizer:
         )
         ids = declared if isinstance(declared, list) else [declared]
         return frozenset(int(each) for each in [*ids, self._hf.eos_token_id] if each is not None)
+
+
+def _template_in(path: str) -> str:
+    """Read a template and see that it is one; what it makes of messages is seen when they come.
+
+    Raises:
+        TokenizerError: it cannot be read, or is no Jinja.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        parse_template(text)
+    except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
+        raise TokenizerError(f"--chat-template {path} cannot be used: {error}") from error
+    return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server.errors import ApiError, bad_request, shorten
+from server.errors import ApiError, bad_request, shorten, trouble_in
 from server.openai.streaming import error_response
 from server.options.http_options import HttpOptions
 from server.request_life.generations import ClientGone
@@ -92,7 +92,9 @@ async def _on_invalid(_: HttpRequest, error: Exception) -> Response:
             )
         )
     seen = shorten(_QUOTE.repr(first.get("input")), _SEEN_CHARS)
-    return error_response(bad_request(f"{param or 'The body'} is wrong: {first['msg']}; got {seen}.", param))
+    return error_response(
+        bad_request(f"{param or 'The body'} is wrong: {trouble_in(first)}; got {seen}.", param)
+    )
 
 
 def _field_name(location: Sequence[Any]) -> str | None:

@@ -35,10 +35,10 @@ from server.observability.metrics import Metrics
 from server.observability.tracing import Traces
 from server.openai.chat import chat_routes
 from server.openai.completions import completion_routes
+from server.openai.invocations import invocation_routes
 from server.openai.load import load_routes
 from server.openai.models import model_routes
 from server.openai.responses import responses_routes
-from server.openai.responses_store import ResponseStore
 from server.openai.tokenize import tokenize_routes
 from server.options.command_line import Options
 from server.options.http_options import HttpOptions
@@ -117,8 +117,9 @@ class HttpService:
         return [
             chat_routes(self.model, self.requests),
             completion_routes(self.model, self.requests),
-            responses_routes(self.model, self.requests, ResponseStore()),
+            responses_routes(self.model, self.requests),
             messages_routes(self.model, self.requests),
+            invocation_routes(self.model, self.requests),
             tokenize_routes(self.model),
             load_routes(lambda: self.requests.num_answers),
             model_routes(self.model),

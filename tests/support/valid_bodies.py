@@ -32,6 +32,17 @@ _WITH_TOOLS = {
     "tools": [_TOOL],
     "max_tokens": 4,
 }
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0},
+        "b": {"type": "array", "items": {"$ref": "#/$defs/c"}},
+    },
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"c": {"enum": ["x", "y", None]}},
+}
+_FORMED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 _COMPLETION = {"model": MODEL, "prompt": "the cat sat on the mat", "max_tokens": 4, "n": 2, "seed": 3}
 _ASKED = {
     "model": MODEL,
@@ -72,12 +83,32 @@ BODIES: dict[str, tuple[Any, ...]] = {
         _WITH_TOOLS,
         {**_WITH_TOOLS, "stream": True, "tool_choice": "auto", "parallel_tool_calls": False},
         {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": 1}, "user": "u"},
+        {
+            **_FORMED,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": _SCHEMA, "strict": True},
+            },
+        },
+        {
+            **_FORMED,
+            "structured_outputs": {"regex": "[a-z]{1,3}( \\d+)?", "disable_any_whitespace": True},
+            "n": 2,
+        },
+        {**_FORMED, "tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "cat"}}},
     ),
     "/v1/completions": (
         _COMPLETION,
         {**_COMPLETION, "prompt": ["hello", "world"], "stream": True, "logprobs": 2},
         {**_COMPLETION, "prompt": [[5, 6, 7], [8]], "echo": True, "stop_token_ids": [9], "min_tokens": 1},
         {"prompt": [5, 6, 7], "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True},
+        {
+            "prompt": "hello",
+            "max_tokens": 4,
+            "structured_outputs": {"grammar": 'start: "a" rest?\nrest: /b+/\n'},
+        },
+        {"prompt": "hello", "max_tokens": 4, "guided_choice": ["mat", "cat"], "stream": True},
+        {"prompt": "hello", "max_tokens": 4, "guided_json": _SCHEMA, "logprobs": 1},
     ),
     "/v1/responses": (
         {"model": MODEL, "input": "hello", "max_output_tokens": 4, "instructions": "the cat", "store": True},
@@ -92,6 +123,12 @@ BODIES: dict[str, tuple[Any, ...]] = {
             "parallel_tool_calls": False,
             "temperature": 0.5,
         },
+        {
+            "input": "hello",
+            "max_output_tokens": 4,
+            "text": {"format": {"type": "json_schema", "name": "s", "schema": _SCHEMA}},
+        },
+        {"input": "hello", "max_output_tokens": 4, "background": True},
     ),
     "/v1/responses/input_tokens": ({"model": MODEL, "input": _ITEMS},),
     "/v1/responses/{response_id}/cancel": ({},),
@@ -108,6 +145,7 @@ BODIES: dict[str, tuple[Any, ...]] = {
         {**_ASKED, "messages": _TURNS, "thinking": {"type": "disabled"}, "tool_choice": {"type": "none"}},
     ),
     "/v1/messages/count_tokens": ({"model": MODEL, "messages": _TURNS, "output_config": {"effort": "low"}},),
+    "/invocations": ({**_CHAT, "n": 2}, _COMPLETION),
     "/tokenize": (
         {"model": MODEL, "prompt": "hello world", "add_special_tokens": False, "return_token_strs": True},
         {"messages": [{"role": "user", "content": "hello"}], "add_generation_prompt": False},

@@ -220,7 +220,7 @@ def test_a_client_that_hangs_up_frees_its_place(front: FrontProcess, client: ope
         ({"temperature": 1000}, "temperature"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"metadata": {"k": 5}}, "metadata.k"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"instructions": "\ud800"}, "input"),

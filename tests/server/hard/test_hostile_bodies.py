@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import cpu_s
+from server.web.request_body import MAX_JSON_NODES
 from tests.support.mutations import PLANES, RawRequest
 from tests.support.paced_front import PacedFront
 from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
@@ -112,6 +113,14 @@ LARGE: dict[str, tuple[str, Body]] = {
     "10 MB of blanks": (CHAT, lambda: b" " * MEGABYTES),
     "10 MB of brackets": (CHAT, lambda: b"[" * MEGABYTES),
     "10 MB of zeros": (CHAT, lambda: b"\0" * MEGABYTES),
+    "16 MB that nest 99 deep": (
+        CHAT,
+        lambda: b'{"x": [' + (b"[" * 97 + b"]" * 97 + b",") * (16 * MEGABYTES // 10 // 195) + b"0]}",
+    ),
+    "as many arrays as are taken": (
+        CHAT,
+        lambda: b'{"messages": [], "x": [' + b"[]," * (MAX_JSON_NODES - 3) + b"0]}",
+    ),
     "10 MB of unknown keys": (CHAT, lambda: json.dumps({str(key): 0 for key in range(800_000)}).encode()),
 }
 
@@ -148,6 +157,31 @@ def test_negative_numbers_are_refused_by_name(hard_front: PacedFront, field: str
     body = {"messages": HELLO, "logprobs": True, field: -3}
     error = hard_front.post(CHAT, json=body).json()["error"]
     assert (error["code"], error["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a", "logprobs": -3}, "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": -3}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -3}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": -3}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [-3]}, "stop_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [-3]}, "allowed_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"-3": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 1, "logprob_token_ids": [-3]}, "logprob_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "best_of": -3}, "best_of"),
+        (COMPLETIONS, {"prompt": [-3]}, "prompt"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": -3}, "max_output_tokens"),
+        ("/v1/responses", {"input": "a", "top_logprobs": -3}, "top_logprobs"),
+        ("/detokenize", {"tokens": [-3]}, "tokens"),
+    ],
+)
+def test_negative_numbers_are_refused_by_name_everywhere(
+    hard_front: PacedFront, path: str, fields: dict[str, Any], param: str
+) -> None:
+    error = hard_front.post(path, json=fields).json()["error"]
+    assert (error["code"], error["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("streams", [False, True])

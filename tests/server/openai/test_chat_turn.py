@@ -8,6 +8,7 @@ import pytest
 from scheduler.request import FinishReason
 from server.errors import ApiError
 from server.openai.chat_turn import ContentDelta, MessageParser, ReasoningDelta, ToolCallDelta, render_chat
+from server.openai.reasoning_tokens import ReasoningCount
 from server.openai.schemas import ChatRequest
 from server.parsers.deltas import Delta, merge
 from server.parsers.registry import markup_of
@@ -110,7 +111,7 @@ CALLS = [ToolCallDelta(0, "{}", "id", "f"), ToolCallDelta(1, "{}", "id2", "g")]
 
 
 def test_a_choice_with_calls_ends_with_tool_calls_unless_it_was_cut_off() -> None:
-    parser = MessageParser(Script(*CALLS), max_calls=None, shows_reasoning=True)
+    parser = MessageParser(Script(*CALLS), ReasoningCount(len), max_calls=None, shows_reasoning=True)
     assert parser.finish_word(FinishReason.STOP) == "stop"
     assert parser.push(Piece()) == CALLS
     words = [parser.finish_word(reason) for reason in (None, FinishReason.STOP, FinishReason.LENGTH)]
@@ -119,8 +120,15 @@ def test_a_choice_with_calls_ends_with_tool_calls_unless_it_was_cut_off() -> Non
 
 def test_what_the_client_does_not_want_is_not_passed_on() -> None:
     deltas = [ReasoningDelta("hm"), ContentDelta("a"), *CALLS]
-    parser = MessageParser(Script(*deltas), max_calls=1, shows_reasoning=False)
+    parser = MessageParser(Script(*deltas), ReasoningCount(len), max_calls=1, shows_reasoning=False)
     assert parser.push(Piece()) == [ContentDelta("a"), CALLS[0]]
+
+
+def test_documents_reach_the_template(tmp_path: Path) -> None:
+    cites = "{% for each in documents or [] %}[{{ each.title }}]{% endfor %}"
+    documents = [{"title": "t", "text": "x"}]
+    assert render(tmp_path, cites, messages=HISTORY[:1], documents=documents) == "[t]"
+    assert render(tmp_path, cites, messages=HISTORY[:1]) == ""
 
 
 def test_neighbours_of_one_kind_merge() -> None:

@@ -205,7 +205,7 @@ def test_what_cannot_be_asked_is_a_400(fields: dict[str, Any], param: str) -> No
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("background", True), ("conversation", "c"), ("prompt", {"id": "p"}), ("n", 2), ("prompt_logprobs", 0)],
+    [("echo", True), ("conversation", "c"), ("prompt", {"id": "p"}), ("n", 2), ("prompt_logprobs", 0)],
 )
 def test_what_is_not_served_is_named(field: str, value: Any) -> None:
     with pytest.raises(ApiError, match=field):

@@ -146,7 +146,7 @@ def test_a_temperature_too_low_to_divide_by_is_greedy(model: ServedModel) -> Non
         ({"truncate_prompt_tokens": 3}, [17, 18, 19]),
         ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, [17, 18, 19]),
         ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [0, 1, 2]),
-        ({"truncate_prompt_tokens": 99}, list(range(20))),
+        ({"truncate_prompt_tokens": MAX_LEN}, list(range(20))),
     ],
 )
 def test_a_prompt_is_cut_on_the_side_asked_for(

@@ -63,6 +63,10 @@ def test_arguments_parse_back_to_the_same_options() -> None:
             "--tool-call-parser=glm45",
             "--reasoning-parser=deepseek_r1",
             "--enable-auto-tool-choice",
+            "--enable-expert-parallel",
+            "--enable-prefix-caching",
+            "--enable-prompt-tokens-details",
+            "--enable-server-load-tracking",
         ),
         *("--allowed-origins", '["https://a", "b"]', "--allowed-methods", '["GET"]', "--allow-credentials"),
         *("--max-request-bytes=1K", "--root-path=/llm/", "--shutdown-timeout=7", "--log-format=json"),
@@ -94,6 +98,18 @@ def test_the_defaults_of_http_and_logs_are_those_of_their_classes() -> None:
     options = parse()
     assert (options.http, options.log) == (HttpOptions(), LogOptions())
     assert not options.needs_key
+
+
+def test_a_template_s_file_is_handed_on_by_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionsError, match=r"--chat-template is 'own.jinja', which is not a file"):
+        parse("--chat-template=own.jinja")
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    options = parse("--chat-template=own.jinja")
+    assert options.chat_template == str(tmp_path / "own.jinja")
+    assert parse(*arguments_from(options)) == options
 
 
 def test_a_file_of_keys_asks_for_one_and_is_handed_on_by_name(tmp_path: Path) -> None:

@@ -69,6 +69,17 @@ def test_no_template_is_said_with_the_way_out(tmp_path: Path) -> None:
         tokenizer.render_chat(CHAT)
 
 
+def test_another_template_may_be_given(tmp_path: Path) -> None:
+    directory, file = write_tokenizer(tmp_path / "model"), tmp_path / "other.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    tokenizer = Tokenizer(str(directory), str(file))
+    assert tokenizer.render_chat(CHAT) == "".join(f"[{message['content']}]" for message in CHAT)
+    assert tokenizer.template.text == file.read_text()
+    file.write_text("{% for m in messages %}")
+    with pytest.raises(TokenizerError, match="--chat-template"):
+        Tokenizer(str(directory), str(file))
+
+
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=str(tmp_path)):
         Tokenizer(str(tmp_path))

@@ -1,0 +1,150 @@
+"""By name, over HTTP: the worst that a form of an answer, or a tool, can be; a 400 names the field, within a time.
+
+What each costs in the process that compiles forms, and that it may die of it, is tested in tests/server/structure.
+"""
+
+import json
+import time
+from typing import Any, NamedTuple
+
+import pytest
+
+from benchmarks.processes import cpu_s
+from server.openai.structure import MAX_CHARS, MAX_CHOICES, MAX_DEPTH
+from tests.support.mutations import PLANES
+from tests.support.paced_front import PacedFront
+from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+FAST_S, SLOW_S = 20.0, 60.0  # of one request, on a loaded machine; a form's processor time ends after 2 s
+MOST_CPU_S = 2.0  # of the front
+GROWTH_BYTES = 128 << 20
+
+
+class Form(NamedTuple):
+    """A hostile form, and what becomes of it."""
+
+    fields: dict[str, Any]
+    param: str = ""  # that the error names; empty: it is a form, and is answered
+    words: str = ""  # in the error
+
+
+def of_schema(schema: Any, **how: str) -> Form:
+    field = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return Form({"response_format": field}, **how)
+
+
+def of_field(name: str, value: Any, **how: str) -> Form:
+    return Form({"structured_outputs": {name: value}}, **how)
+
+
+def of_tool(parameters: Any, **how: str) -> Form:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return Form({"tools": [tool], "tool_choice": "required"}, **how)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def properties(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(count)}}
+
+
+FORMAT, SCHEMA = "response_format", "response_format.json_schema.schema"  # compiled, and as it is read
+TREE = {
+    "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
+    "$ref": "#/$defs/node",
+}
+CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+LARGE = f"up to {MAX_CHARS} are taken"
+FAST: dict[str, Form] = {
+    "100,000 properties": of_schema(properties(100_000), param=FORMAT, words=LARGE),
+    "100,000 required properties": of_schema(
+        {"type": "object", "required": [f"p{number}" for number in range(100_000)]}, param=FORMAT, words=LARGE
+    ),
+    "an enum of 100,000": of_schema({"enum": list(range(100_000))}, param=FORMAT, words=LARGE),
+    "a reference to itself": of_schema({"$ref": "#"}),
+    "references in a circle": of_schema(CIRCLE),
+    "a tree of any depth": of_schema(TREE),
+    "one level too many": of_schema(nested(MAX_DEPTH), param=SCHEMA, words=f"deeper than {MAX_DEPTH} levels"),
+    "a schema that is a number": of_schema(5, param=SCHEMA),
+    "a schema that is a list": of_schema([{}], param=SCHEMA),
+    "a schema of an unknown kind": of_schema({"type": "banana"}, param=FORMAT),
+    "a reference into a file": of_schema({"$ref": "file:///etc/passwd"}, param=FORMAT),
+    "a reference to a host": of_schema({"$ref": "http://127.0.0.1:9/x.json"}, param=FORMAT),
+    "NaN in a schema": of_schema({"const": float("nan")}, param=SCHEMA, words="NaN"),
+    "keys of every plane": of_schema({"type": "object", "properties": {PLANES[:1] + "\U0010ffff": {}}}),
+    "half a surrogate pair in a key": of_schema(
+        {"type": "object", "properties": {"\ud800": {}}}, param=FORMAT
+    ),
+    "half a surrogate pair in a regex": of_field("regex", "a\ud800", param="structured_outputs.regex"),
+    "an unclosed group": of_field("regex", "(a", param="structured_outputs.regex", words="unclosed"),
+    "a lookaround": of_field("regex", "(?=a)b", param="structured_outputs.regex"),
+    "a backreference": of_field("regex", r"(a)\1", param="structured_outputs.regex"),
+    "a regex of 1 MB": of_field("regex", "a" * 1_000_000, param="structured_outputs.regex", words=LARGE),
+    "nested stars": of_field("regex", "(a+)+b"),
+    "ambiguous branches": of_field("regex", "(a|aa)*(a|aa)*c"),
+    "100,000 choices": of_field("choice", ["x"] * (10 * MAX_CHOICES), param="structured_outputs.choice"),
+    "a choice of 1 MB": of_field("choice", ["x" * 1_000_000], param="structured_outputs.choice", words=LARGE),
+    "no choice": of_field("choice", [], param="structured_outputs.choice"),
+    "an empty choice": of_field("choice", ["", "a"], param="structured_outputs.choice"),
+    "a grammar that is none": of_field("grammar", "start: (", param="structured_outputs.grammar"),
+    "a grammar without rules for it": of_field("grammar", "start: other", param="structured_outputs.grammar"),
+    "a grammar of a number": of_field("grammar", 5, param="structured_outputs.grammar"),
+    "a tool of 100,000 properties": of_tool(properties(100_000), param="tools", words=LARGE),
+    "a tool that nests too deep": of_tool(nested(MAX_DEPTH), param="tools.0"),
+    "a tool that refers to itself": of_tool(TREE),
+    "100,000 tools": Form({"tools": [{}] * 100_000}, param="tools"),
+    "two forms": Form(
+        {"guided_regex": "a", "response_format": {"type": "json_object"}}, param="guided_regex"
+    ),
+}
+SLOW: dict[str, Form] = {
+    "catastrophic nesting of stars": of_field(
+        "regex", "(a+)+(a|aa)*b(a*)*c" * 20, param="structured_outputs.regex"
+    ),
+    "nested repetition": of_field("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"),
+    "50,000 parentheses": of_field(
+        "regex", "(" * 50_000 + "a" + ")" * 50_000, param="structured_outputs.regex"
+    ),
+    "3,000 properties": of_schema(properties(3000)),
+}
+
+
+def check(front: PacedFront, form: Form, within_s: float) -> None:
+    """Ask for the form, and see that the answer is the right one, in time, and that the front had little to do."""
+    pid = front.process.pid
+    body = json.dumps({"messages": HELLO, "max_tokens": 2, **form.fields})
+    reset_peak(pid)
+    before, before_cpu_s, before_s = rss_bytes(pid), cpu_s(pid), time.monotonic()
+    response = front.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert time.monotonic() - before_s < within_s
+    assert cpu_s(pid) - before_cpu_s < MOST_CPU_S
+    assert peak_rss_bytes(pid) - before < GROWTH_BYTES
+    if not form.param:
+        assert response.status_code in (200, 400), response.text
+        return
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == form.param and form.words in error["message"] and len(response.content) < 6000
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_hostile_form_is_refused_by_name_or_answered(hard_front: PacedFront, name: str) -> None:
+    check(hard_front, FAST[name], FAST_S)
+
+
+@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.slow
+def test_a_form_that_is_dear_to_compile_ends_in_time(hard_front: PacedFront, name: str) -> None:
+    check(hard_front, SLOW[name], SLOW_S)
+
+
+def test_after_all_this_a_form_is_answered(hard_front: PacedFront) -> None:
+    body = {"messages": HELLO, "max_tokens": 2, "structured_outputs": {"regex": "[ab]{2}"}}
+    assert hard_front.post(CHAT, json=body).status_code == 200
