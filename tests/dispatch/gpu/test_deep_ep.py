@@ -39,7 +39,7 @@ def run_both(
     return run_through(stand_in, layers, modes, rows), run_on_cpu(layers, rows)
 
 
-@pytest.mark.parametrize("rows", ["auto", "fp8"])
+@pytest.mark.parametrize("rows", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_deep_eps_calls_give_the_bits_of_every_other_way(interpreting_pair: RankPool, rows: str) -> None:
     """The modes change from step to step; memory grows in between."""
     tokens = [[3, 1], [2, 4], [1, 0], [0, 3]]

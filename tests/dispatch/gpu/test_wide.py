@@ -146,14 +146,14 @@ def replay(layers: list[list[RankCase]]) -> tuple[list[Tensor], tuple[list[int],
 
 
 def test_a_decode_step_can_be_replayed_and_the_host_looks_at_nothing(interpreting_pair: RankPool) -> None:
-    layers = [draw(seed, [3, 3]) for seed in (1, 2, 3)]
+    layers = [draw(seed, [3, 3]) for seed in (1, 2)]
     for rank, (results, (dispatched, combined)) in enumerate(interpreting_pair.run(replay, layers)):
         for index, ours in enumerate(results):
             assert torch.equal(ours, simulate(layers[index], S)[rank].combined_TH), (
                 f"layer {index}, rank {rank}"
             )
         assert dispatched[rank] == combined[rank] == 0
-        assert dispatched[1 - rank] % (16 * 4) == 3 * 3 * 4 * 5 % (16 * 4)  # rows, and entries of five calls
+        assert dispatched[1 - rank] % (16 * 4) == 3 * 3 * 4 * 4 % (16 * 4)  # rows, and entries of four calls
         assert combined[1 - rank] > 0 and combined[1 - rank] % (16 * 4) == 0
 
 
