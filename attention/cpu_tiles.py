@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import njit, types
@@ -43,13 +43,15 @@ EXP_TERMS = (
 )
 
 
-def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    """Emit a vector with a scalar in every lane."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(I32V, [0] * LANES))
 
 
-def _constant(value: float) -> ir.Constant:
+def constant(value: float) -> ir.Constant:
+    """A vector with a number in every lane."""
     return ir.Constant(F32V, [value] * LANES)
 
 
@@ -59,58 +61,92 @@ def _vector_call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
     return builder.call(function, args)
 
 
-def _load(builder: ir.IRBuilder, address: ir.Value, vector: ir.Type = F32V) -> ir.Value:
+def load(builder: ir.IRBuilder, address: ir.Value, vector: ir.Type = F32V) -> ir.Value:
+    """Emit the load of a vector, float32 unless said otherwise."""
     return builder.load(builder.inttoptr(address, vector.as_pointer()), align=2)
 
 
-def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
+def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
+    """Emit the store of a float32 vector."""
     builder.store(value, builder.inttoptr(address, F32V.as_pointer()), align=4)
 
 
 def _load_weights(builder: ir.IRBuilder, address: ir.Value, bf16: bool) -> ir.Value:
     if not bf16:
-        return _load(builder, address)
-    wide = builder.zext(_load(builder, address, I16V), I32V)  # bfloat16 is the upper half of a float32
+        return load(builder, address)
+    wide = builder.zext(load(builder, address, I16V), I32V)  # bfloat16 is the upper half of a float32
     return builder.bitcast(builder.shl(wide, ir.Constant(I32V, [16] * LANES)), F32V)
 
 
-def _emit_tile(builder: ir.IRBuilder, args: list[ir.Value], rows: int, bf16: bool, accumulate: bool) -> None:
-    """Emit `out[m, :] (+)= sum_k x[m, k] * w[k, :]`; strides are in bytes."""
-    x, x_stride, w, w_stride, k, out, out_stride = args
+class Rows(NamedTuple):
+    """Rows of float32 in memory: the address of the first and the bytes from one to the next."""
 
-    def row_address(base: ir.Value, stride: ir.Value, row: int) -> ir.Value:
-        return builder.add(base, builder.mul(stride, ir.Constant(I64, row)))
+    address: ir.Value
+    stride: ir.Value
 
-    x_rows = [row_address(x, x_stride, row) for row in range(rows)]
-    out_rows = [row_address(out, out_stride, row) for row in range(rows)]
-    first = [_load(builder, address) if accumulate else _constant(0.0) for address in out_rows]
+    def at(self, builder: ir.IRBuilder, row: int) -> ir.Value:
+        """The address of a row."""
+        return builder.add(self.address, builder.mul(self.stride, ir.Constant(I64, row)))
+
+
+def emit_products(
+    builder: ir.IRBuilder,
+    x: Rows,
+    weights: Callable[[ir.Value], list[ir.Value]],
+    steps: ir.Value,
+    out: Rows,
+    rows: int,
+    *,
+    accumulate: bool,
+) -> None:
+    """Emit `out[m, :] (+)= sum_k x[m, k] * w[k, :]`.
+
+    Args:
+        weights: emits the next vectors w[k, :] for step 0, 1, 2, ...; as many for every step.
+        steps: 1 or more.
+    """
+    x_rows = [x.at(builder, row) for row in range(rows)]
+    out_rows = [out.at(builder, row) for row in range(rows)]
+    first = [load(builder, address) if accumulate else constant(0.0) for address in out_rows]
     entry, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
     builder.branch(loop)
     builder.position_at_end(loop)
     index = builder.phi(I64)
     index.add_incoming(ir.Constant(I64, 0), entry)
     sums = [builder.phi(F32V) for _ in range(rows)]
-    weights = _load_weights(builder, builder.add(w, builder.mul(index, w_stride)), bf16)
-    offset = builder.mul(index, ir.Constant(I64, 4))
-    following = []
     for row in range(rows):
         sums[row].add_incoming(first[row], entry)
-        value = builder.load(builder.inttoptr(builder.add(x_rows[row], offset), F32.as_pointer()), align=4)
-        following.append(_vector_call(builder, "fma", _splat(builder, value), weights, sums[row]))
+    vectors, following = weights(index), list(sums)
+    for ahead, vector in enumerate(vectors):
+        offset = builder.add(
+            builder.mul(index, ir.Constant(I64, 4 * len(vectors))), ir.Constant(I64, 4 * ahead)
+        )
+        for row in range(rows):
+            value = builder.load(
+                builder.inttoptr(builder.add(x_rows[row], offset), F32.as_pointer()), align=4
+            )
+            following[row] = _vector_call(builder, "fma", splat(builder, value), vector, following[row])
     step = builder.add(index, ir.Constant(I64, 1))
     index.add_incoming(step, builder.block)
     for total, value in zip(sums, following, strict=True):
         total.add_incoming(value, builder.block)
-    builder.cbranch(builder.icmp_signed("<", step, k), loop, end)
+    builder.cbranch(builder.icmp_signed("<", step, steps), loop, end)
     builder.position_at_end(end)
     for value, address in zip(following, out_rows, strict=True):
-        _store(builder, value, address)
+        store(builder, value, address)
 
 
 def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
     def tile(_typing: Any, x: Any, xs: Any, w: Any, ws: Any, k: Any, out: Any, out_stride: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
-            _emit_tile(builder, args, rows, bf16, accumulate)
+            x, x_stride, w, w_stride, k, out, out_stride = args
+
+            def weights(index: ir.Value) -> list[ir.Value]:
+                return [_load_weights(builder, builder.add(w, builder.mul(index, w_stride)), bf16)]
+
+            emit_products(
+                builder, Rows(x, x_stride), weights, k, Rows(out, out_stride), rows, accumulate=accumulate
+            )
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen
@@ -118,7 +154,8 @@ def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
     return intrinsic(tile)
 
 
-def _renamed(function: Callable[..., None], suffix: str) -> FunctionType:
+def renamed(function: Callable[..., None], suffix: str) -> FunctionType:
+    """Copy a function under a name of its own."""
     assert isinstance(function, FunctionType)
     name = f"{function.__name__}_{suffix}"
     copy = FunctionType(
@@ -151,7 +188,7 @@ def _rows_function(bf16: bool, accumulate: bool) -> Any:
 
     # A name of its own for each: numba's symbols are a name and a number that differs from process to process, so
     # that kernels cached by different processes would call each other's tiles, of the wrong type.
-    return njit(nogil=True)(_renamed(rows_times_panel, f"bf16_{bf16}_accumulate_{accumulate}"))
+    return njit(nogil=True)(renamed(rows_times_panel, f"bf16_{bf16}_accumulate_{accumulate}"))
 
 
 rows_times_panel_f32 = _rows_function(bf16=False, accumulate=False)
@@ -161,19 +198,17 @@ add_rows_times_panel_f32 = _rows_function(bf16=False, accumulate=True)
 
 def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Emit exp(x) for x <= 88, to 2 ulp; 0 below `EXP_LOWEST` (so that a masked score adds exactly nothing)."""
-    clamped = _vector_call(builder, "maxnum", x, _constant(EXP_LOWEST))
-    n = _vector_call(
-        builder, "floor", _vector_call(builder, "fma", clamped, _constant(LOG2E), _constant(0.5))
-    )
-    r = _vector_call(builder, "fma", n, _constant(-LN2_HIGH), clamped)
-    r = _vector_call(builder, "fma", n, _constant(-LN2_LOW), r)
-    series = _constant(EXP_TERMS[0])
+    clamped = _vector_call(builder, "maxnum", x, constant(EXP_LOWEST))
+    n = _vector_call(builder, "floor", _vector_call(builder, "fma", clamped, constant(LOG2E), constant(0.5)))
+    r = _vector_call(builder, "fma", n, constant(-LN2_HIGH), clamped)
+    r = _vector_call(builder, "fma", n, constant(-LN2_LOW), r)
+    series = constant(EXP_TERMS[0])
     for term in EXP_TERMS[1:]:
-        series = _vector_call(builder, "fma", series, r, _constant(term))
-    series = _vector_call(builder, "fma", series, builder.fmul(r, r), builder.fadd(r, _constant(1.0)))
+        series = _vector_call(builder, "fma", series, r, constant(term))
+    series = _vector_call(builder, "fma", series, builder.fmul(r, r), builder.fadd(r, constant(1.0)))
     exponent = builder.shl(builder.fptosi(n, I32V), ir.Constant(I32V, [23] * LANES))
     power = builder.bitcast(builder.add(builder.bitcast(series, I32V), exponent), F32V)
-    return builder.select(builder.fcmp_ordered("<", x, _constant(EXP_LOWEST)), _constant(0.0), power)
+    return builder.select(builder.fcmp_ordered("<", x, constant(EXP_LOWEST)), constant(0.0), power)
 
 
 def _tree(
@@ -199,18 +234,18 @@ def softmax_block(_typing: Any, scores: Any, scale: Any, low: Any, high: Any, ru
         address, scale, low, high, running = args
         lane = ir.Constant(I32V, list(range(LANES)))
         inside = builder.and_(
-            builder.icmp_signed(">=", lane, _splat(builder, builder.trunc(low, I32))),
-            builder.icmp_signed("<", lane, _splat(builder, builder.trunc(high, I32))),
+            builder.icmp_signed(">=", lane, splat(builder, builder.trunc(low, I32))),
+            builder.icmp_signed("<", lane, splat(builder, builder.trunc(high, I32))),
         )
-        scaled = builder.fmul(_load(builder, address), _splat(builder, scale))
-        scaled = builder.select(inside, scaled, _constant(float("-inf")))
+        scaled = builder.fmul(load(builder, address), splat(builder, scale))
+        scaled = builder.select(inside, scaled, constant(float("-inf")))
         top = _tree(builder, scaled, lambda a, b: _vector_call(builder, "maxnum", a, b))
         top = builder.select(builder.fcmp_ordered(">", top, running), top, running)
         # A block without a lane inside leaves the maximum at -inf; weigh against 0 then, to stay clear of NaN.
         empty = builder.fcmp_ordered("==", top, ir.Constant(F32, float("-inf")))
         base = builder.select(empty, ir.Constant(F32, 0.0), top)
-        weights = emit_exp(builder, builder.fsub(scaled, _splat(builder, base)))
-        _store(builder, weights, address)
+        weights = emit_exp(builder, builder.fsub(scaled, splat(builder, base)))
+        store(builder, weights, address)
         total = _tree(builder, weights, builder.fadd)
         return cgutils.pack_array(builder, [top, total])
 
@@ -224,12 +259,12 @@ def silu_times(_typing: Any, gate: Any, up: Any, out: Any) -> Any:
     """16 lanes of `out = gate / (1 + exp(-gate)) * up`; three addresses."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
-        gate, up = _load(builder, args[0]), _load(builder, args[1])
+        gate, up = load(builder, args[0]), load(builder, args[1])
         # Below -88 exp(-gate) would overflow and silu is 1e-36 and less; NaN stays NaN.
-        low = builder.fcmp_ordered("<", gate, _constant(-88.0))
-        gate = builder.select(low, _constant(-88.0), gate)
-        divisor = builder.fadd(_constant(1.0), emit_exp(builder, builder.fneg(gate)))
-        _store(builder, builder.fmul(builder.fdiv(gate, divisor), up), args[2])
+        low = builder.fcmp_ordered("<", gate, constant(-88.0))
+        gate = builder.select(low, constant(-88.0), gate)
+        divisor = builder.fadd(constant(1.0), emit_exp(builder, builder.fneg(gate)))
+        store(builder, builder.fmul(builder.fdiv(gate, divisor), up), args[2])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
@@ -250,7 +285,7 @@ def scale_block(_typing: Any, address: Any, factor: Any) -> Any:
     """Multiply 16 float32 at an address by a scalar, in place."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
-        _store(builder, builder.fmul(_load(builder, args[0]), _splat(builder, args[1])), args[0])
+        store(builder, builder.fmul(load(builder, args[0]), splat(builder, args[1])), args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), codegen
@@ -266,8 +301,10 @@ def serial_and_parallel(function: Callable[..., None]) -> tuple[Any, Any]:
     """Compile a kernel that uses `prange` twice: for one thread without a thread pool, and for several.
 
     numba caches compiled code by a function's name and source file, blind to options and to the tiles inlined from
-    this file, so that each variant gets a name with both in it.
+    this folder, so that each variant gets a name with both in it.
     """
-    tiles = zlib.crc32(Path(__file__).read_bytes())
-    serial, parallel = (_renamed(function, f"{kind}_{tiles:08x}") for kind in ("serial", "parallel"))
+    tiles = zlib.crc32(
+        b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("cpu_*tiles.py")))
+    )
+    serial, parallel = (renamed(function, f"{kind}_{tiles:08x}") for kind in ("serial", "parallel"))
     return njit(nogil=True, cache=True)(serial), njit(nogil=True, cache=True, parallel=True)(parallel)

@@ -103,7 +103,7 @@ _grouped_serial, _grouped_parallel = serial_and_parallel(_grouped)
 _silu_serial, _silu_parallel = serial_and_parallel(_silu_and_mul)
 
 
-def _pays(rows: int, weights: int, groups: int) -> bool:
+def pays(rows: int, weights: int, groups: int) -> bool:
     """Whether waking the other threads pays: for some 200 us of work on one, at 4 weights or 35 products a ns."""
     touched = weights * min(rows, groups)
     return max(touched / 4, rows * weights / 35) > PARALLEL_NS
@@ -120,7 +120,7 @@ def linear(x_TK: Tensor, packed: Tensor, out_TN: Tensor, *, parallel: bool) -> N
     """
     panels, k, _ = packed.shape
     assert x_TK.shape[1] == k and x_TK.stride(1) == 1 and out_TN.stride(0) == panels * LANES
-    is_worth_it = parallel and _pays(x_TK.shape[0], packed.numel(), 1)
+    is_worth_it = parallel and pays(x_TK.shape[0], packed.numel(), 1)
     kernel = _linear_parallel if is_worth_it else _linear_serial
     kernel(
         x_TK.data_ptr(),
@@ -158,7 +158,7 @@ def grouped_linear(
     _, panels, k, _ = packed_S.shape
     out_PN = torch.empty(x_PK.shape[0], panels * LANES)
     slots = packed_S.shape[0]
-    is_worth_it = parallel and _pays(x_PK.shape[0], packed_S.numel() // slots, slots)
+    is_worth_it = parallel and pays(x_PK.shape[0], packed_S.numel() // slots, slots)
     kernel = _grouped_parallel if is_worth_it else _grouped_serial
     if address_S is None:
         address_S = packed_S.data_ptr() + np.arange(slots) * (packed_S.stride(0) * packed_S.element_size())

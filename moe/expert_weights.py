@@ -1,6 +1,6 @@
 """One expert's weights as named tensors: to read out of a slot, to send, to check, to put into a slot.
 
-Whatever belongs to an expert is in the names, biases too, so that what moves is all or nothing: a package that lacks
+Whatever belongs to an expert is in the names, scales and biases too, so that what moves is all or nothing: a package that lacks
 a tensor, or has another shape, is refused by its manifest; one whose bytes changed, by its digest; and an expert that
 would not answer as its source does, by real rows that both ends run through it. Of the last nothing is left to
 tolerance: no row's result depends on where an expert is (I2).
@@ -25,9 +25,11 @@ class ExpertWeights(NamedTuple):
     def tensors(self) -> dict[str, Tensor]:
         """All of the expert, by name; views."""
         named = {"up": self.up.rows[0], "down": self.down.rows[0]}
-        for name, side in (("up_bias", self.up), ("down_bias", self.down)):
+        for name, side in (("up", self.up), ("down", self.down)):
+            if side.scales:
+                named[f"{name}_scales"] = side.scales[0]
             if side.bias_SN is not None:
-                named[name] = side.bias_SN[0]
+                named[f"{name}_bias"] = side.bias_SN[0]
         return named
 
     @property
@@ -92,7 +94,7 @@ def sample(layer: ExpertLayer) -> Tensor:
     if layer.sample_TD is not None:
         return layer.sample_TD
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(SAMPLE_ROWS, layer.up.packed_S.shape[2], generator=generator)
+    return torch.randn(SAMPLE_ROWS, layer.up.in_dim, generator=generator)
 
 
 @torch.inference_mode()

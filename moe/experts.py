@@ -24,7 +24,9 @@ from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.cpu_linear import grouped_linear, pack, silu_and_mul
+from moe.cpu_quantised_linear import grouped_quantised_linear, pack_codes, pack_scales
 from moe.load_counts import LayerCounts
+from moe.quantised_weight import QuantisedWeight, inputs_per_code
 from moe.replicas import Route
 
 NAME = "wideep_experts"
@@ -33,18 +35,24 @@ SAMPLE_ROWS = 8
 
 @dataclass
 class SlotTensors:
-    """One named weight of all slots of a layer, packed, with its optional bias."""
+    """One named weight of all slots of a layer, packed, with its scales where it is quantised and its optional bias."""
 
     out_dim: int
     packed_S: Tensor  # [S, panels, in_dim, 16]: where slots are at first, and what their shape and dtype is
     bias_SN: Tensor | None  # [S, out_dim] float32
+    scales_S: Tensor | None = None  # [S, ...] as `pack_scales` has them; packed_S are codes then
+    block: int = 0  # inputs under one scale
     rows: list[Tensor] = field(init=False)  # [panels, in_dim, 16] of each slot, where it is now
+    scales: list[Tensor] = field(init=False)  # of each slot, likewise; empty where nothing is quantised
     address_S: np.ndarray = field(init=False)  # [S] int64: of the rows, for the kernels
+    scale_address_S: np.ndarray = field(init=False)  # [S] int64: of the scales
 
     def __post_init__(self) -> None:
         """Point at the slots."""
         self.rows = list(self.packed_S.unbind(0))
-        self.address_S = np.array([row.data_ptr() for row in self.rows], dtype=np.int64)
+        self.scales = [] if self.scales_S is None else list(self.scales_S.unbind(0))
+        self.address_S = _addresses(self.rows)
+        self.scale_address_S = _addresses(self.scales)
 
     @classmethod
     def empty(cls, slots: int, out_dim: int, in_dim: int, dtype: torch.dtype) -> "SlotTensors":
@@ -52,34 +60,74 @@ class SlotTensors:
         panels = -(-out_dim // LANES)
         return cls(out_dim, torch.zeros(slots, panels, in_dim, LANES, dtype=dtype), None)
 
-    def put(self, slot: int, weight_NK: Tensor) -> None:
+    @classmethod
+    def like(cls, weight_NK: Tensor | QuantisedWeight, slots: int) -> "SlotTensors":
+        """Reserve zeroed slots for weights such as this one [out_dim, in_dim]."""
+        out_dim, in_dim = weight_NK.shape
+        if isinstance(weight_NK, Tensor):
+            return cls.empty(slots, out_dim, in_dim, weight_NK.dtype)
+        codes, scales = pack_codes(weight_NK), pack_scales(weight_NK)
+        return cls(
+            out_dim,
+            codes.new_zeros(slots, *codes.shape),
+            None,
+            scales.new_zeros(slots, *scales.shape),
+            weight_NK.block,
+        )
+
+    @property
+    def in_dim(self) -> int:
+        """Input features."""
+        return self.packed_S.shape[2] * inputs_per_code(self.packed_S.dtype)
+
+    def put(self, slot: int, weight_NK: Tensor | QuantisedWeight) -> None:
         """Store one expert's weight [out_dim, in_dim] in a slot."""
-        self.rows[slot].copy_(pack(weight_NK.to(self.packed_S.dtype)))
+        if isinstance(weight_NK, QuantisedWeight):
+            self.rows[slot].copy_(pack_codes(weight_NK))
+            self.scales[slot].copy_(pack_scales(weight_NK))
+        else:
+            self.rows[slot].copy_(pack(weight_NK.to(self.packed_S.dtype)))
 
     def at(self, slot: int) -> "SlotTensors":
         """One slot by itself; its memory is the slot's."""
         bias = None if self.bias_SN is None else self.bias_SN[slot : slot + 1]
-        return SlotTensors(self.out_dim, self.rows[slot][None], bias)
+        scales = self.scales[slot][None] if self.scales else None
+        return SlotTensors(self.out_dim, self.rows[slot][None], bias, scales, self.block)
 
     def spare(self) -> "SlotTensors":
         """Reserve one zeroed slot outside the layer, of the layer's kind."""
         bias = None if self.bias_SN is None else torch.zeros_like(self.bias_SN[:1])
-        return SlotTensors(self.out_dim, torch.zeros_like(self.packed_S[:1]), bias)
+        scales = None if self.scales_S is None else torch.zeros_like(self.scales_S[:1])
+        return SlotTensors(self.out_dim, torch.zeros_like(self.packed_S[:1]), bias, scales, self.block)
 
     def exchange(self, slot: int, new: "SlotTensors") -> "SlotTensors":
         """Put another memory in a slot's place, without copying weights; returns the old one, its bias undefined."""
         old, self.rows[slot] = self.rows[slot], new.rows[0]
         self.address_S[slot] = new.address_S[0]
-        if self.bias_SN is None or new.bias_SN is None:
-            return SlotTensors(self.out_dim, old[None], None)
-        self.bias_SN[slot] = new.bias_SN[0]  # a few KB, and then `apply` needs no gathering
-        return SlotTensors(self.out_dim, old[None], new.bias_SN)
+        old_scales = None
+        if self.scales:
+            old_scales, self.scales[slot] = self.scales[slot][None], new.scales[0]
+            self.scale_address_S[slot] = new.scale_address_S[0]
+        if self.bias_SN is not None and new.bias_SN is not None:
+            self.bias_SN[slot] = new.bias_SN[0]  # a few KB, and then `apply` needs no gathering
+        return SlotTensors(self.out_dim, old[None], new.bias_SN, old_scales, self.block)
 
     def apply(self, x_PK: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
         """Multiply rows sorted by slot; returns [P, out_dim] float32, contiguous."""
-        out_PN = grouped_linear(
-            x_PK, self.packed_S, slot_offsets, parallel=parallel, address_S=self.address_S
-        )
+        if self.scales:
+            out_PN = grouped_quantised_linear(
+                x_PK,
+                self.rows[0],
+                self.address_S,
+                self.scale_address_S,
+                slot_offsets,
+                block=self.block,
+                parallel=parallel,
+            )
+        else:
+            out_PN = grouped_linear(
+                x_PK, self.packed_S, slot_offsets, parallel=parallel, address_S=self.address_S
+            )
         if out_PN.shape[1] != self.out_dim:
             out_PN = out_PN[:, : self.out_dim].contiguous()
         if self.bias_SN is not None:
@@ -90,15 +138,20 @@ class SlotTensors:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one expert's weight and bias, the padding of panels left out."""
+        """Bytes of one expert's weight, scales and bias, the padding of panels left out."""
         weight = self.out_dim * self.packed_S.shape[2] * self.packed_S.element_size()
-        return weight + (0 if self.bias_SN is None else self.out_dim * 4)
+        scales = self.scales[0].numel() * self.scales[0].element_size() if self.scales else 0
+        return weight + scales + (0 if self.bias_SN is None else self.out_dim * 4)
 
     @property
     def num_bytes(self) -> int:
         """Bytes reserved: all slots, empty ones and the padding of panels included."""
-        biases = 0 if self.bias_SN is None else self.bias_SN.numel() * 4
-        return self.packed_S.numel() * self.packed_S.element_size() + biases
+        tensors = (self.packed_S, self.scales_S, self.bias_SN)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def _addresses(tensors: list[Tensor]) -> np.ndarray:
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
 @dataclass

@@ -12,6 +12,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from moe.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
+
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "hybrid")
 BATCH_WIDE_ROTARY = ("dynamic", "longrope")
 
@@ -69,7 +71,7 @@ def check_config(config: Any) -> None:
 
     Raises:
         UnsupportedModelError: recurrent layers, sparse-index attention, an encoder-decoder, a rotary embedding
-            that depends on the whole batch, or quantised weights.
+            that depends on the whole batch, or a quantisation that is not served.
     """
     name = config.model_type
     recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind in RECURRENT})
@@ -85,11 +87,10 @@ def check_config(config: Any) -> None:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are served")
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedModelError(
-            f"{name} is quantised ({config.quantization_config.get('quant_method', 'unknown method')}); "
-            f"give a checkpoint in bfloat16, float16 or float32"
-        )
+    try:
+        read_quantisation(getattr(config, "quantization_config", None))
+    except UnservedQuantisationError as error:
+        raise UnsupportedModelError(f"{name}: {error}") from error
     rotary = sorted(rotary_types(config) & set(BATCH_WIDE_ROTARY))
     if rotary:
         raise UnsupportedModelError(
@@ -127,6 +128,23 @@ def experts_modules(model: PreTrainedModel) -> dict[str, Any]:
             f"have as many"
         )
     return found
+
+
+def check_layout(modules: dict[str, Any], quantisation: Quantisation | None) -> None:
+    """Check that quantised experts lie in memory as the family's modules have them.
+
+    Raises:
+        UnsupportedModelError: MXFP4 is for experts kept as [inputs, outputs] (gpt-oss), FP8 for all others.
+    """
+    if quantisation is None:
+        return
+    for name, module in modules.items():
+        if module.is_transposed != (quantisation.method == "mxfp4"):
+            layout = "[inputs, outputs]" if module.is_transposed else "[outputs, inputs]"
+            raise UnsupportedModelError(
+                f"{name} keeps weights as {layout}, which checkpoints in {quantisation.method} are not known to do; "
+                f"give a checkpoint in bfloat16, float16 or float32"
+            )
 
 
 def _check_experts(name: str, module: Any) -> None:

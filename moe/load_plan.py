@@ -8,7 +8,7 @@ wrong with a checkpoint, of all experts and not only this rank's, before a byte 
 
 import copy
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,11 +24,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from moe.checkpoint import Checkpoint, CheckpointError
+from moe.checkpoint import CheckpointError
+from moe.quantisation import ROWS
+from moe.stored_tensors import StoredTensors
 
 EXPERT_INDEX = re.compile(r"experts\.(\d+)\.")
 ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"\.masked_bias$")
-QUANTISED = re.compile(r"F8|F6|F4|[UI](8|16|32)$")  # of safetensors' dtypes
 LISTED = 50  # names an error lists before it counts the rest
 
 
@@ -58,16 +59,18 @@ class Part(NamedTuple):
 class LoadPlan:
     """Which tensors of the checkpoint make which parameters; built from names and shapes alone."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, num_experts: dict[str, int]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, checkpoint: StoredTensors, num_experts: dict[str, int]
+    ) -> None:
         """Match names.
 
         Args:
             model: built on meta.
-            checkpoint: opened.
+            checkpoint: its weights, quantised ones under the shape they would have.
             num_experts: experts of every expert parameter, by parameter name.
 
         Raises:
-            CheckpointError: quantised tensors; or listing missing, unexpected and wrong-shaped tensors.
+            CheckpointError: listing missing, unexpected and wrong-shaped tensors.
         """
         self.plain: dict[str, Source] = defaultdict(Source)
         self.experts: dict[str, dict[int, Source]] = defaultdict(lambda: defaultdict(Source))
@@ -78,12 +81,12 @@ class LoadPlan:
         self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
         names = sorted(checkpoint.names(), key=dot_natural_key)
-        self._refuse_quantised(names)
         unexpected = [name for name in names if not self._place(name)] + self._twice()
         problems = [
             *_listed("missing", self._missing()),
             *_listed("unexpected", self._not_ignored(unexpected, "_keys_to_ignore_on_load_unexpected")),
             *_listed("of the wrong shape", self._mismatched()),
+            *_listed("quantised in a way that cannot be merged", self._unmergeable()),
         ]
         if problems:
             raise CheckpointError(
@@ -105,15 +108,9 @@ class LoadPlan:
         made = converter.convert(target, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def _refuse_quantised(self, names: list[str]) -> None:
-        found = Counter(self._checkpoint.dtype(name) for name in names)
-        bad = [dtype for dtype in found if QUANTISED.match(dtype)]
-        if bad:
-            listed = ", ".join(f"{found[dtype]} of type {dtype}" for dtype in bad)
-            raise CheckpointError(
-                f"{self._checkpoint.directory} holds quantised tensors ({listed}), which are not served yet: give "
-                f"a checkpoint in bfloat16, float16 or float32"
-            )
+    def is_quantised(self, source: Source) -> bool:
+        """Whether a source is codes and scales, to be converted one after the other."""
+        return any(self._checkpoint.is_quantised(name) for name, _ in source.names)
 
     def _place(self, name: str) -> bool:
         """Put a checkpoint tensor where it belongs; False when nothing takes it."""
@@ -227,6 +224,21 @@ class LoadPlan:
         return all(
             name in self._meta and tensor.shape == self._meta[name].shape for name, tensor in made.items()
         )
+
+    def _unmergeable(self) -> list[str]:
+        """What is quantised in part only, or in blocks of rows that do not stay whole where tensors are merged."""
+        problems = []
+        for part in self._parts():
+            names = [name for name, _ in part.source.names]
+            if part.source.converter is None or not self.is_quantised(part.source):
+                continue
+            plain = [name for name in names if not self._checkpoint.is_quantised(name)]
+            if plain:
+                problems.append(f"{', '.join(plain)} (not quantised) for {part.target}, the rest of which is")
+            uneven = [name for name in names if self._checkpoint.shape(name)[-2] % ROWS]
+            if uneven and len(names) > 1:
+                problems.append(f"{', '.join(uneven)} (outputs not a multiple of {ROWS})")
+        return problems
 
     def _not_ignored(self, names: list[str], attribute: str) -> list[str]:
         patterns = (*(getattr(self._model, attribute, None) or ()), *ALWAYS_IGNORED)

@@ -15,22 +15,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcache.step import Step
-from moe.checkpoint import Checkpoint
-from moe.load_plan import LoadPlan
+from moe.load_plan import LoadPlan, Source
 from moe.packed_weight import PackedWeight
+from moe.quantised_weight import QuantisedWeight
+from moe.stored_tensors import StoredTensors
 
 Report = Callable[[str, float], None]  # stage, fraction done
+Weight = Tensor | QuantisedWeight
 
 
 class Loader:
     """Reads what a plan says into a model."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan, dtype: str) -> None:
-        """`dtype` is what weights are kept in: auto (the checkpoint's bfloat16 or float32), or one of the two."""
+    def __init__(self, model: PreTrainedModel, checkpoint: StoredTensors, plan: LoadPlan, dtype: str) -> None:
+        """`dtype` is what weights are kept in: auto (the checkpoint's bfloat16 or float32), or one of the two.
+
+        Quantised weights are kept as they are, whatever it is.
+        """
         self._model, self._checkpoint, self._plan, self._dtype = model, checkpoint, plan, dtype
 
-    def stored(self, tensor: Tensor) -> Tensor:
+    def stored(self, tensor: Weight) -> Weight:
         """Cast a tensor to the dtype that weights are kept in."""
+        if isinstance(tensor, QuantisedWeight):
+            return tensor
         if self._dtype == "float32" or tensor.dtype not in (torch.bfloat16, torch.float32):
             return tensor.float()
         return tensor.bfloat16() if self._dtype == "bfloat16" else tensor
@@ -39,7 +46,7 @@ class Loader:
         """Load everything that is not an expert; matrices become `PackedWeight`s, the rest float32 parameters."""
         plan = self._plan
         for done, (target, source) in enumerate(plan.plain.items()):
-            for name, tensor in plan.convert(target, source, self._checkpoint.read).items():
+            for name, tensor in self._convert(target, source).items():
                 self._assign(name, tensor, step)
             report("weights", (done + 1) / len(plan.plain))
         for target, original in (getattr(self._model, "all_tied_weights_keys", None) or {}).items():
@@ -49,7 +56,7 @@ class Loader:
                 owner._parameters.pop(leaf, None)
                 setattr(owner, leaf, getattr(other, other_leaf))
 
-    def load_experts(self, target: str, local_experts: np.ndarray) -> Iterator[tuple[int, Tensor]]:
+    def load_experts(self, target: str, local_experts: np.ndarray) -> Iterator[tuple[int, Weight]]:
         """Read one expert parameter for this rank's slots, one expert at a time.
 
         Args:
@@ -57,29 +64,42 @@ class Loader:
             local_experts: [slots] expert of each of this rank's slots, -1 where empty.
 
         Yields:
-            Slot, and the parameter without its expert dimension, in the checkpoint's dtype.
+            Slot, and the parameter without its expert dimension: in the checkpoint's dtype and the model's layout,
+            or quantised and always [outputs, inputs].
         """
-        plan, checkpoint = self._plan, self._checkpoint
+        plan = self._plan
         for slot, expert in enumerate(local_experts.tolist()):
             if expert < 0:
                 continue
             if target in plan.fused:
-                made = plan.convert(target, plan.fused[target], partial(checkpoint.read_row, row=expert))
+                made = self._convert(target, plan.fused[target], row=expert)
             else:
-                made = plan.convert(target, plan.experts[target][expert], checkpoint.read)
+                made = self._convert(target, plan.experts[target][expert])
             yield slot, made[target][0]
+
+    def _convert(self, target: str, source: Source, row: int | None = None) -> dict[str, Weight]:
+        """Read a source and run its conversion, over codes and scales alike; returns parameters by name."""
+        plan, stored = self._plan, self._checkpoint
+        if not plan.is_quantised(source):
+            return dict(plan.convert(target, source, partial(stored.read, row=row)))
+        codes = plan.convert(target, source, partial(stored.read_codes, row=row))
+        scales = plan.convert(target, source, partial(stored.read_scales, row=row))
+        return {name: stored.quantised(name, codes[name], scales[name]) for name in codes}
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         path, _, leaf = name.rpartition(".")
         return self._model.get_submodule(path), leaf
 
-    def _assign(self, name: str, tensor: Tensor, step: Step) -> None:
+    def _assign(self, name: str, tensor: Weight, step: Step) -> None:
         owner, leaf = self._owner(name)
+        is_matrix = leaf == "weight" and len(tensor.shape) == 2 and leaf not in owner._buffers
+        if isinstance(tensor, QuantisedWeight) and not is_matrix:
+            tensor = tensor.dequantised()  # nothing that kernels of ours multiply with
         assert tensor.shape == getattr(owner, leaf).shape, f"{name}: the plan let {list(tensor.shape)} pass"
-        if leaf in owner._buffers:
-            owner._buffers[leaf] = tensor.to(getattr(owner, leaf).dtype)
-        elif leaf == "weight" and tensor.dim() == 2:
+        if isinstance(tensor, QuantisedWeight) or is_matrix:
             del owner._parameters[leaf]
             owner.weight = PackedWeight(self.stored(tensor), step)
+        elif leaf in owner._buffers:
+            owner._buffers[leaf] = tensor.to(getattr(owner, leaf).dtype)
         else:
             owner._parameters[leaf] = nn.Parameter(tensor.float(), requires_grad=False)

@@ -23,13 +23,15 @@ from kvcache.step import Step
 from moe import experts as experts_organ
 from moe.checkpoint import Checkpoint
 from moe.experts import ExpertLayer, SlotTensors
-from moe.families import build_on_meta, experts_modules, read_config
+from moe.families import build_on_meta, check_layout, experts_modules, read_config
 from moe.kept_body import KeptBody
 from moe.load_counts import LoadCounts
 from moe.load_plan import LoadPlan
-from moe.loader import Loader, Report
+from moe.loader import Loader, Report, Weight
+from moe.quantisation import read_quantisation
 from moe.rehearsal import rehearse
 from moe.replicas import routes
+from moe.stored_tensors import StoredTensors
 
 
 class Skeleton:
@@ -44,8 +46,11 @@ class Skeleton:
         attention_organ.register()
         experts_organ.register()
         self.directory = directory
-        self.model: PreTrainedModel = build_on_meta(read_config(directory))
+        config = read_config(directory)
+        self.quantisation = read_quantisation(getattr(config, "quantization_config", None))
+        self.model: PreTrainedModel = build_on_meta(config)
         self.experts = experts_modules(self.model)
+        check_layout(self.experts, self.quantisation)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
         self.cache_shapes: list[LayerShape] = rehearse(self.model)
         self.model.set_attn_implementation(attention_organ.NAME)
@@ -74,7 +79,7 @@ class Model:
             placement: the slots of all ranks.
             rank: this one.
             step: refilled by the caller before every forward.
-            dtype: auto, float32 or bfloat16; what weights are kept in. Computation is float32.
+            dtype: auto, float32 or bfloat16; what weights are kept in, if not quantised. Computation is float32.
             report: called with (stage, fraction).
 
         Raises:
@@ -88,8 +93,9 @@ class Model:
             for name, module in skeleton.experts.items()
             for leaf in dict(module.named_parameters(recurse=False))
         }
-        plan = LoadPlan(self._net, self.checkpoint, parameters)
-        loader = Loader(self._net, self.checkpoint, plan, dtype)
+        stored = StoredTensors(self.checkpoint, skeleton.quantisation)
+        plan = LoadPlan(self._net, stored, parameters)
+        loader = Loader(self._net, stored, plan, dtype)
         self.load_counts = LoadCounts(
             placement.num_layers,
             num_experts=placement.num_experts,
@@ -186,21 +192,27 @@ class Model:
 
 def _load_slots(loader: Loader, module: Any, target: str, local_experts: Any) -> SlotTensors:
     """Load one weight (and its bias) of all of this rank's slots in one layer."""
-    shape = getattr(module, target.rpartition(".")[2]).shape
-    in_dim, out_dim = (shape[1], shape[2]) if module.is_transposed else (shape[2], shape[1])
     slots: SlotTensors | None = None
     for slot, tensor in loader.load_experts(target, local_experts):
-        weight = loader.stored(tensor.T if module.is_transposed else tensor)
-        slots = slots or SlotTensors.empty(len(local_experts), out_dim, in_dim, weight.dtype)
-        slots.put(slot, weight)
+        weight_NK = _rows_of_outputs(loader, module, tensor)
+        slots = slots or SlotTensors.like(weight_NK, len(local_experts))
+        slots.put(slot, weight_NK)
     if slots is None:  # all empty, for now: one expert tells the type that others will come in
         _, tensor = next(loader.load_experts(target, np.zeros(1, dtype=np.int64)))
-        slots = SlotTensors.empty(len(local_experts), out_dim, in_dim, loader.stored(tensor).dtype)
+        slots = SlotTensors.like(_rows_of_outputs(loader, module, tensor), len(local_experts))
     if module.has_bias:
-        slots.bias_SN = torch.zeros(len(local_experts), out_dim)
+        slots.bias_SN = torch.zeros(len(local_experts), slots.out_dim)
         for slot, bias in loader.load_experts(f"{target}_bias", local_experts):
+            assert isinstance(bias, Tensor), f"{target}_bias is quantised"
             slots.bias_SN[slot] = bias
     return slots
+
+
+def _rows_of_outputs(loader: Loader, module: Any, weight: Weight) -> Weight:
+    """A weight as slots take it: [outputs, inputs], which quantised ones always are."""
+    if module.is_transposed and isinstance(weight, Tensor):
+        weight = weight.T
+    return loader.stored(weight)
 
 
 def _restore_buffers(model: PreTrainedModel) -> None:

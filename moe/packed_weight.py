@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_map
 from attention.cpu_tiles import LANES
 from kvcache.step import Step
 from moe.cpu_linear import linear, pack, unpack
+from moe.cpu_quantised_linear import pack_codes, pack_scales, quantised_linear, unpack_quantised
+from moe.quantised_weight import QuantisedWeight
 
 CASTS = frozenset({Tensor.to, Tensor.type})
 # Getters that tell about a tensor without its values; all others (T, mT, data) want them.
@@ -31,20 +33,27 @@ ABOUT = frozenset(
 
 
 class PackedWeight(Tensor):
-    """[N, K], presented as float32, held as panels of float32 or bfloat16."""
+    """[N, K], presented as float32, held as panels of float32 or bfloat16, or of FP8 codes beside their scales."""
 
     panels: Tensor  # [ceil(N / 16), K, 16]
+    scales: Tensor | None  # [ceil(N / 16), blocks of K] float32, of FP8
+    block: int  # inputs under one scale
     out_dim: int  # N
     in_dim: int  # K
     step: Step
 
     @staticmethod
-    def __new__(cls, weight_NK: Tensor, step: Step) -> "PackedWeight":
+    def __new__(cls, weight_NK: Tensor | QuantisedWeight, step: Step) -> "PackedWeight":
         """Pack a [N, K] weight; `step` is the model's, which says how many rows of a batch are real."""
         self = Tensor._make_wrapper_subclass(
-            cls, weight_NK.shape, dtype=torch.float32, device=weight_NK.device, requires_grad=False
+            cls, torch.Size(weight_NK.shape), dtype=torch.float32, device="cpu", requires_grad=False
         )
-        self.panels = pack(weight_NK)
+        self.scales, self.block = None, 0
+        if isinstance(weight_NK, QuantisedWeight):
+            self.panels, self.scales = pack_codes(weight_NK), pack_scales(weight_NK)
+            self.block = weight_NK.block
+        else:
+            self.panels = pack(weight_NK)
         self.out_dim, self.in_dim = weight_NK.shape
         self.step = step
         return self
@@ -81,6 +90,8 @@ class PackedWeight(Tensor):
     def unpacked(self) -> Tensor:
         """The plain weight: [N, K] float32, a copy."""
         with torch._C.DisableTorchFunctionSubclass():
+            if self.scales is not None:
+                return unpack_quantised(self.panels, self.scales, self.shape[0], self.block).dequantised()
             return unpack(self.panels, self.shape[0]).float()
 
 
@@ -110,7 +121,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         x_TK = x_TK[:real]
     if x_TK.stride(1) != 1:
         x_TK = x_TK.clone(memory_format=torch.contiguous_format)
-    linear(x_TK, panels, out_TN, parallel=step.is_parallel)
+    if weight.scales is None:
+        linear(x_TK, panels, out_TN, parallel=step.is_parallel)
+    else:
+        quantised_linear(x_TK, panels, weight.scales, weight.block, out_TN, parallel=step.is_parallel)
     if width != n:
         out_TN = out_TN[:, :n].contiguous()
     if bias is not None:
@@ -118,7 +132,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return out_TN.view(*input.shape[:-1], n)
 
 
-def _embedding(ids: Tensor, weight: PackedWeight, *_options: Any, **_more_options: Any) -> Tensor:
+def _embedding(ids: Tensor, weight: PackedWeight, *options: Any, **more_options: Any) -> Tensor:
+    if weight.scales is not None:  # no format that is served quantises embeddings; correct but slow
+        return torch.nn.functional.embedding(ids, weight.unpacked(), *options, **more_options)
     with torch._C.DisableTorchFunctionSubclass():
         flat = ids.reshape(-1)
         rows_TK = weight.panels[flat // LANES, :, flat % LANES]

@@ -106,7 +106,8 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16"),
-        help="type the weights are kept in; CPU computes in float32 (default: %(default)s)",
+        help="type the weights are kept in, but for quantised ones, which stay as they are; CPU computes in float32 "
+        "(default: %(default)s)",
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dispatch.availability import check_service_backend
+from moe.quantisation import UnservedQuantisationError, read_quantisation
 from server.options.command_line import Options
 from server.preflight.expert_memory import ExpertMemory, expert_memory, slots_per_rank
 from server.preflight.machine import available_bytes
@@ -25,7 +26,10 @@ _FLOAT_BYTES = {
     "float32": 4,
     "bfloat16": 2,
 }  # what a weight takes on CPU, by --dtype (D9: auto is fp32)
-_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64}
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "F8_E4M3": 8,
+    "F8_E8M0": 8,
+}  # fmt: skip
 _PROCESS_BYTES = 300 << 20  # a rank without weights: Python and torch take 220 MB, buffers the rest
 _OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth")
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
@@ -62,6 +66,7 @@ def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_f
     directory = Path(options.model)
     config = read_config(directory)
     check_is_moe(config, directory)
+    check_quantisation(config, directory)
     check_length(config, options.max_model_len)
     weights = weight_bytes(directory, config, _FLOAT_BYTES[options.dtype])
     check_placement(options.expert_placement, weights, config, num_ranks)
@@ -142,6 +147,14 @@ def check_is_moe(config: dict[str, Any], directory: Path) -> None:
             f"{config.get('model_type', 'unknown')!r}) has none of {', '.join(EXPERT_COUNT_FIELDS)} above 1; WideEP "
             "serves MoE models only"
         )
+
+
+def check_quantisation(config: dict[str, Any], directory: Path) -> None:
+    """Check that the weights are kept in a way that is served."""
+    try:
+        read_quantisation(_field(config, "quantization_config"))
+    except UnservedQuantisationError as error:
+        raise PreflightError(f"{directory} cannot be served: {error}") from error
 
 
 def num_experts(config: dict[str, Any]) -> int:

@@ -79,7 +79,10 @@ MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"hidden_act": "nosuch"},
         "mixtral cannot be built from its config.json: KeyError",
     ),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"mixtral is quantised \(gptq\)"),
+    "quantised": (
+        {"quantization_config": {"quant_method": "gptq"}},
+        r"mixtral: the checkpoint is quantised with GPTQ",
+    ),
     "dynamic rotary": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rotary embeddings of type dynamic, which change with the longest sequence of a batch",

@@ -18,8 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe.checkpoint import Checkpoint, CheckpointError
-from moe.families import UnsupportedModelError
-from moe.model import Skeleton
 from scheduler.assembly import assemble
 from scheduler.config import EngineConfig
 from tests.conftest import PoolOf
@@ -392,15 +390,6 @@ def test_quantised_tensors_are_refused_by_their_type(
     message = refused(rewrite(mixtral, tmp_path / "quantised", quantise), monkeypatch)
     kind = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int8: "I8"}[dtype]
     assert f"72 of type {kind}" in message and "bfloat16, float16 or float32" in message
-
-
-def test_a_quantised_model_is_refused_by_its_configuration(mixtral: Path, tmp_path: Path) -> None:
-    shutil.copy(mixtral / "config.json", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"mixtral is quantised \(fp8\)"):
-        Skeleton(tmp_path)
 
 
 def cut(directory: Path) -> None:

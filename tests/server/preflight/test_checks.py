@@ -171,6 +171,37 @@ def test_weights_are_counted_in_the_type_they_are_kept_in(tmp_path: Path) -> Non
     assert weight_bytes(tmp_path, CONFIG, 2) == WeightBytes(shared=(15 + 6) * 2, experts=(4 + 16) * 2)
 
 
+def test_quantised_weights_are_counted_as_they_are(tmp_path: Path) -> None:
+    """FP8 and MXFP4 stay a byte and half a byte whatever --dtype says, scales beside them."""
+    codes = {"layers.0.mlp.experts.0.up_proj.weight": [32, 64], "layers.0.self_attn.q_proj.weight": [16, 64]}
+    write_safetensors(tmp_path / "fp8.safetensors", codes, dtype="F8_E4M3", element_bytes=1)
+    blocks = {
+        "layers.1.mlp.experts.up_proj_blocks": [2, 16, 2, 16],
+        "layers.1.mlp.experts.up_proj_scales": [2, 16, 2],
+    }
+    write_safetensors(tmp_path / "mxfp4.safetensors", blocks, dtype="U8", element_bytes=1)
+    wanted = WeightBytes(shared=16 * 64, experts=32 * 64 + 2 * 16 * (32 + 2), expert_layers=2)
+    assert weight_bytes(tmp_path, CONFIG, 4) == weight_bytes(tmp_path, CONFIG, 2) == wanted
+
+
+@pytest.mark.usefixtures("much_memory")
+def test_quantisations_that_are_not_served_are_refused_by_name(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    for quantisation, message in (
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "cannot be served: the checkpoint is quantised with GPTQ (gptq)",
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "one scale per tensor"),
+    ):
+        (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+        options = options_for(directory)
+        assert message in complaint_of(
+            lambda options=options: check_start(options, num_ranks=1, num_local_ranks=1, has_front=False)
+        )
+
+
 def test_too_many_ranks_for_the_memory_are_refused_with_the_numbers(tmp_path: Path) -> None:
     options = replace(options_for(tmp_path), kv_cache_bytes=1 << 30)
     weights = WeightBytes(shared=2 << 30, experts=8 << 30, expert_layers=8)

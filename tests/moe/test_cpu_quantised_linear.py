@@ -1,0 +1,194 @@
+"""Kernels over FP8 and MXFP4 weights give the bits that the float32 kernels give for the dequantised weight."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numba
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moe.cpu_linear import grouped_linear, linear, pack
+from moe.cpu_quantised_linear import (
+    grouped_quantised_linear,
+    pack_codes,
+    pack_scales,
+    quantised_linear,
+    unpack_quantised,
+)
+from moe.quantised_weight import QuantisedWeight, QuantisedWeightError, e2m1_values, e8m0_values
+
+ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
+SHAPES = [(16, 32), (48, 96), (17, 64), (250, 160)]  # N, K
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def parallel(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether kernels use threads; with as many of them."""
+    before = numba.get_num_threads()
+    if request.param > numba.config.NUMBA_NUM_THREADS:
+        pytest.skip(f"needs {request.param} cores; numba has {numba.config.NUMBA_NUM_THREADS}")
+    numba.set_num_threads(request.param)
+    yield request.param > 1
+    numba.set_num_threads(before)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    """Seeded normal numbers."""
+    return torch.randn(*shape, generator=generator(seed))
+
+
+def fp8(*shape: int, block: int = 64) -> QuantisedWeight:
+    """Every code that is a number, in random places, with scales of all signs that change every 16 rows."""
+    *lead, n, k = shape
+    codes = torch.randint(0, 256, (*lead, n, k), generator=generator(), dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    scales = random(*lead, -(-n // 16), -(-k // block)).repeat_interleave(16, dim=-2)[..., :n, :]
+    return QuantisedWeight(codes=codes.view(torch.float8_e4m3fn), scales=scales, block=block)
+
+
+def mxfp4(*shape: int) -> QuantisedWeight:
+    """Random codes; scales of a row's own, the least one included."""
+    *lead, n, k = shape
+    codes = torch.randint(0, 256, (*lead, n, k // 2), generator=generator(), dtype=torch.uint8)
+    scales = torch.randint(110, 134, (*lead, n, k // 32), generator=generator(3), dtype=torch.uint8)
+    scales[..., 0, 0] = 0
+    return QuantisedWeight(codes=codes, scales=scales, block=32)
+
+
+FORMATS = {"fp8": fp8, "mxfp4": mxfp4}
+
+
+def multiply(x_TK: Tensor, weight: QuantisedWeight, *, parallel: bool = False) -> Tensor:
+    """Run the quantised kernel into a fresh output full of NaN."""
+    codes = pack_codes(weight)
+    out_TN = torch.full((len(x_TK), codes.shape[0] * 16), float("nan"))
+    quantised_linear(x_TK, codes, pack_scales(weight), weight.block, out_TN, parallel=parallel)
+    return out_TN
+
+
+def expected(x_TK: Tensor, weight: QuantisedWeight) -> Tensor:
+    """What the float32 kernel gives for the dequantised weight."""
+    packed = pack(weight.dequantised())
+    out_TN = torch.empty(len(x_TK), packed.shape[0] * 16)
+    linear(x_TK, packed, out_TN, parallel=False)
+    return out_TN
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_every_row_has_the_bits_of_the_dequantised_weight(n: int, k: int, name: str, parallel: bool) -> None:
+    weight = FORMATS[name](n, k)
+    for rows in ROWS:
+        x = random(rows, k)
+        assert torch.equal(multiply(x, weight, parallel=parallel), expected(x, weight)), rows
+
+
+@pytest.mark.parametrize("k", [1, 31, 65, 129, 300])
+@pytest.mark.parametrize("block", [16, 128])
+def test_fp8_blocks_may_end_short_and_inputs_be_odd(k: int, block: int) -> None:
+    weight = fp8(33, k, block=block)
+    for rows in (1, 3, 9):
+        x = random(rows, k)
+        assert torch.equal(multiply(x, weight), expected(x, weight))
+
+
+def test_every_fp8_code_means_what_torch_says() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F]
+    weight = QuantisedWeight(
+        codes=codes.view(torch.float8_e4m3fn)[None].expand(16, -1).contiguous(),
+        scales=torch.full((16, 2), 3.5e-5),
+        block=128,
+    )
+    ours = multiply(torch.eye(254), weight)[:, 0]
+    assert torch.equal(ours, codes.view(torch.float8_e4m3fn).float() * 3.5e-5)
+    assert ours.abs().min() == 0 and ours.abs().max() == 448 * torch.tensor(3.5e-5)
+
+
+def test_every_mxfp4_code_and_scale_means_what_the_format_says() -> None:
+    """Two inputs a byte, all bytes; 2^(byte - 127) for every scale below 2^8."""
+    assert e2m1_values(torch.tensor([0x10, 0x7A], dtype=torch.uint8)).tolist() == [0.0, 0.5, -1.0, 6.0]
+    assert e8m0_values(torch.tensor([0, 127, 134], dtype=torch.uint8)).tolist() == [2.0**-127, 1.0, 128.0]
+    codes = torch.arange(256, dtype=torch.uint8).repeat(2).view(32, 16)
+    for scale in (0, 1, 2, 100, 127, 134):
+        scales = torch.full((32, 1), scale, dtype=torch.uint8)
+        weight = QuantisedWeight(codes=codes, scales=scales, block=32)
+        assert torch.equal(multiply(torch.eye(32), weight).T, weight.dequantised())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(name: str, parallel: bool) -> None:
+    weight, x = FORMATS[name](50, 96), random(200, 96)
+    whole = multiply(x, weight)
+    for count in (1, 2, 5, 6, 7, 97, 200):
+        for start in (0, 200 - count):
+            rows = slice(start, start + count)
+            assert torch.equal(multiply(x[rows], weight, parallel=parallel), whole[rows])
+
+
+COUNTS = [[0, 0, 0], [1, 0, 0], [3, 1, 12], [0, 100, 1], [5]]  # rows of each slot
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_grouped_gives_every_row_its_own_slots_weight(counts: list[int], name: str, parallel: bool) -> None:
+    weight = FORMATS[name](len(counts), 40, 64)
+    codes, scales, x = pack_codes(weight), pack_scales(weight), random(sum(counts), 64)
+    addresses = [np.array([part.data_ptr() for part in parts], dtype=np.int64) for parts in (codes, scales)]
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    ours = grouped_quantised_linear(x, codes[0], *addresses, offsets, block=weight.block, parallel=parallel)
+    assert torch.equal(ours, grouped_linear(x, pack(weight.dequantised()), offsets, parallel=False))
+    for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
+        own = QuantisedWeight(codes=weight.codes[slot], scales=weight.scales[slot], block=weight.block)
+        assert torch.equal(ours[start:end], multiply(x[start:end], own)), "as linear, to the bit"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_unpacking_undoes_packing(name: str) -> None:
+    weight = FORMATS[name](3, 50, 96)
+    again = unpack_quantised(pack_codes(weight), pack_scales(weight), 50, weight.block)
+    assert torch.equal(again.codes.view(torch.uint8), weight.codes.view(torch.uint8))
+    assert torch.equal(again.scales, weight.scales)
+
+
+def test_swapped_scales_of_two_blocks_change_the_answer() -> None:
+    """The control: the tests above see which scale belongs to which block."""
+    for make in FORMATS.values():
+        weight, x = make(32, 128), random(2, 128)
+        swapped = QuantisedWeight(codes=weight.codes, scales=weight.scales.flip(-1), block=weight.block)
+        assert not torch.equal(multiply(x, swapped), expected(x, weight))
+
+
+def test_scales_that_change_within_a_panel_are_refused() -> None:
+    weight = fp8(64, 64)
+    scales = weight.scales.clone()
+    scales[20] *= 2
+    broken = QuantisedWeight(codes=weight.codes, scales=scales, block=64)
+    with pytest.raises(QuantisedWeightError, match="change within 16 rows"):
+        pack_scales(broken)
+    assert weight.block_scales(16).shape == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("fp8", 256.0, "scale of 256.0"), ("fp8", float("nan"), "scale of nan"), ("mxfp4", 255, "255 .e8m0.")],
+)
+def test_scales_that_no_kernel_takes_are_refused(name: str, value: float, message: str) -> None:
+    weight = FORMATS[name](16, 64)
+    weight.check("w")
+    weight.scales[3, 0] = value
+    with pytest.raises(QuantisedWeightError, match=f"w has a scale of .*{message.split()[-1]}|{message}"):
+        weight.check("w")
+
+
+def test_fp8_codes_that_are_not_a_number_are_refused() -> None:
+    weight = fp8(16, 64)
+    weight.codes.view(torch.uint8)[2, 5] = 0xFF
+    with pytest.raises(QuantisedWeightError, match="not a number"):
+        weight.check("w")

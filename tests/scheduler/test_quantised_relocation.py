@@ -1,0 +1,79 @@
+"""Quantised experts move with their scales: equal bits while they do, and a flipped bit of a scale never serves."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe.expert_weights import read_slot
+from scheduler.peer_channel import PeerChannel
+from scheduler.placement_report import Cause, MoveState
+from tests.conftest import PoolOf
+from tests.scheduler.test_relocation import answers, moving, requests, slot_digests
+from tests.support.moves import MovedRank, Moves, build_with_copies, targets
+from tests.support.quantise import write_quantised
+from tests.support.serving import build, own_share, serve
+
+FORMATS = {"mxfp4": ("gpt_oss", None), "fp8": ("qwen3_moe", (32, 32))}
+
+
+@pytest.fixture(scope="module", params=["mxfp4", pytest.param("fp8", marks=pytest.mark.slow)])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantised checkpoint."""
+    directory = tmp_path_factory.mktemp(request.param)
+    family, block = FORMATS[request.param]
+    write_quantised(family, directory, block=block)
+    return directory
+
+
+def test_quantised_experts_move_whole_and_answers_keep_their_bits(checkpoint: Path, pool_of: PoolOf) -> None:
+    alone = build(checkpoint, max_model_len=160)
+    wanted = answers(MovedRank(serve(alone, requests(), requests())))
+    parts = pool_of(2).run(moving, checkpoint, 2, {"all2all_backend": "shm"})
+    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == wanted
+    for moved, is_whole in parts:
+        assert is_whole, "a slot does not hold its expert's codes and scales"
+        assert moved.states()[-1] == (2, MoveState.SERVING)
+
+
+class _FlippingScales:
+    """A channel in which one bit of the first scales that are sent turns over."""
+
+    def __init__(self, channel: PeerChannel, num_bytes: int) -> None:
+        self._channel, self._num_bytes, self.flipped = channel, num_bytes, 0
+
+    def send(self, data: torch.Tensor, peer: int) -> None:
+        if len(data) == self._num_bytes and not self.flipped:
+            self.flipped += 1
+            data = data.clone()
+            data[-1] ^= 1
+        self._channel.send(data, peer)
+
+    def receive(self, data: torch.Tensor, peer: int) -> None:
+        self._channel.receive(data, peer)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def flipping(directory: Path) -> tuple[MovedRank, bool, int]:
+    """Serve while a move begins in which rank 0's scales arrive with a flipped bit."""
+    built = build_with_copies(directory, 6)
+    before, start = slot_digests(built), built.relocation.placement
+    scales = read_slot(built.model.layers[0], 0).tensors()["up_scales"]
+    channel = _FlippingScales(built.relocation._channel, scales.numel() * scales.element_size())
+    if torch.distributed.get_rank() == 0:
+        built.relocation._channel = channel
+    moved = Moves(built, targets(start, 1), doomed=[1]).serve(own_share(requests()))
+    return moved, slot_digests(built) == before and moved.digest == start.digest(), channel.flipped
+
+
+def test_a_flipped_bit_of_a_scale_never_serves(checkpoint: Path, pool_of: PoolOf) -> None:
+    alone = build(checkpoint, max_model_len=160)
+    wanted = answers(MovedRank(serve(alone, requests())))
+    (sender, sender_same, flipped), (receiver, receiver_same, _) = pool_of(2).run(flipping, checkpoint)
+    assert flipped == 1, "no scales were sent"
+    assert receiver.states() == [(1, MoveState.FAILED)]
+    assert receiver.reports[0].cause is Cause.CHECK_SUM
+    assert sender_same and receiver_same, "slots and placement are those from before the move"
+    assert {key: rows for moved in (sender, receiver) for key, rows in answers(moved).items()} == wanted
