@@ -28,6 +28,7 @@ WITHOUT_TORCH = [
     "scheduler.request",
     "scheduler.sequence",
     "kvcache.blocks",
+    "moe.quantisation",
     "server.processes.worker",
 ]
 # Imports inside functions, by file, and why they are there.
