@@ -235,7 +235,8 @@ class LoadPlan:
             plain = [name for name in names if not self._checkpoint.is_quantised(name)]
             if plain:
                 problems.append(f"{', '.join(plain)} (not quantised) for {part.target}, the rest of which is")
-            uneven = [name for name in names if self._checkpoint.shape(name)[-2] % ROWS]
+            codes = [name for name in names if name not in plain]
+            uneven = [name for name in codes if self._checkpoint.shape(name)[-2] % ROWS]
             if uneven and len(names) > 1:
                 problems.append(f"{', '.join(uneven)} (outputs not a multiple of {ROWS})")
         return problems
