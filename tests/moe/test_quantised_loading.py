@@ -194,7 +194,7 @@ def test_transformers_itself_reads_the_same_weights_from_these_files(
     name: str, block: tuple[int, int] | None, tmp_path: Path
 ) -> None:
     """Expanded by its own code they are the oracle's weights."""
-    oracle = write_quantised(name, tmp_path, block=block, num_hidden_layers=1)
+    oracle = write_quantised(name, tmp_path, block=block)
     expand = (
         FineGrainedFP8Config(weight_block_size=block, dequantize=True)
         if block
