@@ -14,7 +14,6 @@ Layout of a panel, K inputs of 16 output columns: FP8 codes [K, 16] and one floa
 [K / 2, 16], the even input in the lower half of a byte, and 16 scales (e8m0: 2^(byte - 127)) per block of K.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding, ir
@@ -173,7 +172,7 @@ def _clear(_typing: Any, out: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-def _rows_function(kind: _Kind, name: str) -> Callable[..., Any]:
+def _rows_function(kind: _Kind, name: str) -> Any:
     """Return njit `(x, x_stride, codes, scales, k, block, out, out_stride, rows)`: any number of rows.
 
     `block` is the inputs under one scale: at most `MAX_BLOCK`, even for MXFP4, whose k is a multiple of it.
@@ -207,7 +206,7 @@ def _rows_function(kind: _Kind, name: str) -> Callable[..., Any]:
                     decode(codes_block + index * LANES, scale, decoded + index * per_byte * LANES * 4)
                 add_rows_times_panel_f32(x_block, x_stride, decoded, 4 * LANES, count, out, out_stride, rows)
 
-    return njit(nogil=True)(renamed(rows_times_panel, name))  # type: ignore[no-any-return]
+    return njit(nogil=True)(renamed(rows_times_panel, name))
 
 
 rows_times_panel_fp8 = _rows_function(_Fp8, "fp8")

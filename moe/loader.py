@@ -6,7 +6,7 @@ same conversions one expert at a time, for the experts that this rank's slots ho
 share and peak memory is one expert. Everything is checked against the headers before any tensor is read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -77,11 +77,11 @@ class Loader:
                 made = self._convert(target, plan.experts[target][expert])
             yield slot, made[target][0]
 
-    def _convert(self, target: str, source: Source, row: int | None = None) -> dict[str, Weight]:
+    def _convert(self, target: str, source: Source, row: int | None = None) -> Mapping[str, Weight]:
         """Read a source and run its conversion, over codes and scales alike; returns parameters by name."""
         plan, stored = self._plan, self._checkpoint
         if not plan.is_quantised(source):
-            return dict(plan.convert(target, source, partial(stored.read, row=row)))
+            return plan.convert(target, source, partial(stored.read, row=row))
         codes = plan.convert(target, source, partial(stored.read_codes, row=row))
         scales = plan.convert(target, source, partial(stored.read_scales, row=row))
         return {name: stored.quantised(name, codes[name], scales[name]) for name in codes}

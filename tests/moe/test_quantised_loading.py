@@ -207,7 +207,8 @@ def test_transformers_itself_reads_the_same_weights_from_these_files(
 
 
 def drop(name: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.pop(name) and None
+    """Take a tensor away."""
+    return lambda tensors: tensors.__delitem__(name)
 
 
 def put(name: str, make: Callable[[Tensor], Tensor], source: str = "") -> Callable[[Tensors], None]:
