@@ -46,7 +46,11 @@ class PackedWeight(Tensor):
     def __new__(cls, weight_NK: Tensor | QuantisedWeight, step: Step) -> "PackedWeight":
         """Pack a [N, K] weight; `step` is the model's, which says how many rows of a batch are real."""
         self = Tensor._make_wrapper_subclass(
-            cls, torch.Size(weight_NK.shape), dtype=torch.float32, device="cpu", requires_grad=False
+            cls,
+            torch.Size(weight_NK.shape),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            requires_grad=False,
         )
         self.scales, self.block = None, 0
         if isinstance(weight_NK, QuantisedWeight):
