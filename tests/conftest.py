@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
+from tests.support.interpreted import interpret
 from tests.support.ranks import RankPool
 
 settings.register_profile("no deadline", deadline=None)  # other load on the machine is not the code's fault
@@ -41,6 +42,7 @@ def pool_of(pools: dict[int, RankPool]) -> Iterator[PoolOf]:
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[RankPool]:
-    """One process in which Triton's interpreter can be chosen: before anything in it imports triton."""
+    """One process in which Triton's kernels are interpreted: chosen before anything in it imports triton."""
     with RankPool(1, timeout_s=120.0) as pool:
+        pool.run(interpret)
         yield pool

@@ -97,7 +97,7 @@ def copy_row(target, source, H: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _quantise_row(
+def quantise_row(
     target,
     scales,
     row,
@@ -124,7 +124,7 @@ def write_row(
 ):  # fmt: skip
     """Write one row as it travels."""
     if IS_FP8:
-        _quantise_row(
+        quantise_row(
             address.to(tl.pointer_type(tl.uint8)), (address + SCALES_AT).to(tl.pointer_type(tl.float32)), row,
             H, GROUPS, ROUND_SCALE, IS_BFLOAT16,
         )  # fmt: skip

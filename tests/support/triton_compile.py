@@ -31,6 +31,7 @@ class Kernel(NamedTuple):
     max_registers: int = 80
     stages: int = 2
     fuses: bool = False  # whether products may be fused into sums
+    aligned: bool = False  # whether pointers are multiples of 16 bytes, as those of whole tensors are
 
 
 class Compiled(NamedTuple):
@@ -45,7 +46,9 @@ def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
     names = [parameter.name for parameter in kernel.function.params]
     signature = {name: kernel.types.get(name, "constexpr") for name in names}
     constants = {name: value for name, value in kernel.sizes.items() if name in names}
-    source = ASTSource(fn=kernel.function, signature=signature, constexprs=constants)
+    pointers = [place for place, name in enumerate(names) if signature[name].startswith("*")]
+    attributes = {(place,): [["tt.divisibility", 16]] for place in pointers} if kernel.aligned else None
+    source = ASTSource(fn=kernel.function, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     options = backend.parse_options(

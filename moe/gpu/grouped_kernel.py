@@ -1,0 +1,121 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""The grouped product as a Triton kernel; `moe.gpu.grouped` launches it and says what it is for.
+
+A weight's tile is the left factor and rows, transposed, are the right one: weights fill the 64 places of Hopper's wgmma
+in a decode step too, rows take as few as there are, and a quantised weight goes from registers into the product.
+
+Legend: P pairs (rows sorted by slot), N out features, K in features, S slots.
+"""
+
+import triton
+import triton.language as tl
+
+from moe.gpu.formats import load_scales, load_tile, scale_stride
+from moe.gpu.gated import gated
+
+
+@triton.jit
+def find_rows(offsets, tile, S: tl.constexpr, S_PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Return the slot of a tile (S or more if there is no such tile), its first row and the end of the slot's rows."""
+    slot = tl.arange(0, S_PAD)
+    begin = tl.load(offsets + slot, mask=slot < S, other=0)
+    end = tl.load(offsets + slot + 1, mask=slot < S, other=0)
+    last_tile = tl.cumsum((end - begin + ROWS - 1) // ROWS, axis=0)
+    is_before = (last_tile <= tile) & (slot < S)
+    found = tl.sum(is_before.to(tl.int32), axis=0)
+    tiles_before = tl.max(tl.where(is_before, last_tile, 0), axis=0)
+    is_found = slot == found
+    first = tl.sum(tl.where(is_found, begin, 0), axis=0) + (tile - tiles_before) * ROWS
+    return found, first, tl.sum(tl.where(is_found, end, 0), axis=0)
+
+
+@triton.jit
+def find_tile(program, num_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """Return the tile of rows and that of columns: GROUP tiles of rows share each tile of columns while L2 has it."""
+    first = program // (GROUP * COLUMN_TILES) * GROUP
+    inside = program % (GROUP * COLUMN_TILES)
+    size = tl.minimum(num_tiles - first, GROUP)
+    return first + inside % size, inside // size
+
+
+@triton.jit
+def _multiplied(
+    total, x_KR, x_scale_R, base, scales, column, begin,
+    HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_X_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Add the product of one tile of a weight with the rows, [columns, rows]."""
+    w_NK = load_tile(base, scales, column, begin, HEIGHT, K, INNER, FORMAT, x_KR.dtype)
+    if FORMAT == 1:
+        part = tl.dot(w_NK, x_KR, input_precision="ieee")
+        if HAS_X_SCALES:
+            part = part * x_scale_R[None, :]
+        return total + part * load_scales(scales, column, begin, HEIGHT, K)[:, None]
+    else:
+        return tl.dot(w_NK, x_KR, total, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_tiles"])  # or other sizes of a step would be compiled while serving
+def grouped_rows(
+    x, x_scales, rows, weights, scales, biases, places, offsets, out, num_tiles,
+    S: tl.constexpr, S_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, FORMAT: tl.constexpr, HAS_X_SCALES: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of rows and columns). With a gate, `weights` has 2 * N rows: N of the gate, then N of up."""
+    HEIGHT: tl.constexpr = 2 * N if GATE > 0 else N
+    tile, column_tile = find_tile(tl.program_id(0), num_tiles, (N + COLUMNS - 1) // COLUMNS, GROUP)
+    slot, first, end = find_rows(offsets, tile, S, S_PAD, ROWS)
+    if slot >= S:
+        return
+    pair = first + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    is_pair = pair < end
+    source = tl.load(rows + pair, mask=is_pair, other=0) if HAS_ROWS else pair
+    place = tl.load(places + slot).to(tl.int64)
+    base, own_scales = weights + place * (HEIGHT * (K // 2 if FORMAT == 2 else K)), scales
+    if FORMAT > 0:
+        own_scales = scales + place * scale_stride(HEIGHT, K, FORMAT)
+    x_rows, scale_rows = x + source * K, x_scales
+    if HAS_X_SCALES:
+        scale_rows = x_scales + source * ((K + 127) // 128)
+    total, total_up = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
+    for begin in range(0, K, INNER):
+        inner = begin + tl.arange(0, INNER)
+        is_read = is_pair[None, :]
+        if K % INNER != 0:
+            is_read = is_read & (inner[:, None] < K)
+        x_KR = tl.load(x_rows[None, :] + inner[:, None], mask=is_read, other=0.0)
+        x_scale_R = source
+        if HAS_X_SCALES:
+            x_scale_R = tl.load(scale_rows + begin // 128, mask=is_pair, other=0.0)
+        total = _multiplied(
+            total, x_KR, x_scale_R, base, own_scales, column, begin, N, K, INNER, FORMAT, HAS_X_SCALES
+        )
+        if GATE > 0:
+            total_up = _multiplied(
+                total_up,
+                x_KR,
+                x_scale_R,
+                base,
+                own_scales,
+                column + N,
+                begin,
+                HEIGHT,
+                K,
+                INNER,
+                FORMAT,
+                HAS_X_SCALES,
+            )
+    is_column = column < N
+    if HAS_BIAS:
+        bias = tl.load(biases + place * HEIGHT + column, mask=is_column, other=0.0)
+        total += bias.to(tl.float32)[:, None]
+    if GATE > 0:
+        if HAS_BIAS:
+            bias = tl.load(biases + place * HEIGHT + N + column, mask=is_column, other=0.0)
+            total_up += bias.to(tl.float32)[:, None]
+        total = gated(total, total_up, GATE)
+    tl.store(
+        out + pair[None, :] * N + column[:, None], total.to(out.dtype.element_ty),
+        mask=is_pair[None, :] & is_column[:, None],
+    )  # fmt: skip

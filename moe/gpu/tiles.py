@@ -1,0 +1,48 @@
+"""Which tile of the grouped product a launch takes: one for decode and one for prefill per weight format.
+
+The choice depends on the step's capacity and the number of slots, which all ranks know alike, never on which experts
+the rows chose. Tiles of a format add over the inner dimension in the same order and steps, with the same instruction of
+an architecture (64 columns on Hopper's wgmma, whatever the number of rows), so a row has the same bits in a decode step
+and beside prompts.
+"""
+
+from typing import NamedTuple
+
+MANY_ROWS = 64  # per slot, from which reading weights costs less than multiplying
+
+
+class GroupedTile(NamedTuple):
+    """The shape of a program's work."""
+
+    rows: int
+    columns: int
+    inner: int
+    group: int  # tiles of rows that take turns at a tile of columns
+    warps: int
+    stages: int
+
+
+DECODE_TILE = GroupedTile(16, 64, 64, 1, 4, 5)  # few rows per expert: read weights fast
+PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3)  # many: keep the tensor cores busy
+# A block of FP8 scales is 128 features; of MXFP4 they are 64 bytes, of which a row is read at once.
+FP8_DECODE_TILE = GroupedTile(16, 64, 128, 1, 4, 4)
+FP8_PREFILL_TILE = GroupedTile(64, 128, 128, 8, 8, 3)
+FP8_ROWS_PREFILL_TILE = GroupedTile(32, 128, 128, 8, 8, 3)  # with scales of rows, 64 of them spill registers
+
+
+def choose_tile(
+    num_pairs: int, num_slots: int, *, is_fp8: bool = False, has_fp8_rows: bool = False
+) -> GroupedTile:
+    """Pick the tile of a launch.
+
+    Args:
+        num_pairs: room for pairs in the step, at the size that all ranks agreed on.
+        num_slots: of this rank; as many on all ranks.
+        is_fp8: whether weights are FP8, or MXFP4.
+        has_fp8_rows: whether rows are FP8 too.
+    """
+    if num_pairs < MANY_ROWS * num_slots:
+        return FP8_DECODE_TILE if is_fp8 else DECODE_TILE
+    if has_fp8_rows:
+        return FP8_ROWS_PREFILL_TILE
+    return FP8_PREFILL_TILE if is_fp8 else PREFILL_TILE

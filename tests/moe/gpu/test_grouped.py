@@ -1,0 +1,151 @@
+"""The grouped product in Triton's interpreter against float64."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.moe.gpu.grouped_cases import F16, F32, FP8, MXFP4, TOLERANCE, Case, Problem
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+)
+
+
+def multiply(case: Case, tile_name: str) -> None:
+    """Rows by a map, and the same rows by themselves; nothing is written behind the last pair."""
+    from moe.gpu import tiles  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
+
+    problem, tile = (
+        Problem(case),
+        getattr(tiles, ("FP8_" if case.weights in (FP8, MXFP4) else "") + tile_name),
+    )
+    out = torch.full((problem.num_pairs + 3, case.N), 7.0, dtype=case.dtype)
+    grouped_linear(
+        problem.x, num_pairs=problem.num_pairs + 3, rows_P=problem.rows, x_scales_TB=problem.x_scales, tile=tile,
+        out=out, **problem.arguments(),
+    )  # fmt: skip
+    ours, tolerance = out[: problem.num_pairs], TOLERANCE[case.dtype]
+    torch.testing.assert_close(ours.double(), problem.want(), atol=tolerance, rtol=tolerance)
+    assert (out[problem.num_pairs :] == 7.0).all()
+    if problem.x_scales is None:
+        same = grouped_linear(
+            problem.x[problem.rows], num_pairs=problem.num_pairs, tile=tile, **problem.arguments()
+        )
+        assert torch.equal(same, ours)
+
+
+FAST = [
+    Case([3, 0, 17, 1], 80, 72, has_bias=True),
+    Case([5, 0, 2], 128, 200, "silu", F16, FP8),
+    Case([2, 1], 40, 96, "swiglu_oai", F32, MXFP4, has_bias=True),
+]
+SLOW = [
+    Case([3, 0, 17, 1], 80, 72, "silu", has_bias=True),
+    Case([0, 70, 0], 64, 128, "swiglu_oai", has_bias=True),
+    Case([3, 1], 72, 64, "gelu"),
+    Case([3, 1], 72, 64, "gelu_tanh", F16, F16),
+    Case([5, 2], 48, 64, "none", F16, F16, has_bias=True),
+    Case([4, 1], 200, 300, "none", F32, FP8),
+    Case([4, 20], 200, 256, "none", F32, FP8, quantises_rows=True),
+    Case([4, 1], 128, 256, "silu", F16, FP8, quantises_rows=True),
+    Case([3, 0, 18], 72, 64, "none", F16, MXFP4),
+    Case([0, 0], 64, 64),
+]
+
+
+@pytest.mark.parametrize("tile", ["DECODE_TILE"])
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_rows_meet_their_slots_weight(interpreter: RankPool, case: Case, tile: str) -> None:
+    interpreter.run(multiply, case, tile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", ["DECODE_TILE", "PREFILL_TILE"])
+@pytest.mark.parametrize("case", [*FAST, *SLOW], ids=str)
+def test_rows_meet_their_slots_weight_in_every_format(interpreter: RankPool, case: Case, tile: str) -> None:
+    interpreter.run(multiply, case, tile)
+
+
+def compare_tiles(case: Case) -> None:
+    """Of whole numbers, whose sums are exact in any order: numpy's order is not the tensor cores'."""
+    from moe.gpu import tiles  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
+
+    problem = Problem(case)
+    x = (problem.x * 8).round()
+    weights = (problem.weights.stored * 64).round()
+    arguments = {**problem.arguments(), "weights_WNK": weights, "num_pairs": problem.num_pairs}
+    outs: list[Tensor] = [
+        grouped_linear(x, tile=tile, rows_P=problem.rows, **arguments)
+        for tile in (tiles.DECODE_TILE, tiles.PREFILL_TILE)
+    ]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    alone = {**arguments, "slot_offsets": torch.tensor([0, 0, 1]), "num_pairs": 1}
+    last = grouped_linear(x, tile=tiles.DECODE_TILE, rows_P=problem.rows[-1:], **alone)
+    assert torch.equal(last[0], outs[0][-1])
+
+
+def test_a_row_is_the_same_alone_in_a_crowd_and_with_every_tile(interpreter: RankPool) -> None:
+    interpreter.run(compare_tiles, Case([2, 19], 64, 128))
+
+
+def launches_everything() -> None:
+    """The grid that capacity gives holds the tiles of the worst split, and a captured launch serves other counts."""
+    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.tiles import DECODE_TILE  # noqa: PLC0415
+
+    x, weights = torch.randn(40, 64), torch.randn(3, 16, 64)
+    places = torch.arange(3, dtype=torch.int32)
+    for counts in ([1, 1, 38], [40, 0, 0], [17, 17, 6], [0, 0, 2]):
+        offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
+        out = grouped_linear(x, weights, offsets, places, num_pairs=40, tile=DECODE_TILE)
+        slot = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+        want = torch.einsum("pk,pnk->pn", x[: len(slot)], weights[slot])
+        torch.testing.assert_close(out[: len(slot)], want, atol=1e-4, rtol=1e-4)
+
+
+def test_the_grid_of_a_capacity_holds_whatever_the_rows_choose(interpreter: RankPool) -> None:
+    interpreter.run(launches_everything)
+
+
+def refusals() -> list[str]:
+    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
+
+    x, weights, scales = torch.randn(2, 64), torch.randn(2, 64, 64), torch.ones(2, 1, 1)
+    fp4, fp4_scales = torch.zeros(2, 64, 32, dtype=torch.uint8), torch.zeros(2, 64, 2, dtype=torch.uint8)
+    changes: list[dict[str, Any]] = [
+        {"x_TK": x.double()},
+        {"x_TK": x.bfloat16()},
+        {"x_TK": torch.randn(2, 32)},
+        {"scales_WBB": scales},
+        {"weights_WNK": weights.to(FP8)},
+        {"weights_WNK": weights.to(FP8), "scales_WBB": scales, "gate": "silu"},
+        {"x_TK": x.to(FP8)},
+        {"x_TK": x.to(FP8), "x_scales_TB": torch.ones(2, 1)},
+        {"weights_WNK": fp4},
+        {"weights_WNK": fp4[:, :, :24], "scales_WBB": fp4_scales, "x_TK": torch.randn(2, 48)},
+    ]
+    texts = []
+    for change in changes:
+        arguments = {"x_TK": x, "weights_WNK": weights, **change}
+        with pytest.raises(ValueError) as caught:
+            grouped_linear(
+                slot_offsets=torch.tensor([0, 1, 2]), places_S=torch.arange(2).int(), num_pairs=2, **arguments
+            )
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_the_kernel_lacks_is_refused_by_name(interpreter: RankPool) -> None:
+    starts = (
+        "x_TK is torch.float64", "weights_WNK are torch.float32", "x_TK has 32 columns", "scales_WBB come with",
+        "scales_WBB come with", "N is 32; gated FP8 weights", "x_scales_TB come with", "x_TK is float8_e4m3fn",
+        "scales_WBB come with", "x_TK has 48 columns; MXFP4",
+    )  # fmt: skip
+    for text, start in zip(interpreter.run(refusals)[0], starts, strict=True):
+        assert text.startswith(start)

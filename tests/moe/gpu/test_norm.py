@@ -1,0 +1,61 @@
+"""RMSNorm for GPUs in the interpreter against the definition as transformers rounds it, and compiled.
+
+The interpreter rounds bfloat16 wrongly, so float16 stands for the short types.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+)
+
+
+def oracle(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """LlamaRMSNorm's forward."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def norm_rows(shape: tuple[int, int], dtype: torch.dtype, has_residual: bool) -> None:
+    from moe.gpu.norm import rms_norm  # noqa: PLC0415 - in the interpreter
+
+    torch.manual_seed(0)
+    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    weight = torch.randn(shape[1]).to(dtype)
+    total = x + residual if has_residual else x
+    ours = rms_norm(x, weight, 1e-6, residual_TD=residual if has_residual else None)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3  # one step of the type
+    torch.testing.assert_close(ours, oracle(total, weight, 1e-6), atol=tolerance, rtol=tolerance)
+    assert not has_residual or torch.equal(residual, total)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "has_residual"),
+    [
+        ((3, 64), torch.float32, False),
+        ((1, 72), torch.float16, True),
+        ((2, 2880), torch.float32, True),
+        ((2, 2880), torch.float16, False),
+    ],
+)
+def test_rows_are_normed_as_transformers_norms_them(
+    interpreter: RankPool, shape: tuple[int, int], dtype: torch.dtype, has_residual: bool
+) -> None:
+    interpreter.run(norm_rows, shape, dtype, has_residual)
+
+
+@pytest.mark.parametrize("hidden", [2048, 7168])
+def test_the_kernel_compiles_within_its_budget(hidden: int, tmp_path: Path) -> None:
+    from moe.gpu import norm  # noqa: PLC0415 - not in the interpreter
+    from tests.support.triton_compile import Kernel, check_budget  # noqa: PLC0415
+
+    types = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"}
+    sizes = {"D": hidden, "D_PAD": 2048 if hidden == 2048 else 8192, "HAS_RESIDUAL": True}
+    check_budget(Kernel(norm.norm_rows, types, sizes, 8, 128), tmp_path)

@@ -1,0 +1,104 @@
+"""Routing for GPUs in the interpreter against plain torch, for the kinds of routers that families have; and compiled."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"choices": 2, "normalise": True},
+    "qwen_without_norm": {"choices": 4},
+    "gpt_oss": {"choices": 4, "softmax_after": True},
+    "deepseek_v3": {"choices": 3, "is_sigmoid": True, "normalise": True, "scale": 2.5, "groups": 4, "groups_chosen": 2},
+    "deepseek_v2": {"choices": 3, "scale": 16.0, "groups": 4, "groups_chosen": 2, "best_of_group": True},
+    "one_group": {"choices": 3, "is_sigmoid": True, "scale": 1.5},
+}  # fmt: skip
+
+HAS_BIAS = ("deepseek_v3", "one_group")
+
+
+def oracle(logits: Tensor, r: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Written from the definition; ties go to the lower expert by a stable sort."""
+    logits = logits.float()
+    scores = logits.sigmoid() if r.is_sigmoid else logits if r.softmax_after else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if r.groups > r.groups_chosen:
+        grouped = choice.view(len(choice), r.groups, -1)
+        scored = grouped.topk(1 if r.best_of_group else 2, dim=-1).values.sum(-1)
+        best = scored.sort(descending=True, stable=True, dim=-1).indices
+        kept = torch.zeros(grouped.shape[:2], dtype=torch.bool).scatter(1, best[:, : r.groups_chosen], True)
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    ids = choice.sort(descending=True, stable=True, dim=-1).indices[:, : r.choices]
+    weights = scores.gather(1, ids)
+    if r.softmax_after:
+        weights = weights.softmax(-1)
+    if r.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * r.scale
+
+
+def route_rows(kind: str, num_experts: int, has_bias: bool, has_ties: bool) -> None:
+    from moe.gpu.routing import Routing, route  # noqa: PLC0415 - in the interpreter
+
+    torch.manual_seed(0)
+    logits = torch.randn(3, num_experts)
+    if has_ties:
+        logits = logits.round()
+    bias = torch.rand(num_experts) if has_bias else None
+    routing = Routing(**KINDS[kind])
+    ids, weights = route(logits, routing, bias_E=bias)
+    want_ids, want_weights = oracle(logits, routing, bias)
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_and_weights_are_those_of_the_definition(interpreter: RankPool, kind: str) -> None:
+    interpreter.run(route_rows, kind, 24, kind in HAS_BIAS, False)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_of_equal_scores_the_lower_expert_is_chosen(interpreter: RankPool, kind: str) -> None:
+    interpreter.run(route_rows, kind, 8, kind in HAS_BIAS, True)
+
+
+def route_nan() -> None:
+    from moe.gpu.routing import Routing, route  # noqa: PLC0415 - in the interpreter
+
+    logits = torch.randn(4, 8)
+    logits[1], logits[2, 3], logits[3] = float("nan"), float("nan"), -float("inf")
+    for kind in KINDS.values():
+        ids, weights = route(logits, Routing(**kind))
+        assert ((ids >= 0) & (ids < 8)).all()
+        assert weights[1].isnan().all() and not weights[0].isnan().any()
+        if kind.get("is_sigmoid"):
+            assert 3 not in ids[2]
+
+
+def test_a_row_of_nan_stays_nan_and_names_only_experts_that_there_are(interpreter: RankPool) -> None:
+    interpreter.run(route_nan)
+
+
+@pytest.mark.parametrize(("experts", "choices", "groups"), [(128, 8, 1), (256, 8, 8)])
+def test_the_kernel_compiles_within_its_budget(
+    experts: int, choices: int, groups: int, tmp_path: Path
+) -> None:
+    from moe.gpu import routing  # noqa: PLC0415 - not in the interpreter
+    from tests.support.triton_compile import Kernel, check_budget  # noqa: PLC0415
+
+    types = {"logits": "*bf16", "bias": "*fp32", "ids": "*i64", "weights": "*fp32", "scale": "fp32"}
+    sizes = {
+        "E": experts, "E_PAD": experts, "K": choices, "K_PAD": 8, "GROUPS": groups, "GROUPS_PAD": groups,
+        "GROUPS_CHOSEN": max(1, groups // 2), "IS_SIGMOID": groups > 1, "SOFTMAX_AFTER": False, "NORMALISE": True,
+        "HAS_BIAS": groups > 1, "BEST_OF_GROUP": False,
+    }  # fmt: skip
+    check_budget(Kernel(routing.choose_experts, types, sizes, 4, 128), tmp_path)
