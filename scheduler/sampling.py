@@ -80,7 +80,7 @@ def _choose(logits_V: Row, sequence: Sequence) -> int:
     ):  # rules that exclude each other left nothing to draw from: one request's own trouble
         return int(logits_V.argmax())
     weights_V = np.exp((logits_V - top) * np.float32(1.0 / max(params.temperature, LEAST_TEMPERATURE)))
-    draw = _uniform(params.seed, sequence.num_output_tokens)
+    draw = uniform_at(params.seed, sequence.num_output_tokens)
     if not params.top_k and params.top_p >= 1.0 and params.min_p <= 0.0:
         return _draw(weights_V, draw)
     ids = _candidates(weights_V, params)
@@ -138,6 +138,6 @@ def _draw(weights: Row, uniform: float) -> int:
     return chunk * CHUNK + min(int(index), last)
 
 
-def _uniform(seed: int, position: int) -> float:
+def uniform_at(seed: int, position: int) -> float:
     """The random number of a position, in [0, 1)."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())

@@ -1,0 +1,172 @@
+"""Sampling on GPUs, in Triton's interpreter, against the CPU's; and compiled."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scheduler.gpu.draws import plan_draws
+from scheduler.sampling import Sampled, sample
+from tests.scheduler.gpu.sampled_rows import VOCABULARY, drawn_rows, logits, ruled_rows, sequence
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+)
+CPU = torch.device("cpu")
+
+
+def choose(rows: torch.Tensor, sequences: list[Any], part: int = 512, candidates: int = 512) -> list[int]:
+    from scheduler.gpu.sampling import SamplingScratch, choose_tokens  # noqa: PLC0415 - in the interpreter
+
+    vocabulary = rows.shape[1]
+    scratch = SamplingScratch(len(rows), vocabulary, CPU, part=part, candidates=candidates)
+    ids: list[int] = choose_tokens(rows.clone(), plan_draws(sequences, vocabulary, CPU), scratch).tolist()
+    return ids
+
+
+def draw(seeds: list[int], kinds: slice, part: int) -> None:
+    sequences = drawn_rows(seeds, kinds)
+    rows = logits(len(sequences))
+    assert choose(rows, sequences, part) == sample(rows.clone(), sequences).token_ids
+
+
+def test_drawn_tokens_are_those_of_the_cpu(interpreter: RankPool) -> None:
+    interpreter.run(draw, [0], slice(0, 2), 512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_drawn_tokens_are_those_of_the_cpu_for_all_ways_of_drawing(interpreter: RankPool, seed: int) -> None:
+    interpreter.run(draw, [seed], slice(None), 128)
+
+
+def follow_rules() -> None:
+    sequences = ruled_rows()
+    rows = logits(len(sequences), seed=1)
+    wanted = sample(rows.clone(), sequences).token_ids
+    assert choose(rows, sequences) == wanted
+    plain = sample(rows.clone(), [sequence(seed=3, temperature=0.0)] * len(rows)).token_ids
+    assert wanted != plain  # the rules do matter here
+
+
+def test_rules_structures_and_penalties_are_those_of_the_cpu(interpreter: RankPool) -> None:
+    interpreter.run(follow_rules)
+
+
+def cut_otherwise() -> None:
+    sequences = drawn_rows([5], slice(None))
+    rows = logits(len(sequences), seed=2)
+    whole = choose(rows, sequences, part=512)
+    assert choose(rows, sequences, part=64, candidates=3) == whole
+    assert [choose(rows[at : at + 1], sequences[at : at + 1])[0] for at in (1, 7)] == [whole[1], whole[7]]
+
+
+@pytest.mark.slow
+def test_tokens_do_not_depend_on_how_a_row_is_cut_or_what_room_there_is_or_the_batch(
+    interpreter: RankPool,
+) -> None:
+    interpreter.run(cut_otherwise)
+
+
+def meet_odd_rows() -> None:
+    """Equal logits, NaN, infinities, nothing but -inf, and one token that has all the weight."""
+    rows = torch.zeros(6, VOCABULARY)
+    rows[1, [9, 40]] = float("nan")
+    rows[2] = -float("inf")
+    rows[3, 77] = float("inf")
+    rows[4] = -float("inf")
+    rows[4, 123] = -4.0
+    rows[5, 300:] = -200.0
+    sequences = [sequence(seed=seed, temperature=1.0) for seed in range(6)]
+    assert choose(rows, sequences) == sample(rows.clone(), sequences).token_ids
+    greedy = [sequence(temperature=0.0)] * 6
+    assert choose(rows, greedy) == sample(rows.clone(), greedy).token_ids
+
+
+def test_odd_rows_get_the_tokens_that_they_get_on_the_cpu(interpreter: RankPool) -> None:
+    interpreter.run(meet_odd_rows)
+
+
+def sample_with_logprobs() -> tuple[Sampled, Sampled]:
+    from scheduler.gpu.sampler import DeviceSampler  # noqa: PLC0415 - in the interpreter
+
+    sequences = [
+        sequence(temperature=0.0, num_logprobs=2),
+        sequence(temperature=0.0),
+        sequence((7,), temperature=1.0, num_logprobs=0, repetition_penalty=3.0, seed=1),
+        sequence(is_structured=True, temperature=0.0, num_logprobs=1),
+    ]
+    rows = logits(4, seed=4)
+    sampler = DeviceSampler(5, VOCABULARY, CPU)
+    assert sampler.sample(rows[:0], []) == Sampled([], [])
+    return sampler.sample(rows.clone(), sequences), sample(rows.clone(), sequences)
+
+
+def test_logprobs_are_of_the_logits_before_anything_changed_them(interpreter: RankPool) -> None:
+    ours, wanted = interpreter.run(sample_with_logprobs)[0]
+    assert ours == wanted
+
+
+def refusals() -> list[str]:
+    from scheduler.gpu.sampling import SamplingScratch, choose_tokens  # noqa: PLC0415 - in the interpreter
+
+    draws = plan_draws([sequence(temperature=0.0)], 8, CPU)
+    texts = []
+    for rows in (torch.zeros(1, 8).half(), torch.zeros(8, 1).T.expand(2, 8), torch.zeros(1, 9)):
+        with pytest.raises(ValueError) as caught:
+            choose_tokens(rows, draws, SamplingScratch(1, 8, CPU))
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_logits_of_another_kind_are_refused(interpreter: RankPool) -> None:
+    starts = ("logits_RV are torch.float16", "logits_RV are torch.float32, strides", "logits_RV are 1 x 9")
+    for text, start in zip(interpreter.run(refusals)[0], starts, strict=True):
+        assert text.startswith(start)
+
+
+def compiled_kernels() -> dict[str, Any]:
+    """As a vocabulary of 151,936 tokens would launch them."""
+    from scheduler.gpu import sampling_kernels as kernels  # noqa: PLC0415 - not in the interpreter
+    from tests.support.triton_compile import Kernel  # noqa: PLC0415
+
+    types = {
+        "logits": "*fp32", "inverses": "*fp32", "least_weights": "*fp32", "top_ks": "*i32", "top_ps": "*fp64",
+        "uniforms": "*fp64", "top_values": "*fp32", "top_ids": "*i32", "counts": "*i32", "masses": "*i64",
+        "candidates": "*fp32", "candidate_ids": "*i32", "ids": "*i64", "V": "i32", "W": "i32", "E": "i32",
+        "masks": "*i32", "mask_rows": "*i32", "edit_rows": "*i32", "edit_ids": "*i32", "biases": "*fp32",
+        "seen": "*i8", "subtracted": "*fp32", "penalties": "*fp32",
+    }  # fmt: skip
+    sizes = {"S": 75, "S_PAD": 128, "PART": 2048, "C": 8192, "DRAWS": True, "HAS_MASKS": True}
+    edits = Kernel(kernels.edit_logits, types, {"BLOCK": 256}, warps=4, aligned=True)
+    named = ("find_tops", "weigh_parts", "gather_candidates", "choose_tokens")
+    return {
+        "edit_logits": edits,
+        **{
+            name: Kernel(getattr(kernels, name), types, sizes, max_registers=128, aligned=True)
+            for name in named
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    "arch", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "name", ["edit_logits", "find_tops", "weigh_parts", "gather_candidates", "choose_tokens"]
+)
+def test_the_kernels_compile_within_their_budget(name: str, arch: int, tmp_path: Path) -> None:
+    from tests.support.triton_compile import check_budget  # noqa: PLC0415 - not in the interpreter
+
+    check_budget(compiled_kernels()[name], tmp_path, arch)
+
+
+def test_masks_are_packed_by_the_bit_the_lowest_first() -> None:
+    draws = plan_draws([sequence(temperature=0.0), sequence(is_structured=True)], 40, CPU)
+    assert draws.mask_row_R.tolist() == [-1, 0]
+    bits = np.unpackbits(draws.masks_MW.numpy().view(np.uint8), bitorder="little")[:40]
+    assert bits.tolist() == [1, 0] * 20
