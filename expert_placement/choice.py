@@ -25,13 +25,25 @@ _BATCH_SWEEPS, _BATCH_TOLERANCE = 60, 1e-4
 _OWN_TOTAL = np.empty(0, dtype=np.int64)
 
 
+class Table(NamedTuple):
+    """One layer's copies, by expert."""
+
+    first: np.ndarray  # [E + 1] int64
+    slot: np.ndarray  # [copies] int64
+    until: np.ndarray  # [copies] float64: shares summed up within the expert
+
+
 class _Kept(NamedTuple):
     copies: Copies
     until: np.ndarray  # [copies] float64: shares summed up within the expert
 
 
 class ReplicaChoice:
-    """One rank's way from logical experts to slots, for one placement."""
+    """One rank's way from logical experts to slots, for one placement.
+
+    Attributes:
+        phase_E: [E] float64, where each expert's grid begins.
+    """
 
     def __init__(self, placement: Placement, rank: int, before: "ReplicaChoice | None" = None) -> None:
         """Prepare the tables of all layers.
@@ -48,7 +60,12 @@ class ReplicaChoice:
         self._until = [
             kept[layer].until if layer in kept else _until(self._copies[layer]) for layer in layers
         ]
-        self._phase_E = phases(placement.num_experts, rank)
+        self.phase_E = phases(placement.num_experts, rank)
+
+    def table(self, layer: int) -> Table:
+        """What a choice in this layer looks up; views."""
+        copies = self._copies[layer]
+        return Table(copies.first, copies.slot, self._until[layer])
 
     def choose(self, layer: int, expert_TK: np.ndarray) -> np.ndarray:
         """Return the slot of each choice; local.
@@ -67,7 +84,7 @@ class ReplicaChoice:
             copies.first,
             copies.slot,
             until,
-            self._phase_E,
+            self.phase_E,
             _OWN_TOTAL,
             slot_TK.reshape(-1),
         )

@@ -27,6 +27,13 @@ class Span(NamedTuple):
     block_ids: Sequence[int]  # covering positions [0, start + length)
 
 
+class Inputs(NamedTuple):
+    """What a model's forward is given beside the step, on the model's device."""
+
+    token_T: Tensor  # int64, padding included
+    row_R: Tensor  # int64, rows whose logits are wanted
+
+
 class Step:
     """The packed batch of one step. Rows past `num_tokens` are padding: not cached, attended to or sampled."""
 
@@ -60,6 +67,7 @@ class Step:
         )  # the same memory
         self._query_start, self._context = self.query_start_S.numpy(), self.context_S.numpy()
         self._table = self.block_table_SM.numpy()
+        self.token_T = torch.zeros(padded, dtype=torch.int64)
         self._tiles: dict[int, np.ndarray] = {}
         self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
 
@@ -89,10 +97,25 @@ class Step:
         self.num_sequences, self.num_tokens, self.num_decodes = count, tokens, num_decodes
         self.agreed_tokens = agreed_tokens
         self.num_pairs = int(lengths @ self._context[:count])
-        self.num_padded = max(ROW_MULTIPLE, -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE)
+        self.num_padded = self._padded(tokens)
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0
         self._tiles.clear()
+
+    def inputs(self, token_ids: Sequence[int], rows: Sequence[int]) -> Inputs:
+        """Take the tokens of a batch that was filled in; return what a model's forward is given.
+
+        Args:
+            token_ids: of the step's rows, in order.
+            rows: whose logits are wanted.
+        """
+        self.token_T[: self.num_tokens] = torch.tensor(token_ids, dtype=torch.int64)
+        self.token_T[self.num_tokens : self.num_padded] = 0
+        return Inputs(self.token_T[: self.num_padded], torch.tensor(rows, dtype=torch.int64))
+
+    def _padded(self, num_tokens: int) -> int:
+        """Rows that a batch is padded to."""
+        return max(ROW_MULTIPLE, -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE)
 
     def tiles(self, tile_tokens: int) -> np.ndarray:
         """Cut every sequence's rows into tiles of at most so many query tokens.

@@ -13,24 +13,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.experts import SAMPLE_ROWS, ExpertLayer, SlotTensors
+from moe.backend import Experts
+from moe.experts import SAMPLE_ROWS
 
 
 class ExpertWeights(NamedTuple):
     """One slot of a layer, or memory for one."""
 
-    up: SlotTensors  # of one slot each
-    down: SlotTensors
+    up: Any  # `backend.Slots` of one slot each, of the layer's kind
+    down: Any
 
     def tensors(self) -> dict[str, Tensor]:
         """All of the expert, by name; views."""
-        named = {"up": self.up.rows[0], "down": self.down.rows[0]}
-        for name, side in (("up", self.up), ("down", self.down)):
-            if side.scales:
-                named[f"{name}_scales"] = side.scales[0]
-            if side.bias_SN is not None:
-                named[f"{name}_bias"] = side.bias_SN[0]
-        return named
+        sides = (("up", self.up.tensors()), ("down", self.down.tensors()))
+        return {
+            f"{side}_{name}" if name else side: tensor
+            for side, named in sides
+            for name, tensor in named.items()
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -38,17 +38,17 @@ class ExpertWeights(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
 
-def read_slot(layer: ExpertLayer, slot: int) -> ExpertWeights:
+def read_slot(layer: Experts, slot: int) -> ExpertWeights:
     """A slot's weights; its memory is the slot's."""
     return ExpertWeights(layer.up.at(slot), layer.down.at(slot))
 
 
-def spare_slot(layer: ExpertLayer) -> ExpertWeights:
+def spare_slot(layer: Experts) -> ExpertWeights:
     """Reserve memory for one expert of a layer's kind."""
     return ExpertWeights(layer.up.spare(), layer.down.spare())
 
 
-def exchange_slot(layer: ExpertLayer, slot: int, new: ExpertWeights) -> ExpertWeights:
+def exchange_slot(layer: Experts, slot: int, new: ExpertWeights) -> ExpertWeights:
     """Let a slot serve `new`; returns the memory that it served from. Nothing of it may be read afterwards."""
     return ExpertWeights(layer.up.exchange(slot, new.up), layer.down.exchange(slot, new.down))
 
@@ -73,8 +73,8 @@ class Digest:
         self._hash = hashlib.sha256()
 
     def add(self, data: Tensor) -> None:
-        """Add [n] uint8."""
-        self._hash.update(data.numpy().data)
+        """Add [n] uint8, from any device."""
+        self._hash.update(data.cpu().numpy().data)
 
     def value(self) -> bytes:
         """Thirty-two bytes."""
@@ -89,7 +89,7 @@ def digest(tensors: Mapping[str, Tensor]) -> bytes:
     return taken.value()
 
 
-def sample(layer: ExpertLayer) -> Tensor:
+def sample(layer: Experts) -> Tensor:
     """Rows to try an expert with: [n, D] float32, real ones once any were served."""
     if layer.sample_TD is not None:
         return layer.sample_TD
@@ -98,9 +98,6 @@ def sample(layer: ExpertLayer) -> Tensor:
 
 
 @torch.inference_mode()
-def try_out(layer: ExpertLayer, module: Any, weights: ExpertWeights, x_TD: Tensor) -> Tensor:
-    """Run rows through an expert that need not serve: [T, D] float32, new. On one thread, beside steps."""
-    alone = ExpertLayer(
-        weights.up, weights.down, layer.route, layer.num_experts, layer.dispatcher, layer.step
-    )
-    return alone.compute(module, x_TD.contiguous(), torch.tensor([0, len(x_TD)]), parallel=False)
+def try_out(layer: Experts, module: Any, weights: ExpertWeights, x_TD: Tensor) -> Tensor:
+    """Run rows through an expert that need not serve: [T, D], new. On one thread, beside steps."""
+    return layer.try_out(module, weights.up, weights.down, x_TD)

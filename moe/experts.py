@@ -112,6 +112,15 @@ class SlotTensors:
             self.bias_SN[slot] = new.bias_SN[0]  # a few KB, and then `apply` needs no gathering
         return SlotTensors(self.out_dim, old[None], new.bias_SN, old_scales, self.block)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What belongs to the first slot, by name: "" is the weight; views."""
+        named = {"": self.rows[0]}
+        if self.scales:
+            named["scales"] = self.scales[0]
+        if self.bias_SN is not None:
+            named["bias"] = self.bias_SN[0]
+        return named
+
     def apply(self, x_PK: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
         """Multiply rows sorted by slot; returns [P, out_dim] float32, contiguous."""
         if self.scales:
@@ -210,6 +219,11 @@ class ExpertLayer:
         else:
             lowered_PI = _on_full_vectors(module._apply_gate, raised_PN)
         return self.down.apply(lowered_PI, slot_offsets, parallel=parallel)
+
+    def try_out(self, module: Any, up: SlotTensors, down: SlotTensors, x_TD: Tensor) -> Tensor:
+        """Run rows through an expert that need not serve, on one thread, beside steps: [T, D] float32, new."""
+        alone = ExpertLayer(up, down, self.route, self.num_experts, self.dispatcher, self.step)
+        return alone.compute(module, x_TD.contiguous(), torch.tensor([0, len(x_TD)]), parallel=False)
 
 
 def _on_full_vectors(function: Callable[[Tensor], Tensor], x_PN: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ interface and every layer's attention goes through its attention interface with 
 `moe.rehearsal` finds out).
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def read_config(directory: Path) -> Any:
     return config
 
 
-def build_on_meta(config: Any) -> PreTrainedModel:
-    """Build a model's modules without their weights.
+def build_on_meta(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Build a model's modules without their weights, to compute in `dtype`.
 
     Raises:
         UnsupportedModelError: `transformers` has no causal language model for it, or its values do not fit.
@@ -54,12 +55,24 @@ def build_on_meta(config: Any) -> PreTrainedModel:
         )
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{config.model_type} cannot be built from its config.json: {type(error).__name__}: {_first_line(error)}"
         ) from error
+    _widen(model)
     return model.eval()
+
+
+def _widen(model: PreTrainedModel) -> None:
+    """Declare float32 what a family keeps so whatever it computes in: biases that correct a router, say."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    pattern = re.compile("|".join(rf"(^|\.){name}($|\.)" for name in kept))
+    for module_name, module in model.named_modules() if kept else ():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and pattern.search(f"{module_name}.{name}"):
+                    tensor.data = tensor.data.float()
 
 
 def _first_line(error: Exception) -> str:

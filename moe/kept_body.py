@@ -35,11 +35,11 @@ class KeptBody:
         decoder = getattr(self._net, self._name)
         setattr(self._net, self._name, _Replay(self._output))
         try:
-            nothing = torch.zeros(1, 1, dtype=torch.int64)
+            nothing = torch.zeros(1, 1, dtype=torch.int64, device=rows_R.device)
             output: Any = self._net(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
         finally:
             setattr(self._net, self._name, decoder)
-        logits: Tensor = output.logits[0]
+        logits: Tensor = output.logits[0].float()
         return logits
 
     def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:

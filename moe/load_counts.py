@@ -78,3 +78,7 @@ class LoadCounts:
     def experts_s(self) -> float:
         """Seconds that this rank's experts computed so far, all layers together."""
         return sum(layer.experts_ns for layer in self.layers) * 1e-9
+
+    def clear(self) -> None:
+        """Forget what was counted before the first step."""
+        self.table[:] = 0

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcache.step import Step
 from moe.load_plan import LoadPlan, Source
-from moe.packed_weight import PackedWeight
 from moe.quantised_weight import QuantisedWeight
 from moe.stored_tensors import StoredTensors
 
 Report = Callable[[str, float], None]  # stage, fraction done
 Weight = Tensor | QuantisedWeight
+# Name, the tensor as it was read (quantised only if it is a linear layer's weight), and what the model declared: what
+# a module gets for it.
+Keep = Callable[[str, Weight, Tensor], Tensor | nn.Parameter]
 
 
 class Loader:
@@ -42,12 +43,12 @@ class Loader:
             return tensor.float()
         return tensor.bfloat16() if self._dtype == "bfloat16" else tensor
 
-    def load_plain(self, step: Step, report: Report) -> None:
-        """Load everything that is not an expert; matrices become `PackedWeight`s, the rest float32 parameters."""
+    def load_plain(self, keep: Keep, report: Report) -> None:
+        """Load everything that is not an expert, as `keep` wants it."""
         plan = self._plan
         for done, (target, source) in enumerate(plan.plain.items()):
             for name, tensor in self._convert(target, source).items():
-                self._assign(name, tensor, step)
+                self._assign(name, tensor, keep)
             report("weights", (done + 1) / len(plan.plain))
         for target, original in (getattr(self._model, "all_tied_weights_keys", None) or {}).items():
             if target not in plan.plain:
@@ -77,6 +78,12 @@ class Loader:
                 made = self._convert(target, plan.experts[target][expert])
             yield slot, made[target][0]
 
+    def is_quantised(self, target: str) -> bool:
+        """Whether experts of one parameter are quantised in the checkpoint."""
+        plan = self._plan
+        source = plan.fused.get(target) or next(iter(plan.experts[target].values()))
+        return plan.is_quantised(source)
+
     def _convert(self, target: str, source: Source, row: int | None = None) -> Mapping[str, Weight]:
         """Read a source and run its conversion, over codes and scales alike; returns parameters by name."""
         plan, stored = self._plan, self._checkpoint
@@ -90,16 +97,20 @@ class Loader:
         path, _, leaf = name.rpartition(".")
         return self._model.get_submodule(path), leaf
 
-    def _assign(self, name: str, tensor: Weight, step: Step) -> None:
+    def _assign(self, name: str, tensor: Weight, keep: Keep) -> None:
         owner, leaf = self._owner(name)
+        declared = getattr(owner, leaf)
         is_matrix = leaf == "weight" and len(tensor.shape) == 2 and leaf not in owner._buffers
         if isinstance(tensor, QuantisedWeight) and not is_matrix:
             tensor = tensor.dequantised()  # nothing that kernels of ours multiply with
-        assert tensor.shape == getattr(owner, leaf).shape, f"{name}: the plan let {list(tensor.shape)} pass"
-        if isinstance(tensor, QuantisedWeight) or is_matrix:
-            del owner._parameters[leaf]
-            owner.weight = PackedWeight(self.stored(tensor), step)
-        elif leaf in owner._buffers:
-            owner._buffers[leaf] = tensor.to(getattr(owner, leaf).dtype)
+        assert tensor.shape == declared.shape, f"{name}: the plan let {list(tensor.shape)} pass"
+        if leaf in owner._buffers:
+            assert isinstance(tensor, Tensor), "a buffer that is a matrix of a linear layer"
+            owner._buffers[leaf] = tensor.to(declared.dtype)
+            return
+        kept = keep(name, tensor, declared)
+        if isinstance(kept, nn.Parameter):
+            owner._parameters[leaf] = kept
         else:
-            owner._parameters[leaf] = nn.Parameter(tensor.float(), requires_grad=False)
+            del owner._parameters[leaf]
+            setattr(owner, leaf, kept)

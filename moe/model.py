@@ -10,24 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention import organ as attention_organ
 from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import EMPTY, Placement
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
-from moe import experts as experts_organ
+from moe.backend import Backend, Experts
 from moe.checkpoint import Checkpoint
-from moe.experts import ExpertLayer, SlotTensors
+from moe.cpu_backend import CPU
 from moe.families import build_on_meta, check_layout, experts_modules, read_config
 from moe.kept_body import KeptBody
-from moe.load_counts import LoadCounts
 from moe.load_plan import LoadPlan
-from moe.loader import Loader, Report, Weight
+from moe.loader import Loader, Report
 from moe.quantisation import read_quantisation
 from moe.rehearsal import rehearse
 from moe.replicas import routes
@@ -37,24 +34,28 @@ from moe.stored_tensors import StoredTensors
 class Skeleton:
     """A model on the meta device: what it needs and holds is known, nothing is read or allocated yet."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, backend: Backend = CPU) -> None:
         """Read the configuration and build the modules.
+
+        Args:
+            directory: the model's.
+            backend: of the device that the model will run on.
 
         Raises:
             UnsupportedModelError: the model cannot be served, and why.
         """
-        attention_organ.register()
-        experts_organ.register()
-        self.directory = directory
+        backend.register()
+        self.directory, self.backend = directory, backend
         config = read_config(directory)
         self.quantisation = read_quantisation(getattr(config, "quantization_config", None))
-        self.model: PreTrainedModel = build_on_meta(config)
+        self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype)
         self.experts = experts_modules(self.model)
         check_layout(self.experts, self.quantisation)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
         self.cache_shapes: list[LayerShape] = rehearse(self.model)
-        self.model.set_attn_implementation(attention_organ.NAME)
-        self.model.set_experts_implementation(experts_organ.NAME)
+        backend.check(self.model, self.cache_shapes, self.quantisation)
+        self.model.set_attn_implementation(backend.attention)
+        self.model.set_experts_implementation(backend.experts)
 
 
 class Model:
@@ -69,6 +70,7 @@ class Model:
         rank: int,
         step: Step,
         dtype: str = "auto",
+        num_spare: int = 0,
         report: Report = lambda _stage, _fraction: None,
     ) -> None:
         """Load this rank's weights.
@@ -78,8 +80,10 @@ class Model:
             dispatcher: of the group whose ranks the placement speaks of.
             placement: the slots of all ranks.
             rank: this one.
-            step: refilled by the caller before every forward.
-            dtype: auto, float32 or bfloat16; what weights are kept in, if not quantised. Computation is float32.
+            step: the backend's; refilled by the caller before every forward.
+            dtype: auto, float32 or bfloat16; what weights are kept in, if not quantised, on a CPU, which computes in
+                float32.
+            num_spare: experts that may move to this rank at once; see `backend.Backend.load_experts`.
             report: called with (stage, fraction).
 
         Raises:
@@ -96,35 +100,34 @@ class Model:
         stored = StoredTensors(self.checkpoint, skeleton.quantisation)
         plan = LoadPlan(self._net, stored, parameters)
         loader = Loader(self._net, stored, plan, dtype)
-        self.load_counts = LoadCounts(
+        self._backend = skeleton.backend
+        self.load_counts = self._backend.make_counts(
             placement.num_layers,
             num_experts=placement.num_experts,
             num_ranks=placement.num_ranks,
             slots_per_rank=placement.slots_per_rank,
         )
         with torch.no_grad():
-            loader.load_plain(step, report)
-            self.layers = self._load_experts(loader, dispatcher, rank, report)
+            loader.load_plain(self._backend.keep_with(step, loader.stored), report)
+            self.layers = self._load_experts(loader, dispatcher, num_spare, report)
             _restore_buffers(self._net)
+            self._backend.finish(self._net)
         self._body = KeptBody(self._net)
 
     def _load_experts(
-        self, loader: Loader, dispatcher: TokenDispatcher, rank: int, report: Report
-    ) -> list[ExpertLayer]:
-        local, ways = self.placement.local(rank), routes(self.placement, rank)
+        self, loader: Loader, dispatcher: TokenDispatcher, num_spare: int, report: Report
+    ) -> list[Experts]:
+        modules, ways = self.skeleton.experts, routes(self.placement, self._rank)
+        local_LS = self.placement.local(self._rank)
+        slots = self._backend.load_experts(loader, modules, local_LS, report, num_spare)
         layers = []
-        for index, (name, module) in enumerate(self.skeleton.experts.items()):
-            tensors = {}
-            for leaf in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
-                tensors[leaf] = _load_slots(loader, module, f"{name}.{leaf}", local[index])
+        for index, module in enumerate(modules.values()):
+            layer = self._backend.open_layer(slots[index], ways[index], module, dispatcher, self.step)
             for leaf in [*dict(module.named_parameters(recurse=False))]:
                 delattr(module, leaf)
-            up, down = tensors.values()
-            layer = ExpertLayer(up, down, ways[index], self.skeleton.num_experts, dispatcher, self.step)
             layer.counts = self.load_counts.layers[index]
             module.expert_layer = layer
             layers.append(layer)
-            report("experts", (index + 1) / len(self.skeleton.experts))
         return layers
 
     @torch.inference_mode()
@@ -152,7 +155,7 @@ class Model:
             logits_to_keep=logits_R,
             pages=cache,
         )
-        logits: Tensor = output.logits[0]
+        logits: Tensor = output.logits[0].float()
         return logits
 
     @torch.inference_mode()
@@ -163,6 +166,11 @@ class Model:
             [R, V] float32, the bits that `forward` gives for these rows.
         """
         return self._body.logits(rows_R)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs are."""
+        return self._backend.device
 
     @property
     def modules(self) -> list[Any]:
@@ -190,33 +198,8 @@ class Model:
         return sum(layer.up.num_bytes + layer.down.num_bytes for layer in self.layers)
 
 
-def _load_slots(loader: Loader, module: Any, target: str, local_experts: Any) -> SlotTensors:
-    """Load one weight (and its bias) of all of this rank's slots in one layer."""
-    slots: SlotTensors | None = None
-    for slot, tensor in loader.load_experts(target, local_experts):
-        weight_NK = _rows_of_outputs(loader, module, tensor)
-        slots = slots or SlotTensors.like(weight_NK, len(local_experts))
-        slots.put(slot, weight_NK)
-    if slots is None:  # all empty, for now: one expert tells the type that others will come in
-        _, tensor = next(loader.load_experts(target, np.zeros(1, dtype=np.int64)))
-        slots = SlotTensors.like(_rows_of_outputs(loader, module, tensor), len(local_experts))
-    if module.has_bias:
-        slots.bias_SN = torch.zeros(len(local_experts), slots.out_dim)
-        for slot, bias in loader.load_experts(f"{target}_bias", local_experts):
-            assert isinstance(bias, Tensor), f"{target}_bias is quantised"
-            slots.bias_SN[slot] = bias
-    return slots
-
-
-def _rows_of_outputs(loader: Loader, module: Any, weight: Weight) -> Weight:
-    """A weight as slots take it: [outputs, inputs], which quantised ones always are."""
-    if module.is_transposed and isinstance(weight, Tensor):
-        weight = weight.T
-    return loader.stored(weight)
-
-
 def _restore_buffers(model: PreTrainedModel) -> None:
-    """Recompute the buffers that no checkpoint has (rotary frequencies), which the meta device dropped."""
+    """Recompute the buffers that no checkpoint has (rotary frequencies), which the meta device dropped; on the CPU."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():

@@ -6,8 +6,8 @@ spare in turn. As many spares as a layer has slots let any plan be carried out, 
 
 from collections import defaultdict
 
+from moe.backend import Experts
 from moe.expert_weights import ExpertWeights, manifest, spare_slot
-from moe.experts import ExpertLayer
 
 _Kind = tuple[tuple[str, ...], ...]
 
@@ -18,15 +18,14 @@ class SpareSlots:
     def __init__(self) -> None:
         self._free: dict[_Kind, list[ExpertWeights]] = defaultdict(list)
 
-    def reserve(self, layer: ExpertLayer, count: int) -> None:
+    def reserve(self, layer: Experts, count: int) -> None:
         """Have at least so many free that fit a layer."""
-        free = self._free[_kind(spare := spare_slot(layer))]
-        free += [spare] * (len(free) < count)
+        free = self._free[_kind_of(layer)]
         free += [spare_slot(layer) for _ in range(count - len(free))]
 
-    def take(self, layer: ExpertLayer) -> ExpertWeights:
+    def take(self, layer: Experts) -> ExpertWeights:
         """Get one that fits a layer."""
-        free = self._free[_kind(ExpertWeights(layer.up.at(0), layer.down.at(0)))]
+        free = self._free[_kind_of(layer)]
         return free.pop() if free else spare_slot(layer)
 
     def give(self, weights: ExpertWeights) -> None:
@@ -37,6 +36,10 @@ class SpareSlots:
     def num_free(self) -> int:
         """Spare slots that wait."""
         return sum(len(free) for free in self._free.values())
+
+
+def _kind_of(layer: Experts) -> _Kind:
+    return _kind(ExpertWeights(layer.up.at(0), layer.down.at(0)))
 
 
 def _kind(weights: ExpertWeights) -> _Kind:

@@ -3,18 +3,22 @@
 Compiled kernels are cached on disk; the first start on a machine takes some seconds, later ones milliseconds.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from attention.cpu_attention import paged_attention
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.cpu_linear import silu_and_mul
-from moe.model import Model
 from moe.packed_weight import PackedWeight
+
+if TYPE_CHECKING:
+    from moe.model import Model
 
 
 @torch.inference_mode()
-def compile_kernels(model: Model) -> None:
+def compile_kernels(model: "Model") -> None:
     """Run every kernel once on tiny inputs of the types this model uses; local."""
     parallel = model.step.is_parallel
     slots = model.layers[0].up
@@ -34,7 +38,7 @@ def compile_kernels(model: Model) -> None:
         torch.nn.functional.linear(torch.zeros(1, weight.in_dim), weight)
 
 
-def _one_of_each_kind(model: Model) -> list[PackedWeight]:
+def _one_of_each_kind(model: "Model") -> list[PackedWeight]:
     """A weight for each way in which this model's linear layers keep theirs."""
     weights = [getattr(module, "weight", None) for module in model.skeleton.model.modules()]
     kinds = {weight.panels.dtype: weight for weight in weights if isinstance(weight, PackedWeight)}

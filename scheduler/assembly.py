@@ -20,11 +20,12 @@ from dispatch.row_formats import row_format
 from dispatch.transports.choose import open_transport
 from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool
-from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
+from kvcache.paged_cache import BLOCK_TOKENS
 from kvcache.step import Step
+from moe.backend import Backend
 from moe.model import Model, Skeleton, set_threads
-from moe.warmup import compile_kernels
 from scheduler.config import EngineConfig, model_length
+from scheduler.devices import backend_of, local_dispatcher, open_forward
 from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
 from scheduler.expert_transfer import Place
@@ -84,18 +85,20 @@ def assemble(
     # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
     sys.setswitchinterval(SWITCH_S)
     set_threads(config.threads)
-    skeleton = Skeleton(config.directory)
+    backend = backend_of(config.device, config.dtype, is_invariant=config.batch_invariant)
+    skeleton = Skeleton(config.directory, backend)
     length = model_length(skeleton.model.config, config.max_model_len)
     blocks = num_blocks(
         skeleton.cache_shapes,
         kv_cache_bytes=config.kv_cache_bytes,
         max_model_len=length,
         max_num_seqs=config.max_num_seqs,
+        token_bytes=backend.token_bytes,
     )
-    scheduler, step = _make_scheduler(config, length, blocks), _make_step(config, length)
+    scheduler, step = _make_scheduler(config, length, blocks), _make_step(config, length, backend)
     group, mailbox_group = _groups(config)
     placement = _agree_on_placement(config, skeleton, group)
-    dispatcher = _open_dispatcher(config, group, placement.slots_per_rank)
+    dispatcher = _open_dispatcher(config, backend, group, placement.slots_per_rank)
     model = Model(
         skeleton,
         dispatcher=dispatcher,
@@ -103,10 +106,13 @@ def assemble(
         rank=config.rank,
         step=step,
         dtype=config.dtype,
+        num_spare=_num_spare(config, placement),
         report=report,
     )
-    compile_kernels(model)
-    runner = Runner(model, PagedCache(skeleton.cache_shapes, blocks))
+    cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
+    backend.warm_up(model, cache)
+    forward = open_forward(model, cache, enforce_eager=config.enforce_eager, report=report)
+    runner = Runner(model, cache, forward)
     relocation = _open_relocation(config, placement, model)
     lockstep = _open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
@@ -133,8 +139,8 @@ def _make_scheduler(config: EngineConfig, max_model_len: int, blocks: int) -> Sc
     )
 
 
-def _make_step(config: EngineConfig, max_model_len: int) -> Step:
-    return Step(
+def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> Step:
+    return backend.make_step(
         max_tokens=config.max_num_batched_tokens,
         max_sequences=config.max_num_seqs,
         max_blocks=-(-max_model_len // BLOCK_TOKENS),
@@ -158,9 +164,18 @@ def _agree_on_placement(
     return placement
 
 
+def _num_spare(config: EngineConfig, placement: Placement) -> int:
+    """As many as one layer has let any plan be carried out; one rank has nowhere to move to."""
+    if config.num_spare is not None:
+        return config.num_spare
+    return placement.slots_per_rank if config.world_size > 1 else 0
+
+
 def _open_dispatcher(
-    config: EngineConfig, group: dist.ProcessGroup | None, slots_per_rank: int
+    config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
 ) -> TokenDispatcher:
+    if config.device != "cpu":
+        return local_dispatcher(backend, config.world_size, slots_per_rank)
     backend, timeout_s, epoch = config.all2all_backend, config.timeout_s, config.epoch
     if config.dispatch_node_size:
         return open_hierarchical(

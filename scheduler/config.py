@@ -23,7 +23,10 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens; None: the model's
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    device: str = "cpu"  # see `scheduler.devices`
     dtype: str = "auto"
+    batch_invariant: bool = False  # of a GPU; a CPU always is
+    enforce_eager: bool = False  # no CUDA graphs
     enable_prefix_caching: bool = True
     all2all_backend: str = "auto"
     dispatch_mode: DispatchMode = DispatchMode.AUTO
@@ -32,6 +35,9 @@ class EngineConfig:
     placement_file: Path | None = None
     eplb: EplbConfig = field(default_factory=EplbConfig)  # redundant experts, nodes, bytes beside a step
     threads: int = 1
+    num_spare: int | None = (
+        None  # experts that may move to a GPU at once; None: a layer's slots, if there are ranks
+    )
     timeout_s: float = 30.0  # of every collective
     epoch: int = 0
 

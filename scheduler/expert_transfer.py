@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from expert_placement.transfers import Transfer
+from moe.backend import Experts
 from moe.expert_weights import (
     Digest,
     ExpertWeights,
@@ -21,7 +22,6 @@ from moe.expert_weights import (
     sample,
     try_out,
 )
-from moe.experts import ExpertLayer
 from scheduler.peer_channel import Pace, PeerChannel
 from scheduler.placement_report import Cause
 
@@ -39,7 +39,7 @@ class MoveError(RuntimeError):
 class Place(NamedTuple):
     """A layer of the model: its slots, and the module whose gate function its experts use."""
 
-    layer: ExpertLayer
+    layer: Experts
     module: Any
 
 
@@ -59,8 +59,9 @@ def send_expert(
     for tensor in tensors.values():
         for piece in torch.split(flat_bytes(tensor), pace.piece_bytes):
             pace.take(len(piece))
-            channel.send(piece, peer)
-            taken.add(piece)
+            on_host = piece.cpu()
+            channel.send(on_host, peer)
+            taken.add(on_host)
     channel.send(torch.frombuffer(bytearray(taken.value()), dtype=torch.uint8), peer)
     for tensor in tail.values():
         channel.send(flat_bytes(tensor), peer)
@@ -90,8 +91,11 @@ def receive_expert(
     for tensor in into.values():
         for piece in torch.split(flat_bytes(tensor), pace.piece_bytes):
             pace.take(0)  # bytes are the sender's to count
-            channel.receive(piece, peer)
-            taken.add(piece)
+            on_host = piece if piece.is_cpu else torch.empty_like(piece, device="cpu")
+            channel.receive(on_host, peer)
+            taken.add(on_host)
+            if on_host is not piece:
+                piece.copy_(on_host)
     wanted = torch.empty(len(taken.value()), dtype=torch.uint8)
     channel.receive(wanted, peer)
     tail = _reserve(head["tail"])

@@ -1,5 +1,6 @@
 """Run one planned batch: fill the step, call the model, sample. Knows no policy and no requests' lives."""
 
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import NamedTuple
 
@@ -7,24 +8,46 @@ import torch
 from torch import Tensor
 
 from kvcache.paged_cache import PagedCache
-from kvcache.step import Span, Step
+from kvcache.step import Inputs, Span, Step
 from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
+from scheduler.forward import Forward
 from scheduler.logprobs import prompt_logprobs
 from scheduler.policy import Batch
 from scheduler.request import Logprobs
 from scheduler.sampling import Sampled, sample
+from scheduler.sequence import Sequence
 
 SCORED_ROWS = 64  # of a prompt at a time; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
+
+
+def sample_on_host(logits_RV: Tensor, sequences: list[Sequence]) -> Sampled:
+    """Choose a token per row of [R, V] float32 logits, on the CPU."""
+    return sample(logits_RV.cpu(), sequences)
+
+
+Sampler = Callable[[Tensor, list[Sequence]], Sampled]
 
 
 class Runner:
     """A rank's model, its cache and the step they share."""
 
-    def __init__(self, model: Model, cache: PagedCache) -> None:
-        """Take the model and a cache whose blocks the scheduler's pool counts."""
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedCache,
+        forward: Forward | None = None,
+        sampler: Sampler = sample_on_host,
+    ) -> None:
+        """Take a model and a cache whose blocks the scheduler's pool counts.
+
+        Args:
+            forward: stands for the model's.
+            sampler: chooses tokens, of logits where the model leaves them; it may change them in place.
+        """
         self._model, self._cache = model, cache
-        self._token_T = torch.zeros_like(model.step.position_T)
+        self._forward: Forward = forward or model.forward
+        self._sample = sampler
         self.num_steps = self.busy_ns = 0  # counters, as is the next
         self.num_tokens = [0] * NUM_PHASES  # prefill, decode
         self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
@@ -49,11 +72,10 @@ class Runner:
         """
         begun_ns = perf_counter_ns()
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
-        rows = self._fill(batch, agreed_tokens)
-        token_T = self._token_T[: self.step.num_padded]
-        scored = _scored(batch)
-        logits_RV = self._model.forward(token_T, self._cache, rows, keeps_hidden=bool(scored))
-        sampled = sample(logits_RV, [item.sequence for item in batch.items if item.samples])
+        inputs, scored = self._fill(batch, agreed_tokens), _scored(batch)
+        logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
+        sampling = [item.sequence for item in batch.items if item.samples]
+        sampled = self._sample(logits_RV[: len(sampling)], sampling)
         if scored:
             sampled = sampled._replace(
                 prompt_logprobs={part.request_id: self._score(part) for part in scored}
@@ -69,9 +91,12 @@ class Runner:
             self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
         return sampled
 
-    def _fill(self, batch: Batch, agreed_tokens: int) -> Tensor:
-        """Put a batch into the step; return the rows whose logits are sampled from, [R] int64."""
-        spans, tokens, rows, row = [], [], [], 0
+    def _fill(self, batch: Batch, agreed_tokens: int) -> Inputs:
+        """Put a batch into the step; the rows whose logits are wanted are those that are sampled from."""
+        spans: list[Span] = []
+        tokens: list[int] = []
+        rows: list[int] = []
+        row = 0
         for sequence, start, length, samples in batch.items:
             spans.append(
                 Span(start, length, sequence.block_ids[: -(-(start + length) // self.step.block_tokens)])
@@ -81,16 +106,16 @@ class Runner:
             if samples:
                 rows.append(row - 1)
         self.step.fill(spans, batch.num_tokens - batch.num_prefill_tokens, agreed_tokens=agreed_tokens)
-        self._token_T[:row] = torch.tensor(tokens, dtype=torch.int64)
-        self._token_T[row : self.step.num_padded] = 0
-        return torch.tensor(rows, dtype=torch.int64)
+        return self.step.inputs(tokens, rows)
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
         """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""
         found: list[Logprobs] = []
         for first in range(0, len(scored.rows), SCORED_ROWS):
             rows = scored.rows[first : first + SCORED_ROWS]
-            logits_CV = self._model.logits_of(torch.arange(rows.start, rows.stop))
+            logits_CV = self._model.logits_of(
+                torch.arange(rows.start, rows.stop, device=self._model.device)
+            ).cpu()
             next_ids = scored.next_ids[first : first + SCORED_ROWS]
             found += prompt_logprobs(logits_CV, next_ids, scored.num_top)
         return found

@@ -1,8 +1,10 @@
 """A rank's memory budget for the KV cache, and how many blocks it holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
+
+WORKSPACE_BYTES = 2 << 30  # of a GPU, for activations, graphs and logits; not measured yet
 
 
 class KVMemoryError(ValueError):
@@ -27,12 +29,34 @@ def cache_budget(share_bytes: int, spare_bytes: int) -> int:
     return share_bytes - spare_bytes
 
 
+def gpu_cache_budget(free_bytes: int, share: float, weight_bytes: int) -> int:
+    """What a GPU's memory leaves for the KV cache.
+
+    Args:
+        free_bytes: before anything is loaded.
+        share: of it that the service may take.
+        weight_bytes: of this rank, spare slots included.
+
+    Raises:
+        KVMemoryError: nothing is left.
+    """
+    left = int(free_bytes * share) - weight_bytes - WORKSPACE_BYTES
+    if left <= 0:
+        raise KVMemoryError(
+            f"the GPU has {free_bytes / 2**30:.1f} GiB free, of which --gpu-memory-utilization {share:g} may be taken; "
+            f"the rank's weights need {weight_bytes / 2**30:.1f} GiB of it and steps {WORKSPACE_BYTES / 2**30:.1f} GiB, "
+            f"which leaves nothing for the KV cache; use more ranks, fewer redundant experts or a smaller model"
+        )
+    return left
+
+
 def num_blocks(
     shapes: Sequence[LayerShape],
     *,
     kv_cache_bytes: int,
     max_model_len: int,
     max_num_seqs: int,
+    token_bytes: Callable[[LayerShape], int] = lambda shape: shape.token_bytes,
 ) -> int:
     """Choose the size of a rank's block pool.
 
@@ -41,11 +65,12 @@ def num_blocks(
         kv_cache_bytes: the rank's budget.
         max_model_len: tokens one sequence may have; at least one such sequence must fit.
         max_num_seqs: sequences at once; more than all of them need is not reserved.
+        token_bytes: what a layer takes per token on the device (default: on a CPU).
 
     Raises:
         KVMemoryError: naming what is needed and what is there.
     """
-    block_bytes = sum(shape.token_bytes for shape in shapes) * BLOCK_TOKENS
+    block_bytes = sum(token_bytes(shape) for shape in shapes) * BLOCK_TOKENS
     blocks_of_one = -(-max_model_len // BLOCK_TOKENS)
     blocks = min(kv_cache_bytes // block_bytes, blocks_of_one * max_num_seqs)
     if blocks < blocks_of_one:

@@ -16,10 +16,10 @@ from transformers.masking_utils import (
 )
 
 from moe.checkpoint import Checkpoint
-from moe.families import UnsupportedModelError
+from moe.families import UnsupportedModelError, build_on_meta
 from moe.model import Skeleton
 from moe.rehearsal import Notes, Sight, sight_of
-from tests.support.families import write_checkpoint
+from tests.support.families import make_model, write_checkpoint
 from tests.support.family_sweep import prompts, tiny_config, write_tiny
 from tests.support.serving import build, misroute, teacher_forced
 
@@ -222,3 +222,11 @@ def test_what_would_change_results_is_refused_by_name(
 def test_layers_without_attention_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"layers \[1, 2\] have no attention that caches"):
         attending({}).shapes(3)
+
+
+def test_what_a_family_keeps_in_float32_stays_so_whatever_it_computes_in() -> None:
+    config = make_model("deepseek_v3").config
+    model = build_on_meta(config, torch.bfloat16)
+    wide = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+    assert wide and all(name.endswith("e_score_correction_bias") for name in wide)
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}

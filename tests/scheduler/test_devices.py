@@ -1,0 +1,37 @@
+"""A device's name leads to the way in which models are built for it, or to an error that names what there is."""
+
+import pytest
+import torch
+
+from dispatch.errors import TransportUnavailable
+from moe.cpu_backend import CPU
+from scheduler.config import ConfigError
+from scheduler.devices import backend_of, local_dispatcher, open_forward
+
+
+def test_the_cpu_is_the_way_that_needs_nothing() -> None:
+    assert backend_of("cpu", "auto") is CPU
+    assert CPU.device == torch.device("cpu") and CPU.model_dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["tpu", "", "gpu:0"])
+def test_other_devices_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the device is {name!r}; it must be cpu, cuda, cuda:0"):
+        backend_of(name, "auto")
+
+
+def test_several_ranks_on_gpus_are_refused() -> None:
+    with pytest.raises(TransportUnavailable, match="2 ranks on GPUs cannot exchange tokens in this version"):
+        local_dispatcher(CPU, 2, 4)
+
+
+def test_a_model_that_is_not_on_a_gpu_runs_its_steps_itself() -> None:
+    class Model:
+        device = torch.device("cpu")
+
+        def forward(self) -> None:
+            """Nothing."""
+
+    model = Model()
+    forward = open_forward(model, None, enforce_eager=False, report=lambda _stage, _share: None)  # type: ignore[arg-type]
+    assert forward == model.forward
