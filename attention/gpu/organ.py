@@ -1,0 +1,178 @@
+"""The attention organ on GPUs: what `transformers`' attention modules call when the model was built for one.
+
+Decodes go through the split kernel, prompts through the tiled one, in the same step too: a row's bits must not depend
+on whether prompts run beside it. Multi-head latent attention decodes absorbed, on the latents themselves (the two parts
+of `kv_b_proj` move into the query and the output), and expands the latents of prompts only.
+Nothing here waits for the device, and a step that only decodes reads nothing of the host but its padded size.
+
+Legend: P rows of the step, padding included, H query heads, D key dim, V value dim, L latent dim, E rotary dim,
+N blocks, B tokens of a block, X blocks in use, U the part of the key dim that is not rotary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from attention.gpu.decode import DecodeScratch, paged_decode
+from attention.gpu.mla import latent_decode
+from attention.gpu.prefill import paged_prefill, tile_tokens
+from kvcache.gpu.cache import DeviceCache
+from kvcache.gpu.step import DeviceStep
+
+NAME = "wideep_paged_gpu"
+
+
+class Pages(NamedTuple):
+    """What the kernels read of one layer."""
+
+    keys_NGBD: Tensor
+    values_NGBV: Tensor
+    table_SM: Tensor
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float,
+    pages: DeviceCache,
+    s_aux: Tensor | None = None,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """Attend the packed batch to the paged cache; see `attention.organ.attend`.
+
+    Args:
+        query: [1, H, P, D] of the cache's type. key, value: the step's own rows, already cached; of value, the shape
+            is used.
+
+    Returns:
+        [1, P, H, V], padded rows zero, and no attention weights.
+    """
+    layer, step = int(module.layer_idx), pages.step
+    assert step is not None, "a step must be set before the model runs"
+    query_PHD = _rows(query)
+    shape, value_dim = pages.shapes[layer], value.shape[-1]
+    P, H, _ = query_PHD.shape
+    if shape.latent and step.is_decode_only:
+        return _decode_latents(module, query_PHD, pages, layer, scaling)[None], None
+    out_PHV = (query_PHD.new_empty if step.is_decode_only else query_PHD.new_zeros)(P, H, value_dim)
+    of_decodes = slice(0, P if step.is_decode_only else step.num_decodes)
+    if shape.latent:
+        if of_decodes.stop:
+            out_PHV[of_decodes] = _decode_latents(module, query_PHD[of_decodes], pages, layer, scaling)
+        own = _expanded(module, pages.keys[layer], step)
+        _prefill(query_PHD, own, step, out_PHV, scale=scaling, window=shape.window, sinks_H=s_aux)
+        return out_PHV[None], None
+    own = Pages(pages.keys[layer], pages.values[layer], step.on_device.table_SM)
+    options: dict[str, Any] = {"scale": scaling, "window": shape.window, "sinks_H": s_aux}
+    if of_decodes.stop:
+        paged_decode(
+            query_PHD[of_decodes], own.keys_NGBD, own.values_NGBV, step.on_device.context_S[of_decodes],
+            own.table_SM[of_decodes], _scratch(pages, H, value_dim), out=out_PHV[of_decodes], **options,
+        )  # fmt: skip
+    if not step.is_decode_only:
+        _prefill(query_PHD, own, step, out_PHV, **options)
+    return out_PHV[None], None
+
+
+def _rows(query: Tensor) -> Tensor:
+    """View [1, H, P, D] as [P, H, D], each row's heads contiguous."""
+    query_PHD = query[0].transpose(0, 1)
+    is_plain = query_PHD.stride(2) == 1 and query_PHD.stride(1) == query_PHD.shape[2]
+    return query_PHD if is_plain else query_PHD.contiguous()
+
+
+def _scratch(pages: DeviceCache, heads: int, value_dim: int) -> DecodeScratch:
+    """One for all layers of these sizes; they run after each other."""
+    step = pages.step
+    assert step is not None
+    return pages.room(
+        ("decode", heads, value_dim),
+        lambda: DecodeScratch(
+            max_sequences=step.sizes[-1],
+            heads=heads,
+            value_dim=value_dim,
+            max_tokens=step.max_context,
+            device=step.device,
+        ),
+    )
+
+
+def _prefill(query_PHD: Tensor, own: Pages, step: DeviceStep, out_PHV: Tensor, **options: Any) -> None:
+    tiles_X3 = step.tiles_on_device(tile_tokens(query_PHD.shape[1], own.keys_NGBD.shape[1]))
+    paged_prefill(
+        query_PHD, own.keys_NGBD, own.values_NGBV, tiles_X3, step.on_device.query_start_S, step.on_device.context_S,
+        own.table_SM, out=out_PHV, **options,
+    )  # fmt: skip
+
+
+def _decode_latents(module: Any, query_SHD: Tensor, pages: DeviceCache, layer: int, scale: float) -> Tensor:
+    """Absorbed: [S, H, V]."""
+    step = pages.step
+    assert step is not None
+    S, H, D = query_SHD.shape
+    U = D - module.qk_rope_head_dim
+    key_HUL, value_HVL = absorbed_parts(module.kv_b_proj.weight, H, U)
+    latent_dim = key_HUL.shape[2]
+    query_HSL = torch.bmm(query_SHD[..., :U].transpose(0, 1), key_HUL)
+    query_SHC = torch.cat((query_HSL.transpose(0, 1), query_SHD[..., U:]), dim=-1)
+    out_SHL = latent_decode(
+        query_SHC, pages.keys[layer], step.on_device.context_S[:S], step.on_device.table_SM[:S],
+        _scratch(pages, H, latent_dim), latent_dim=latent_dim, scale=scale,
+    )  # fmt: skip
+    return torch.bmm(out_SHL.transpose(0, 1), value_HVL.transpose(1, 2)).transpose(0, 1)
+
+
+def absorbed_parts(weight: Tensor, heads: int, unrotated_dim: int) -> tuple[Tensor, Tensor]:
+    """Split `kv_b_proj`'s weight into what makes keys [H, U, L] and values [H, V, L]; views."""
+    weight_HXL = weight.view(heads, -1, weight.shape[-1])
+    return weight_HXL[:, :unrotated_dim], weight_HXL[:, unrotated_dim:]
+
+
+def _expanded(module: Any, latents_NBC: Tensor, step: DeviceStep) -> Pages:
+    """Expand the latents of all sequences but decodes into pages of their own."""
+    blocks = step.expansion()
+    latent_XBC = latents_NBC[blocks.block_X]
+    X, B, C = latent_XBC.shape
+    latent_11RC = latent_XBC.view(1, 1, X * B, C)
+    rank = C - module.qk_rope_head_dim
+    key, value = type(module).expand_kv(module, latent_11RC[..., :rank], latent_11RC[..., rank:])
+    keys_XHBD, values_XHBV = (
+        part[0].unflatten(1, (X, B)).transpose(0, 1).contiguous() for part in (key, value)
+    )
+    return Pages(keys_XHBD, values_XHBV, blocks.table_SM)
+
+
+def prepare(net: nn.Module) -> None:
+    """Let latent attention's modules not expand the step's own rows: the kernels read them from the pages."""
+    for module in net.modules():
+        if hasattr(module, "expand_kv") and all(hasattr(module, name) for name in _Shapes.NEEDED):
+            module.expand_kv = _Shapes(module)
+
+
+class _Shapes:
+    """Answers `expand_kv` with tensors that have the right shapes and nothing in them."""
+
+    NEEDED = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+    def __init__(self, module: Any) -> None:
+        self._rope_dim = int(module.qk_rope_head_dim)
+        self._key_dim = int(module.qk_nope_head_dim) + self._rope_dim
+        self._value_dim = int(module.v_head_dim)
+
+    def __call__(self, latent: Tensor, _rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Return them, of one head."""
+        batch, _, rows, _ = latent.shape
+        return latent.new_empty(batch, 1, rows, self._key_dim), latent.new_empty(
+            batch, 1, rows, self._value_dim
+        )
+
+
+def register() -> None:
+    """Make the organ known to `transformers` under `NAME`; may be called again."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

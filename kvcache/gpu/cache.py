@@ -1,0 +1,96 @@
+"""The paged KV cache on a GPU: token-major pages in the model's own type.
+
+What `kvcache.paged_cache` is to the CPU's kernels this is to the GPU's: a token's row lies together, [N, G, B, D], and
+latents are rows of one head. Writing takes the step's cache slots on the device and skips padded rows, so a CUDA graph
+can replay it.
+
+Legend: N blocks, B tokens of a block, G KV heads, D key dim, V value dim, L latent dim, E rotary dim, P rows.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from kvcache.gpu.step import DeviceStep
+from kvcache.gpu.write import write_pages
+from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
+
+Room = TypeVar("Room")
+
+
+class DeviceCache(PagedCache):
+    """All layers' pages of one rank.
+
+    Attributes:
+        keys: [N, G, B, D] of each layer, or [N, B, L + E] where latent.
+        values: [N, G, B, V], or nothing where latent.
+    """
+
+    step: DeviceStep | None
+
+    def __init__(
+        self, shapes: list[LayerShape], num_blocks: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate the pages. Zeroed: a masked load of what nobody wrote must not be NaN."""
+        self.shapes, self.num_blocks, self.step = shapes, num_blocks, None
+        self.keys, self.values = [], []
+        self._rooms: dict[Hashable, Any] = {}
+
+        def pages(*shape: int) -> Tensor:
+            return torch.zeros(num_blocks, *shape, dtype=dtype, device=device)
+
+        for shape in shapes:
+            if shape.latent:
+                self.keys.append(pages(BLOCK_TOKENS, shape.key_dim))
+                self.values.append(torch.empty(0, dtype=dtype, device=device))
+            else:
+                self.keys.append(pages(shape.num_kv_heads, BLOCK_TOKENS, shape.key_dim))
+                self.values.append(pages(shape.num_kv_heads, BLOCK_TOKENS, shape.value_dim))
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_options: Any, **_more: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the step's new rows of one layer.
+
+        Args:
+            key: [1, G, P, D]; for a latent layer [1, 1, P, kv_lora_rank].
+            value: [1, G, P, V]; for a latent layer the rotary keys [1, 1, P, qk_rope_head_dim].
+            layer: the layer's index.
+
+        Returns:
+            Its inputs.
+        """
+        assert self.step is not None, "a step must be set before the model runs"
+        slot_P = self.step.on_device.cache_slot_P
+        if self.shapes[layer].latent:
+            row_P1C = torch.cat((key[0, 0], value[0, 0]), dim=-1)[:, None]
+            write_pages(row_P1C, slot_P, self.keys[layer][:, None])
+        else:
+            write_pages(_by_row(key), slot_P, self.keys[layer])
+            write_pages(_by_row(value), slot_P, self.values[layer])
+        return key, value
+
+    def room(self, key: Hashable, make: Callable[[], Room]) -> Room:
+        """Memory that the kernels which read the pages keep with them: made when first asked for."""
+        if key not in self._rooms:
+            self._rooms[key] = make()
+        return cast(Room, self._rooms[key])
+
+    def block_bytes(self, layer: int, block: int) -> bytes:
+        """One block of one layer as contiguous bytes, keys then values."""
+        parts = [self.keys[layer][block]]
+        parts += [] if self.shapes[layer].latent else [self.values[layer][block]]
+        return b"".join(part.cpu().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+
+
+def token_bytes(shape: LayerShape, dtype: torch.dtype) -> int:
+    """Bytes that one layer takes per token."""
+    return shape.num_kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
+
+
+def _by_row(heads_1GPD: Tensor) -> Tensor:
+    """View as [P, G, D], the last dim contiguous."""
+    row_PGD = heads_1GPD[0].transpose(0, 1)
+    return row_PGD if row_PGD.stride(-1) == 1 else row_PGD.contiguous()

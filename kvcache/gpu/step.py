@@ -1,0 +1,174 @@
+"""One step's packed batch on a GPU: filled on the host like any `Step`, then copied to memory of fixed addresses.
+
+What a step is told lies in one pinned buffer and travels in one asynchronous copy, the block tables in a second one
+(they are large, and their rows lie where kernels want them). Places on the device depend on the padded size only, so
+a CUDA graph that was captured for a size finds every later step of that size. Nothing is read back: the pinned buffer
+may be filled again once the step's tokens have been read, which waits for all that was queued before.
+
+A step that only decodes is padded to one of a few sizes, others to a multiple of ROWS. Padded rows have cache slot -1,
+and so have no key or value written, choose no expert, and have a context of 0.
+
+Legend: P rows, padding included, S sequences (P of them in a step that only decodes), M blocks a sequence may have,
+R rows whose logits are wanted, X tiles or blocks.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcache.step import Inputs, Span, Step
+
+ROWS = 8  # rows of a step with prompts are a multiple of it: what tensor cores take at a time
+
+
+class OnDevice(NamedTuple):
+    """A step as kernels see it: int64, overwritten by the next step of this size."""
+
+    position_P: Tensor
+    cache_slot_P: Tensor  # -1 for a padded row
+    token_P: Tensor
+    row_R: Tensor
+    context_S: Tensor  # 0 for a padded row
+    query_start_S: Tensor  # [S + 1]
+    num_decodes_1: Tensor
+    table_SM: Tensor
+
+
+class Expansion(NamedTuple):
+    """Blocks of the sequences that are not decodes, side by side, for attention that expands latents."""
+
+    block_X: Tensor  # the blocks, in order of sequences and positions
+    table_SM: Tensor  # where they are in that order; rows of decodes are not filled
+
+
+def decode_sizes(max_sequences: int) -> tuple[int, ...]:
+    """Sizes that steps of decodes are padded to: 1, 2, 4, 8, then multiples of 8 up to `max_sequences`."""
+    sizes = [size for size in (1, 2, 4) if size < max_sequences]
+    sizes += range(8, max_sequences, 8)
+    return (*sizes, max_sequences)
+
+
+class DeviceStep(Step):
+    """A `Step` whose tensors are also on a device.
+
+    Attributes:
+        on_device: the step that `inputs` was last called for.
+        sizes: what steps that only decode are padded to.
+    """
+
+    on_device: OnDevice
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        max_blocks: int,
+        block_tokens: int,
+        device: torch.device,
+    ) -> None:
+        """Allocate, on the host (pinned for a GPU) and on the device."""
+        super().__init__(
+            max_tokens=max_tokens,
+            max_sequences=max_sequences,
+            max_blocks=max_blocks,
+            block_tokens=block_tokens,
+        )
+        self.device, self.sizes = device, decode_sizes(max_sequences)
+        self.max_context = max_blocks * block_tokens
+        padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
+        self._host = self._pinned(3 * padded + 3 * max(padded, max_sequences) + 8)
+        self._host_values = self._host.numpy()
+        self._device = torch.zeros_like(self._host, device=device)
+        self.block_table_SM = self._pinned(max_sequences, max_blocks)
+        self._table = self.block_table_SM.numpy()
+        self._device_table_SM = torch.zeros_like(self.block_table_SM, device=device)
+        self._uploaded: dict[object, tuple[Tensor, ...]] = {}
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether every sequence brings one generated token; so does a step without any."""
+        return self.num_decodes == self.num_tokens
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of all rows, padding included, on the device."""
+        return self.on_device.position_P
+
+    def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
+        """See `Step.fill`."""
+        super().fill(spans, num_decodes, agreed_tokens=agreed_tokens)
+        self._uploaded.clear()
+
+    def inputs(self, token_ids: Sequence[int], rows: Sequence[int]) -> Inputs:
+        """Take the tokens of a batch that was filled in, and copy the step to the device; see `Step.inputs`.
+
+        In a step that only decodes, `row_R` is as long as the padded step: first the wanted rows, then any.
+        """
+        P, T = self.num_padded, self.num_tokens
+        S = P if self.is_decode_only else self.num_sequences
+        R = P if self.is_decode_only else len(rows)
+        lengths = (P, P, P, R, S, S + 1, 1)
+        # Every part begins at 16 bytes: kernels are compiled for aligned pointers, and again for others.
+        starts = [0, *accumulate(length + length % 2 for length in lengths)]
+        parts = [self._host_values[at : at + length] for at, length in zip(starts, lengths, strict=False)]
+        position_P, cache_slot_P, token_P, row_R, context_S, query_start_S, num_decodes_1 = parts
+        position_P[:T], position_P[T:] = self._position[:T], 0
+        cache_slot_P[:T], cache_slot_P[T:] = self._cache_slot[:T], -1
+        token_P[:T], token_P[T:] = token_ids, 0
+        row_R[: len(rows)], row_R[len(rows) :] = rows, 0
+        n = self.num_sequences
+        context_S[:n], context_S[n:] = self._context[:n], 0
+        query_start_S[: n + 1], query_start_S[n + 1 :] = self._query_start[: n + 1], T
+        num_decodes_1[:] = self.num_decodes
+        self._device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
+        self._device_table_SM[:n].copy_(self.block_table_SM[:n], non_blocking=True)
+        views = [self._device[at : at + length] for at, length in zip(starts, lengths, strict=False)]
+        self.on_device = OnDevice(*views, self._device_table_SM[:S])
+        return Inputs(self.on_device.token_P, self.on_device.row_R)
+
+    def idle(self, size: int) -> Inputs:
+        """Describe a step of decodes that has none, padded to one of `sizes`: to compile and capture with."""
+        self.fill([])
+        self.num_padded = size
+        return self.inputs([], [])
+
+    def tiles_on_device(self, tile_tokens: int) -> Tensor:
+        """The rows of all sequences but decodes in tiles, see `tiles`: [X, 3] int64."""
+        if tile_tokens not in self._uploaded:
+            tiles = self.tiles(tile_tokens)
+            self._uploaded[tile_tokens] = (self._upload(tiles[tiles[:, 0] >= self.num_decodes]),)
+        return self._uploaded[tile_tokens][0]
+
+    def expansion(self) -> Expansion:
+        """Lay the blocks of all sequences but decodes side by side."""
+        if "expansion" not in self._uploaded:
+            contexts = self._context[: self.num_sequences]
+            blocks, width, used = [], -(-int(contexts.max(initial=1)) // self.block_tokens), 0
+            table_SM = np.zeros((self.num_sequences, width), np.int64)
+            for sequence in range(self.num_decodes, self.num_sequences):
+                count = -(-int(contexts[sequence]) // self.block_tokens)
+                blocks.append(self._table[sequence, :count])
+                table_SM[sequence, :count] = np.arange(used, used + count)
+                used += count
+            self._uploaded["expansion"] = (self._upload(np.concatenate(blocks)), self._upload(table_SM))
+        return Expansion(*self._uploaded["expansion"])
+
+    def _padded(self, num_tokens: int) -> int:
+        if self.is_decode_only:
+            return self.sizes[bisect_left(self.sizes, num_tokens)]
+        return -(-num_tokens // ROWS) * ROWS
+
+    def _pinned(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+    def _upload(self, values: np.ndarray) -> Tensor:
+        """Copy to the device without waiting; the pinned copy lives until that is done (torch's allocator sees to it)."""
+        host = self._pinned(*values.shape)
+        host.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        return host.to(self.device, non_blocking=True)

@@ -1,0 +1,218 @@
+"""How a model is built for a GPU: weights as the checkpoint lays them out, in the model's type, kernels in Triton.
+
+With tensors on the CPU and Triton's interpreter the same path runs without a GPU, which is how it is tested.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attention.gpu import organ as attention_organ
+from attention.gpu import served_shapes
+from attention.gpu.rotary_modules import exchange_rotary
+from dispatch.dispatched import TokenDispatcher
+from kvcache.gpu.cache import DeviceCache, token_bytes
+from kvcache.gpu.step import DeviceStep
+from kvcache.paged_cache import LayerShape, PagedCache
+from kvcache.step import Span, Step
+from moe.backend import Slots
+from moe.cpu_backend import leaves
+from moe.families import UnsupportedModelError
+from moe.gpu import experts as experts_organ
+from moe.gpu.expert_loading import ExpertLoading, fused_gate
+from moe.gpu.experts import DeviceExpertLayer
+from moe.gpu.formats import SCALE_BLOCK
+from moe.gpu.linear_weight import DeviceWeight, OneGroup
+from moe.gpu.load_counts import DeviceLoadCounts
+from moe.gpu.norms import exchange_norms
+from moe.gpu.slots import DeviceSlots
+from moe.loader import Keep, Loader, Report, Weight
+from moe.quantisation import Quantisation
+from moe.quantised_weight import QuantisedWeight
+from moe.replicas import Route
+
+if TYPE_CHECKING:
+    from moe.model import Model
+
+
+_ABSORBED = ".kv_b_proj.weight"  # latent attention multiplies with parts of it, which have to be plain
+
+
+class GpuBackend:
+    """One GPU's way, or the interpreter's.
+
+    Attributes:
+        device: of weights, cache and steps.
+        model_dtype: what modules compute in, and what weights are kept in.
+    """
+
+    attention = attention_organ.NAME
+    experts = experts_organ.NAME
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_invariant: bool = False) -> None:
+        """With `is_invariant` no row's bits depend on how many rows are beside it, at a price in speed."""
+        self.device, self.model_dtype, self._is_invariant = device, dtype, is_invariant
+
+    def register(self) -> None:
+        """Make the organs known."""
+        attention_organ.register()
+        experts_organ.register()
+
+    def check(
+        self, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
+    ) -> None:
+        """Refuse a model that the kernels lack something for."""
+        ranks = [
+            int(getattr(module, "kv_lora_rank", 0))
+            for module in net.modules()
+            if hasattr(module, "expand_kv")
+        ]
+        problem = served_shapes.why_not(shapes, ranks)
+        if quantisation is not None and quantisation.method == "fp8":
+            block = (quantisation.block_rows, quantisation.block)
+            if block != (SCALE_BLOCK, SCALE_BLOCK):
+                problem = (
+                    f"FP8 weights in blocks of {block}; the GPU kernels take {(SCALE_BLOCK, SCALE_BLOCK)}"
+                )
+        if problem:
+            raise UnsupportedModelError(f"{net.config.model_type} has {problem}; serve it with --device cpu")
+
+    def keep_with(self, step: Step, stored: Callable[[Weight], Weight]) -> Keep:
+        """Every weight goes to the device, of the type that the model declared; FP8 stays FP8."""
+        group = OneGroup(self.device, is_invariant=self._is_invariant)
+
+        def keep(name: str, tensor: Weight, declared: Tensor) -> Tensor | nn.Parameter:
+            is_quantised = isinstance(tensor, QuantisedWeight)
+            is_own = self._is_invariant and name.endswith(".weight") and len(tensor.shape) == 2
+            if (is_quantised or is_own) and not name.endswith(_ABSORBED):
+                return DeviceWeight(tensor, group, declared.dtype, self.device)
+            if isinstance(tensor, QuantisedWeight):
+                tensor = tensor.dequantised()
+            return nn.Parameter(tensor.to(self.device, declared.dtype), requires_grad=False)
+
+        return keep
+
+    def load_experts(
+        self,
+        loader: Loader,
+        modules: Mapping[str, Any],
+        local_LS: np.ndarray,
+        report: Report,
+        num_spare: int = 0,
+    ) -> list[tuple[Slots, Slots]]:
+        """Copy each expert to its place as it is read."""
+        loading = ExpertLoading(
+            loader,
+            modules,
+            slots_per_layer=local_LS.shape[1],
+            num_spare=num_spare,
+            dtype=self.model_dtype,
+            device=self.device,
+        )
+        layers: list[tuple[Slots, Slots]] = []
+        for index, (name, module) in enumerate(modules.items()):
+            up, down = (loading.load(name, leaf, local_LS[index]) for leaf in leaves(module))
+            layers.append((up, down))
+            report("experts", (index + 1) / len(modules))
+        return layers
+
+    def open_layer(
+        self,
+        slots: tuple[Slots, Slots],
+        route: Route,
+        module: Any,
+        dispatcher: TokenDispatcher,
+        step: Step,
+    ) -> DeviceExpertLayer:
+        """Put one MoE layer together."""
+        up, down = slots
+        assert isinstance(up, DeviceSlots) and isinstance(down, DeviceSlots), "slots of another backend"
+        assert isinstance(step, DeviceStep), "a step of another backend"
+        gate = fused_gate(module, is_fp8=up.store.weight.dtype == torch.float8_e4m3fn)
+        return DeviceExpertLayer(
+            up,
+            down,
+            route,
+            int(module.num_experts),
+            dispatcher,
+            step,
+            len(up.places_S),
+            gate,
+            self.model_dtype,
+            self._is_invariant,
+        )
+
+    def make_counts(
+        self, num_layers: int, *, num_experts: int, num_ranks: int, slots_per_rank: int
+    ) -> DeviceLoadCounts:
+        """Counters for all layers."""
+        return DeviceLoadCounts(
+            num_layers,
+            num_experts=num_experts,
+            num_ranks=num_ranks,
+            slots_per_rank=slots_per_rank,
+            device=self.device,
+        )
+
+    def make_step(
+        self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int, threads: int
+    ) -> DeviceStep:
+        """The step that the organs read."""
+        return DeviceStep(
+            max_tokens=max_tokens,
+            max_sequences=max_sequences,
+            max_blocks=max_blocks,
+            block_tokens=block_tokens,
+            device=self.device,
+        )
+
+    def make_cache(self, shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
+        """Reserve the pages."""
+        assert isinstance(step, DeviceStep), "a step of another backend"
+        cache = DeviceCache(shapes, num_blocks, dtype=self.model_dtype, device=self.device)
+        cache.step = step
+        return cache
+
+    def token_bytes(self, shape: LayerShape) -> int:
+        """Bytes of cache that one layer takes per token."""
+        return token_bytes(shape, self.model_dtype)
+
+    def finish(self, net: PreTrainedModel) -> None:
+        """Move buffers to the device; exchange modules for kernels that compute the same; do not expand latents twice."""
+        net.to(self.device)
+        exchange_norms(net, self.model_dtype)
+        exchange_rotary(net, self.model_dtype, self.device)
+        attention_organ.prepare(net)
+
+    def warm_up(self, model: "Model", cache: PagedCache) -> None:
+        """Run a prompt and a decode of one token on the first block, which is free: that compiles what steps use."""
+        step = model.step
+        for num_decodes in (0, 1):
+            step.fill([Span(0, 1, [0])], num_decodes)
+            inputs = step.inputs([0], [0])
+            model.forward(inputs.token_T, cache, inputs.row_R)
+        model.load_counts.clear()
+
+
+def open_backend(device: str, dtype: str, *, is_invariant: bool = False) -> GpuBackend:
+    """Return the way of `cuda`, `cuda:1` or `interpreter`.
+
+    Args:
+        dtype: auto, bfloat16 or float32; auto is bfloat16 on a GPU and float32 in the interpreter, which rounds
+            bfloat16 wrongly.
+        is_invariant: see `GpuBackend`.
+    """
+    if device == "interpreter":
+        place, default = torch.device("cpu"), torch.float32
+    else:
+        place, default = torch.device(device if ":" in device else f"{device}:0"), torch.bfloat16
+        torch.cuda.set_device(place)  # where kernels are launched
+    return GpuBackend(
+        place,
+        {"auto": default, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype],
+        is_invariant=is_invariant,
+    )

@@ -1,0 +1,125 @@
+"""The experts organ on GPUs: experts to slots, dispatch, two grouped products with the gate between them, combine.
+
+What `moe.experts` is to the CPU. Every launch depends on the step's padded size only, and nothing is read back, so a
+step can be captured. Padded rows choose no slot; they come back as zeros.
+
+Legend: T rows, padding included, D hidden dim, K choices per row, P pairs (row, choice), S slots of this rank,
+I intermediate dim.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from dispatch.dispatched import TokenDispatcher
+from dispatch.mode import NORMAL, Mode
+from kvcache.gpu.step import DeviceStep
+from moe.experts import SAMPLE_ROWS, serve_experts
+from moe.gpu import gates
+from moe.gpu.choose import DeviceRoute
+from moe.gpu.gates import Gate
+from moe.gpu.grouped import grouped_linear
+from moe.gpu.linear_weight import steady_tile
+from moe.gpu.load_counts import DeviceLayerCounts
+from moe.gpu.slots import DeviceSlots
+from moe.load_counts import LayerCounts
+from moe.replicas import Route
+
+NAME = "wideep_experts_gpu"
+
+
+@dataclass
+class DeviceExpertLayer:
+    """This rank's slots of one MoE layer, and the way to everybody's; `moe.backend.Experts`."""
+
+    up: DeviceSlots
+    down: DeviceSlots
+    first_route: Route
+    num_experts: int
+    dispatcher: TokenDispatcher
+    step: DeviceStep
+    slots_per_rank: int
+    gate: Gate
+    dtype: torch.dtype  # of rows
+    is_invariant: bool = False  # rows' bits do not tell a decode step from one with prompts
+    counts: LayerCounts | None = None
+    sample_TD: Tensor | None = None  # on the host
+    _way: DeviceRoute = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Copy the way to the device."""
+        self._way = DeviceRoute(
+            self.first_route,
+            slots_per_rank=self.slots_per_rank,
+            num_ranks=self.dispatcher.world_size,
+            device=self.step.device,
+        )
+
+    @property
+    def route(self) -> Route:
+        """The placement's way that serves; setting it changes the tables on the device, for launches from then on."""
+        return self.first_route
+
+    @route.setter
+    def route(self, route: Route) -> None:
+        self.first_route = route
+        self._way.follow(route)
+
+    def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Serve one layer; collective. See `moe.experts.ExpertLayer.run`."""
+        self._keep_sample(hidden_TD)
+        placed = self.step.on_device
+        table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None
+        slots_TK = self._way.slots(ids_TK, placed.cache_slot_P, placed.num_decodes_1, table)
+        sent = self.dispatcher.dispatch(hidden_TD.contiguous(), slots_TK, self._mode())
+        y_PD = self.compute(
+            module, self.up, self.down, sent.x_NH, sent.row_P, sent.slot_offsets, sent.handle.num_pairs
+        )
+        return self.dispatcher.combine(y_PD, weights_TK.float().contiguous(), sent)
+
+    def compute(
+        self,
+        module: Any,
+        up: DeviceSlots,
+        down: DeviceSlots,
+        x_TD: Tensor,
+        row_P: Tensor | None,
+        slot_offsets: Tensor,
+        num_pairs: int,
+    ) -> Tensor:
+        """Apply slots' experts to their pairs; local. Returns [P, D], of which rows without a pair are undefined."""
+        tile = steady_tile(up.store.weight) if self.is_invariant else None
+        raised_PN = grouped_linear(
+            x_TD, up.store.weight, slot_offsets, up.places_S, num_pairs=num_pairs, rows_P=row_P,
+            gate=self.gate.name, scales_WBB=up.store.scales, biases_WN=up.store.bias, tile=tile,
+        )  # fmt: skip
+        lowered_PI = gates.apply(module, raised_PN) if self.gate.name == "none" else raised_PN
+        return grouped_linear(
+            lowered_PI, down.store.weight, slot_offsets, down.places_S, num_pairs=num_pairs,
+            scales_WBB=down.store.scales, biases_WN=down.store.bias, tile=tile,
+        )  # fmt: skip
+
+    def try_out(self, module: Any, up: DeviceSlots, down: DeviceSlots, x_TD: Tensor) -> Tensor:
+        """Run rows through an expert that need not serve: [T, D] float32 on the host, new."""
+        device = up.store.device
+        x_TD = x_TD.to(device, self.dtype).contiguous()
+        offsets = torch.tensor([0, len(x_TD)], device=device)
+        return self.compute(module, up, down, x_TD, None, offsets, len(x_TD)).float().cpu()
+
+    def _mode(self) -> Mode:
+        """One rank has nothing to agree on; its padded rows are more than the tokens that were."""
+        return NORMAL if self.dispatcher.world_size == 1 else Mode(self.step.agreed_tokens)
+
+    def _keep_sample(self, hidden_TD: Tensor) -> None:
+        """Keep some real rows once, of a step with prompts: such a step is never captured, and may wait."""
+        if self.sample_TD is None and not self.step.is_decode_only:
+            rows = min(self.step.num_tokens, SAMPLE_ROWS)
+            self.sample_TD = hidden_TD[:rows].float().cpu().clone()
+
+
+def register() -> None:
+    """Make the organ known to `transformers` under `NAME`; may be called again."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, serve_experts)

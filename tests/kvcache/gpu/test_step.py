@@ -1,0 +1,134 @@
+"""A step arrives on the device as it was filled: padded rows choose nothing, and addresses follow from the size alone."""
+
+import pytest
+import torch
+
+from kvcache.gpu.step import ROWS, DeviceStep, decode_sizes
+from kvcache.step import Span
+
+MAX_SEQUENCES, MAX_BLOCKS, BLOCK = 20, 4, 16
+
+
+@pytest.fixture
+def step() -> DeviceStep:
+    """A step for the CPU, which stands for a device."""
+    return DeviceStep(
+        max_tokens=64,
+        max_sequences=MAX_SEQUENCES,
+        max_blocks=MAX_BLOCKS,
+        block_tokens=BLOCK,
+        device=torch.device("cpu"),
+    )
+
+
+def decodes(*contexts: int) -> list[Span]:
+    """Spans of one token each, that make contexts of these lengths."""
+    return [
+        Span(context - 1, 1, range(10 * row, 10 * row + MAX_BLOCKS)) for row, context in enumerate(contexts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20)), (24, (1, 2, 4, 8, 16, 24))],
+)
+def test_decodes_are_padded_to_few_sizes_up_to_the_most(most: int, sizes: tuple[int, ...]) -> None:
+    assert decode_sizes(most) == sizes
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(0, 1), (1, 1), (3, 4), (5, 8), (17, 20)])
+def test_a_step_of_decodes_takes_the_next_size(step: DeviceStep, rows: int, padded: int) -> None:
+    step.fill(decodes(*range(1, rows + 1)), rows)
+    inputs = step.inputs(range(100, 100 + rows), range(rows))
+    assert step.is_decode_only
+    assert inputs.token_T.tolist() == [*range(100, 100 + rows), *[0] * (padded - rows)]
+    assert len(inputs.row_R) == padded and inputs.row_R[:rows].tolist() == list(range(rows))
+    assert step.on_device.context_S.tolist() == [*range(1, rows + 1), *[0] * (padded - rows)]
+    assert step.on_device.table_SM.shape == (padded, MAX_BLOCKS)
+
+
+def test_padded_rows_have_no_slot_and_position_zero(step: DeviceStep) -> None:
+    step.fill(decodes(33, 5, 17), 3)
+    step.inputs([7, 8, 9], [0, 1, 2])
+    placed = step.on_device
+    assert placed.position_P.tolist() == [32, 4, 16, 0]
+    assert placed.cache_slot_P.tolist() == [2 * BLOCK, 10 * BLOCK + 4, 21 * BLOCK, -1]
+    assert step.positions.data_ptr() == placed.position_P.data_ptr()
+    assert placed.num_decodes_1.tolist() == [3]
+
+
+def test_a_smaller_batch_after_a_larger_one_leaves_nothing_of_it(step: DeviceStep) -> None:
+    step.fill(decodes(*range(30, 38)), 8)
+    step.inputs(range(8), range(8))
+    step.fill(decodes(3, 4, 5, 6, 7), 5)
+    step.inputs(range(5), range(5))
+    assert step.on_device.context_S.tolist() == [3, 4, 5, 6, 7, 0, 0, 0]
+    assert step.on_device.cache_slot_P.tolist()[5:] == [-1] * 3
+    assert step.on_device.position_P.tolist()[5:] == [0] * 3
+
+
+def test_every_step_of_a_size_lies_at_the_same_addresses(step: DeviceStep) -> None:
+    step.fill(decodes(3, 4, 5), 3)
+    step.inputs([1, 2, 3], [0, 1, 2])
+    before = [tensor.data_ptr() for tensor in step.on_device]
+    step.fill([Span(0, 30, [1, 2])])
+    step.inputs(range(30), [29])
+    step.idle(4)
+    assert [tensor.data_ptr() for tensor in step.on_device] == before
+    step.fill(decodes(1, 2, 3, 4), 4)
+    step.inputs(range(4), range(4))
+    assert [tensor.data_ptr() for tensor in step.on_device] == before
+
+
+def test_every_part_of_a_step_begins_at_sixteen_bytes(step: DeviceStep) -> None:
+    """Or kernels would be compiled again amid the service, for pointers of another alignment."""
+    first = step._device.data_ptr()
+    for spans, rows in (([Span(0, 5, [1])], [4]), ([Span(0, 3, [1]), Span(0, 4, [2])], [2, 4, 6])):
+        step.fill(spans)
+        step.inputs(range(step.num_tokens), rows)
+        assert not [part.data_ptr() for part in step.on_device[:-1] if (part.data_ptr() - first) % 16]
+
+
+def test_an_idle_step_caches_nothing_and_sees_nothing(step: DeviceStep) -> None:
+    step.fill(decodes(3, 4), 2)
+    step.inputs([1, 2], [0, 1])
+    inputs = step.idle(8)
+    assert step.num_padded == 8 and step.num_tokens == 0 and step.is_decode_only
+    assert step.on_device.cache_slot_P.tolist() == [-1] * 8
+    assert step.on_device.context_S.tolist() == [0] * 8
+    assert inputs.token_T.tolist() == inputs.row_R.tolist() == [0] * 8
+
+
+def test_a_step_with_prompts_is_padded_to_whole_rows_and_tells_decodes_apart(step: DeviceStep) -> None:
+    step.fill([*decodes(18), Span(16, 10, [4, 5])], 1)
+    inputs = step.inputs(range(11), [0, 10])
+    assert not step.is_decode_only
+    assert step.num_padded == 2 * ROWS and inputs.row_R.tolist() == [0, 10]
+    assert step.on_device.query_start_S.tolist() == [0, 1, 11]
+    assert step.on_device.context_S.tolist() == [18, 26]
+    assert step.tiles_on_device(4).tolist() == [[1, 0, 4], [1, 4, 4], [1, 8, 2]]
+
+
+def test_a_prompts_last_token_alone_is_no_decode(step: DeviceStep) -> None:
+    step.fill([Span(8, 1, [3])])
+    step.inputs([5], [0])
+    assert not step.is_decode_only and step.num_padded == ROWS
+    assert step.tiles_on_device(4).tolist() == [[0, 0, 1]]
+
+
+def test_blocks_of_prompts_lie_side_by_side_for_expansion(step: DeviceStep) -> None:
+    step.fill([*decodes(40), Span(16, 10, [4, 5]), Span(0, 3, [9])], 1)
+    step.inputs(range(14), [0])
+    blocks = step.expansion()
+    assert blocks.block_X.tolist() == [4, 5, 9]
+    assert blocks.table_SM[1, :2].tolist() == [0, 1] and blocks.table_SM[2, :1].tolist() == [2]
+    step.fill([Span(0, 3, [7])])
+    step.inputs(range(3), [2])
+    assert step.expansion().block_X.tolist() == [7]
+
+
+def test_block_tables_follow_the_batch(step: DeviceStep) -> None:
+    step.fill([Span(20, 1, [5, 3]), Span(40, 1, [8, 1, 2])], 2)
+    step.inputs([1, 2], [0, 1])
+    table = step.on_device.table_SM
+    assert table[0, :2].tolist() == [5, 3] and table[1, :3].tolist() == [8, 1, 2]

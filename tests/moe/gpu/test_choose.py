@@ -1,0 +1,83 @@
+"""Slots and counters on a device are those of the CPU's choice and counters; padded rows choose and count nothing."""
+
+import os
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from expert_placement.choice import ReplicaChoice
+from expert_placement.placement import linear_placement
+from moe.load_counts import LoadCounts
+from moe.replicas import Route
+from tests.support.placements import random_placement
+from tests.support.ranks import RankPool
+
+pytestmark = (
+    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
+        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+    )
+)
+
+EXPERTS, CHOICES, ROWS, PADDED, DECODES = 8, 3, 50, 52, 20
+
+
+class Chosen(NamedTuple):
+    """Slots, counters and memory of two placements in turn."""
+
+    slots: list[np.ndarray]
+    counts: np.ndarray
+    stays: bool
+
+
+def ids_of(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, EXPERTS, (PADDED, CHOICES), generator=generator)
+    ids[10:30] = 5  # one expert is wanted by many
+    return ids
+
+
+def placements(num_ranks: int, slots_per_rank: int) -> list:  # type: ignore[type-arg]
+    if num_ranks * slots_per_rank == EXPERTS:
+        return [
+            linear_placement(2, EXPERTS, num_ranks),
+            random_placement(2, EXPERTS, num_ranks, slots_per_rank, 3),
+        ]
+    return [random_placement(2, EXPERTS, num_ranks, slots_per_rank, seed) for seed in (1, 2)]
+
+
+def choose(num_ranks: int, slots_per_rank: int) -> Chosen:
+    """Choose with two placements through one route object."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from moe.gpu.choose import DeviceRoute  # noqa: PLC0415 - in the interpreter
+
+    both = [Route(ReplicaChoice(each, 1), 1) for each in placements(num_ranks, slots_per_rank)]
+    route = DeviceRoute(
+        both[0], slots_per_rank=slots_per_rank, num_ranks=num_ranks, device=torch.device("cpu")
+    )
+    addresses = [value.data_ptr() for value in vars(route).values() if isinstance(value, torch.Tensor)]
+    cache_slots = torch.arange(PADDED)
+    cache_slots[ROWS:] = -1
+    counts = torch.zeros(2, EXPERTS + num_ranks, dtype=torch.int64)
+    slots = []
+    for seed, way in enumerate(both):
+        route.follow(way)
+        slots.append(route.slots(ids_of(seed), cache_slots, torch.tensor([DECODES]), counts).numpy())
+    after = [value.data_ptr() for value in vars(route).values() if isinstance(value, torch.Tensor)]
+    return Chosen(slots, counts.numpy(), addresses == after)
+
+
+@pytest.mark.parametrize(("num_ranks", "slots_per_rank"), [(1, 8), (2, 4), (4, 4)])
+def test_slots_and_counts_are_the_cpus(num_ranks: int, slots_per_rank: int, interpreter: RankPool) -> None:
+    found: Chosen = interpreter.run(choose, num_ranks, slots_per_rank)[0]
+    counters = LoadCounts(1, num_experts=EXPERTS, num_ranks=num_ranks, slots_per_rank=slots_per_rank)
+    for seed, placement in enumerate(placements(num_ranks, slots_per_rank)):
+        ids = ids_of(seed)[:ROWS].contiguous()
+        wanted = ReplicaChoice(placement, 1).choose(1, ids.numpy())
+        assert np.array_equal(found.slots[seed][:ROWS], wanted)
+        assert (found.slots[seed][ROWS:] == -1).all()
+        counters.layers[0].add(ids, torch.from_numpy(wanted), DECODES)
+    assert np.array_equal(found.counts, counters.table[0])
+    assert found.counts.any() and found.stays

@@ -1,0 +1,102 @@
+"""The whole GPU path in Triton's interpreter gives transformers' own logits: prompts in chunks, decodes, both together."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.families import VOCABULARY, write_checkpoint
+from tests.support.gpu_path import build_interpreted, mixed_steps, run_steps
+from tests.support.quantise import write_quantised
+from tests.support.ranks import RankPool
+from tests.support.serving import request, serve
+
+pytestmark = (
+    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
+        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+    )
+)
+
+TOLERANCE = 1e-4
+LENGTHS = (19, 8)  # of the sequences; the first one goes over a block's end while it decodes
+SLOW_FAMILIES = (
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+)  # experts alone; biases, sinks, windows; latents, groups
+
+WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mxfp4": ("gpt_oss", {}),
+    "fp8": ("qwen3_moe", {"block": (128, 128), **WIDE}),
+}
+
+
+class Found(NamedTuple):
+    """What a rank computed."""
+
+    logits: list[np.ndarray]
+    permuted_logits: list[np.ndarray]  # the control: every choice goes to another expert
+    num_counted: int  # choices that the counters saw in the first run
+
+
+def answer(directory: Path, sequences: list[list[int]]) -> Found:
+    """Run sequences in mixed steps, then with wrong routing."""
+    built = build_interpreted(directory)
+    logits = run_steps(built, sequences, mixed_steps(LENGTHS))
+    counted = int(built.model.load_counts.table[..., : built.model.skeleton.num_experts].sum())
+    for layer in built.model.layers:
+        table_EC = layer._way._slot_EC
+        table_EC.copy_(table_EC.roll(1, 0))
+    return Found(logits, run_steps(built, sequences, mixed_steps(LENGTHS)), counted)
+
+
+def check_oracle(oracle: PreTrainedModel, directory: Path, interpreter: RankPool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    found: Found = interpreter.run(answer, directory, sequences, timeout_s=400.0)[0]
+    with torch.inference_mode():
+        wanted = [oracle(torch.tensor([each])).logits[0].numpy() for each in sequences]
+    for ours, wrong, theirs in zip(found.logits, found.permuted_logits, wanted, strict=True):
+        assert np.abs(ours - theirs).max() < TOLERANCE
+        assert np.abs(wrong - theirs).max() > 100 * TOLERANCE, "the control did not fail"
+    layers = sum(hasattr(module, "is_concatenated") for module in oracle.modules())
+    assert found.num_counted == sum(LENGTHS) * layers * oracle.config.num_experts_per_tok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_in_chunks_and_decodes_beside_them_give_transformers_logits(
+    family: str, interpreter: RankPool, tmp_path: Path
+) -> None:
+    check_oracle(write_checkpoint(family, tmp_path), tmp_path, interpreter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "settings"), QUANTISED.values(), ids=QUANTISED)
+def test_quantised_experts_and_linear_layers_give_the_logits_of_what_they_stand_for(
+    family: str, settings: dict[str, Any], interpreter: RankPool, tmp_path: Path
+) -> None:
+    check_oracle(write_quantised(family, tmp_path, **settings), tmp_path, interpreter)
+
+
+def tokens_served(directory: Path, prompts: list[list[int]]) -> dict[str, list[int]]:
+    """Serve prompts with the engine's own loop."""
+    built = build_interpreted(directory)
+    asked = [request(str(index), prompt, max_tokens=4) for index, prompt in enumerate(prompts)]
+    return serve(built, asked).token_ids
+
+
+@pytest.mark.slow
+def test_the_engine_serves_transformers_tokens(interpreter: RankPool, tmp_path: Path) -> None:
+    oracle = write_checkpoint("mixtral", tmp_path)
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (3, 18, 9, 5)]
+    served = interpreter.run(tokens_served, tmp_path, prompts, timeout_s=400.0)[0]
+    for index, prompt in enumerate(prompts):
+        made = oracle.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+        assert served[str(index)] == made[0, len(prompt) :].tolist()

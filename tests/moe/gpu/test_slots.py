@@ -1,0 +1,55 @@
+"""Slots point into a store: what is put in one slot is nowhere else, and an exchange moves no weights."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.gpu.slots import DeviceSlots, NoSpareSlotError, SlotStore
+
+
+def parts(value: float, *, has_bias: bool = True) -> dict[str, Tensor]:
+    """An expert's tensors, all of one value."""
+    weight = {"": torch.full((4, 3), value)}
+    return {**weight, "bias": torch.full((4,), value)} if has_bias else weight
+
+
+def make_store(places: int = 5, *, has_bias: bool = True) -> SlotStore:
+    return SlotStore(places, parts(0.0, has_bias=has_bias), in_dim=3, device=torch.device("cpu"))
+
+
+def test_layers_of_one_store_do_not_overlap() -> None:
+    store = make_store()
+    first, second = (DeviceSlots(store, [store.take() for _ in range(2)]) for _ in range(2))
+    for number, (slots, slot) in enumerate([(first, 0), (first, 1), (second, 0), (second, 1)]):
+        slots.put(slot, parts(float(number)))
+    assert [int(first.at(slot).tensors()[""][0, 0]) for slot in (0, 1)] == [0, 1]
+    assert [int(second.at(slot).tensors()["bias"][0]) for slot in (0, 1)] == [2, 3]
+    assert sorted([*first.places_S.tolist(), *second.places_S.tolist()]) == [0, 1, 2, 3]
+
+
+def test_an_exchange_switches_by_one_number_and_gives_the_old_place_back() -> None:
+    store = make_store()
+    slots = DeviceSlots(store, [store.take() for _ in range(3)])
+    old = slots.at(1).tensors()[""].fill_(7.0)
+    address = slots.places_S.data_ptr()
+    spare = slots.spare()
+    spare.tensors()[""].fill_(9.0)
+    given_back = slots.exchange(1, spare)
+    assert slots.at(1).tensors()[""].unique().tolist() == [9.0]
+    assert given_back.tensors()[""].data_ptr() == old.data_ptr() and old.unique().tolist() == [7.0]
+    assert slots.places_S.data_ptr() == address and slots.places_S.tolist() == [0, 3, 2]
+
+
+def test_more_moves_than_places_are_refused_by_name() -> None:
+    store = make_store(2, has_bias=False)
+    slots = DeviceSlots(store, [store.take() for _ in range(2)])
+    with pytest.raises(NoSpareSlotError, match="all 2 places for experts of this kind are taken"):
+        slots.spare()
+
+
+def test_bytes_count_weights_and_biases() -> None:
+    store = make_store()
+    slots = DeviceSlots(store, [store.take() for _ in range(3)])
+    assert slots.slot_bytes == (4 * 3 + 4) * 4 and slots.num_bytes == 3 * slots.slot_bytes
+    assert DeviceSlots(make_store(has_bias=False), [0]).slot_bytes == 4 * 3 * 4
+    assert slots.in_dim == 3

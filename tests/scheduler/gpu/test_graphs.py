@@ -1,0 +1,96 @@
+"""Which steps are replayed, what a capture runs, and where results lie; a recording stand-in is in CUDA's place."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache.gpu.step import DeviceStep
+from kvcache.step import Span
+from scheduler.gpu.graphs import DecodeGraphs, Run
+
+
+class FakeRecorder:
+    """Runs a function to capture it, and again for every replay, into one tensor."""
+
+    def __init__(self) -> None:
+        self.captured: list[int] = []
+
+    def capture(self, run: Run) -> Run:
+        """Remember the size by the result's rows."""
+        result = run()
+        self.captured.append(len(result))
+
+        def replay() -> Tensor:
+            return result.copy_(run())
+
+        return replay
+
+
+class FakeModel:
+    """Its logits tell which tokens and positions it saw, and it counts its calls."""
+
+    def __init__(self, step: DeviceStep) -> None:
+        self.step, self.calls = step, 0
+        self.kept: list[bool] = []
+
+    def forward(self, token_T: Tensor, cache: Any, logits_R: Tensor, *, keeps_hidden: bool = False) -> Tensor:
+        """Return token, position and context of the wanted rows."""
+        self.calls += 1
+        self.kept.append(keeps_hidden)
+        seen = torch.stack((token_T, self.step.positions), dim=1).float()
+        return seen[logits_R]
+
+
+@pytest.fixture
+def step() -> DeviceStep:
+    """A small step."""
+    return DeviceStep(
+        max_tokens=32, max_sequences=8, max_blocks=2, block_tokens=16, device=torch.device("cpu")
+    )
+
+
+def run(graphs: DecodeGraphs, step: DeviceStep, positions: list[int], **options: Any) -> Tensor:
+    """Run a step that decodes a token 50 + position at each position."""
+    step.fill([Span(position, 1, [0, 1]) for position in positions], len(positions))
+    inputs = step.inputs([50 + position for position in positions], range(len(positions)))
+    return graphs(inputs.token_T, None, inputs.row_R, **options)  # type: ignore[arg-type]
+
+
+def test_graphs_are_captured_from_the_largest_down_with_padded_rows_only(step: DeviceStep) -> None:
+    model, recorder, shares = FakeModel(step), FakeRecorder(), []
+    graphs = DecodeGraphs(model.forward, step, None)  # type: ignore[arg-type]
+    graphs.capture(step.sizes, recorder, shares.append)
+    assert recorder.captured == [8, 4, 2, 1] and graphs.sizes == (1, 2, 4, 8)
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+    assert step.num_tokens == 0 and step.on_device.cache_slot_P.tolist() == [-1]
+
+
+def test_a_replay_sees_the_step_that_was_filled_last(step: DeviceStep) -> None:
+    model = FakeModel(step)
+    graphs = DecodeGraphs(model.forward, step, None)  # type: ignore[arg-type]
+    graphs.capture(step.sizes, FakeRecorder())
+    first = run(graphs, step, [3, 9, 4])
+    assert first[:3].tolist() == [[53, 3], [59, 9], [54, 4]]
+    second = run(graphs, step, [5, 6, 7, 8])
+    assert second[:4].tolist() == [[55, 5], [56, 6], [57, 7], [58, 8]]
+    assert second.data_ptr() == first.data_ptr()
+    assert graphs.num_replays == 2
+
+
+@pytest.mark.parametrize("why", ["prompt", "hidden states", "no graph of the size"])
+def test_other_steps_run_as_they_are(step: DeviceStep, why: str) -> None:
+    model = FakeModel(step)
+    graphs = DecodeGraphs(model.forward, step, None)  # type: ignore[arg-type]
+    graphs.capture([4] if why == "no graph of the size" else step.sizes, FakeRecorder())
+    before = model.calls
+    if why == "prompt":
+        step.fill([Span(0, 8, [0])])
+        inputs = step.inputs(range(8), [7])
+        assert graphs(inputs.token_T, None, inputs.row_R).tolist() == [[7, 7]]  # type: ignore[arg-type]
+    else:
+        found = run(graphs, step, [1, 2], keeps_hidden=why == "hidden states")
+        assert found[:2].tolist() == [[51, 1], [52, 2]]
+    assert graphs.num_replays == 0 and model.calls == before + 1
+    assert model.kept[-1] == (why == "hidden states")
