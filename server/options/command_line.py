@@ -43,9 +43,12 @@ class Options:
     port: int
     served_model_names: tuple[str, ...]
     max_model_len: int | None  # tokens; None: the model's own
-    max_num_seqs: int  # per rank
-    max_num_batched_tokens: int  # per rank and step
+    device: str  # auto, cpu or cuda; see server.preflight.device_choice
+    max_num_seqs: int | None  # per rank; None: by the device, as is the next
+    max_num_batched_tokens: int | None  # per rank and step
     dtype: str  # auto, float32 or bfloat16
+    enforce_eager: bool  # no CUDA graphs
+    batch_invariant: bool  # of a GPU; a CPU always is
     kv_cache_bytes: int | None  # per rank; None: a share of free memory
     gpu_memory_utilization: float | None  # share of the device's memory; None: not said
     api_keys: tuple[str, ...]
@@ -86,9 +89,12 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         port=args.port,
         served_model_names=_served_names(args),
         max_model_len=args.max_model_len,
+        device=args.device,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         dtype=args.dtype,
+        enforce_eager=args.enforce_eager,
+        batch_invariant=args.batch_invariant,
         kv_cache_bytes=None if args.kv_cache_memory is None else parse_bytes(args.kv_cache_memory),
         gpu_memory_utilization=args.gpu_memory_utilization,
         api_keys=_api_keys(args, environment),
@@ -133,11 +139,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise OptionsError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
-    if args.max_num_batched_tokens < args.max_num_seqs:
-        raise OptionsError(
-            f"--max-num-batched-tokens is {args.max_num_batched_tokens}; it must be at least --max-num-seqs "
-            f"({args.max_num_seqs}), so that every running request gets its token in every step"
-        )
+    check_limits(args.max_num_seqs, args.max_num_batched_tokens)
     if not 0 <= args.port <= 65535:
         raise OptionsError(f"--port is {args.port}; it must be 0 to 65535")
     share = args.gpu_memory_utilization
@@ -152,6 +154,19 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
     if not (args.request_timeout >= 0 and math.isfinite(args.request_timeout)):
         raise OptionsError(f"--request-timeout is {args.request_timeout}; it must be 0 or more seconds")
+
+
+def check_limits(max_num_seqs: int | None, max_num_batched_tokens: int | None) -> None:
+    """Check two limits against each other, where both are known.
+
+    Raises:
+        OptionsError: a step has no room for all running requests.
+    """
+    if max_num_seqs and max_num_batched_tokens and max_num_batched_tokens < max_num_seqs:
+        raise OptionsError(
+            f"--max-num-batched-tokens is {max_num_batched_tokens}; it must be at least --max-num-seqs "
+            f"({max_num_seqs}), so that every running request gets its token in every step"
+        )
 
 
 def _served_names(args: argparse.Namespace) -> tuple[str, ...]:
@@ -184,6 +199,7 @@ def arguments_from(options: Options) -> list[str]:
         "--dispatch-mode": options.dispatch_mode,
         "--dispatch-dtype": options.dispatch_dtype,
         "--dispatch-node-size": options.dispatch_node_size,
+        "--device": options.device,
         "--dtype": options.dtype,
         "--max-model-len": options.max_model_len,
         "--max-num-seqs": options.max_num_seqs,
@@ -200,6 +216,8 @@ def arguments_from(options: Options) -> list[str]:
     arguments = [options.model, *(f"--served-model-name={name}" for name in options.served_model_names)]
     arguments += [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     arguments += ["--enable-eplb"] if options.enable_eplb else []
+    arguments += ["--enforce-eager"] if options.enforce_eager else []
+    arguments += ["--batch-invariant"] if options.batch_invariant else []
     arguments += [*http_arguments(options.http), *log_arguments(options.log)]
     return arguments if options.enable_prefix_caching else [*arguments, "--no-enable-prefix-caching"]
 

@@ -64,7 +64,14 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         "-dp",
         type=int,
         metavar="N",
-        help="ranks on this node, one process each (default: 2 on CPU)",
+        help="ranks on this node, one process each (default: 2 on CPU, else one per GPU)",
+    )
+    add(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="what computes; auto is cuda where a GPU and all that it needs is found, else cpu, and says why "
+        "(default: %(default)s)",
     )
     add("--threads", type=int, metavar="N", help="threads per rank (default: cores / local ranks)")
     add(
@@ -106,9 +113,15 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16"),
-        help="type the weights are kept in, but for quantised ones, which stay as they are; CPU computes in float32 "
-        "(default: %(default)s)",
+        help="type the weights are kept in, but for quantised ones, which stay as they are; CPU computes in float32, a "
+        "GPU in this type (default: %(default)s, on a GPU bfloat16)",
     )
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="on a GPU: no token's bits depend on the requests beside it, at a price in speed; always so on CPU",
+    )
+    add("--enforce-eager", action="store_true", help="on a GPU: run decode steps without CUDA graphs")
 
 
 def _add_placement_arguments(group: argparse._ArgumentGroup) -> None:
@@ -139,16 +152,14 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--max-num-seqs",
         type=int,
-        default=64,
         metavar="N",
-        help="requests a rank runs at once (default: %(default)s)",
+        help="requests a rank runs at once (default: 64 on CPU, 256 on a GPU)",
     )
     add(
         "--max-num-batched-tokens",
         type=int,
-        default=512,
         metavar="TOKENS",
-        help="tokens a rank runs in one step (default: %(default)s)",
+        help="tokens a rank runs in one step (default: 512 on CPU, 8192 on a GPU)",
     )
     add(
         "--request-timeout",
@@ -164,13 +175,15 @@ def _add_memory_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--kv-cache-memory",
         metavar="BYTES",
-        help="KV cache per rank, e.g. 512M or 2G (default: 25%% of free memory over the local ranks)",
+        help="KV cache per rank, e.g. 512M or 2G (default: 25%% of free memory over the local ranks; on a GPU what "
+        "--gpu-memory-utilization leaves)",
     )
     add(
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",
-        help="size the KV cache as this share of free memory instead, above 0 and at most 1",
+        help="on a GPU: share of its free memory for weights and KV cache (default: 0.9); on CPU: share of free memory "
+        "for the KV cache; above 0 and at most 1",
     )
     add("--enable-prefix-caching", action="store_true", default=True, help="the default")
     add(

@@ -25,7 +25,7 @@ _FLOAT_BYTES = {
     "auto": 4,
     "float32": 4,
     "bfloat16": 2,
-}  # what a weight takes on CPU, by --dtype (D9: auto is fp32)
+}  # what a weight takes, by --dtype (D9: auto is fp32 on CPU)
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "F8_E4M3": 8,
     "F8_E8M0": 8,
@@ -49,7 +49,14 @@ class WeightBytes(NamedTuple):
     )
 
 
-def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_front: bool) -> None:
+def check_start(
+    options: Options,
+    *,
+    num_ranks: int,
+    num_local_ranks: int,
+    has_front: bool,
+    gpu_bytes: int | None = None,
+) -> None:
     """Check that the model can be served as asked on this node.
 
     Args:
@@ -57,6 +64,7 @@ def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_f
         num_ranks: in the whole service.
         num_local_ranks: of them, on this node.
         has_front: whether this node will listen on the HTTP port.
+        gpu_bytes: free memory of a rank's GPU, where they have one each.
 
     Raises:
         PreflightError: naming the first thing that is wrong.
@@ -68,14 +76,14 @@ def check_start(options: Options, *, num_ranks: int, num_local_ranks: int, has_f
     check_is_moe(config, directory)
     check_quantisation(config, directory)
     check_length(config, options.max_model_len)
-    weights = weight_bytes(directory, config, _FLOAT_BYTES[options.dtype])
+    weights = weight_bytes(directory, config, float_bytes(options))
     check_placement(options.expert_placement, weights, config, num_ranks)
     check_memory(
         weights,
         rank_experts(weights, config, options, num_ranks),
         options,
-        num_local_ranks=num_local_ranks,
-        free_bytes=available_bytes(),
+        num_local_ranks=num_local_ranks if gpu_bytes is None else 1,
+        free_bytes=available_bytes() if gpu_bytes is None else gpu_bytes,
     )
     if has_front:
         check_port(options.host, options.port)
@@ -282,8 +290,21 @@ def rank_experts(
 def spare_bytes(options: Options, num_ranks: int) -> int:
     """What a rank must leave free for experts that move, of a model that passed `check_start`."""
     config = read_config(Path(options.model))
-    weights = weight_bytes(Path(options.model), config, _FLOAT_BYTES[options.dtype])
+    weights = weight_bytes(Path(options.model), config, float_bytes(options))
     return rank_experts(weights, config, options, num_ranks).spare
+
+
+def rank_bytes(options: Options, num_ranks: int) -> int:
+    """What a rank's weights take, spare slots included, of a model that passed `check_start`."""
+    config = read_config(Path(options.model))
+    weights = weight_bytes(Path(options.model), config, float_bytes(options))
+    experts = rank_experts(weights, config, options, num_ranks)
+    return weights.shared + experts.serving + experts.spare
+
+
+def float_bytes(options: Options) -> int:
+    """What one weight takes in memory."""
+    return 2 if options.device == "cuda" and options.dtype == "auto" else _FLOAT_BYTES[options.dtype]
 
 
 def check_memory(

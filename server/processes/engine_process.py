@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -31,11 +32,11 @@ from scheduler.limits import SchedulerLimitsError
 from scheduler.lockstep import DispatchMode, LockStepError
 from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import RankStats, RequestOutput
-from scheduler.sizing import KVMemoryError, cache_budget
+from scheduler.sizing import KVMemoryError, cache_budget, gpu_cache_budget
 from scheduler.structure import StructureError
 from scheduler.structure_vocabulary import Vocabulary
 from server.options.command_line import Options
-from server.preflight.checks import spare_bytes
+from server.preflight.checks import rank_bytes, spare_bytes
 from server.preflight.machine import available_bytes
 from server.processes.parent_death import die_with_parent
 from server.processes.rendezvous import Place, place_from
@@ -43,6 +44,7 @@ from server.rank_streams.rank_link import LinkError, RankLink
 from server.rank_streams.wire import RankFacts
 
 KV_SHARE = 0.25  # of free memory over the local ranks, where the user says nothing
+GPU_SHARE = 0.9  # of a GPU's free memory, likewise
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
 STATS_EVERY = 50  # steps without outputs between reports
 FRONT_KEY = "front"
@@ -116,7 +118,7 @@ def _walk(
             max_model_len=built.max_model_len,
             num_blocks=built.num_blocks,
             block_tokens=built.runner.step.block_tokens,
-            max_num_seqs=options.max_num_seqs,
+            max_num_seqs=options.max_num_seqs or 0,
         ),
         on_submit=engine.submit,
         on_abort=engine.abort,
@@ -174,6 +176,7 @@ def _send_report(report: PlacementReport, built: Assembled, link: RankLink) -> N
 
 
 def _config(options: Options, place: Place) -> EngineConfig:
+    assert options.max_num_seqs and options.max_num_batched_tokens, "the supervisor fills limits in"
     return EngineConfig(
         directory=Path(options.model),
         rank=place.rank,
@@ -181,7 +184,10 @@ def _config(options: Options, place: Place) -> EngineConfig:
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        device=f"cuda:{place.local_rank}" if options.device == "cuda" else "cpu",
         dtype=options.dtype,
+        enforce_eager=options.enforce_eager,
+        batch_invariant=options.batch_invariant,
         kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),
         enable_prefix_caching=options.enable_prefix_caching,
         all2all_backend=options.all2all_backend,
@@ -197,6 +203,10 @@ def _config(options: Options, place: Place) -> EngineConfig:
 
 def _default_cache_bytes(options: Options, place: Place) -> int:
     """This rank's share of what is free, less what experts need that move."""
+    if options.device == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
+        gpu_share = options.gpu_memory_utilization or GPU_SHARE
+        return gpu_cache_budget(free_bytes, gpu_share, rank_bytes(options, place.world_size))
     share = int(available_bytes() * (options.gpu_memory_utilization or KV_SHARE)) // place.local_world_size
     return cache_budget(share, spare_bytes(options, place.world_size))
 

@@ -22,10 +22,11 @@ from typing import IO, Self
 from server.options.checks import OptionsError
 from server.options.command_line import Options, arguments_from, environment_from
 from server.preflight.checks import PreflightError
+from server.preflight.device_choice import CPU_NUM_SEQS, CPU_RANKS
 from server.preflight.model_source import resolve_model
 from server.processes.children import WIDEEP_COMMAND, Child, describe_end, stop_children
 from server.processes.greeting import is_healthy, reachable_host
-from server.processes.serve import DEFAULT_RANKS, free_port
+from server.processes.serve import free_port
 
 SERVE_COMMAND = (*WIDEEP_COMMAND, "serve")
 STOP_GRACE_S = 8.0  # serve promises that all is over in 5
@@ -79,8 +80,8 @@ class PrivateService:
     @property
     def num_places(self) -> int:
         """Requests that it runs at once; more would wait in its queue."""
-        ranks = self.options.data_parallel_size or DEFAULT_RANKS
-        return min(ranks * self.options.max_num_seqs, _MOST_PLACES)
+        ranks = self.options.data_parallel_size or CPU_RANKS
+        return min(ranks * (self.options.max_num_seqs or CPU_NUM_SEQS), _MOST_PLACES)
 
     @property
     def api_key(self) -> str:

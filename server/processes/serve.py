@@ -18,8 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from server.options.checks import OptionsError
 from server.options.command_line import Options, arguments_from, environment_from
 from server.preflight.checks import PreflightError, check_start
+from server.preflight.device_choice import choose_device, on_device
 from server.preflight.machine import usable_cores
 from server.preflight.model_source import resolve_model
 from server.processes.children import (
@@ -39,7 +41,6 @@ from server.processes.error_file import ERROR_FILE, first_failure
 from server.processes.greeting import count, greeting, is_healthy
 from server.processes.worker import DRAIN_GRACE_S, UNDER_SERVE
 
-DEFAULT_RANKS = 2  # on CPU
 AGENT_GRACE_S = 3.2  # torchrun waits for workers, which kill their children after STOP_GRACE_S
 ORPHAN_GRACE_S = 0.5  # then all that is left is killed: together below the 5 s that the user is promised
 FAILURE_GRACE_S = 1.5  # torchrun's, to end by itself and name a supervisor that was killed
@@ -64,7 +65,7 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
     try:
         with terminate_as_interrupt():
             options = _prepare(options)
-    except PreflightError as error:
+    except (OptionsError, PreflightError) as error:
         say(f"wideep serve: {error}", error=True)
         return 1
     except KeyboardInterrupt:
@@ -92,14 +93,16 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 def _prepare(options: Options) -> Options:
     """Find the model, fill in what the ranks share, and check that it can work."""
-    ranks = options.data_parallel_size or DEFAULT_RANKS
+    device = choose_device(options.device)
+    ranks = options.data_parallel_size or device.ranks
     options = replace(
-        options,
+        on_device(options, device, num_local_ranks=ranks),
         model=str(resolve_model(options.model)),
         data_parallel_size=ranks,
         threads=options.threads or max(1, usable_cores() // ranks),
     )
-    check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True)
+    say(f"wideep: computing on {device.name} ({device.reason})")
+    check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
     return options if options.port else replace(options, port=free_port(options.host))
 
 

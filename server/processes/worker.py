@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from server.options.checks import OptionsError
 from server.options.command_line import Options, arguments_from, environment_from
 from server.preflight.checks import PreflightError, check_start
+from server.preflight.device_choice import choose_device, on_device
 from server.preflight.machine import usable_cores
 from server.preflight.model_source import resolve_model
 from server.processes.children import (
@@ -65,7 +67,7 @@ def run_worker(
         place = place_from(environment)
         host = front_host(place, find_agent(), environment) if place.local_rank == 0 else None
         options = _prepare(options, place, environment, has_front=host is not None)
-    except (PlaceError, PreflightError) as error:
+    except (OptionsError, PlaceError, PreflightError) as error:
         _report(str(error), environment)
         return 1
     with StopSignals() as stop_signals:
@@ -81,15 +83,23 @@ def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, 
             f"--data-parallel-size is {ranks}, but torchrun started {place.local_world_size} workers on this node; "
             "leave it out, torchrun's --nproc-per-node says it"
         )
+    device = choose_device(options.device) if UNDER_SERVE not in environment else None
+    if device is not None:
+        options = on_device(options, device, num_local_ranks=place.local_world_size)
     options = replace(
         options,
         model=str(resolve_model(options.model)),
         data_parallel_size=place.local_world_size,
         threads=options.threads or max(1, usable_cores() // place.local_world_size),
     )
-    if place.local_rank == 0 and UNDER_SERVE not in environment:  # serve has checked already
+    if place.local_rank == 0 and device is not None:  # else serve has checked already
+        say(f"wideep: computing on {device.name} ({device.reason})")
         check_start(
-            options, num_ranks=place.world_size, num_local_ranks=place.local_world_size, has_front=has_front
+            options,
+            num_ranks=place.world_size,
+            num_local_ranks=place.local_world_size,
+            has_front=has_front,
+            gpu_bytes=device.free_bytes,
         )
     return options
 

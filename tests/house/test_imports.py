@@ -37,6 +37,7 @@ DEFERRED = {
     "server/processes/agent.py": "torchrun's own code is loaded in the process that becomes torchrun",
     "server/preflight/model_source.py": "a directory needs neither the demo model's maker nor a hub's client",
     "server/preflight/start_file.py": "supervisors that start without a placement's file need no numpy",
+    "server/preflight/gpu_probe.py": "only the child process that looks for GPUs loads torch",
     "server/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
 }
 

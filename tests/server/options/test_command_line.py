@@ -23,7 +23,8 @@ def parse(*words: str, environment: dict[str, str] | None = None) -> Options:
 def test_defaults_are_those_of_the_design() -> None:
     options = parse()
     assert (options.model, options.host, options.port) == ("demo", "127.0.0.1", 8000)
-    assert (options.max_num_seqs, options.max_num_batched_tokens) == (64, 512)
+    assert (options.max_num_seqs, options.max_num_batched_tokens) == (None, None), "by the device"
+    assert (options.device, options.enforce_eager) == ("auto", False)
     assert options.served_model_names == ("demo",)
     assert options.enable_prefix_caching
 
@@ -57,6 +58,9 @@ def test_arguments_parse_back_to_the_same_options() -> None:
             "--all2all-backend=gloo",
             "--served-model-name=-dash",
             "--api-key=k",
+            "--device=cuda",
+            "--enforce-eager",
+            "--batch-invariant",
             "--enable-eplb",
             '--eplb-config={"num_redundant_experts": 3, "horizon_s": 1.5}',
             "--expert-placement=some/placement.json",
@@ -157,7 +161,7 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--port=70000"], "--port is 70000; it must be 0 to 65535"),
         (["--max-num-seqs=0"], "--max-num-seqs is 0; it must be at least 1"),
         (["--max-num-batched-tokens=15"], "--max-num-batched-tokens is 15; it must be at least 16"),
-        (["--max-num-batched-tokens=32"], "it must be at least --max-num-seqs (64)"),
+        (["--max-num-batched-tokens=32", "--max-num-seqs=64"], "it must be at least --max-num-seqs (64)"),
         (["--data-parallel-size=0"], "--data-parallel-size is 0"),
         (["--threads=-1"], "--threads is -1"),
         (["--max-model-len=0"], "--max-model-len is 0"),
