@@ -172,10 +172,10 @@ def _num_spare(config: EngineConfig, placement: Placement) -> int:
 
 
 def _open_dispatcher(
-    config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
+    config: EngineConfig, way: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
 ) -> TokenDispatcher:
     if config.device != "cpu":
-        return local_dispatcher(backend, config.world_size, slots_per_rank)
+        return local_dispatcher(way, config.world_size, slots_per_rank)
     backend, timeout_s, epoch = config.all2all_backend, config.timeout_s, config.epoch
     if config.dispatch_node_size:
         return open_hierarchical(

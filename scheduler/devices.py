@@ -7,6 +7,7 @@ imports triton). Triton is an extra of the distribution, so the GPU path is impo
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import TransportUnavailable
@@ -63,7 +64,8 @@ def open_forward(
     if model.device.type != "cuda" or enforce_eager:
         return model.forward
     gpu = importlib.import_module("scheduler.gpu.graphs")
-    graphs = gpu.DecodeGraphs(model.forward, model.step, cache)
-    graphs.capture(model.step.sizes, gpu.CudaRecorder(), lambda share: report("graphs", share))
+    step: Any = model.step  # the GPU's, which knows its sizes
+    graphs = gpu.DecodeGraphs(model.forward, step, cache)
+    graphs.capture(step.sizes, gpu.CudaRecorder(), lambda share: report("graphs", share))
     forward: Forward = graphs
     return forward

@@ -12,7 +12,7 @@ N blocks, B tokens of a block, X blocks in use, U the part of the key dim that i
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.gpu.decode import DecodeScratch, paged_decode
@@ -148,7 +148,7 @@ def _expanded(module: Any, latents_NBC: Tensor, step: DeviceStep) -> Pages:
     return Pages(keys_XHBD, values_XHBV, blocks.table_SM)
 
 
-def prepare(net: nn.Module) -> None:
+def prepare(net: Any) -> None:
     """Let latent attention's modules not expand the step's own rows: the kernels read them from the pages."""
     for module in net.modules():
         if hasattr(module, "expand_kv") and all(hasattr(module, name) for name in _Shapes.NEEDED):

@@ -129,7 +129,7 @@ class DeviceStep(Step):
         self._device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
         self._device_table_SM[:n].copy_(self.block_table_SM[:n], non_blocking=True)
         views = [self._device[at : at + length] for at, length in zip(starts, lengths, strict=False)]
-        self.on_device = OnDevice(*views, self._device_table_SM[:S])
+        self.on_device = OnDevice._make([*views, self._device_table_SM[:S]])
         return Inputs(self.on_device.token_P, self.on_device.row_R)
 
     def idle(self, size: int) -> Inputs:

@@ -39,7 +39,8 @@ class CudaRecorder:
 
     def capture(self, run: Run) -> Run:
         """See `Recorder`. Other threads may go on using CUDA meanwhile."""
-        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
