@@ -101,8 +101,8 @@ def _prepare(options: Options) -> Options:
         data_parallel_size=ranks,
         threads=options.threads or max(1, usable_cores() // ranks),
     )
-    say(f"wideep: computing on {device.name} ({device.reason})")
     check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
+    say(f"wideep: computing on {device.name} ({device.reason})")
     return options if options.port else replace(options, port=free_port(options.host))
 
 

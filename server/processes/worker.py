@@ -93,7 +93,6 @@ def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, 
         threads=options.threads or max(1, usable_cores() // place.local_world_size),
     )
     if place.local_rank == 0 and device is not None:  # else serve has checked already
-        say(f"wideep: computing on {device.name} ({device.reason})")
         check_start(
             options,
             num_ranks=place.world_size,
@@ -101,6 +100,7 @@ def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, 
             has_front=has_front,
             gpu_bytes=device.free_bytes,
         )
+        say(f"wideep: computing on {device.name} ({device.reason})")
     return options
 
 

@@ -64,7 +64,7 @@ def test_a_file_of_another_service_is_refused_by_its_sizes(tmp_path: Path) -> No
 
 
 def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.json is not a placement"):
+    with pytest.raises(ConfigError, match=r"absent\.json cannot be read: No such file"):
         start(2, 8, 2, file=tmp_path / "absent.json")
 
 
