@@ -4,6 +4,7 @@ Everything is read from the syntax trees, so that imports inside functions and f
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,8 +74,13 @@ def path_of(module: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+@functools.cache
+def imports_of(path: Path) -> tuple[Import, ...]:
     """Every import of a file; `from package import module` counts as both."""
+    return tuple(_read_imports(path))
+
+
+def _read_imports(path: Path) -> Iterator[Import]:
     scopes: list[tuple[ast.AST, str, bool]] = [(ast.parse(path.read_text()), "", False)]
     while scopes:
         node, inside, is_for_types = scopes.pop()

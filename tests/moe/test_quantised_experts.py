@@ -88,7 +88,7 @@ def test_an_exchanged_slot_serves_the_new_codes_with_the_new_scales(layers: Laye
 def test_scales_are_part_of_what_moves(layers: Layers) -> None:
     layer = layers[0]
     tensors = read_slot(layer, 1).tensors()
-    assert [*tensors] == ["up", "down", "up_scales", "up_bias", "down_scales", "down_bias"]
+    assert [*tensors] == ["up", "up_scales", "up_bias", "down", "down_scales", "down_bias"]
     for name in ("up", "up_scales", "down_scales"):
         before = digest(tensors)
         tensors[name].view(-1).view(torch.uint8)[5] ^= 1

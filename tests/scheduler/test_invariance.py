@@ -118,7 +118,7 @@ def served_alone(
         {"max_num_batched_tokens": 16, "max_num_seqs": 4},
         {"max_num_batched_tokens": 23, "max_num_seqs": 8},
         {"kv_cache_bytes": 0},
-        {"threads": 2},
+        pytest.param({"threads": 2}, marks=pytest.mark.slow),
     ],
     ids=["full batch", "chunks of 16", "chunks of 23", "preemption", "two threads"],
 )
@@ -137,7 +137,7 @@ def smallest_cache(directory: Path) -> int:
     return sum(shape.token_bytes for shape in built.model.skeleton.cache_shapes) * 16 * 12
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_ranks_and_transports_change_no_bit(
     served_alone: tuple[Path, Answers], world_size: int, backend: str, pool_of: PoolOf
