@@ -105,9 +105,7 @@ FAST: dict[str, Form] = {
     ),
 }
 SLOW: dict[str, Form] = {
-    "catastrophic nesting of stars": of_field(
-        "regex", "(a+)+(a|aa)*b(a*)*c" * 20, param="structured_outputs.regex"
-    ),
+    "catastrophic nesting of stars": of_field("regex", "(a+)+(a|aa)*b(a*)*c" * 20),
     "nested repetition": of_field("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"),
     "50,000 parentheses": of_field(
         "regex", "(" * 50_000 + "a" + ")" * 50_000, param="structured_outputs.regex"
