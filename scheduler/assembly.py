@@ -99,16 +99,7 @@ def assemble(
     group, mailbox_group = _groups(config)
     placement = _agree_on_placement(config, skeleton, group)
     dispatcher = _open_dispatcher(config, backend, group, placement.slots_per_rank)
-    model = Model(
-        skeleton,
-        dispatcher=dispatcher,
-        placement=placement,
-        rank=config.rank,
-        step=step,
-        dtype=config.dtype,
-        num_spare=_num_spare(config, placement),
-        report=report,
-    )
+    model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
     backend.warm_up(model, cache)
     forward = open_forward(model, cache, enforce_eager=config.enforce_eager, report=report)
@@ -162,6 +153,26 @@ def _agree_on_placement(
     )
     check_agreed(placement, group)
     return placement
+
+
+def _load_model(
+    config: EngineConfig,
+    skeleton: Skeleton,
+    dispatcher: TokenDispatcher,
+    placement: Placement,
+    step: Step,
+    report: Report,
+) -> Model:
+    return Model(
+        skeleton,
+        dispatcher=dispatcher,
+        placement=placement,
+        rank=config.rank,
+        step=step,
+        dtype=config.dtype,
+        num_spare=_num_spare(config, placement),
+        report=report,
+    )
 
 
 def _num_spare(config: EngineConfig, placement: Placement) -> int:

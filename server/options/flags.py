@@ -28,6 +28,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_http_arguments(parser.add_argument_group("HTTP endpoint"))
     _add_parser_arguments(parser.add_argument_group("tool calls and reasoning"))
     _add_rank_arguments(parser.add_argument_group("ranks"))
+    _add_dispatch_arguments(parser.add_argument_group("dispatch"))
     _add_placement_arguments(parser.add_argument_group("expert placement"))
     _add_limit_arguments(parser.add_argument_group("limits"))
     _add_memory_arguments(parser.add_argument_group("memory"))
@@ -75,11 +76,28 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add("--threads", type=int, metavar="N", help="threads per rank (default: cores / local ranks)")
     add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="type the weights are kept in, but for quantised ones, which stay as they are; CPU computes in float32, a "
+        "GPU in this type (default: %(default)s, on a GPU bfloat16)",
+    )
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="on a GPU: no token's bits depend on the requests beside it, at a price in speed; always so on CPU",
+    )
+    add("--enforce-eager", action="store_true", help="on a GPU: run decode steps without CUDA graphs")
+
+
+def _add_dispatch_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
         "--all2all-backend",
         default="auto",
         choices=BACKENDS,
         help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; nccl, nvshmem and "
-        "deep_ep connect GPUs, on which this version does not compute yet (default: auto)",
+        "deep_ep connect GPUs, between which this version serves no model yet (default: auto)",
     )
     add(
         "--dispatch-mode",
@@ -109,19 +127,6 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="how long a rank may keep another one waiting before it counts as hung (default: %(default)s)",
     )
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16"),
-        help="type the weights are kept in, but for quantised ones, which stay as they are; CPU computes in float32, a "
-        "GPU in this type (default: %(default)s, on a GPU bfloat16)",
-    )
-    add(
-        "--batch-invariant",
-        action="store_true",
-        help="on a GPU: no token's bits depend on the requests beside it, at a price in speed; always so on CPU",
-    )
-    add("--enforce-eager", action="store_true", help="on a GPU: run decode steps without CUDA graphs")
 
 
 def _add_placement_arguments(group: argparse._ArgumentGroup) -> None:
