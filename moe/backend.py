@@ -157,9 +157,16 @@ class Backend(Protocol):
         ...
 
     def make_step(
-        self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int, threads: int
+        self,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        max_blocks: int,
+        block_tokens: int,
+        threads: int,
+        num_ranks: int = 1,
     ) -> Step:
-        """The step that this device's model reads."""
+        """The step that this device's model reads; `num_ranks` run theirs together."""
         ...
 
     def make_cache(self, shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:

@@ -95,7 +95,14 @@ class CpuBackend:
         )
 
     def make_step(
-        self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int, threads: int
+        self,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        max_blocks: int,
+        block_tokens: int,
+        threads: int,
+        num_ranks: int = 1,
     ) -> Step:
         """The step that the organs read."""
         return Step(

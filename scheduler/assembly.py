@@ -25,7 +25,7 @@ from kvcache.step import Step
 from moe.backend import Backend
 from moe.model import Model, Skeleton, set_threads
 from scheduler.config import EngineConfig, model_length
-from scheduler.devices import backend_of, local_dispatcher, open_forward
+from scheduler.devices import backend_of, open_device_dispatcher, open_forward
 from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
 from scheduler.expert_transfer import Place
@@ -103,7 +103,7 @@ def assemble(
     cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
     backend.warm_up(model, cache)
     forward = open_forward(model, cache, enforce_eager=config.enforce_eager, report=report)
-    runner = Runner(model, cache, forward)
+    runner = Runner(model, cache, forward, check=dispatcher.check)
     relocation = _open_relocation(config, placement, model)
     lockstep = _open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
@@ -137,6 +137,7 @@ def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> St
         max_blocks=-(-max_model_len // BLOCK_TOKENS),
         block_tokens=BLOCK_TOKENS,
         threads=config.threads,
+        num_ranks=config.world_size,
     )
 
 
@@ -183,14 +184,14 @@ def _num_spare(config: EngineConfig, placement: Placement) -> int:
 
 
 def _open_dispatcher(
-    config: EngineConfig, way: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
+    config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
 ) -> TokenDispatcher:
     if config.device != "cpu":
-        return local_dispatcher(way, config.world_size, slots_per_rank)
-    backend, timeout_s, epoch = config.all2all_backend, config.timeout_s, config.epoch
+        return open_device_dispatcher(config, backend, group, slots_per_rank)
+    name, timeout_s, epoch = config.all2all_backend, config.timeout_s, config.epoch
     if config.dispatch_node_size:
         return open_hierarchical(
-            backend,
+            name,
             group,
             node_size=config.dispatch_node_size,
             slots_per_rank=slots_per_rank,
@@ -198,7 +199,7 @@ def _open_dispatcher(
             epoch=epoch,
             rows=config.dispatch_dtype,
         )
-    transport = open_transport(backend, group, timeout_s=timeout_s, epoch=epoch)
+    transport = open_transport(name, group, timeout_s=timeout_s, epoch=epoch)
     return Dispatcher(transport, slots_per_rank=slots_per_rank, rows=row_format(config.dispatch_dtype))
 
 

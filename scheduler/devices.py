@@ -9,13 +9,15 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import TransportUnavailable
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
 from moe.cpu_backend import CPU
 from moe.model import Model
-from scheduler.config import ConfigError
+from scheduler.config import ConfigError, EngineConfig
 from scheduler.forward import Forward
 
 INTERPRETER = "interpreter"
@@ -41,19 +43,28 @@ def backend_of(device: str, dtype: str, *, is_invariant: bool = False) -> Backen
     return backend
 
 
-def local_dispatcher(backend: Backend, world_size: int, slots: int) -> TokenDispatcher:
-    """Return what moves tokens between the experts of one rank on a GPU.
+def open_device_dispatcher(
+    config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
+) -> TokenDispatcher:
+    """Return what moves tokens between experts on GPUs. Collective.
 
     Raises:
-        TransportUnavailable: there are more ranks.
+        TransportUnavailable: what was asked for cannot work between these ranks.
     """
-    if world_size > 1:
+    if config.dispatch_node_size:
         raise TransportUnavailable(
-            f"{world_size} ranks on GPUs cannot exchange tokens in this version; give --data-parallel-size 1, or "
-            f"--device cpu"
+            f"--dispatch-node-size is {config.dispatch_node_size}; between GPUs every rank sends to every other: give 0"
         )
-    gpu = importlib.import_module("dispatch.gpu.local")
-    dispatcher: TokenDispatcher = gpu.LocalDispatcher(device=backend.device, slots=slots)
+    gpu = importlib.import_module("dispatch.gpu.choose")
+    dispatcher: TokenDispatcher = gpu.open_gpu_dispatcher(
+        config.all2all_backend,
+        group,
+        device=backend.device,
+        slots_per_rank=slots_per_rank,
+        rows=config.dispatch_dtype,
+        timeout_s=config.timeout_s,
+        epoch=config.epoch,
+    )
     return dispatcher
 
 
@@ -64,8 +75,7 @@ def open_forward(
     if model.device.type != "cuda" or enforce_eager:
         return model.forward
     gpu = importlib.import_module("scheduler.gpu.graphs")
-    step: Any = model.step  # the GPU's, which knows its sizes
-    graphs = gpu.DecodeGraphs(model.forward, step, cache)
-    graphs.capture(step.sizes, gpu.CudaRecorder(), lambda share: report("graphs", share))
+    graphs = gpu.DecodeGraphs(model.forward, model.step, cache)
+    graphs.capture(model.step.graph_sizes, gpu.CudaRecorder(), lambda share: report("graphs", share))
     forward: Forward = graphs
     return forward

@@ -38,16 +38,18 @@ class Runner:
         cache: PagedCache,
         forward: Forward | None = None,
         sampler: Sampler = sample_on_host,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a model and a cache whose blocks the scheduler's pool counts.
 
         Args:
             forward: stands for the model's.
             sampler: chooses tokens, of logits where the model leaves them; it may change them in place.
+            check: raises what went wrong between ranks in a step that did not say so (`TokenDispatcher.check`).
         """
         self._model, self._cache = model, cache
         self._forward: Forward = forward or model.forward
-        self._sample = sampler
+        self._sample, self._check = sampler, check
         self.num_steps = self.busy_ns = 0  # counters, as is the next
         self.num_tokens = [0] * NUM_PHASES  # prefill, decode
         self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
@@ -76,6 +78,7 @@ class Runner:
         logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
         sampling = [item.sequence for item in batch.items if item.samples]
         sampled = self._sample(logits_RV[: len(sampling)], sampling)
+        self._check()
         if scored:
             sampled = sampled._replace(
                 prompt_logprobs={part.request_id: self._score(part) for part in scored}

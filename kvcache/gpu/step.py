@@ -5,7 +5,8 @@ What a step is told lies in one pinned buffer and travels in one asynchronous co
 a CUDA graph that was captured for a size finds every later step of that size. Nothing is read back: the pinned buffer
 may be filled again once the step's tokens have been read, which waits for all that was queued before.
 
-A step that only decodes is padded to one of a few sizes, others to a multiple of ROWS. Padded rows have cache slot -1,
+A step that only decodes is padded to one of a few sizes, others to a multiple of ROWS. Where several ranks run together,
+the size follows from the tokens that they have agreed on, so that what all ranks run is told by one number. Padded rows have cache slot -1,
 and so have no key or value written, choose no expert, and have a context of 0.
 
 Legend: P rows, padding included, S sequences (P of them in a step that only decodes), M blocks a sequence may have,
@@ -46,6 +47,15 @@ class Expansion(NamedTuple):
     table_SM: Tensor  # where they are in that order; rows of decodes are not filled
 
 
+def agreed_sizes(max_sequences: int) -> tuple[int, ...]:
+    """Sizes where ranks agree on a power of two from ROWS on, see `Step.agreed_tokens`: those below `max_sequences`, and it."""
+    sizes, size = [], ROWS
+    while size < max_sequences:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max_sequences)
+
+
 def decode_sizes(max_sequences: int) -> tuple[int, ...]:
     """Sizes that steps of decodes are padded to: 1, 2, 4, 8, then multiples of 8 up to `max_sequences`."""
     sizes = [size for size in (1, 2, 4) if size < max_sequences]
@@ -59,6 +69,7 @@ class DeviceStep(Step):
     Attributes:
         on_device: the step that `inputs` was last called for.
         sizes: what steps that only decode are padded to.
+        graph_sizes: likewise, where all that ranks run follows from the size.
     """
 
     on_device: OnDevice
@@ -71,6 +82,7 @@ class DeviceStep(Step):
         max_blocks: int,
         block_tokens: int,
         device: torch.device,
+        num_ranks: int = 1,
     ) -> None:
         """Allocate, on the host (pinned for a GPU) and on the device."""
         super().__init__(
@@ -80,6 +92,8 @@ class DeviceStep(Step):
             block_tokens=block_tokens,
         )
         self.device, self.sizes = device, decode_sizes(max_sequences)
+        self._is_wide = num_ranks > 1
+        self.graph_sizes = agreed_sizes(max_sequences) if self._is_wide else self.sizes
         self.max_context = max_blocks * block_tokens
         padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
         self._host = self._pinned(3 * padded + 3 * max(padded, max_sequences) + 8)
@@ -94,6 +108,11 @@ class DeviceStep(Step):
     def is_decode_only(self) -> bool:
         """Whether every sequence brings one generated token; so does a step without any."""
         return self.num_decodes == self.num_tokens
+
+    @property
+    def has_fixed_shape(self) -> bool:
+        """Whether all that a step launches, on whatever rank, follows from its padded size."""
+        return self.is_decode_only and (self.agreed_tokens > 0 or not self._is_wide)
 
     @property
     def positions(self) -> Tensor:
@@ -133,8 +152,8 @@ class DeviceStep(Step):
         return Inputs(self.on_device.token_P, self.on_device.row_R)
 
     def idle(self, size: int) -> Inputs:
-        """Describe a step of decodes that has none, padded to one of `sizes`: to compile and capture with."""
-        self.fill([])
+        """Describe a step of decodes that has none, padded to one of `graph_sizes`: to compile and capture with."""
+        self.fill([], agreed_tokens=1 << max(size - 1, ROWS - 1).bit_length())
         self.num_padded = size
         return self.inputs([], [])
 
@@ -160,6 +179,8 @@ class DeviceStep(Step):
         return Expansion(*self._uploaded["expansion"])
 
     def _padded(self, num_tokens: int) -> int:
+        if self.has_fixed_shape and self._is_wide:
+            return min(self.agreed_tokens, self.sizes[-1])
         if self.is_decode_only:
             return self.sizes[bisect_left(self.sizes, num_tokens)]
         return -(-num_tokens // ROWS) * ROWS

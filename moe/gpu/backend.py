@@ -15,6 +15,7 @@ from attention.gpu import organ as attention_organ
 from attention.gpu import served_shapes
 from attention.gpu.rotary_modules import exchange_rotary
 from dispatch.dispatched import TokenDispatcher
+from dispatch.mode import SMALLEST_CAPACITY
 from kvcache.gpu.cache import DeviceCache, token_bytes
 from kvcache.gpu.step import DeviceStep
 from kvcache.paged_cache import LayerShape, PagedCache
@@ -159,7 +160,14 @@ class GpuBackend:
         )
 
     def make_step(
-        self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int, threads: int
+        self,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        max_blocks: int,
+        block_tokens: int,
+        threads: int,
+        num_ranks: int = 1,
     ) -> DeviceStep:
         """The step that the organs read."""
         return DeviceStep(
@@ -168,6 +176,7 @@ class GpuBackend:
             max_blocks=max_blocks,
             block_tokens=block_tokens,
             device=self.device,
+            num_ranks=num_ranks,
         )
 
     def make_cache(self, shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
@@ -189,10 +198,13 @@ class GpuBackend:
         attention_organ.prepare(net)
 
     def warm_up(self, model: "Model", cache: PagedCache) -> None:
-        """Run a prompt and a decode of one token on the first block, which is free: that compiles what steps use."""
+        """Run a prompt and a decode of one token on the first block, which is free: that compiles what steps use.
+
+        Collective where there are several ranks, as every step is.
+        """
         step = model.step
         for num_decodes in (0, 1):
-            step.fill([Span(0, 1, [0])], num_decodes)
+            step.fill([Span(0, 1, [0])], num_decodes, agreed_tokens=SMALLEST_CAPACITY * num_decodes)
             inputs = step.inputs([0], [0])
             model.forward(inputs.token_T, cache, inputs.row_R)
         model.load_counts.clear()

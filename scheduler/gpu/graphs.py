@@ -3,7 +3,8 @@
 A graph is captured at the start, with a step of padded rows only: nothing is cached or counted by it. A later step
 of that size has been copied to the same addresses by the time it is replayed (`kvcache.gpu.step`), so a replay needs
 no arguments. Largest sizes are captured first, so that smaller ones find their memory in the pool.
-Steps with prompts, and those whose hidden states are asked for, run as they are.
+Steps with prompts on any rank, and those whose hidden states are asked for, run as they are. Where several ranks run
+together they capture and replay the same sizes in the same order, because they agree on each step's before it.
 Rejected: capturing when a size first occurs, which would stall a service amid its work and count a step twice.
 
 What CUDA does is behind `Recorder`; the policy is tested without a GPU.
@@ -81,7 +82,7 @@ class DecodeGraphs:
         """Capture graphs for these sizes.
 
         Args:
-            sizes: of `DeviceStep.sizes`.
+            sizes: of `DeviceStep.graph_sizes`.
             report: called with the share that is done.
         """
         for done, size in enumerate(sorted(sizes, reverse=True)):
@@ -98,7 +99,7 @@ class DecodeGraphs:
     ) -> Tensor:
         """Run the step; see `moe.model.Model.forward`. A replay's logits are overwritten by the next one's."""
         replay = self._replays.get(self._step.num_padded)
-        if replay is None or keeps_hidden or not self._step.is_decode_only:
+        if replay is None or keeps_hidden or not self._step.has_fixed_shape:
             return self._forward(token_T, cache, logits_R, keeps_hidden=keeps_hidden)
         self.num_replays += 1
         return replay()

@@ -69,7 +69,7 @@ def check_start(
     Raises:
         PreflightError: naming the first thing that is wrong.
     """
-    check_backend(options.all2all_backend, num_ranks)
+    check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
     check_nodes(options.dispatch_node_size, num_ranks)
     directory = Path(options.model)
     config = read_config(directory)
@@ -89,13 +89,13 @@ def check_start(
         check_port(options.host, options.port)
 
 
-def check_backend(name: str, num_ranks: int) -> None:
+def check_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> None:
     """Refuse a way to exchange tokens that cannot work here.
 
     Raises:
         PreflightError: saying what is missing and what to use instead.
     """
-    problem = check_service_backend(name, num_ranks)
+    problem = check_service_backend(name, num_ranks, on_gpus=on_gpus)
     if problem:
         raise PreflightError(problem)
 

@@ -12,7 +12,6 @@ from server.preflight.checks import PreflightError
 from server.preflight.gpu_probe import GpuFacts, look
 
 CPU_RANKS, CPU_NUM_SEQS = 2, 64
-MOST_GPU_RANKS = 1  # several ranks on GPUs are refused in this version
 _LIMITS = {"cpu": (CPU_NUM_SEQS, 512), "cuda": (256, 8192)}  # --max-num-seqs, --max-num-batched-tokens
 
 Look = Callable[[], tuple[GpuFacts, str]]
@@ -29,7 +28,7 @@ class Device:
     @property
     def ranks(self) -> int:
         """Ranks of a node where the user says nothing."""
-        return CPU_RANKS if self.name == "cpu" else min(MOST_GPU_RANKS, len(self.facts.devices))
+        return CPU_RANKS if self.name == "cpu" else len(self.facts.devices)
 
     @property
     def free_bytes(self) -> int | None:
@@ -68,11 +67,6 @@ def on_device(options: Options, device: Device, *, num_local_ranks: int) -> Opti
         OptionsError: a limit that was said does not go with the other's default.
     """
     gpus = len(device.facts.devices)
-    if device.name == "cuda" and num_local_ranks > MOST_GPU_RANKS:
-        raise PreflightError(
-            f"{num_local_ranks} ranks on GPUs, which cannot exchange tokens in this version; give --data-parallel-size "
-            f"{MOST_GPU_RANKS}, or --device cpu"
-        )
     if device.name == "cuda" and num_local_ranks > gpus:
         raise PreflightError(
             f"{num_local_ranks} ranks on a node with {gpus} GPU{'' if gpus == 1 else 's'}; a rank has a GPU of its own: give "

@@ -81,9 +81,14 @@ def test_limits_that_do_not_go_together_are_refused() -> None:
         on_device(options(max_num_batched_tokens=32), choose_device("cpu"), num_local_ranks=1)
 
 
-def test_ranks_that_could_not_exchange_tokens_are_refused() -> None:
-    with pytest.raises(PreflightError, match="2 ranks on GPUs, which cannot exchange tokens in this version"):
-        on_device(options(), choose_device("cuda", found), num_local_ranks=2)
+def test_a_rank_for_each_gpu_is_the_default_and_more_are_refused() -> None:
+    device = choose_device("cuda", found)
+    assert device.ranks == 2
+    assert on_device(options(), device, num_local_ranks=2).device == "cuda"
+    with pytest.raises(
+        PreflightError, match=r"3 ranks on a node with 2 GPUs; .* give --data-parallel-size 2 or less"
+    ):
+        on_device(options(), device, num_local_ranks=3)
 
 
 @pytest.mark.parametrize(
