@@ -30,7 +30,7 @@ from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
 from scheduler.expert_transfer import Place
 from scheduler.load_report import ExpertMap
-from scheduler.lockstep import Header, LockStep, describe_modes
+from scheduler.lockstep import DispatchMode, Header, LockStep, describe_modes
 from scheduler.peer_channel import ChannelError, Pace, open_channel
 from scheduler.policy import Scheduler
 from scheduler.relocation import Relocation
@@ -102,7 +102,7 @@ def assemble(
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
     backend.warm_up(model, cache)
-    forward = open_forward(model, cache, enforce_eager=config.enforce_eager, report=report)
+    forward = open_forward(model, cache, replays=_replays(config, dispatcher), report=report)
     runner = Runner(model, cache, forward, check=dispatcher.check)
     relocation = _open_relocation(config, placement, model)
     lockstep = _open_lockstep(config, mailbox_group, placement.version)
@@ -201,6 +201,12 @@ def _open_dispatcher(
         )
     transport = open_transport(name, group, timeout_s=timeout_s, epoch=epoch)
     return Dispatcher(transport, slots_per_rank=slots_per_rank, rows=row_format(config.dispatch_dtype))
+
+
+def _replays(config: EngineConfig, dispatcher: TokenDispatcher) -> bool:
+    """Whether decode steps may be replayed: several ranks do so in low-latency mode only."""
+    has_steps = config.world_size == 1 or config.dispatch_mode is not DispatchMode.NORMAL
+    return dispatcher.is_replayable and has_steps and not config.enforce_eager
 
 
 def _open_relocation(config: EngineConfig, placement: Placement, model: Model) -> Relocation:

@@ -69,10 +69,10 @@ def open_device_dispatcher(
 
 
 def open_forward(
-    model: Model, cache: PagedCache, *, enforce_eager: bool, report: Callable[[str, float], None]
+    model: Model, cache: PagedCache, *, replays: bool, report: Callable[[str, float], None]
 ) -> Forward:
-    """Return what runs a model's steps: on a GPU, graphs of those that only decode, unless `enforce_eager`."""
-    if model.device.type != "cuda" or enforce_eager:
+    """Return what runs a model's steps: on a GPU, graphs of those that only decode, if it `replays`."""
+    if model.device.type != "cuda" or not replays:
         return model.forward
     gpu = importlib.import_module("scheduler.gpu.graphs")
     graphs = gpu.DecodeGraphs(model.forward, model.step, cache)
