@@ -96,8 +96,9 @@ def _add_dispatch_arguments(group: argparse._ArgumentGroup) -> None:
         "--all2all-backend",
         default="auto",
         choices=BACKENDS,
-        help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; nccl, nvshmem and "
-        "deep_ep connect GPUs, between which this version serves no model yet (default: auto)",
+        help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; on GPUs it is nccl, with "
+        "decode steps through each other's memory (nvshmem between hosts) where that can be had; deep_ep is the installed "
+        "package (default: auto)",
     )
     add(
         "--dispatch-mode",
