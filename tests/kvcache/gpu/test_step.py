@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache.gpu.step import ROWS, DeviceStep, decode_sizes
+from kvcache.gpu.step import ROWS, DeviceStep, agreed_sizes, decode_sizes
 from kvcache.step import Span
 
 MAX_SEQUENCES, MAX_BLOCKS, BLOCK = 20, 4, 16
@@ -132,3 +132,24 @@ def test_block_tables_follow_the_batch(step: DeviceStep) -> None:
     step.inputs([1, 2], [0, 1])
     table = step.on_device.table_SM
     assert table[0, :2].tolist() == [5, 3] and table[1, :3].tolist() == [8, 1, 2]
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(3, (3,)), (8, (8,)), (20, (8, 16, 20)), (32, (8, 16, 32))])
+def test_where_ranks_agree_the_padded_size_follows_from_that(most: int, sizes: tuple[int, ...]) -> None:
+    assert agreed_sizes(most) == sizes
+    step = DeviceStep(
+        max_tokens=32,
+        max_sequences=most,
+        max_blocks=2,
+        block_tokens=16,
+        device=torch.device("cpu"),
+        num_ranks=2,
+    )
+    for size, agreed in zip(sizes, (8, 16, 32), strict=False):
+        for num_decodes in (0, 1, min(3, size)):
+            step.fill([Span(4, 1, [0])] * num_decodes, num_decodes, agreed_tokens=agreed)
+            assert (step.num_padded, step.has_fixed_shape) == (size, True)
+        step.idle(size)
+        assert (step.num_padded, step.agreed_tokens) == (size, agreed)
+    step.fill([Span(4, 1, [0])], 1)
+    assert step.num_padded == min(1, most) and not step.has_fixed_shape, "another rank has a prompt"

@@ -94,3 +94,24 @@ def test_other_steps_run_as_they_are(step: DeviceStep, why: str) -> None:
         assert found[:2].tolist() == [[51, 1], [52, 2]]
     assert graphs.num_replays == 0 and model.calls == before + 1
     assert model.kept[-1] == (why == "hidden states")
+
+
+def test_among_several_ranks_only_steps_that_all_agreed_on_are_replayed() -> None:
+    """A rank that decodes beside another's prompt would else wait in a way of tokens that nobody takes."""
+    step = DeviceStep(
+        max_tokens=32,
+        max_sequences=20,
+        max_blocks=2,
+        block_tokens=16,
+        device=torch.device("cpu"),
+        num_ranks=2,
+    )
+    model, recorder = FakeModel(step), FakeRecorder()
+    graphs = DecodeGraphs(model.forward, step, None)  # type: ignore[arg-type]
+    graphs.capture(step.graph_sizes, recorder)
+    assert recorder.captured == [20, 16, 8]
+    for agreed, replays in ((8, 1), (0, 1), (16, 2)):
+        step.fill([Span(4, 1, [0])], 1, agreed_tokens=agreed)
+        inputs = step.inputs([54], [0])
+        assert graphs(inputs.token_T, None, inputs.row_R)[0].tolist() == [54, 4]  # type: ignore[arg-type]
+        assert graphs.num_replays == replays
