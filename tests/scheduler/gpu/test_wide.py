@@ -10,6 +10,7 @@ import torch
 from dispatch.errors import TransportUnavailable
 from tests.support.families import VOCABULARY, write_checkpoint
 from tests.support.gpu_path import build_interpreted
+from tests.support.interpreted import interpret
 from tests.support.ranks import RankPool
 from tests.support.serving import own_share, request, serve
 
@@ -25,6 +26,7 @@ pytestmark = [
 def pair() -> Iterator[RankPool]:
     """Two ranks of their own: the interpreter must be chosen before anything in a process imports triton."""
     with RankPool(2, timeout_s=120.0) as pool:
+        pool.run(interpret)
         yield pool
 
 
