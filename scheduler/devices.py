@@ -75,7 +75,8 @@ def open_forward(
     if model.device.type != "cuda" or not replays:
         return model.forward
     gpu = importlib.import_module("scheduler.gpu.graphs")
-    graphs = gpu.DecodeGraphs(model.forward, model.step, cache)
-    graphs.capture(model.step.graph_sizes, gpu.CudaRecorder(), lambda share: report("graphs", share))
+    step: Any = model.step  # a `DeviceStep`, as the backend made it
+    graphs = gpu.DecodeGraphs(model.forward, step, cache)
+    graphs.capture(step.graph_sizes, gpu.CudaRecorder(), lambda share: report("graphs", share))
     forward: Forward = graphs
     return forward
