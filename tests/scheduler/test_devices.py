@@ -1,12 +1,14 @@
 """A device's name leads to the way in which models are built for it, or to an error that names what there is."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from dispatch.errors import TransportUnavailable
 from moe.cpu_backend import CPU
-from scheduler.config import ConfigError
-from scheduler.devices import backend_of, local_dispatcher, open_forward
+from scheduler.config import ConfigError, EngineConfig
+from scheduler.devices import backend_of, open_device_dispatcher, open_forward
 
 
 def test_the_cpu_is_the_way_that_needs_nothing() -> None:
@@ -20,9 +22,10 @@ def test_other_devices_are_refused_by_name(name: str) -> None:
         backend_of(name, "auto")
 
 
-def test_several_ranks_on_gpus_are_refused() -> None:
-    with pytest.raises(TransportUnavailable, match="2 ranks on GPUs cannot exchange tokens in this version"):
-        local_dispatcher(CPU, 2, 4)
+def test_nodes_of_gpus_are_refused_with_what_to_give() -> None:
+    config = EngineConfig(directory=Path(), kv_cache_bytes=0, device="cuda", dispatch_node_size=2)
+    with pytest.raises(TransportUnavailable, match="--dispatch-node-size is 2; between GPUs every rank .*: give 0"):
+        open_device_dispatcher(config, CPU, None, 4)
 
 
 def test_a_model_that_is_not_on_a_gpu_runs_its_steps_itself() -> None:
@@ -33,5 +36,5 @@ def test_a_model_that_is_not_on_a_gpu_runs_its_steps_itself() -> None:
             """Nothing."""
 
     model = Model()
-    forward = open_forward(model, None, enforce_eager=False, report=lambda _stage, _share: None)  # type: ignore[arg-type]
+    forward = open_forward(model, None, replays=True, report=lambda _stage, _share: None)  # type: ignore[arg-type]
     assert forward == model.forward
