@@ -4,7 +4,7 @@
 last one's tokens are known. A pending token is one that an in-flight batch will sample: its position is planned
 for already, its id is not known yet.
 
-Only `scheduler.policy.Scheduler` writes here; the runner reads.
+Only `scheduler.policy.Scheduler` and what it is made of write here; the runner reads.
 """
 
 from dataclasses import dataclass, field
