@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from server.options.command_line import Options, check_limits
-from server.preflight.checks import PreflightError
 from server.preflight.gpu_probe import GpuFacts, look
+from server.preflight.preflight_error import PreflightError
 
 CPU_RANKS, CPU_NUM_SEQS = 2, 64
 _LIMITS = {"cpu": (CPU_NUM_SEQS, 512), "cuda": (256, 8192)}  # --max-num-seqs, --max-num-batched-tokens

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from server.options.command_line import DEMO_MODEL
-from server.preflight.checks import PreflightError
+from server.preflight.preflight_error import PreflightError
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

@@ -36,8 +36,8 @@ from scheduler.sizing import KVMemoryError, cache_budget, gpu_cache_budget
 from scheduler.structure import StructureError
 from scheduler.structure_vocabulary import Vocabulary
 from server.options.command_line import Options
-from server.preflight.checks import rank_bytes, spare_bytes
 from server.preflight.machine import available_bytes
+from server.preflight.rank_memory import rank_bytes, spare_bytes
 from server.processes.parent_death import die_with_parent
 from server.processes.rendezvous import Place, place_from
 from server.rank_streams.rank_link import LinkError, RankLink
@@ -100,33 +100,7 @@ def _walk(
     built: Assembled, options: Options, place: Place, front: dict[str, str], supervisor: "_Supervisor"
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
-    engine = built.engine
-
-    def on_lost(reason: str) -> None:
-        # The step loop may be waiting for other ranks; the supervisors end the service all the same.
-        print(f"rank {place.rank}: {reason}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    link = RankLink(
-        front["ranks_address"],
-        front["token"],
-        RankFacts(
-            rank=place.rank,
-            world_size=place.world_size,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            max_model_len=built.max_model_len,
-            num_blocks=built.num_blocks,
-            block_tokens=built.runner.step.block_tokens,
-            max_num_seqs=options.max_num_seqs or 0,
-        ),
-        on_submit=engine.submit,
-        on_abort=engine.abort,
-        on_stop=engine.stop,
-        on_lost=on_lost,
-        on_prepare=built.relocation.prepare,
-        on_drop=built.relocation.drop,
-    )
+    link = _make_link(built, options, place, front)
     link.open(JOIN_TIMEOUT_S)
     if place.rank == 0:
         link.send_experts(built.experts)
@@ -151,11 +125,42 @@ def _walk(
             )
 
     try:
-        engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
+        built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
     except FAILURES as error:
         link.close(f"{type(error).__name__}: {error}")
         raise
     link.close()
+
+
+def _make_link(built: Assembled, options: Options, place: Place, front: dict[str, str]) -> RankLink:
+    """Return what will join this rank to the front."""
+
+    def on_lost(reason: str) -> None:
+        # The step loop may be waiting for other ranks; the supervisors end the service all the same.
+        print(f"rank {place.rank}: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    facts = RankFacts(
+        rank=place.rank,
+        world_size=place.world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        max_model_len=built.max_model_len,
+        num_blocks=built.num_blocks,
+        block_tokens=built.runner.step.block_tokens,
+        max_num_seqs=options.max_num_seqs or 0,
+    )
+    return RankLink(
+        front["ranks_address"],
+        front["token"],
+        facts,
+        on_submit=built.engine.submit,
+        on_abort=built.engine.abort,
+        on_stop=built.engine.stop,
+        on_lost=on_lost,
+        on_prepare=built.relocation.prepare,
+        on_drop=built.relocation.drop,
+    )
 
 
 def _send_start(built: Assembled, link: RankLink) -> None:

@@ -21,9 +21,9 @@ from typing import IO, Self
 
 from server.options.checks import OptionsError
 from server.options.command_line import Options, arguments_from, environment_from
-from server.preflight.checks import PreflightError
 from server.preflight.device_choice import CPU_NUM_SEQS, CPU_RANKS
 from server.preflight.model_source import resolve_model
+from server.preflight.preflight_error import PreflightError
 from server.processes.children import WIDEEP_COMMAND, Child, describe_end, stop_children
 from server.processes.greeting import is_healthy, reachable_host
 from server.processes.serve import free_port

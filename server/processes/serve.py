@@ -20,10 +20,11 @@ from pathlib import Path
 
 from server.options.checks import OptionsError
 from server.options.command_line import Options, arguments_from, environment_from
-from server.preflight.checks import PreflightError, check_start
+from server.preflight.checks import check_start
 from server.preflight.device_choice import choose_device, on_device
 from server.preflight.machine import usable_cores
 from server.preflight.model_source import resolve_model
+from server.preflight.preflight_error import PreflightError
 from server.processes.children import (
     DRAIN_SIGNAL,
     WIDEEP_COMMAND,

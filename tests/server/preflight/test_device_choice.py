@@ -8,9 +8,10 @@ from scheduler.sizing import WORKSPACE_BYTES, KVMemoryError, gpu_cache_budget
 from server.options.checks import OptionsError
 from server.options.command_line import Options
 from server.options.keywords import options_from_keywords
-from server.preflight.checks import PreflightError, float_bytes
 from server.preflight.device_choice import choose_device, on_device
 from server.preflight.gpu_probe import GpuFacts
+from server.preflight.preflight_error import PreflightError
+from server.preflight.rank_memory import float_bytes
 from tests.server.preflight.test_gpu_probe import GOOD
 
 OLD_DRIVER = "the NVIDIA driver supports CUDA 12.4 and torch was built for CUDA 13.0"

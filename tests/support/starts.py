@@ -1,0 +1,23 @@
+"""Starts that are refused, for tests of what is checked before."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from server.cli import build_parser
+from server.options.command_line import Options, options_from
+from server.preflight.preflight_error import PreflightError
+
+
+def options_for(model: Path, *flags: str) -> Options:
+    """The options of `wideep serve MODEL` with these flags."""
+    return options_from(build_parser().parse_args(["serve", str(model), "--port=0", *flags]), {})
+
+
+def complaint_of(call: Callable[[], object]) -> str:
+    """What a call refuses with, in one line."""
+    with pytest.raises(PreflightError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
