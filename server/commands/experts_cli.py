@@ -42,8 +42,14 @@ def add_experts_parser(commands: Any) -> None:
     verbs = experts.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True)
     _add_live_verbs(verbs)
     _add_change_verbs(verbs)
+    for parser in (_add_simulate(verbs), _add_plan(verbs)):
+        _add_rules(parser)
+
+
+def _add_simulate(verbs: Any) -> argparse.ArgumentParser:
+    """The verb that tries policies on a recorded load."""
     lines = "".join(f"  {name:8}{what}\n" for name, what in POLICIES.items())
-    simulation = verbs.add_parser(
+    simulation: argparse.ArgumentParser = verbs.add_parser(
         "simulate",
         help="what if: policies, redundancy and widths on a recorded load",
         description="Run policies over recorded windows; each placement is judged on the window that it was made for "
@@ -64,7 +70,12 @@ def add_experts_parser(commands: Any) -> None:
         "--policy", nargs="+", choices=list(POLICIES), default=["even", "plan", "shares", "repair"], metavar="P",
         help="policies to try, see below (default: %(default)s)",
     )  # fmt: skip
-    planning = verbs.add_parser(
+    return simulation
+
+
+def _add_plan(verbs: Any) -> argparse.ArgumentParser:
+    """The verb that makes or repairs a placement."""
+    planning: argparse.ArgumentParser = verbs.add_parser(
         "plan",
         help="make a placement, or repair one, and say what it promises",
         description="Make a placement for a recorded load, all its windows together, or repair --current. "
@@ -82,8 +93,7 @@ def add_experts_parser(commands: Any) -> None:
     planning.add_argument(
         "--link-gbps", type=float, metavar="GBPS", help="rate of a rank's link, 10^9 bits/s"
     )
-    for parser in (simulation, planning):
-        _add_rules(parser)
+    return planning
 
 
 def _seconds(text: str) -> float:

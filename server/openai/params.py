@@ -119,10 +119,7 @@ def asks_for(
         max_len = model.max_len()
         prompt_ids = truncated(body, whole_prompt, max_len - (max_tokens or 1), max_len=max_len)
         room = _room(len(prompt_ids), max_len, max_tokens, prompt_field, max_tokens_field)
-        if (body.min_tokens or 0) > room:
-            raise bad_request(
-                f"min_tokens ({body.min_tokens}) is more than {max_tokens_field} ({room}).", "min_tokens"
-            )
+        _check_min_tokens(body, room, max_tokens_field)
         for choice in range(n):
             request = Request(
                 request_id=f"{request_id}-{len(asks)}",
@@ -132,6 +129,13 @@ def asks_for(
             )
             asks.append(_ask(body, model, request, stops))
     return asks
+
+
+def _check_min_tokens(body: SamplingFields, room: int, max_tokens_field: str) -> None:
+    if (body.min_tokens or 0) > room:
+        raise bad_request(
+            f"min_tokens ({body.min_tokens}) is more than {max_tokens_field} ({room}).", "min_tokens"
+        )
 
 
 def _ask(body: SamplingFields, model: ServedModel, request: Request, stops: tuple[str, ...]) -> Ask:
