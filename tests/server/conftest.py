@@ -1,4 +1,4 @@
-"""One front with two scripted ranks per test module; two nodes in network namespaces per test."""
+"""One front with two scripted ranks for all test modules; two nodes in network namespaces per test."""
 
 import os
 import shutil
@@ -19,13 +19,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def front(model_dir: Path) -> Iterator[FrontProcess]:
-    """A running front that serves the names "tiny" and "org/tiny-alias"."""
-    process = FrontProcess(model_dir, "--served-model-name", "tiny", "org/tiny-alias").attach_all()
+@pytest.fixture(scope="session")
+def shared_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
+    """A running front that serves the names "tiny" and "org/tiny-alias": to start one takes seconds."""
+    model = write_tokenizer(tmp_path_factory.mktemp("model"))
+    process = FrontProcess(model, "--served-model-name", "tiny", "org/tiny-alias").attach_all()
     yield process
     status, said = process.close()
     assert (status, said) == (0, ""), "the front ends in silence"
+
+
+@pytest.fixture(scope="module")
+def front(shared_front: FrontProcess) -> Iterator[FrontProcess]:
+    """The shared front, whose ranks know nothing of other modules."""
+    shared_front.forget()
+    yield shared_front
+    assert shared_front.said == "", "the front serves in silence"
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,13 @@ class FakeRank:
         with self._changed:
             assert self._changed.wait_for(lambda: condition(self), TIMEOUT_S), "the rank was not told in time"
 
+    def forget(self) -> None:
+        """Drop the scripts and what the rank was told, while it answers nothing."""
+        with self._changed:
+            self.scripts.clear()
+            self.requests.clear()
+            self.aborted.clear()
+
     def _submit(self, request: Request) -> None:
         with self._changed:
             self.requests.append(request)

@@ -80,6 +80,16 @@ class FrontProcess:
         assert self.get("/health").status_code == 200
         return self
 
+    def forget(self) -> None:
+        """Let every rank forget its scripts and what it was told, for tests that come next."""
+        for rank in self.ranks:
+            rank.forget()
+
+    @property
+    def said(self) -> str:
+        """What the process has written to stderr until now."""
+        return "".join(self._stderr)
+
     def script(self, word: str, answer: str | Sequence[int], **how: object) -> Script:
         """Let every rank answer prompts that hold `word`."""
         token_ids = self.encode(answer) if isinstance(answer, str) else answer
@@ -118,7 +128,7 @@ class FrontProcess:
         """Wait for the process' end; returns its status and what it said on stderr."""
         status = self.process.wait(TIMEOUT_S)
         self._reader.join(TIMEOUT_S)
-        return status, "".join(self._stderr)
+        return status, self.said
 
     def close(self) -> tuple[int, str]:
         """Ask it to stop at once, and wait."""

@@ -1,4 +1,4 @@
-"""The offline LLM's requests and results, against a front with scripted ranks; test_offline_service has a real one."""
+"""The offline LLM's requests and results, against a front with scripted ranks; `test_service` has a real one."""
 
 import asyncio
 from collections.abc import Sequence
