@@ -1,5 +1,11 @@
-"""Fixtures that tests of several packages share: rank pools are spawned once per session and size."""
+"""Fixtures that tests of several packages share: rank pools are spawned once per session and size.
 
+Tests start hundreds of processes. Without the modules' compiled files each of them would compile hundreds of modules
+anew, so a wish for none (PYTHONDONTWRITEBYTECODE) is not granted here.
+"""
+
+import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -7,6 +13,9 @@ from hypothesis import settings
 
 from tests.support.interpreted import interpret
 from tests.support.ranks import RankPool
+
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 settings.register_profile("no deadline", deadline=None)  # other load on the machine is not the code's fault
 settings.load_profile("no deadline")

@@ -1,5 +1,6 @@
 """schemathesis over our own /openapi.json: what the description promises is what the service does."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,22 +9,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.server.hard.test_fuzz import check_good
 from tests.support.paced_front import PacedFront
 
-schemathesis = pytest.importorskip("schemathesis")
-conformance = pytest.importorskip("schemathesis.specs.openapi.checks")
-
-CHECKS = [
-    schemathesis.checks.not_a_server_error,
-    conformance.status_code_conformance,
-    conformance.content_type_conformance,
-    conformance.response_schema_conformance,
-]
 EXAMPLES = 60  # per operation
 TIMEOUT_S = 60.0
 # They write files or wait for ranks, and take no body: `test_fuzz` has them.
 LEFT_OUT = r"expert_distribution_record|/experts/record"
 
 
-def complaints(operation: Any) -> str | None:
+def complaints(operation: Any, checks: Sequence[Any]) -> str | None:
     """Say where an operation does otherwise than described; None where it does not."""
 
     # Not schemathesis' own pytest plugin, which does not work with the pytest we use.
@@ -37,7 +29,7 @@ def complaints(operation: Any) -> str | None:
     )
     @given(case=operation.as_strategy())
     def check(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS, timeout=TIMEOUT_S)
+        case.call_and_validate(checks=checks, timeout=TIMEOUT_S)
 
     try:
         check()
@@ -48,11 +40,20 @@ def complaints(operation: Any) -> str | None:
 
 @pytest.mark.slow
 def test_the_service_does_what_its_description_says(hard_front: PacedFront) -> None:
+    # Imported here: it takes seconds that the other test does not need.
+    schemathesis = pytest.importorskip("schemathesis")
+    conformance = pytest.importorskip("schemathesis.specs.openapi.checks")
+    checks = [
+        schemathesis.checks.not_a_server_error,
+        conformance.status_code_conformance,
+        conformance.content_type_conformance,
+        conformance.response_schema_conformance,
+    ]
     hard_front.warm_planner()
     schema = schemathesis.openapi.from_url(f"{hard_front.url}/openapi.json").exclude(path_regex=LEFT_OUT)
     operations = [each.ok() for each in schema.get_all_operations()]
     assert len(operations) > 10
-    wrong = [complaint for each in operations if (complaint := complaints(each))]
+    wrong = [complaint for each in operations if (complaint := complaints(each, checks))]
     assert not wrong, "\n\n".join(wrong)
     check_good(hard_front)
 
