@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError
@@ -12,10 +11,11 @@ from dispatch.faces.elastic import ElasticBuffer
 from dispatch.faces.elastic_sizes import find_node_size
 from dispatch.faces.ep_handle import EPHandle
 from tests.conftest import PoolOf
+from tests.dispatch.elastic_cases import E, H, K, M, open_buffer
 from tests.dispatch.elastic_oracle import Inputs, answer, expect_combine, expect_dispatch, make_inputs
 
-E, K, H, M = 8, 3, 32, 12
 TOKENS = {1: [5], 2: [7, 12], 4: [5, 0, 12, 3]}
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -28,11 +28,6 @@ class Got(NamedTuple):
     topk_idx: Tensor | None
     weights: Tensor | None
     handle: EPHandle
-
-
-def open_buffer(**options: Any) -> ElasticBuffer:
-    assert dist.group.WORLD is not None
-    return ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=M, timeout_s=20.0, **options)
 
 
 def seen(results: tuple[Any, ...]) -> Got:
@@ -243,87 +238,6 @@ def test_groupings_differ_in_bits_so_the_oracle_can_tell_them_apart() -> None:
     assert not torch.equal(ways[0], ways[1]) and not torch.equal(ways[1], ways[2])
 
 
-def refuse_all(calls: list[dict[str, Any]]) -> list[tuple[str, str, bool]]:
-    """Rank 1 makes each bad call; all then make a good one."""
-    buffer = open_buffer(explicitly_destroy=True)
-    x, idx = torch.ones(2, 8), torch.tensor([[0, 7], [3, -1]])
-    good: dict[str, Any] = {"x": x, "topk_idx": idx, "topk_weights": torch.ones(2, 2), "num_experts": E}
-    outcomes = []
-    for call in calls:
-        name, text = "none", ""
-        bad = good | call if buffer.rank_idx == 1 else good
-        try:
-            result = buffer.dispatch(**{k: v for k, v in bad.items() if not k.startswith("combine_")})
-            answers = bad.get("combine_x", result[0])
-            buffer.combine(answers, bad.get("combine_handle", result[3]), bias=bad.get("combine_bias"))
-        except (ValueError, DispatchError) as error:
-            name, text = type(error).__name__, str(error)
-        recv, _, _, handle, _ = buffer.dispatch(**good)
-        combined, _, _ = buffer.combine(recv, handle)
-        outcomes.append((name, text, combined[:, 0].tolist() == [2, 1]))  # ranks of each token
-    buffer.destroy()
-    return outcomes
-
-
-BAD = {
-    "topk_idx[1, 0] is 8; it must be -1 or in [0, 8)": {"topk_idx": torch.tensor([[0, 1], [8, 2]])},
-    "topk_idx has 3 tokens and x 2": {"topk_idx": torch.tensor([[0, 1]] * 3), "topk_weights": None},
-    "topk_idx[0] is [3, 3]; a token's experts must differ": {"topk_idx": torch.tensor([[3, 3], [1, 2]])},
-    "num_experts is 7; it must be a positive multiple of the 2 ranks": {"num_experts": 7},
-    "x has 13 tokens; num_max_tokens_per_rank is 12": {"x": torch.ones(13, 8)},
-    "topk_weights is torch.float64": {"topk_weights": torch.ones(2, 2, dtype=torch.float64)},
-    "expert_alignment is 0": {"expert_alignment": 0},
-    "do_zero_padding is True and do_expand False": {"do_zero_padding": True},
-    "previous_event is str": {"previous_event": "now", "allocate_on_comm_stream": True},
-    "previous_event is given and allocate_on_comm_stream False": {"previous_event": ElasticBuffer.capture()},
-    "cumulative_local_expert_recv_stats is torch.int32 [3]": {
-        "cumulative_local_expert_recv_stats": torch.zeros(3, dtype=torch.int32)
-    },
-    "handle is str": {"handle": "mine"},
-    "x's scales are torch.float32 [2]": {"x": (torch.ones(2, 8, dtype=torch.uint8), torch.ones(2))},
-    "x has 1 rows; the handle": {"combine_x": torch.ones(1, 8)},
-    "bias is torch.float32 [1, 8]": {"combine_bias": torch.ones(1, 8)},
-    "bias is a tuple of 3": {"combine_bias": (torch.ones(2, 8),) * 3},
-    "handle is NoneType": {"combine_handle": None},
-}
-
-
-def test_bad_arguments_are_an_error_on_every_rank_and_the_next_call_works(pool_of: PoolOf) -> None:
-    results = pool_of(2).run(refuse_all, list(BAD.values()))
-    for text, at_good, at_bad in zip(BAD, *results, strict=True):
-        assert (at_bad[0], at_bad[2]) == ("ValueError", True), at_bad
-        assert (at_good[0], at_good[2]) == ("PeerRefused", True), at_good
-        assert text in at_bad[1] and f"rank 1 refused the call: {text}" in at_good[1]
-
-
-def disagree(given: dict[int, dict[str, Any]]) -> tuple[str, bool]:
-    buffer = open_buffer(explicitly_destroy=True)
-    x, idx = torch.ones(2, 8), torch.tensor([[0, 7], [3, -1]])
-    good: dict[str, Any] = {"x": x, "topk_idx": idx, "num_experts": E}
-    try:
-        buffer.dispatch(**good | given.get(buffer.rank_idx, {}))
-        name = "none"
-    except DispatchError as error:
-        name = type(error).__name__
-    buffer.dispatch(**good)
-    buffer.barrier()
-    buffer.destroy()
-    return name, True
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"num_experts": 16},
-        {"num_max_tokens_per_rank": 13},
-        {"x": torch.ones(2, 4)},
-        {"topk_weights": torch.ones(2, 2)},
-    ],
-)
-def test_ranks_that_disagree_are_told_and_go_on(pool_of: PoolOf, other: dict[str, Any]) -> None:
-    assert pool_of(2).run(disagree, {1: other}) == [("RanksDisagree", True)] * 2
-
-
 def use_the_rest(node_size: int | None) -> dict[str, Any]:
     """What is not dispatch or combine."""
     buffer = open_buffer(node_size=node_size)
@@ -373,50 +287,6 @@ def test_domains_events_sizes_and_refusals(pool_of: PoolOf) -> None:
             assert part in text
         assert got["qps"] == 65 and got["hint"] % (2 << 20) == 0 and got["hint"] > 4 * 128 * 2 * 7168
     assert pool_of(2).run(use_the_rest, None)[0]["domains"] == ((1, 2), (1, 2))
-
-
-def open_wrongly(options: dict[str, Any]) -> str:
-    try:
-        open_buffer(**options)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"node_size": 3}, "node_size is 3 for 2 ranks; it must be one of [1, 2]"),
-        ({"num_cpu_bytes": 1 << 21}, "it is for engram storage"),
-        ({"num_bytes": 5, "strict": True}, "num_bytes is 5"),
-    ],
-)
-def test_a_buffer_that_cannot_be_is_refused_by_name(
-    pool_of: PoolOf, options: dict[str, Any], message: str
-) -> None:
-    assert all(message in text for text in pool_of(2).run(open_wrongly, options))
-
-
-def test_a_group_is_needed() -> None:
-    with pytest.raises(ValueError, match=r"it must be a torch\.distributed process group"):
-        ElasticBuffer(None)  # type: ignore[arg-type]
-
-
-def strict_texts() -> list[str]:
-    buffer = open_buffer(strict=True, explicitly_destroy=True)
-    texts = []
-    for x in (torch.ones(2, 8), torch.ones(2, 3, dtype=torch.bfloat16)):
-        try:
-            buffer.dispatch(x, torch.zeros(2, 1, dtype=torch.int64), num_experts=E)
-        except ValueError as error:
-            texts.append(str(error))
-    buffer.destroy()
-    return texts
-
-
-def test_strict_keeps_deepeps_limits(pool_of: PoolOf) -> None:
-    float_text, odd_text = pool_of(1).run(strict_texts)[0]
-    assert "DeepEP takes bfloat16" in float_text and "DeepEP needs a multiple of 16" in odd_text
 
 
 @pytest.mark.parametrize(

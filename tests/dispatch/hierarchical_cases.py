@@ -1,0 +1,17 @@
+"""What tests of node-limited dispatch share."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
+from dispatch.hierarchical.groups import open_hierarchical
+
+S = 3
+
+
+def open_here(name: str, node_size: int, **options: Any) -> HierarchicalDispatcher:
+    """A dispatcher over all of a pool's ranks."""
+    return open_hierarchical(
+        name, dist.group.WORLD, node_size=node_size, slots_per_rank=S, timeout_s=20.0, **options
+    )
