@@ -27,10 +27,11 @@ from dispatch.cpu_kernels import message
 from dispatch.dispatched import Dispatched, Handle, TokenDispatcher, Traffic, Waits
 from dispatch.errors import RanksDisagree
 from dispatch.exchange_clock import ExchangeClock
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 from dispatch.native import compile_all
 from dispatch.row_formats import PlainRows, RowFormat
-from dispatch.transport import Transport
+from dispatch.transport import RankTable, Transport
 
 __all__ = ["Dispatched", "Dispatcher", "Handle", "TokenDispatcher", "Traffic"]
 
@@ -101,13 +102,16 @@ class Dispatcher:
         """Bytes that this rank has sent to each rank so far, by dispatches and by combines."""
         return self._space.sent_to_ranks()
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, *, meanwhile: Meanwhile = nothing
+    ) -> Dispatched:
         """Send each token once to every rank that holds one of its choices. Collective.
 
         Args:
             x_TH: any floating dtype, CPU; T may be 0 and may differ between ranks, H, K and dtype may not.
             slots_TK: int64, physical slots in [0, R*S), -1 for no choice; a slot may repeat within a token.
             mode: equal on all ranks; `low_latency(M)` takes at most M tokens, contiguous.
+            meanwhile: called while the rows travel; see there.
 
         Returns:
             Views of this object's buffers (for one rank whose tokens all have a choice, x_NH is `x_TH`).
@@ -123,13 +127,20 @@ class Dispatcher:
             self._refuse(problem)
         x_TH, slots_TK = x_TH.contiguous(), slots_TK.contiguous()
         call = self._send(x_TH, slots_TK, mode.capacity)
+        self._travel(self._dispatch_clock, self._space.send_bytes, None, meanwhile)
         x_NH, num_pairs = self._receive(call)
         _, _, T, K, H, dtype, _ = call
         handle = Handle(self._call, T, K, H, dtype, num_pairs)
         return Dispatched(x_NH, self._space.row_of_pair.view(num_pairs), self._space.slot_offsets, handle)
 
     def combine(
-        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+        self,
+        y_PH: Tensor,
+        weights_TK: Tensor,
+        dispatched: Dispatched,
+        *,
+        out: Tensor | None = None,
+        meanwhile: Meanwhile = nothing,
     ) -> Tensor:
         """Bring the answers home and sum them. Collective.
 
@@ -138,6 +149,7 @@ class Dispatcher:
             weights_TK: this rank's weights, any floating dtype; what stands beside a -1 choice is not read.
             dispatched: what the last `dispatch` returned.
             out: contiguous [T, H] in the dtype of x to write into; None: a new one.
+            meanwhile: called while the answers travel; see there.
 
         Returns:
             `out`: the sum over k = 0..K-1 of weight times row, multiplied, then added, in float32 (float64 for
@@ -150,7 +162,8 @@ class Dispatcher:
         self._check_combine(y_PH, weights_TK, handle, out)
         y_PH = y_PH.contiguous()
         out_TH = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype) if out is None else out
-        self._exchange_answers(y_PH, handle)
+        self._write_answers(y_PH, handle)
+        self._travel(self._combine_clock, self._space.answer_send, self._space.answer_recv, meanwhile)
         if handle.dtype in _SUMS:
             stranger = self._sum(y_PH, weights_TK, handle, out_TH)
         else:
@@ -168,7 +181,7 @@ class Dispatcher:
         self.transport.close()
 
     def _send(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> _Call:
-        """Plan, and exchange the messages."""
+        """Plan, and write the messages."""
         space, transport, (S, R, rank) = self._space, self.transport, self._shape
         (T, H), K, dtype, slots = x_TH.shape, slots_TK.shape[1], x_TH.dtype, slots_TK.data_ptr()
         room, row_bytes = capacity or T, self._rows.row_bytes(H, dtype)
@@ -187,10 +200,20 @@ class Dispatcher:
             rows, slots, choices, T, K, S, R, rank, space.tables, space.header_at,
             mask, transport.send_addresses.address, space.own_tokens.address, space.own_slots.address,
         )  # fmt: skip
-        begun_ns = perf_counter_ns()
-        transport.exchange(sizes, None)
-        self._dispatch_clock.add(perf_counter_ns() - begun_ns)
         return _Call(x_TH, rows, T, K, H, dtype, capacity)
+
+    def _travel(
+        self, clock: ExchangeClock, sent: RankTable, received: RankTable | None, meanwhile: Meanwhile
+    ) -> None:
+        """Exchange the messages; the time of `meanwhile` is not the exchange's."""
+        transport, begun_ns = self.transport, perf_counter_ns()
+        transport.begin_exchange(sent, received)
+        if meanwhile is not nothing:
+            left_ns = perf_counter_ns()
+            meanwhile()
+            begun_ns += perf_counter_ns() - left_ns
+        transport.finish_exchange()
+        clock.add(perf_counter_ns() - begun_ns)
 
     def _receive(self, call: _Call) -> tuple[Tensor, int]:
         """Read what came, order its pairs and bring its rows together; return the rows and the number of pairs."""
@@ -218,7 +241,7 @@ class Dispatcher:
         )  # fmt: skip
         return num_rows, num_pairs, row_room, stranger
 
-    def _exchange_answers(self, y_PH: Tensor, handle: Handle) -> None:
+    def _write_answers(self, y_PH: Tensor, handle: Handle) -> None:
         space, transport, (_, R, rank) = self._space, self.transport, self._shape
         row_bytes, call = handle.hidden * handle.dtype.itemsize, handle.call + 1
         sent, received = space.answer_send, space.answer_recv
@@ -230,9 +253,6 @@ class Dispatcher:
             y_PH.data_ptr(), row_bytes, R, rank, space.tables, sent.address,
             transport.send_addresses.address, space.pair_of_answer.address, call,
         )  # fmt: skip
-        begun_ns = perf_counter_ns()
-        transport.exchange(sent, received)
-        self._combine_clock.add(perf_counter_ns() - begun_ns)
 
     def _sum(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle, out_TH: Tensor) -> int:
         """Sum the answers; return a peer whose message is not of this call, or -1."""

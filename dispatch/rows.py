@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dispatch.errors import PeerLost, RanksDisagree
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.transport import RankTable, Transport
 
 _ALIGNMENT = 64  # of every part of a message, so that any dtype can be viewed where it lies
@@ -88,6 +89,7 @@ class RowExchange:
         *,
         call: str = "send",
         note: Sequence[int] = (),
+        meanwhile: Meanwhile = nothing,
     ) -> Received:
         """Send each token's rows to every rank that `is_token_in_rank_TR` names. Collective.
 
@@ -96,6 +98,7 @@ class RowExchange:
             is_token_in_rank_TR: bool.
             call: what the caller is doing, in words that must be equal on all ranks.
             note: integers that every rank is to know, as many on all ranks.
+            meanwhile: called while the rows travel; see there.
 
         Raises:
             RanksDisagree: a peer made another call; all ranks raise, and the next call works.
@@ -104,7 +107,7 @@ class RowExchange:
         """
         token_T = torch.arange(is_token_in_rank_TR.shape[0], dtype=torch.int32, device=planes[0].device)
         rows_R = sent_tokens(is_token_in_rank_TR)
-        parts = self._exchange(call, [*planes, token_T], rows_R, note)
+        parts = self._exchange(call, [*planes, token_T], rows_R, note, meanwhile)
         *received, source_token_N = _join([*planes, token_T], parts)
         route = Route(is_token_in_rank_TR, torch.tensor([part.counts for part in parts]))
         counts_R = [part.counts[self.transport.rank] for part in parts]
@@ -149,7 +152,12 @@ class RowExchange:
         raise ValueError(problem)
 
     def _exchange(
-        self, call: str, planes: Sequence[Tensor], rows_R: Sequence[Tensor], note: Sequence[int]
+        self,
+        call: str,
+        planes: Sequence[Tensor],
+        rows_R: Sequence[Tensor],
+        note: Sequence[int],
+        meanwhile: Meanwhile = nothing,
     ) -> list[_Part]:
         """Send `rows_R[r]` of every plane to rank r and return every rank's part, this rank's own among them."""
         words = f"{call}: {'; '.join(_describe(plane) for plane in planes)}"
@@ -164,7 +172,7 @@ class RowExchange:
         for peer in self._peers:
             if not self.transport.mask.values[peer]:
                 _fill(self.transport.send_window(peer), head, flat, rows_R[peer])
-        self.transport.exchange(self._send_bytes, None)
+        self.transport.exchange(self._send_bytes, None, meanwhile)
         own = _Part(counts, list(note), [p.index_select(0, rows_R[self.transport.rank]) for p in flat])
         return [own if r == self.transport.rank else self._read(r, words, flat) for r in range(len(counts))]
 

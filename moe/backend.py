@@ -7,7 +7,7 @@ Rejected: a second model class for GPUs, which would have to be kept equal to th
 Legend: T rows, K choices, D hidden dim, P pairs (row, choice), S slots of this rank, L layers, N, K a weight's sides.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from moe.load_counts import LayerCounts, LoadCounts
 from moe.loader import Keep, Loader, Report, Weight
 from moe.quantisation import Quantisation
 from moe.replicas import Route
+from moe.shared_experts import SharedExpert
 
 if TYPE_CHECKING:
     from moe.model import Model
@@ -71,6 +72,7 @@ class Experts(Protocol):
     num_experts: int
     counts: LayerCounts | None
     sample_TD: Tensor | None  # some real rows, which try out experts that arrive
+    shared: Sequence[SharedExpert]  # computed while its rows travel
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Serve one layer; collective. Rows past the step's tokens are padding and come back finite."""

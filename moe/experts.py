@@ -8,7 +8,7 @@ Legend: T tokens, D hidden dim, K choices per token, S slots of this rank, P pai
 I intermediate dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
@@ -28,6 +28,7 @@ from moe.cpu_quantised_linear import grouped_quantised_linear, pack_codes, pack_
 from moe.load_counts import LayerCounts
 from moe.quantised_weight import QuantisedWeight, inputs_per_code
 from moe.replicas import Route
+from moe.shared_experts import SharedExpert, meanwhile_of
 
 NAME = "wideep_experts"
 SAMPLE_ROWS = 8
@@ -175,6 +176,7 @@ class ExpertLayer:
     step: Step
     counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
     sample_TD: Tensor | None = None  # some real rows, which try out experts that arrive
+    shared: Sequence[SharedExpert] = ()  # computed while rows travel
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Serve one layer; collective. Rows past the step's tokens are padding and come back as zero.
@@ -193,7 +195,8 @@ class ExpertLayer:
         ids_TK = ids_TK[:rows].contiguous()
         mode = Mode(self.step.agreed_tokens)
         slots_TK = self.route.slots(ids_TK)
-        sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, mode)
+        beside = meanwhile_of(self.shared, hidden_TD)
+        sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, mode, meanwhile=beside)
         begun_ns = perf_counter_ns()
         y_PD = self.compute(module, sent.x_NH[sent.row_P], sent.slot_offsets, parallel=self.step.is_parallel)
         if self.counts is not None:

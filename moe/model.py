@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import EMPTY, Placement
-from kvcache.paged_cache import LayerShape, PagedCache
+from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.backend import Backend, Experts
 from moe.checkpoint import Checkpoint
@@ -28,6 +28,7 @@ from moe.loader import Loader, Report
 from moe.quantisation import read_quantisation
 from moe.rehearsal import rehearse
 from moe.replicas import routes
+from moe.shared_experts import SharedExpert
 from moe.stored_tensors import StoredTensors
 
 
@@ -52,7 +53,7 @@ class Skeleton:
         self.experts = experts_modules(self.model)
         check_layout(self.experts, self.quantisation)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
-        self.cache_shapes: list[LayerShape] = rehearse(self.model)
+        self.cache_shapes, self.shared = rehearse(self.model, self.experts)
         backend.check(self.model, self.cache_shapes, self.quantisation)
         self.model.set_attn_implementation(backend.attention)
         self.model.set_experts_implementation(backend.experts)
@@ -112,6 +113,8 @@ class Model:
             self.layers = self._load_experts(loader, dispatcher, num_spare, report)
             _restore_buffers(self._net)
             self._backend.finish(self._net)
+        if dispatcher.world_size > 1:
+            self._lay_shared_beside()
         self._body = KeptBody(self._net)
 
     def _load_experts(
@@ -129,6 +132,12 @@ class Model:
             module.expert_layer = layer
             layers.append(layer)
         return layers
+
+    def _lay_shared_beside(self) -> None:
+        """Let shared experts be computed while their layers' rows travel."""
+        for name, layer in zip(self.skeleton.experts, self.layers, strict=True):
+            found = self.skeleton.shared.get(name, [])
+            layer.shared = [SharedExpert(self._net.get_submodule(each.name), each) for each in found]
 
     @torch.inference_mode()
     def forward(

@@ -27,6 +27,7 @@ from dispatch.gpu.combine import combine_pairs
 from dispatch.gpu.packed import Packed
 from dispatch.gpu.permute import PairOrders
 from dispatch.gpu.wide import WideDispatcher
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.row_formats import describe_rows
 
 
@@ -157,7 +158,9 @@ class _Normal(_Way):
         super().__init__(buffers)
         self._orders = PairOrders(buffers.slots_per_rank, device)
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> Packed:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Meanwhile = nothing
+    ) -> Packed:
         """See `Way`. Waits for the device."""
         buffers, (T, K) = self._buffers, slots_TK.shape
         self._buffer = buffers.normal(x_TH.shape[1])
@@ -167,19 +170,25 @@ class _Normal(_Way):
         )
         x = x_TH.repeat_interleave(K, dim=0)
         weights = torch.ones(T * K, 1, dtype=torch.float32, device=x.device)  # choices do not go without
-        received, local, _, _, self._handle, _ = self._buffer.dispatch(
+        received, local, _, _, self._handle, event = self._buffer.dispatch(
             tuple(fp8.quantise_fp8(x)) if buffers.is_fp8 else x, num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node, is_token_in_rank=is_in_rank, num_tokens_per_expert=per_slot,
-            topk_idx=choice, topk_weights=weights,
+            topk_idx=choice, topk_weights=weights, async_finish=True,
         )  # fmt: skip
+        meanwhile()
+        event.current_stream_wait()
         x_NH = fp8.dequantise_fp8(received[0], received[1], x_TH.dtype) if buffers.is_fp8 else received
         self._order = self._orders.order(local.long().contiguous())
         return Packed(x_NH, self._order.row_P, self._order.slot_offsets, x_NH.shape[0])
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, meanwhile: Meanwhile = nothing
+    ) -> None:
         """See `Way`."""
         y_NH = y_PH[self._order.pair_of_choice_TK.view(-1).long()]
-        answers, _, _ = self._buffer.combine(y_NH, self._handle)
+        answers, _, event = self._buffer.combine(y_NH, self._handle, async_finish=True)
+        meanwhile()
+        event.current_stream_wait()
         at = torch.arange(answers.shape[0], device=answers.device).view(self._slots_TK.shape)
         combine_pairs(answers, torch.where(self._slots_TK >= 0, at, -1), weights_TK, out_TH)
 
@@ -187,13 +196,17 @@ class _Normal(_Way):
 class _LowLatency(_Way):
     """DeepEP's low-latency calls. Torch operators that the host need not wait for turn its blocks into pairs and back."""
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> Packed:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Meanwhile = nothing
+    ) -> Packed:
         """See `Way`."""
         buffers, L, K = self._buffers, self._buffers.slots_per_rank, slots_TK.shape[1]
         self._buffer, self._slots_TK = buffers.low_latency(capacity, x_TH.shape[1]), slots_TK
-        received, count_L, self._handle, _, _ = self._buffer.low_latency_dispatch(
-            x_TH, slots_TK, capacity, buffers.num_slots, use_fp8=buffers.is_fp8
+        received, count_L, self._handle, _, receive = self._buffer.low_latency_dispatch(
+            x_TH, slots_TK, capacity, buffers.num_slots, use_fp8=buffers.is_fp8, return_recv_hook=True
         )
+        meanwhile()
+        receive()
         x_LNH = fp8.dequantise_fp8(received[0], received[1], x_TH.dtype) if buffers.is_fp8 else received
         N, num_pairs = x_LNH.shape[1], x_LNH.shape[1] * min(K, L)
         offsets = torch.zeros(L + 1, dtype=torch.int64, device=x_TH.device)
@@ -205,11 +218,15 @@ class _LowLatency(_Way):
         self._shape, self._target_P = x_LNH.shape, torch.where(is_pair, at_P, L * N)
         return Packed(x_LNH.view(L * N, -1), torch.where(is_pair, at_P, 0), offsets, num_pairs)
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, meanwhile: Meanwhile = nothing
+    ) -> None:
         """See `Way`."""
         L, N, H = self._shape
         y = y_PH.new_empty(L * N + 1, H)  # the last row takes what is no answer
         y.index_copy_(0, self._target_P, y_PH)
-        self._buffer.low_latency_combine(
-            y[:-1].view(L, N, H), self._slots_TK, weights_TK, self._handle, out=out_TH
+        _, _, receive = self._buffer.low_latency_combine(
+            y[:-1].view(L, N, H), self._slots_TK, weights_TK, self._handle, out=out_TH, return_recv_hook=True
         )
+        meanwhile()
+        receive()

@@ -17,6 +17,7 @@ from dispatch.dispatched import Dispatched, Handle, Waits
 from dispatch.gpu.combine import combine_pairs
 from dispatch.gpu.memory import STORED
 from dispatch.gpu.permute import PairOrders
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import describe_rows
 
@@ -47,7 +48,9 @@ class LocalDispatcher:
         """See `TokenDispatcher`."""
         return [0], [0]
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, *, meanwhile: Meanwhile = nothing
+    ) -> Dispatched:
         """Sort the pairs. See `Dispatcher`, and the module for what differs.
 
         Returns:
@@ -65,10 +68,17 @@ class LocalDispatcher:
         handle = Handle(self._call, T, K, H, x_TH.dtype, T * K)
         if self._is_fp8:
             x_TH = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH), x_TH.dtype)
+        meanwhile()
         return Dispatched(x_TH.contiguous(), self._order.row_P, self._order.slot_offsets, handle)
 
     def combine(
-        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+        self,
+        y_PH: Tensor,
+        weights_TK: Tensor,
+        dispatched: Dispatched,
+        *,
+        out: Tensor | None = None,
+        meanwhile: Meanwhile = nothing,
     ) -> Tensor:
         """Sum the answers. See `Dispatcher`; y_PH is [T*K, H], and what is behind the last pair is not read."""
         handle = dispatched.handle
@@ -82,6 +92,7 @@ class LocalDispatcher:
             raise ValueError(problem)
         if out is None:
             out = y_PH.new_empty(handle.num_tokens, handle.hidden)
+        meanwhile()
         pairs_TK = self._order.pair_of_choice_TK
         return combine_pairs(y_PH.contiguous(), pairs_TK, weights_TK.float().contiguous(), out)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from dispatch.gpu.packed import Packed
 from dispatch.gpu.packed_exchange import PackedExchange
 from dispatch.low_latency.shape import LowLatencyShape
+from dispatch.meanwhile import Meanwhile, nothing
 
 
 class LowLatencyWay:
@@ -34,7 +35,9 @@ class LowLatencyWay:
         """See `Way`."""
         return self._exchange.sent_bytes.tolist(), self._exchange.answer_bytes.tolist()
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> Packed:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Meanwhile = nothing
+    ) -> Packed:
         """See `Way`."""
         shape = LowLatencyShape(
             world_size=self._exchange.world_size,
@@ -45,12 +48,14 @@ class LowLatencyWay:
             dtype=x_TH.dtype,
             is_fp8=self._is_fp8,
         )
-        self._slot = self._exchange.dispatch(shape, x_TH, slots_TK)
+        self._slot = self._exchange.dispatch(shape, x_TH, slots_TK, meanwhile)
         return Packed(self._slot.x_NH, self._slot.row_P, self._slot.slot_offsets, self._slot.num_pairs)
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, meanwhile: Meanwhile = nothing
+    ) -> None:
         """See `Way`."""
-        self._exchange.combine(self._slot, y_PH, weights_TK, out_TH)
+        self._exchange.combine(self._slot, y_PH, weights_TK, out_TH, meanwhile)
 
     def refuse(self, problem: str) -> None:
         """See `Way`."""

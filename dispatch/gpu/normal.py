@@ -17,6 +17,7 @@ from dispatch.choices import NOT_HERE, localise, ranks_of, token_mask
 from dispatch.gpu.combine import combine_pairs
 from dispatch.gpu.packed import Packed
 from dispatch.gpu.permute import PairOrders
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.rows import Route, RowExchange
 from dispatch.transport import Transport
 
@@ -45,7 +46,7 @@ class NormalWay:
 
     @property
     def waited_ns(self) -> tuple[int, int]:
-        """See `Way`. Packing and reading are in it: the host cannot tell them from a device's work."""
+        """See `Way`. Packing, reading and what runs meanwhile are in it: the host cannot tell them from a device's work."""
         return self._dispatch_ns, self._combine_ns
 
     @property
@@ -53,14 +54,16 @@ class NormalWay:
         """See `Way`. Without headers."""
         return self._sent, self._answered
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> Packed:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Meanwhile = nothing
+    ) -> Packed:
         """See `Way`. Waits for the device."""
         begun_ns = perf_counter_ns()
         R, S = self._transport.world_size, self._slots_per_rank
         slots_TK = torch.where((slots_TK >= 0) & (slots_TK < R * S), slots_TK, NOT_HERE)
         rank_TK = ranks_of(slots_TK, S)
         planes = [*self._travelling(x_TH), slots_TK.to(torch.int32)]
-        received = self._rows.send(planes, token_mask(rank_TK, R), call="dispatch")
+        received = self._rows.send(planes, token_mask(rank_TK, R), call="dispatch", meanwhile=meanwhile)
         *values, slots_NK = received.planes
         self._order = self._pairs.order(localise(slots_NK.long(), self._transport.rank, S))
         self._rank_TK, self._counts_R = rank_TK, received.counts_R
@@ -70,7 +73,9 @@ class NormalWay:
         self._dispatch_ns += perf_counter_ns() - begun_ns
         return Packed(x_NH, self._order.row_P[:num_pairs], self._order.slot_offsets, num_pairs)
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, meanwhile: Meanwhile = nothing
+    ) -> None:
         """See `Way`. Waits for the device."""
         begun_ns = perf_counter_ns()
         pair_NK = self._order.pair_of_choice_TK
@@ -79,7 +84,9 @@ class NormalWay:
         source_N = rank_R.repeat_interleave(torch.tensor(self._counts_R, device=y_PH.device))
         source_Q = source_N.unsqueeze(1).expand_as(pair_NK)[is_pair_NK]  # in order of (row, choice)
         answer_QH = y_PH[pair_NK[is_pair_NK].long()]
-        received = self._rows.send([answer_QH], source_Q.unsqueeze(1) == rank_R, call="combine")
+        received = self._rows.send(
+            [answer_QH], source_Q.unsqueeze(1) == rank_R, call="combine", meanwhile=meanwhile
+        )
         self._count(self._answered, received.route, [answer_QH])
         answer_TK = self._answers.order(self._rank_TK).pair_of_choice_TK  # they come by rank, token, choice
         combine_pairs(received.planes[0], answer_TK, weights_TK, out_TH)

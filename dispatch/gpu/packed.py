@@ -4,6 +4,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from dispatch.meanwhile import Meanwhile
+
 
 class Packed(NamedTuple):
     """What a rank received; overwritten by the next dispatch."""
@@ -32,20 +34,22 @@ class Way(Protocol):
     @property
     def sent_bytes(self) -> tuple[list[int], list[int]]: ...
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> Packed:
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Meanwhile) -> Packed:
         """Send each token once to every rank that holds one of its choices.
 
         Args:
             x_TH: [T, H], contiguous. slots_TK: int64, contiguous; what is no slot is no choice.
             capacity: the most tokens of any rank; 0 for no limit.
+            meanwhile: called while rows travel; what it launches comes before what waits for them.
         """
         ...
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, meanwhile: Meanwhile) -> None:
         """Bring the answers of the last dispatch home and sum them in the order of the choices.
 
         Args:
             y_PH: [num_pairs, H], contiguous. weights_TK: float32, contiguous. out_TH: contiguous.
+            meanwhile: likewise, while answers travel.
         """
         ...
 

@@ -20,6 +20,7 @@ from dispatch.low_latency.shape import LowLatencyShape
 from dispatch.low_latency.symmetric import CombineContents, DispatchContents, OpenMemory
 from dispatch.low_latency.triton_calls import TritonCalls
 from dispatch.low_latency.triton_launches import WARPS, Launches, Tables, groups_of, padded_choices
+from dispatch.meanwhile import Meanwhile, nothing
 
 _TILE = 64  # tokens or pairs that a program looks at at once
 
@@ -75,13 +76,16 @@ class PackedExchange(TritonCalls):
         counters = [torch.zeros(world_size, dtype=torch.int64, device=self.device) for _ in range(4)]
         self.sent_bytes, self.answer_bytes, self.dispatch_ns, self.combine_ns = counters
 
-    def dispatch(self, shape: LowLatencyShape, x_TH: Tensor, slots_TK: Tensor) -> PackedSlot:
+    def dispatch(
+        self, shape: LowLatencyShape, x_TH: Tensor, slots_TK: Tensor, meanwhile: Meanwhile = nothing
+    ) -> PackedSlot:
         """Send each token once to every rank that holds one of its choices.
 
         Args:
             shape: equal on all ranks.
             x_TH: [T <= M, H], contiguous, of the shape's dtype. slots_TK: int64 [T, K], contiguous; what is not in
                 [0, R*L) is no choice.
+            meanwhile: launched behind what sends and before what waits.
 
         Raises:
             PeerRefused, RanksDisagree, DispatchTimeout: where the host waits; else `check` does.
@@ -91,16 +95,26 @@ class PackedExchange(TritonCalls):
             self._slots[shape] = PackedSlot(shape, self.device, self._rows[shape.dtype], self._pairs)
         slot = self._slots[shape]
         self._launches.send_rows(shape, slot.tables, x_TH, slots_TK, round_scale=False)
-        self._post("packed dispatch", shape, partial(self._deliver, slot), self.dispatch_ns)()
+        posted = self._post("packed dispatch", shape, partial(self._deliver, slot), self.dispatch_ns)
+        meanwhile()
+        posted()
         return slot
 
-    def combine(self, slot: PackedSlot, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self,
+        slot: PackedSlot,
+        y_PH: Tensor,
+        weights_TK: Tensor,
+        out_TH: Tensor,
+        meanwhile: Meanwhile = nothing,
+    ) -> None:
         """Bring the answers home and sum them in the order of the choices, in float32 with one rounding.
 
         Args:
             slot: of the last dispatch.
             y_PH: [num_pairs, H], contiguous; what is behind the last pair is not read.
             weights_TK: float32 [T, K], contiguous. out_TH: [T, H], contiguous, which is written to.
+            meanwhile: as in `dispatch`.
 
         Raises:
             as `dispatch`.
@@ -109,7 +123,9 @@ class PackedExchange(TritonCalls):
         self._begin(CombineContents(shape=shape, dtype=y_PH.dtype, has_remote=self.has_remote).num_bytes)
         self._launches.send_answers(shape, tables, y_PH, slot.slot_offsets)
         add_up = partial(self._launches.sum_answers, shape, tables, tables.sent_TK, weights_TK, out_TH)
-        self._post("packed combine", shape, add_up, self.combine_ns)()
+        posted = self._post("packed combine", shape, add_up, self.combine_ns)
+        meanwhile()
+        posted()
 
     def _deliver(self, slot: PackedSlot) -> None:
         """Order the pairs of what has arrived, and copy its rows."""

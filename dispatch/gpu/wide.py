@@ -16,6 +16,7 @@ from dispatch.arguments import combine_problem, dispatch_problem, dtype_problem
 from dispatch.dispatched import Dispatched, Handle, Waits
 from dispatch.gpu.memory import STORED
 from dispatch.gpu.packed import Way
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 
 
@@ -62,7 +63,9 @@ class WideDispatcher:
             sum(ways) for ways in zip(*combined, strict=True)
         ]
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, *, meanwhile: Meanwhile = nothing
+    ) -> Dispatched:
         """See `Dispatcher`. In low-latency mode nobody looks at slots: one out of range is no choice, and P is room.
 
         Raises:
@@ -75,13 +78,19 @@ class WideDispatcher:
         problem = dispatch_problem(x_TH, slots_TK, mode, self.device) or dtype_problem("x_TH", x_TH, STORED)
         if problem:
             self._refuse(problem)
-        packed = self._last.dispatch(x_TH.contiguous(), slots_TK.contiguous(), mode.capacity)
+        packed = self._last.dispatch(x_TH.contiguous(), slots_TK.contiguous(), mode.capacity, meanwhile)
         (T, H), K = x_TH.shape, slots_TK.shape[1]
         handle = Handle(self._call, T, K, H, x_TH.dtype, packed.num_pairs)
         return Dispatched(packed.x_NH, packed.row_P, packed.slot_offsets, handle)
 
     def combine(
-        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+        self,
+        y_PH: Tensor,
+        weights_TK: Tensor,
+        dispatched: Dispatched,
+        *,
+        out: Tensor | None = None,
+        meanwhile: Meanwhile = nothing,
     ) -> Tensor:
         """See `Dispatcher`. Answers behind the last pair are not read."""
         handle = dispatched.handle
@@ -95,7 +104,7 @@ class WideDispatcher:
             self._refuse(problem)
         if out is None:
             out = y_PH.new_empty(handle.num_tokens, handle.hidden)
-        self._last.combine(y_PH.contiguous(), weights_TK.float().contiguous(), out)
+        self._last.combine(y_PH.contiguous(), weights_TK.float().contiguous(), out, meanwhile)
         return out
 
     def check(self) -> None:

@@ -31,6 +31,7 @@ from dispatch.hierarchical.messages import Message
 from dispatch.hierarchical.plan import Arrival, Spread, node_choices, plan_arrival, plan_spread
 from dispatch.hierarchical.rows import decode_rows, encode_rows
 from dispatch.hierarchical.stage import Stage
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import row_format
 from dispatch.transport import Transport
@@ -93,11 +94,13 @@ class HierarchicalDispatcher:
         self._call = 0
         self._trip: _Trip | None = None
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, *, meanwhile: Meanwhile = nothing
+    ) -> Dispatched:
         """Send each token once to every node, and there to every rank, that holds one of its choices. Collective.
 
         Arguments and errors are those of `Dispatcher.dispatch`; `mode` limits tokens but not the size of messages.
-        The result's rows, pairs and bits are too; its tensors are new.
+        The result's rows, pairs and bits are too; its tensors are new. `meanwhile` runs beside the way across nodes.
         """
         self._call += 1  # of a refused call too, as on all ranks
         self._trip = None
@@ -107,7 +110,7 @@ class HierarchicalDispatcher:
         (T, H), K, S = x_TH.shape, slots_TK.shape[1], self.slots_per_rank
         words = (_DISPATCH, self._call, H, K, S, self._format.code(x_TH.dtype), mode.capacity)
         route = layout.route(slots_TK, S * self.node_size, self.num_nodes)
-        crossed = self._to_nodes(encode_rows(x_TH, self._rows), route, words)
+        crossed = self._to_nodes(encode_rows(x_TH, self._rows), route, words, meanwhile)
         node_rows = [message.parts[0].numel() // (4 * K) for message in crossed]
         node_slots_NK = _join(crossed, 0, torch.int32, K).to(torch.int64)
         spread = plan_spread(node_slots_NK, node_rows, S, self.node_size)
@@ -121,7 +124,13 @@ class HierarchicalDispatcher:
         return Dispatched(x_NH, row_P, arrival.pairs.slot_offsets, handle)
 
     def combine(
-        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+        self,
+        y_PH: Tensor,
+        weights_TK: Tensor,
+        dispatched: Dispatched,
+        *,
+        out: Tensor | None = None,
+        meanwhile: Meanwhile = nothing,
     ) -> Tensor:
         """Bring the answers home and sum them. Collective.
 
@@ -139,7 +148,7 @@ class HierarchicalDispatcher:
             self._refuse(problem, *stages)
         assert trip is not None, "a handle of this call has its trip"
         combine = self._combine_by_node if self.reduce_in_node else self._combine_by_choice
-        combined = combine(y_PH, weights_TK, trip, handle)
+        combined = combine(y_PH, weights_TK, trip, handle, meanwhile)
         return combined if out is None else out.copy_(combined)
 
     @property
@@ -182,7 +191,9 @@ class HierarchicalDispatcher:
         if release is not None:
             release()
 
-    def _to_nodes(self, rows_TB: Tensor, route: layout.Route, words: tuple[int, ...]) -> list[Message]:
+    def _to_nodes(
+        self, rows_TB: Tensor, route: layout.Route, words: tuple[int, ...], meanwhile: Meanwhile
+    ) -> list[Message]:
         """Stage one of dispatch: each row's choices as slots of this node, and the row, by source node."""
         counts = route.row_counts_R.tolist()
         tokens, slots = (
@@ -190,7 +201,7 @@ class HierarchicalDispatcher:
             torch.split(route.local_slots_NK.to(torch.int32), counts),
         )
         messages = [Message(words, (s, rows_TB[t])) for s, t in zip(slots, tokens, strict=True)]
-        return self._rail.swap(messages, words, then=(self._inner,))
+        return self._rail.swap(messages, words, then=(self._inner,), meanwhile=meanwhile)
 
     def _to_mates(self, rows: Tensor, spread: Spread, words: tuple[int, ...]) -> list[Message]:
         """Stage two of dispatch: rows per source node, local slots and rows from each rank of this node."""
@@ -201,18 +212,23 @@ class HierarchicalDispatcher:
         parts = zip(spread.source_counts, slots, places, strict=True)
         return self._inner.swap([Message(words, (c, s, rows_NB[p])) for c, s, p in parts], words)
 
-    def _combine_by_choice(self, y_PH: Tensor, weights_TK: Tensor, trip: _Trip, handle: Handle) -> Tensor:
+    def _combine_by_choice(
+        self, y_PH: Tensor, weights_TK: Tensor, trip: _Trip, handle: Handle, meanwhile: Meanwhile
+    ) -> Tensor:
         answer_QH = self._to_forwarders(y_PH, trip, handle, then=(self._rail,))
         position_NK = trip.spread.position_NK
         by_row_QH = answer_QH[position_NK[position_NK != layout.NO_CHOICE]]
-        home_QH = self._home(by_row_QH, trip.spread.node_pairs, trip.route.pair_counts_R, handle)
+        counts = trip.spread.node_pairs, trip.route.pair_counts_R
+        home_QH = self._home(by_row_QH, *counts, handle, meanwhile)
         return layout.sum_answers(home_QH, trip.position_TK, weights_TK, handle.dtype)
 
-    def _combine_by_node(self, y_PH: Tensor, weights_TK: Tensor, trip: _Trip, handle: Handle) -> Tensor:
+    def _combine_by_node(
+        self, y_PH: Tensor, weights_TK: Tensor, trip: _Trip, handle: Handle, meanwhile: Meanwhile
+    ) -> Tensor:
         weights_NK = self._cross_weights(weights_TK, trip, handle)
         answer_QH = self._to_forwarders(y_PH, trip, handle, then=())
         sums_NH = layout.sum_answers(answer_QH, trip.spread.position_NK, weights_NK, handle.dtype)
-        home_QH = self._home(sums_NH, trip.node_rows, trip.route.row_counts_R, handle)
+        home_QH = self._home(sums_NH, trip.node_rows, trip.route.row_counts_R, handle, meanwhile)
         position_TM = layout.answer_positions(trip.node_TM, 1)
         ones_TM = torch.ones(position_TM.shape, dtype=weights_NK.dtype)  # times one changes no bit
         return layout.sum_answers(home_QH, position_TM, ones_TM, handle.dtype)
@@ -233,9 +249,12 @@ class HierarchicalDispatcher:
         parts = torch.split(y_PH[trip.arrival.pair_of_answer_P], trip.arrival.answer_counts)
         return _swap_answers(self._inner, parts, trip.spread.route.pair_counts_R.tolist(), handle, then)
 
-    def _home(self, rows_NH: Tensor, sent: list[int], received: Tensor, handle: Handle) -> Tensor:
+    def _home(
+        self, rows_NH: Tensor, sent: list[int], received: Tensor, handle: Handle, meanwhile: Meanwhile
+    ) -> Tensor:
         """Send rows back across the nodes, `sent` to each; return the `received` [M] that come."""
-        return _swap_answers(self._rail, torch.split(rows_NH, sent), received.tolist(), handle, ())
+        parts = torch.split(rows_NH, sent)
+        return _swap_answers(self._rail, parts, received.tolist(), handle, (), meanwhile)
 
     def _pack(
         self, slots_TK: Tensor, route: layout.Route, node_rows: list[int], spread: Spread, arrival: Arrival
@@ -273,13 +292,19 @@ class HierarchicalDispatcher:
 
 
 def _swap_answers(
-    stage: Stage, parts: Sequence[Tensor], counts: list[int], handle: Handle, then: tuple[Stage, ...]
+    stage: Stage,
+    parts: Sequence[Tensor],
+    counts: list[int],
+    handle: Handle,
+    then: tuple[Stage, ...],
+    meanwhile: Meanwhile = nothing,
 ) -> Tensor:
     """Swap rows of answers, of which `counts` come from each rank."""
     words, row_bytes = (_ANSWERS, handle.call), handle.hidden * handle.dtype.itemsize
     expected = [(count * row_bytes,) for count in counts]
     messages = [Message(words, (part,)) for part in parts]
-    return _join(stage.swap(messages, words, expected, then=then), 0, handle.dtype, handle.hidden)
+    answers = stage.swap(messages, words, expected, then=then, meanwhile=meanwhile)
+    return _join(answers, 0, handle.dtype, handle.hidden)
 
 
 def _join(messages: Sequence[Message], part: int, dtype: torch.dtype, columns: int) -> Tensor:

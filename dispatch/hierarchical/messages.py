@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dispatch.errors import RanksDisagree
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.transport import RankTable, Transport
 
 MAX_WORDS, MAX_PARTS = 8, 4
@@ -41,7 +42,10 @@ def num_bytes(message: Message) -> int:
 
 
 def swap(
-    transport: Transport, messages: Sequence[Message], expected: Sequence[Sequence[int]] | None = None
+    transport: Transport,
+    messages: Sequence[Message],
+    expected: Sequence[Sequence[int]] | None = None,
+    meanwhile: Meanwhile = nothing,
 ) -> list[Message]:
     """Send one message to every rank and return what each sent. Collective.
 
@@ -49,6 +53,7 @@ def swap(
         transport: what carries them; its own rank's message does not travel.
         messages: by rank.
         expected: bytes of the parts to come from each rank, where the receiver knows them; then on all ranks.
+        meanwhile: called while the messages travel; see there.
 
     Returns:
         By rank: the words and the parts as uint8 [bytes], views that live until this transport's next exchange.
@@ -64,7 +69,7 @@ def swap(
     for peer in ranks:
         if peer != rank:
             _write(transport.send_window(peer), messages[peer])
-    transport.exchange(send_bytes, _recv_bytes(rank, expected))
+    transport.exchange(send_bytes, _recv_bytes(rank, expected), meanwhile)
     return [
         _as_bytes(messages[peer]) if peer == rank else _read(transport.received(peer), peer) for peer in ranks
     ]

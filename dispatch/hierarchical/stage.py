@@ -13,6 +13,7 @@ from typing import Self
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
 from dispatch.hierarchical.messages import Message, num_bytes, swap
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.transport import Transport
 
 _ORIGIN_END = "|"
@@ -44,6 +45,7 @@ class Stage:
         expected: Sequence[Sequence[int]] | None = None,
         *,
         then: Sequence[Self] = (),
+        meanwhile: Meanwhile = nothing,
     ) -> list[Message]:
         """Send one message to every rank of the stage and return what each sent. Collective.
 
@@ -52,13 +54,14 @@ class Stage:
             words: what all ranks must have in common; the first is what the message is, the second the call.
             expected: see `messages.swap`.
             then: stages that ranks will meet in which have not heard of a refusal here; it is handed on to them.
+            meanwhile: called while the messages travel; see there.
 
         Raises:
             PeerRefused, RanksDisagree: on every rank once `then` is done; the next call works.
             PeerLost, DispatchTimeout: everything is closed.
         """
         try:
-            return self._swap(messages, words, expected)
+            return self._swap(messages, words, expected, meanwhile)
         except (PeerRefused, RanksDisagree) as error:
             origin, text = (
                 (error.rank, error.text) if isinstance(error, PeerRefused) else (self.rank, str(error))
@@ -75,11 +78,15 @@ class Stage:
             raise self._translated(error) from error.__cause__
 
     def _swap(
-        self, messages: Sequence[Message], words: tuple[int, ...], expected: Sequence[Sequence[int]] | None
+        self,
+        messages: Sequence[Message],
+        words: tuple[int, ...],
+        expected: Sequence[Sequence[int]] | None,
+        meanwhile: Meanwhile,
     ) -> list[Message]:
         begun_ns = perf_counter_ns()
         try:
-            received = swap(self.transport, messages, expected)
+            received = swap(self.transport, messages, expected, meanwhile)
             self.waited_ns[words[0]] += perf_counter_ns() - begun_ns
             self._count(messages, words[0])
         except DispatchError as error:

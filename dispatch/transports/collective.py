@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.transport import MAX_REFUSAL_BYTES, REFUSED, RankTable, decode_refusal, encode_refusal
 
 _ALIGNMENT = 64
@@ -61,10 +62,12 @@ class CollectiveTransport:
         """See `Transport`."""
         return self._outgoing.message(rank)
 
-    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Transport`."""
+    def exchange(
+        self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
+    ) -> None:
+        """See `Transport`. Sizes are waited for first; `meanwhile` runs beside the windows."""
         self.begin_exchange(send_bytes, recv_bytes)
-        self.finish_exchange()
+        self._finish(meanwhile)
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Transport`. Sizes go now, windows when all sizes are known."""
@@ -74,15 +77,7 @@ class CollectiveTransport:
 
     def finish_exchange(self) -> None:
         """See `Transport`."""
-        headers = self._finish_headers()
-        for peer, header in enumerate(headers):
-            if header[_SIZE] == REFUSED:
-                raise PeerRefused(peer, _read_text(header))
-        self._found = [0 if peer == self.rank else header[_SIZE] for peer, header in enumerate(headers)]
-        self._check_sizes()
-        self._incoming.place(self._found)
-        self._wait(self._all_to_all(self._incoming, self._outgoing))
-        self._incoming.write_addresses(self.recv_addresses)
+        self._finish(nothing)
 
     def received(self, rank: int) -> Tensor:
         """See `Transport`."""
@@ -97,6 +92,20 @@ class CollectiveTransport:
     def close(self) -> None:
         """See `Transport`. The group stays its owner's to destroy."""
         self._group = None
+
+    def _finish(self, meanwhile: Meanwhile) -> None:
+        """Wait for all sizes, then exchange the windows."""
+        headers = self._finish_headers()
+        for peer, header in enumerate(headers):
+            if header[_SIZE] == REFUSED:
+                raise PeerRefused(peer, _read_text(header))
+        self._found = [0 if peer == self.rank else header[_SIZE] for peer, header in enumerate(headers)]
+        self._check_sizes()
+        self._incoming.place(self._found)
+        work = self._all_to_all(self._incoming, self._outgoing)
+        meanwhile()
+        self._wait(work)
+        self._incoming.write_addresses(self.recv_addresses)
 
     def _start_headers(self, sizes: list[int], text: bytes) -> None:
         if self.mask.values.any():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.native import compile_all
 from dispatch.transport import RankTable, decode_refusal, encode_refusal
 from dispatch.transports import parts
@@ -71,9 +72,12 @@ class GlooTransport:
         first = int(self.send_addresses.values[rank]) - self._outgoing.address
         return self._outgoing.memory[first : first + int(self._sent.values[rank])]
 
-    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
+    def exchange(
+        self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
+    ) -> None:
         """See `Transport`."""
         self.begin_exchange(send_bytes, recv_bytes)
+        meanwhile()
         self.finish_exchange()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.transport import RankTable
 
 
@@ -27,8 +28,11 @@ class LocalTransport:
         """See `Transport`."""
         return self._nothing
 
-    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
+    def exchange(
+        self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
+    ) -> None:
         """See `Transport`."""
+        meanwhile()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Transport`."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.native import compile_all
 from dispatch.transport import RankTable, decode_refusal, encode_refusal
 from dispatch.transports import regions
@@ -80,9 +81,12 @@ class ShmTransport:
         size = 0 if rank == self.rank else int(self._sent.values[rank])
         return self._bytes_at(int(self.send_addresses.values[rank]), size, self._outgoing)
 
-    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
+    def exchange(
+        self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
+    ) -> None:
         """See `Transport`."""
         self.begin_exchange(send_bytes, recv_bytes)
+        meanwhile()
         self.finish_exchange()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:

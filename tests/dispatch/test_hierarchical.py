@@ -25,10 +25,13 @@ SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, node size: 1 and all
 
 
 def run_one(dispatcher: HierarchicalDispatcher, case: RankCase) -> RankResult:
-    """Dispatch, compute, combine."""
-    sent = dispatcher.dispatch(case.x_TH, case.slots_TK)
+    """Dispatch, compute, combine. Work beside changes nothing."""
+    worked: list[int] = []
+    sent = dispatcher.dispatch(case.x_TH, case.slots_TK, meanwhile=lambda: worked.append(1))
     y_PH = compute_pairs(sent.x_NH, sent.row_P, sent.slot_offsets, dispatcher.rank)
-    return RankResult(*sent[:3], dispatcher.combine(y_PH, case.weights_TK, sent))
+    combined = dispatcher.combine(y_PH, case.weights_TK, sent, meanwhile=lambda: worked.append(2))
+    assert worked == [1, 2], "each is called once"
+    return RankResult(*sent[:3], combined)
 
 
 def run_layers(

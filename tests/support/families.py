@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 256
 COMMON: dict[str, Any] = {
@@ -94,9 +94,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def make_config(family: str, **settings: Any) -> PreTrainedConfig:
+    """A family's configuration."""
+    return AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **settings})
+
+
 def make_model(family: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """Build the oracle: `transformers`' eager model in float32, with seeded weights."""
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **settings})
+    config = make_config(family, **settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.set_experts_implementation("eager")

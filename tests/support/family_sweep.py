@@ -16,6 +16,7 @@ SIZES: dict[str, Any] = {
     **CHOICES,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
     "n_shared_experts": 1,
     "num_shared_experts": 1,
     "first_k_dense_replace": 1,
