@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from dispatch.dispatched import TokenDispatcher
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
+from moe.current_step import CurrentStep
 from moe.load_counts import LayerCounts, LoadCounts
 from moe.loader import Keep, Loader, Report, Weight
 from moe.quantisation import Quantisation
@@ -120,8 +121,8 @@ class Backend(Protocol):
         """
         ...
 
-    def keep_with(self, step: Step, stored: Callable[[Weight], Weight]) -> Keep:
-        """How plain weights are kept, for a model that runs `step`; `stored` casts as the user wished."""
+    def keep_with(self, current: CurrentStep, stored: Callable[[Weight], Weight]) -> Keep:
+        """How plain weights are kept, for a model that runs the `current` step; `stored` casts as the user wished."""
         ...
 
     def load_experts(
@@ -147,7 +148,7 @@ class Backend(Protocol):
         route: Route,
         module: Any,
         dispatcher: TokenDispatcher,
-        step: Step,
+        current: CurrentStep,
     ) -> Experts:
         """Put one MoE layer together."""
         ...
@@ -181,6 +182,10 @@ class Backend(Protocol):
 
     def finish(self, net: PreTrainedModel) -> None:
         """Take a model whose weights are there: move what is not, exchange modules for faster ones."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Let the calling thread compute on this device, which it does not by itself."""
         ...
 
     def warm_up(self, model: "Model", cache: PagedCache) -> None:

@@ -14,6 +14,7 @@ from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
 from moe import experts as experts_organ
 from moe.backend import Backend, Slots
+from moe.current_step import CurrentStep
 from moe.experts import ExpertLayer, SlotTensors
 from moe.load_counts import LoadCounts
 from moe.loader import Keep, Loader, Report, Weight
@@ -45,12 +46,12 @@ class CpuBackend:
     ) -> None:
         """The CPU's kernels take all shapes."""
 
-    def keep_with(self, step: Step, stored: Callable[[Weight], Weight]) -> Keep:
+    def keep_with(self, current: CurrentStep, stored: Callable[[Weight], Weight]) -> Keep:
         """Matrices become `PackedWeight`s, other parameters float32."""
 
         def keep(name: str, tensor: Weight, _declared: Tensor) -> Tensor | nn.Parameter:
             if isinstance(tensor, QuantisedWeight) or (name.endswith(".weight") and tensor.dim() == 2):
-                return PackedWeight(stored(tensor), step)
+                return PackedWeight(stored(tensor), current)
             return nn.Parameter(tensor.float(), requires_grad=False)
 
         return keep
@@ -79,12 +80,12 @@ class CpuBackend:
         route: Route,
         module: Any,
         dispatcher: TokenDispatcher,
-        step: Step,
+        current: CurrentStep,
     ) -> ExpertLayer:
         """Put one MoE layer together."""
         up, down = slots
         assert isinstance(up, SlotTensors) and isinstance(down, SlotTensors), "slots of another backend"
-        return ExpertLayer(up, down, route, int(module.num_experts), dispatcher, step)
+        return ExpertLayer(up, down, route, int(module.num_experts), dispatcher, current)
 
     def make_counts(
         self, num_layers: int, *, num_experts: int, num_ranks: int, slots_per_rank: int
@@ -125,6 +126,9 @@ class CpuBackend:
 
     def finish(self, net: PreTrainedModel) -> None:
         """Nothing is left to do."""
+
+    def enter_thread(self) -> None:
+        """Every thread computes on the CPU."""
 
     def warm_up(self, model: "Model", cache: PagedCache) -> None:
         """Compile the kernels."""

@@ -25,6 +25,7 @@ from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.cpu_linear import grouped_linear, pack, silu_and_mul
 from moe.cpu_quantised_linear import grouped_quantised_linear, pack_codes, pack_scales
+from moe.current_step import CurrentStep
 from moe.load_counts import LayerCounts
 from moe.quantised_weight import QuantisedWeight, inputs_per_code
 from moe.replicas import Route
@@ -173,10 +174,15 @@ class ExpertLayer:
     route: Route  # of the placement that serves
     num_experts: int
     dispatcher: TokenDispatcher
-    step: Step
+    current: CurrentStep
     counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
     sample_TD: Tensor | None = None  # some real rows, which try out experts that arrive
     shared: Sequence[SharedExpert] = ()  # computed while rows travel
+
+    @property
+    def step(self) -> Step:
+        """The step that runs."""
+        return self.current.step
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Serve one layer; collective. Rows past the step's tokens are padding and come back as zero.
@@ -225,7 +231,7 @@ class ExpertLayer:
 
     def try_out(self, module: Any, up: SlotTensors, down: SlotTensors, x_TD: Tensor) -> Tensor:
         """Run rows through an expert that need not serve, on one thread, beside steps: [T, D] float32, new."""
-        alone = ExpertLayer(up, down, self.route, self.num_experts, self.dispatcher, self.step)
+        alone = ExpertLayer(up, down, self.route, self.num_experts, self.dispatcher, self.current)
         return alone.compute(module, x_TD.contiguous(), torch.tensor([0, len(x_TD)]), parallel=False)
 
 

@@ -8,11 +8,19 @@ asking the one forward for all rows: logits of 8,192 rows over 150,000 tokens ar
 Legend: T tokens (padded rows), R rows whose logits are wanted, V vocabulary.
 """
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+
+class _Kept(threading.local):
+    """What one thread's last forward gave: another may run the other half of the step."""
+
+    is_wanted = False
+    output: Any = None
 
 
 class KeptBody:
@@ -21,19 +29,18 @@ class KeptBody:
     def __init__(self, net: PreTrainedModel) -> None:
         self._net = net
         self._name = net.base_model_prefix
-        self._keeps = False
-        self._output: Any = None
+        self._kept = _Kept()
         getattr(net, self._name).register_forward_hook(self._note)
 
     def keep(self, wanted: bool) -> None:
         """Forget what was kept; say whether to keep what the next forward gives."""
-        self._keeps, self._output = wanted, None
+        self._kept.is_wanted, self._kept.output = wanted, None
 
     def logits(self, rows_R: Tensor) -> Tensor:
         """Compute rows' logits: [R, V]."""
-        assert self._output is not None, "the last forward was not asked to keep its hidden states"
+        assert self._kept.output is not None, "the last forward was not asked to keep its hidden states"
         decoder = getattr(self._net, self._name)
-        setattr(self._net, self._name, _Replay(self._output))
+        setattr(self._net, self._name, _Replay(self._kept.output))
         try:
             nothing = torch.zeros(1, 1, dtype=torch.int64, device=rows_R.device)
             output: Any = self._net(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
@@ -43,8 +50,8 @@ class KeptBody:
         return logits
 
     def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._keeps:
-            self._output = output
+        if self._kept.is_wanted:
+            self._kept.output = output
 
 
 class _Replay(nn.Module):

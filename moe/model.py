@@ -21,6 +21,7 @@ from kvcache.step import Step
 from moe.backend import Backend, Experts
 from moe.checkpoint import Checkpoint
 from moe.cpu_backend import CPU
+from moe.current_step import CurrentStep
 from moe.families import build_on_meta, check_layout, experts_modules, read_config
 from moe.kept_body import KeptBody
 from moe.load_plan import LoadPlan
@@ -90,7 +91,8 @@ class Model:
         Raises:
             CheckpointError: listing what does not fit.
         """
-        self.skeleton, self.step, self.placement, self._rank = skeleton, step, placement, rank
+        self.skeleton, self.placement, self._rank = skeleton, placement, rank
+        self.current = CurrentStep(step)
         self.checkpoint = Checkpoint(skeleton.directory)
         self._net = skeleton.model
         parameters = {
@@ -109,7 +111,7 @@ class Model:
             slots_per_rank=placement.slots_per_rank,
         )
         with torch.no_grad():
-            loader.load_plain(self._backend.keep_with(step, loader.stored), report)
+            loader.load_plain(self._backend.keep_with(self.current, loader.stored), report)
             self.layers = self._load_experts(loader, dispatcher, num_spare, report)
             _restore_buffers(self._net)
             self._backend.finish(self._net)
@@ -125,7 +127,7 @@ class Model:
         slots = self._backend.load_experts(loader, modules, local_LS, report, num_spare)
         layers = []
         for index, module in enumerate(modules.values()):
-            layer = self._backend.open_layer(slots[index], ways[index], module, dispatcher, self.step)
+            layer = self._backend.open_layer(slots[index], ways[index], module, dispatcher, self.current)
             for leaf in [*dict(module.named_parameters(recurse=False))]:
                 delattr(module, leaf)
             layer.counts = self.load_counts.layers[index]
@@ -175,6 +177,11 @@ class Model:
             [R, V] float32, the bits that `forward` gives for these rows.
         """
         return self._body.logits(rows_R)
+
+    @property
+    def step(self) -> Step:
+        """The step that a forward runs: the caller fills it."""
+        return self.current.step
 
     @property
     def device(self) -> torch.device:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from attention.cpu_tiles import LANES
-from kvcache.step import Step
 from moe.cpu_linear import linear, pack, unpack
 from moe.cpu_quantised_linear import pack_codes, pack_scales, quantised_linear, unpack_quantised
+from moe.current_step import CurrentStep
 from moe.quantised_weight import QuantisedWeight
 
 CASTS = frozenset({Tensor.to, Tensor.type})
@@ -40,11 +40,11 @@ class PackedWeight(Tensor):
     block: int  # inputs under one scale
     out_dim: int  # N
     in_dim: int  # K
-    step: Step
+    current: CurrentStep
 
     @staticmethod
-    def __new__(cls, weight_NK: Tensor | QuantisedWeight, step: Step) -> "PackedWeight":
-        """Pack a [N, K] weight; `step` is the model's, which says how many rows of a batch are real."""
+    def __new__(cls, weight_NK: Tensor | QuantisedWeight, current: CurrentStep) -> "PackedWeight":
+        """Pack a [N, K] weight; `current` step is the model's, which says how many rows of a batch are real."""
         self = Tensor._make_wrapper_subclass(
             cls,
             torch.Size(weight_NK.shape),
@@ -59,7 +59,7 @@ class PackedWeight(Tensor):
         else:
             self.panels = pack(weight_NK)
         self.out_dim, self.in_dim = weight_NK.shape
-        self.step = step
+        self.current = current
         return self
 
     @classmethod
@@ -113,7 +113,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     ):
         plain = [_plain(value) for value in (input, weight, bias)]
         return torch.nn.functional.linear(*plain)  # answers, or refuses, as torch does
-    n, step, panels = weight.out_dim, weight.step, weight.panels
+    n, step, panels = weight.out_dim, weight.current.step, weight.panels
     x_TK = input.reshape(-1, weight.in_dim)
     rows = x_TK.shape[0]
     # Padding is not computed. The packed batch comes as [T, K] or [1, T, K]; what has more dimensions is

@@ -5,12 +5,14 @@ transport and mailbox use are made here and given away; nothing else keeps them 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from dispatch.alternating import AlternatingDispatcher
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import TransportUnavailable
@@ -24,13 +26,20 @@ from kvcache.paged_cache import BLOCK_TOKENS
 from kvcache.step import Step
 from moe.backend import Backend
 from moe.model import Model, Skeleton, set_threads
-from scheduler.config import EngineConfig, model_length
+from scheduler.config import ConfigError, EngineConfig, model_length
 from scheduler.devices import backend_of, open_device_dispatcher, open_forward
 from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
 from scheduler.expert_transfer import Place
 from scheduler.load_report import ExpertMap
-from scheduler.lockstep import DispatchMode, Header, LockStep, describe_modes
+from scheduler.lockstep import (
+    DispatchMode,
+    Header,
+    LockStep,
+    describe_halves,
+    describe_modes,
+    why_no_halves,
+)
 from scheduler.peer_channel import ChannelError, Pace, open_channel
 from scheduler.policy import Scheduler
 from scheduler.relocation import Relocation
@@ -40,6 +49,8 @@ from scheduler.start_placement import check_agreed, hosts_of, start_placement
 from scheduler.structure_compiling import StructureCompiler, no_vocabulary
 from scheduler.structure_vocabulary import LoadVocabulary
 from scheduler.telemetry import Telemetry, expert_map
+from scheduler.turns import Turns
+from scheduler.two_batch import TwoBatch
 
 SWITCH_S = 0.5e-3  # CPython's own is 5 ms
 
@@ -84,33 +95,30 @@ def assemble(
     # The step loop lets go of the interpreter in every kernel. Where another thread (moves, requests that arrive) runs
     # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
     sys.setswitchinterval(SWITCH_S)
+    _check_halves(config)
     set_threads(config.threads)
     backend = backend_of(config.device, config.dtype, is_invariant=config.batch_invariant)
     skeleton = Skeleton(config.directory, backend)
     length = model_length(skeleton.model.config, config.max_model_len)
-    blocks = num_blocks(
-        skeleton.cache_shapes,
-        kv_cache_bytes=config.kv_cache_bytes,
-        max_model_len=length,
-        max_num_seqs=config.max_num_seqs,
-        token_bytes=backend.token_bytes,
-    )
+    blocks = _num_blocks(config, skeleton, length)
     scheduler, step = _make_scheduler(config, length, blocks), _make_step(config, length, backend)
-    group, mailbox_group = _groups(config)
-    placement = _agree_on_placement(config, skeleton, group)
-    dispatcher = _open_dispatcher(config, backend, group, placement.slots_per_rank)
+    *groups, mailbox_group = _groups(config)
+    placement = _agree_on_placement(config, skeleton, groups[0])
+    turns = Turns(partial(_prepare_thread, config, backend))
+    dispatcher = _open_dispatchers(config, backend, groups, placement.slots_per_rank, turns)
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
     backend.warm_up(model, cache)
     forward = open_forward(model, cache, replays=_replays(config, dispatcher), report=report)
-    runner = Runner(model, cache, forward, check=dispatcher.check)
+    other = _make_step(config, length, backend) if config.halves else None
+    halves = TwoBatch(model, cache, turns, (step, other)) if other else None
+    runner = Runner(model, cache, forward, check=dispatcher.check, halves=halves)
     relocation = _open_relocation(config, placement, model)
     lockstep = _open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
     engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures)
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
-    modes = describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
-    dispatch = f"{modes}; tokens travel {dispatcher.row_format}"
+    dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
     telemetry = Telemetry(config.rank, model.load_counts, dispatcher, runner)
     num_hidden_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
     experts = expert_map(placement, list(skeleton.experts), num_hidden_layers)
@@ -118,6 +126,21 @@ def assemble(
         engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts, relocation,
         structures,
     )  # fmt: skip
+
+
+def _num_blocks(config: EngineConfig, skeleton: Skeleton, max_model_len: int) -> int:
+    return num_blocks(
+        skeleton.cache_shapes,
+        kv_cache_bytes=config.kv_cache_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        token_bytes=skeleton.backend.token_bytes,
+    )
+
+
+def _describe_steps(config: EngineConfig) -> str:
+    modes = describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
+    return modes + describe_halves(config.halves)
 
 
 def _make_scheduler(config: EngineConfig, max_model_len: int, blocks: int) -> Scheduler:
@@ -183,6 +206,34 @@ def _num_spare(config: EngineConfig, placement: Placement) -> int:
     return placement.slots_per_rank if config.world_size > 1 else 0
 
 
+def _check_halves(config: EngineConfig) -> None:
+    """Refuse halves with what they cannot work with."""
+    replays = not config.enforce_eager and config.dispatch_mode is not DispatchMode.NORMAL
+    on_gpus = config.device.startswith("cuda")
+    backend = config.all2all_backend
+    problem = why_no_halves(config.world_size, on_gpus=on_gpus, replays=replays, backend=backend)
+    if config.halves is not None and problem:
+        raise ConfigError(problem)
+
+
+def _prepare_thread(config: EngineConfig, backend: Backend) -> None:
+    """Let the thread that runs second halves compute as the first one does: both settings are a thread's own."""
+    set_threads(config.threads)
+    backend.enter_thread()
+
+
+def _open_dispatchers(
+    config: EngineConfig,
+    backend: Backend,
+    groups: Sequence[dist.ProcessGroup | None],
+    slots_per_rank: int,
+    turns: Turns,
+) -> TokenDispatcher:
+    """Open one dispatcher, or two that alternate where steps may run in halves."""
+    first, *others = [_open_dispatcher(config, backend, group, slots_per_rank) for group in groups]
+    return AlternatingDispatcher(first, others[0], turns) if others else first
+
+
 def _open_dispatcher(
     config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
 ) -> TokenDispatcher:
@@ -228,16 +279,18 @@ def _open_lockstep(config: EngineConfig, group: dist.ProcessGroup | None, placem
         mode=config.dispatch_mode,
         max_num_batched_tokens=config.max_num_batched_tokens,
         placement_version=placement_version,
+        halves=config.halves,
     )
 
 
-def _groups(config: EngineConfig) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Make the transport's and the mailbox's groups: they run side by side, so they need one each."""
+def _groups(config: EngineConfig) -> list[dist.ProcessGroup | None]:
+    """Make the groups of the transports, one for each half of a step, and of the mailbox, which is last: they run side
+    by side, so they need one each."""
     if config.world_size == 1:
-        return None, None
+        return [None, None]
+    count = 2 if config.halves is None else 3
     timeout, ranks = timedelta(seconds=config.timeout_s), list(range(config.world_size))
     try:
-        first, second = (dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(2))
+        return [dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(count)]
     except RuntimeError as error:  # all that gloo says of a peer that is gone
         raise TransportUnavailable(f"rank {config.rank} could not meet the others: {error}") from error
-    return first, second

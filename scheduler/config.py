@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from expert_placement.eplb_config import EplbConfig
-from scheduler.lockstep import DispatchMode
+from scheduler.lockstep import DispatchMode, HalfThresholds
 
 
 class ConfigError(ValueError):
@@ -27,6 +27,7 @@ class EngineConfig:
     dtype: str = "auto"
     batch_invariant: bool = False  # of a GPU; a CPU always is
     enforce_eager: bool = False  # no CUDA graphs
+    halves: HalfThresholds | None = None  # run large steps in two halves that take turns; None: never
     enable_prefix_caching: bool = True
     all2all_backend: str = "auto"
     dispatch_mode: DispatchMode = DispatchMode.AUTO

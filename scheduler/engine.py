@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from scheduler.doorbell import Doorbell
-from scheduler.lockstep import Decision, LockStep
+from scheduler.lockstep import Agreement, Decision, LockStep
 from scheduler.policy import Scheduler
 from scheduler.relocation import Relocation
 from scheduler.request import FinishReason, RankStats, Request, RequestOutput
@@ -106,7 +106,8 @@ class Engine:
     def _walk(self, on_step: OnStep, on_sleep: Callable[[], None]) -> None:
         self._post()
         while True:
-            decision, agreed_tokens, switch_to, has_prefill = self._lockstep.agree()
+            agreement = self._lockstep.agree()
+            decision, switch_to = agreement.decision, agreement.switch_to
             if switch_to is not None:
                 self._relocation.switch(switch_to, self._lockstep.step)
             if decision is Decision.STOP:
@@ -118,18 +119,20 @@ class Engine:
                 self._sleep()
                 self._post()
                 continue
-            self._step(agreed_tokens, has_prefill, on_step)
+            self._step(agreement, on_step)
 
-    def _step(self, agreed_tokens: int, has_prefill: bool, on_step: OnStep) -> None:
+    def _step(self, agreement: Agreement, on_step: OnStep) -> None:
         self._relocation.pace.step()
         outputs = self._take_inbox()
         now_s = self._clock()
         outputs += self._scheduler.expire(now_s)
-        num_decodes = self._scheduler.next_step.num_decodes
+        agreed_tokens, num_decodes = agreement.agreed_tokens, self._scheduler.next_step.num_decodes
         room = max(0, agreed_tokens - num_decodes) if agreed_tokens else None
         batch = self._scheduler.schedule(prefill_budget=room, now_s=now_s)
         self._post()
-        sampled = self._runner.run(batch, agreed_tokens, has_prefill=has_prefill)
+        sampled = self._runner.run(
+            batch, agreed_tokens, has_prefill=agreement.has_prefill, in_halves=agreement.in_halves
+        )
         outputs += self._scheduler.commit(batch, *sampled)
         on_step(outputs, self._stats(batch.num_tokens))
 
@@ -141,6 +144,7 @@ class Engine:
             has_prefill=coming.has_prefill or has_arrivals,
             num_decodes=coming.num_decodes,
             ready_version=self._relocation.version_to_post(),
+            num_prefill=coming.num_prefill,
         )
 
     def _sleep(self) -> None:

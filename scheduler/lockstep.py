@@ -38,6 +38,13 @@ class DispatchMode(Enum):
     LOW_LATENCY = "low_latency"  # always, with room for the largest batch
 
 
+class HalfThresholds(NamedTuple):
+    """Tokens that every rank must have for a step to run in two halves; vLLM's names and numbers."""
+
+    decode_tokens: int = 32  # of a step that only decodes
+    prefill_tokens: int = 512  # of one with prompts, its decodes included
+
+
 class Header(NamedTuple):
     """What a rank says before a step about the one after it."""
 
@@ -51,6 +58,7 @@ class Header(NamedTuple):
     ready_version: (
         int  # of a placement whose experts are here and verified; the one that serves if there is no other
     )
+    num_prefill: int  # tokens of prompts that wait to run, at most a step's
 
 
 class Decision(Enum):
@@ -70,6 +78,7 @@ class Agreement(NamedTuple):
     )
     switch_to: int | None = None  # the placement that serves from this step on; None: it stays
     has_prefill: bool = False  # some rank announced parts of prompts
+    in_halves: bool = False  # all ranks run the step in two halves, see `two_batch`
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -111,6 +120,34 @@ def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batch
     return fitting_capacity(max(header.num_decodes for header in headers))
 
 
+def agree_on_halves(headers: Sequence[Header], thresholds: HalfThresholds | None) -> bool:
+    """Derive whether the step runs in two halves: where every rank announced enough tokens. None: never."""
+    if thresholds is None:
+        return False
+    if any(header.has_prefill for header in headers):
+        return all(header.num_decodes + header.num_prefill >= thresholds.prefill_tokens for header in headers)
+    return all(header.num_decodes >= thresholds.decode_tokens for header in headers)
+
+
+def why_no_halves(
+    num_ranks: int, *, on_gpus: bool = False, replays: bool = False, backend: str = "auto"
+) -> str:
+    """Say what two halves of a step cannot work with, and what to do; "" if they can.
+
+    Args:
+        num_ranks: of the service.
+        on_gpus: whether it computes there. replays: whether decode steps would be replayed from CUDA graphs.
+        backend: how ranks exchange tokens.
+    """
+    if num_ranks == 1:
+        return "--enable-dbo runs a step in two halves, one computing while the other's tokens travel between ranks; there is one rank: leave it out"
+    if on_gpus and replays:
+        return "--enable-dbo cannot be replayed from CUDA graphs, whose halves could not take turns: give --enforce-eager with it"
+    if backend == "deep_ep":
+        return "--enable-dbo needs two ways between the ranks, and deep_ep's buffer is one: give another --all2all-backend"
+    return ""
+
+
 def describe_modes(mode: DispatchMode, max_num_seqs: int, max_num_batched_tokens: int) -> str:
     """Say in one sentence which steps are dispatched how."""
     if mode is DispatchMode.NORMAL:
@@ -121,6 +158,16 @@ def describe_modes(mode: DispatchMode, max_num_seqs: int, max_num_batched_tokens
     return (
         f"decode-only steps are dispatched in low-latency mode, with room for {SMALLEST_CAPACITY} to "
         f"{fitting_capacity(max_num_seqs)} tokens per rank, steps with prompts in normal mode"
+    )
+
+
+def describe_halves(thresholds: HalfThresholds | None) -> str:
+    """Say which steps run in two halves, to be put behind `describe_modes`."""
+    if thresholds is None:
+        return ""
+    return (
+        f", in two halves where every rank announced {thresholds.decode_tokens} decodes, or {thresholds.prefill_tokens} "
+        "tokens in a step with prompts"
     )
 
 
@@ -136,11 +183,12 @@ class LockStep:
         mode: DispatchMode = DispatchMode.AUTO,
         max_num_batched_tokens: int = 0,
         placement_version: int = 0,
+        halves: HalfThresholds | None = None,
     ) -> None:
         """`timeout_s` bounds how long another rank's header may take; all but it are equal on all ranks."""
         self._mailbox, self._epoch, self._timeout_s = mailbox, epoch, timeout_s
         self._mode, self._max_num_batched_tokens = mode, max_num_batched_tokens
-        self.placement_version = placement_version
+        self.placement_version, self._halves = placement_version, halves
         self.step = 0
 
     def post(
@@ -151,11 +199,13 @@ class LockStep:
         has_prefill: bool,
         num_decodes: int,
         ready_version: int | None = None,
+        num_prefill: int = 0,
     ) -> None:
         """Say what this rank will have to do in the next step, and which placement it could switch to."""
         flags = int(has_work), int(is_stopping), int(has_prefill)
         ready = self.placement_version if ready_version is None else ready_version
-        self._mailbox.post(Header(self.step, self._epoch, self.placement_version, *flags, num_decodes, ready))
+        place = self.step, self._epoch, self.placement_version
+        self._mailbox.post(Header(*place, *flags, num_decodes, ready, num_prefill))
 
     def agree(self) -> Agreement:
         """Read everybody's header of this step and move to the next; collective."""
@@ -166,4 +216,5 @@ class LockStep:
         if switch_to is not None:
             self.placement_version = switch_to
         tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens)
-        return Agreement(decision, tokens, switch_to, any(header.has_prefill for header in headers))
+        has_prefill = any(header.has_prefill for header in headers)
+        return Agreement(decision, tokens, switch_to, has_prefill, agree_on_halves(headers, self._halves))

@@ -60,6 +60,7 @@ class NextStep(NamedTuple):
 
     num_decodes: int  # at most
     has_prefill: bool  # something waits, or is in the middle of its prompt
+    num_prefill: int  # tokens of these prompts, cached ones included; at most a step's
 
 
 class SchedulerStats(NamedTuple):
@@ -113,7 +114,8 @@ class Scheduler:
         lower the number of decodes."""
         running, waiting = self._roster.running, self._roster.waiting
         is_mid_prompt = bool(running) and running[-1].is_prefilling
-        return NextStep(len(running), bool(waiting) or is_mid_prompt)
+        num_prefill = self._roster.num_prefill(self._max_num_batched_tokens)
+        return NextStep(len(running), bool(waiting) or is_mid_prompt, num_prefill)
 
     @property
     def stats(self) -> SchedulerStats:

@@ -28,6 +28,16 @@ class Roster:
         """Return the sequence of a request; None where it is unknown or has ended."""
         return self._by_id.get(request_id)
 
+    def num_prefill(self, most: int) -> int:
+        """Count tokens of prompts that are yet to run, of the one that does first, until there are `most`."""
+        last = self.running[-1] if self.running else None
+        count = last.num_prefill_tokens - last.num_planned if last and last.is_prefilling else 0
+        for sequence in self.waiting:
+            if count >= most:
+                break
+            count += len(sequence.token_ids)
+        return min(count, most)
+
     def enqueue(self, sequence: Sequence) -> None:
         """Let a new sequence wait behind all others."""
         self._by_id[sequence.request.request_id] = sequence

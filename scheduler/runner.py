@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from kvcache.paged_cache import PagedCache
-from kvcache.step import Inputs, Span, Step
+from kvcache.step import Step
 from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
+from scheduler.batch_step import fill_step
 from scheduler.forward import Forward
 from scheduler.logprobs import prompt_logprobs
 from scheduler.policy import Batch
 from scheduler.request import Logprobs
 from scheduler.sampling import Sampled, sample
 from scheduler.sequence import Sequence
+from scheduler.two_batch import TwoBatch
 
 SCORED_ROWS = 64  # of a prompt at a time; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
 
@@ -39,6 +41,7 @@ class Runner:
         forward: Forward | None = None,
         sampler: Sampler = sample_on_host,
         check: Callable[[], None] = lambda: None,
+        halves: TwoBatch | None = None,
     ) -> None:
         """Take a model and a cache whose blocks the scheduler's pool counts.
 
@@ -46,10 +49,11 @@ class Runner:
             forward: stands for the model's.
             sampler: chooses tokens, of logits where the model leaves them; it may change them in place.
             check: raises what went wrong between ranks in a step that did not say so (`TokenDispatcher.check`).
+            halves: runs steps that ranks agreed to run in halves; None: there are none.
         """
         self._model, self._cache = model, cache
         self._forward: Forward = forward or model.forward
-        self._sample, self._check = sampler, check
+        self._sample, self._check, self._halves = sampler, check, halves
         self.num_steps = self.busy_ns = 0  # counters, as is the next
         self.num_tokens = [0] * NUM_PHASES  # prefill, decode
         self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
@@ -61,21 +65,29 @@ class Runner:
         return self._model.step
 
     @torch.inference_mode()
-    def run(self, batch: Batch, agreed_tokens: int = 0, *, has_prefill: bool = False) -> Sampled:
+    def run(
+        self,
+        batch: Batch,
+        agreed_tokens: int = 0,
+        *,
+        has_prefill: bool = False,
+        in_halves: bool = False,
+    ) -> Sampled:
         """Run a batch, or padded rows if it is empty; collective over the model's group.
 
         Args:
             batch: what to run.
             agreed_tokens: see `lockstep.Agreement`; equal on all ranks.
             has_prefill: likewise; it is counted as a step of that kind.
+            in_halves: likewise; run it so.
 
         Returns:
             One token per item that samples, in order, and the logprobs of prompt tokens where they are wanted.
         """
         begun_ns = perf_counter_ns()
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
-        inputs, scored = self._fill(batch, agreed_tokens), _scored(batch)
-        logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
+        scored = _scored(batch)
+        logits_RV = self._logits(batch, agreed_tokens, in_halves=in_halves, keeps_hidden=bool(scored))
         sampling = [item.sequence for item in batch.items if item.samples]
         sampled = self._sample(logits_RV[: len(sampling)], sampling)
         self._check()
@@ -94,22 +106,13 @@ class Runner:
             self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
         return sampled
 
-    def _fill(self, batch: Batch, agreed_tokens: int) -> Inputs:
-        """Put a batch into the step; the rows whose logits are wanted are those that are sampled from."""
-        spans: list[Span] = []
-        tokens: list[int] = []
-        rows: list[int] = []
-        row = 0
-        for sequence, start, length, samples in batch.items:
-            spans.append(
-                Span(start, length, sequence.block_ids[: -(-(start + length) // self.step.block_tokens)])
-            )
-            tokens += sequence.token_ids[start : start + length]
-            row += length
-            if samples:
-                rows.append(row - 1)
-        self.step.fill(spans, batch.num_tokens - batch.num_prefill_tokens, agreed_tokens=agreed_tokens)
-        return self.step.inputs(tokens, rows)
+    def _logits(self, batch: Batch, agreed_tokens: int, *, in_halves: bool, keeps_hidden: bool) -> Tensor:
+        """Run the model; the first rows are those that are sampled from."""
+        if in_halves:
+            assert self._halves is not None, "ranks agree on halves only where all have them"
+            return self._halves.run(batch, agreed_tokens, keeps_hidden=keeps_hidden)
+        inputs = fill_step(self.step, batch, agreed_tokens)
+        return self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=keeps_hidden)
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
         """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""

@@ -22,6 +22,7 @@ from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.backend import Slots
 from moe.cpu_backend import leaves
+from moe.current_step import CurrentStep
 from moe.families import UnsupportedModelError
 from moe.gpu import experts as experts_organ
 from moe.gpu.expert_loading import ExpertLoading, fused_gate
@@ -82,7 +83,7 @@ class GpuBackend:
         if problem:
             raise UnsupportedModelError(f"{net.config.model_type} has {problem}; serve it with --device cpu")
 
-    def keep_with(self, step: Step, stored: Callable[[Weight], Weight]) -> Keep:
+    def keep_with(self, current: CurrentStep, stored: Callable[[Weight], Weight]) -> Keep:
         """Every weight goes to the device, of the type that the model declared; FP8 stays FP8."""
         group = OneGroup(self.device, is_invariant=self._is_invariant)
 
@@ -127,12 +128,12 @@ class GpuBackend:
         route: Route,
         module: Any,
         dispatcher: TokenDispatcher,
-        step: Step,
+        current: CurrentStep,
     ) -> DeviceExpertLayer:
         """Put one MoE layer together."""
         up, down = slots
         assert isinstance(up, DeviceSlots) and isinstance(down, DeviceSlots), "slots of another backend"
-        assert isinstance(step, DeviceStep), "a step of another backend"
+        assert isinstance(current.step, DeviceStep), "a step of another backend"
         gate = fused_gate(module, is_fp8=up.store.weight.dtype == torch.float8_e4m3fn)
         return DeviceExpertLayer(
             up,
@@ -140,7 +141,7 @@ class GpuBackend:
             route,
             int(module.num_experts),
             dispatcher,
-            step,
+            current,
             len(up.places_S),
             gate,
             self.model_dtype,
@@ -196,6 +197,11 @@ class GpuBackend:
         exchange_norms(net, self.model_dtype)
         exchange_rotary(net, self.model_dtype, self.device)
         attention_organ.prepare(net)
+
+    def enter_thread(self) -> None:
+        """See `Backend`. The stream is the device's default one, as on every thread."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def warm_up(self, model: "Model", cache: PagedCache) -> None:
         """Run a prompt and a decode of one token on the first block, which is free: that compiles what steps use.

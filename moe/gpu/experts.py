@@ -9,7 +9,7 @@ I intermediate dim.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import NORMAL, Mode
 from kvcache.gpu.step import DeviceStep
+from moe.current_step import CurrentStep
 from moe.experts import SAMPLE_ROWS, serve_experts
 from moe.gpu import gates
 from moe.gpu.choose import DeviceRoute
@@ -42,7 +43,7 @@ class DeviceExpertLayer:
     first_route: Route
     num_experts: int
     dispatcher: TokenDispatcher
-    step: DeviceStep
+    current: CurrentStep
     slots_per_rank: int
     gate: Gate
     dtype: torch.dtype  # of rows
@@ -60,6 +61,11 @@ class DeviceExpertLayer:
             num_ranks=self.dispatcher.world_size,
             device=self.step.device,
         )
+
+    @property
+    def step(self) -> DeviceStep:
+        """The step that runs."""
+        return cast(DeviceStep, self.current.step)
 
     @property
     def route(self) -> Route:

@@ -88,6 +88,26 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         help="on a GPU: no token's bits depend on the requests beside it, at a price in speed; always so on CPU",
     )
     add("--enforce-eager", action="store_true", help="on a GPU: run decode steps without CUDA graphs")
+    add(
+        "--enable-dbo",
+        action="store_true",
+        help="dual-batch overlap: run large steps in two halves, of which one computes while the other's tokens travel; "
+        "needs several ranks, and --enforce-eager on GPUs",
+    )
+    add(
+        "--dbo-decode-token-threshold",
+        type=int,
+        default=32,
+        metavar="N",
+        help="with --enable-dbo: tokens that every rank must have for a step that only decodes (default: %(default)s)",
+    )
+    add(
+        "--dbo-prefill-token-threshold",
+        type=int,
+        default=512,
+        metavar="N",
+        help="with --enable-dbo: likewise for a step with prompts (default: %(default)s)",
+    )
 
 
 def _add_dispatch_arguments(group: argparse._ArgumentGroup) -> None:

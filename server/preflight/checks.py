@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatch.availability import check_service_backend
+from scheduler.lockstep import why_no_halves
 from server.options.command_line import Options
 from server.preflight.http_port import check_port
 from server.preflight.machine import available_bytes
@@ -44,6 +45,7 @@ def check_start(
     """
     check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
     check_nodes(options.dispatch_node_size, num_ranks)
+    check_halves(options, num_ranks)
     directory = Path(options.model)
     config = read_config(directory)
     check_is_moe(config, directory)
@@ -84,6 +86,22 @@ def check_nodes(node_size: int, num_ranks: int) -> None:
         raise PreflightError(
             f"--dispatch-node-size is {node_size} for {num_ranks} ranks; give one of {sizes}, or 0"
         )
+
+
+def check_halves(options: Options, num_ranks: int) -> None:
+    """Refuse steps in two halves with what they cannot work with.
+
+    Raises:
+        PreflightError: naming it, and what to do.
+    """
+    problem = why_no_halves(
+        num_ranks,
+        on_gpus=options.device == "cuda",
+        replays=not options.enforce_eager and options.dispatch_mode != "normal",
+        backend=options.all2all_backend,
+    )
+    if options.enable_dbo and problem:
+        raise PreflightError(problem)
 
 
 def check_placement(file: str | None, weights: WeightBytes, config: dict[str, Any], num_ranks: int) -> None:

@@ -29,7 +29,7 @@ from scheduler.assembly import Assembled, assemble
 from scheduler.config import ConfigError, EngineConfig
 from scheduler.doorbell import StoreDoorbell
 from scheduler.limits import SchedulerLimitsError
-from scheduler.lockstep import DispatchMode, LockStepError
+from scheduler.lockstep import DispatchMode, HalfThresholds, LockStepError
 from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import RankStats, RequestOutput
 from scheduler.sizing import KVMemoryError, cache_budget, gpu_cache_budget
@@ -192,6 +192,7 @@ def _config(options: Options, place: Place) -> EngineConfig:
         device=f"cuda:{place.local_rank}" if options.device == "cuda" else "cpu",
         dtype=options.dtype,
         enforce_eager=options.enforce_eager,
+        halves=_halves(options),
         batch_invariant=options.batch_invariant,
         kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),
         enable_prefix_caching=options.enable_prefix_caching,
@@ -204,6 +205,12 @@ def _config(options: Options, place: Place) -> EngineConfig:
         threads=options.threads or 1,
         timeout_s=options.distributed_timeout_s,
     )
+
+
+def _halves(options: Options) -> HalfThresholds | None:
+    if not options.enable_dbo:
+        return None
+    return HalfThresholds(options.dbo_decode_token_threshold, options.dbo_prefill_token_threshold)
 
 
 def _default_cache_bytes(options: Options, place: Place) -> int:

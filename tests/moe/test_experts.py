@@ -14,6 +14,7 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.transports.choose import open_transport
 from expert_placement.placement import Placement
 from kvcache.step import Span, Step
+from moe.current_step import CurrentStep
 from moe.experts import ExpertLayer, SlotTensors, serve_experts
 from moe.load_counts import LoadCounts
 from moe.replicas import routes
@@ -91,7 +92,7 @@ def layer_of(
     dispatcher = Dispatcher(transport, slots_per_rank=len(slot_expert))
     slots = len(slot_expert)
     counts = LoadCounts(1, num_experts=EXPERTS, num_ranks=1, slots_per_rank=slots).layers[0]
-    return ExpertLayer(sides[0], sides[1], route, EXPERTS, dispatcher, step, counts)
+    return ExpertLayer(sides[0], sides[1], route, EXPERTS, dispatcher, CurrentStep(step), counts)
 
 
 def counted(layer: ExpertLayer) -> list[int]:

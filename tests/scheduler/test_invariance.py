@@ -71,14 +71,14 @@ def answers_of(directory: Path, alone: bool, rounds: int, **settings: Any) -> An
     built = build(directory, **{"max_model_len": 160, **settings})
     share = own_share(requests())
     waves = [[one] for one in share] if alone else [share] * rounds
-    answers = _collect(serve(built, *waves).outputs)
+    answers = collect(serve(built, *waves).outputs)
     if rounds > 1:
         assert built.scheduler.stats.prefix_hit_tokens > 0
     assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
     return answers
 
 
-def _collect(outputs: list[RequestOutput]) -> Answers:
+def collect(outputs: list[RequestOutput]) -> Answers:
     """Gather every request's positions; of a request that was asked twice, the second answer."""
     answers: Answers = {}
     ended: set[str] = set()
@@ -218,4 +218,4 @@ def test_the_comparison_sees_a_single_changed_weight(served_alone: tuple[Path, A
     built = build(directory, max_model_len=160)
     slots = built.model.layers[0].down
     slots.packed_S += torch.from_numpy(np.full(1, 1e-4, np.float32))
-    assert _collect(serve(built, requests()).outputs) != alone
+    assert collect(serve(built, requests()).outputs) != alone

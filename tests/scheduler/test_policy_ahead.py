@@ -58,3 +58,18 @@ def test_commit_refuses_a_wrong_number_of_tokens_and_a_wrong_order() -> None:
     second = rank.scheduler.schedule()
     with pytest.raises(AssertionError, match="in the order planned"):
         rank.scheduler.commit(second, [1], [None])
+
+
+def test_the_next_step_knows_how_many_tokens_of_prompts_wait() -> None:
+    """At most a step's; what is left of a prompt that runs, then those that wait."""
+    rank = rank_of(batched=16)
+    seen = [rank.scheduler.next_step.num_prefill]
+    for request_id, length in (("a", 5), ("b", 9), ("c", 40)):
+        rank.scheduler.add(request_of(request_id, length))
+        seen.append(rank.scheduler.next_step.num_prefill)
+    assert seen == [0, 5, 14, 16]
+    left = []
+    for _ in range(4):
+        rank.plan()
+        left.append(rank.scheduler.next_step.num_prefill)
+    assert left == [16, 16, 10, 0]

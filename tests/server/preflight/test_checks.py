@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from expert_placement.placement_file import save_placement
-from server.preflight.checks import check_backend, check_nodes, check_start
+from server.preflight.checks import check_backend, check_halves, check_nodes, check_start
 from server.preflight.model_config import read_config
 from server.preflight.model_source import resolve_model
 from server.preflight.rank_memory import rank_experts, weight_bytes
@@ -106,6 +106,15 @@ def test_a_backend_for_gpus_is_refused_before_the_model_is_looked_at(tmp_path: P
 def test_local_is_refused_for_two_ranks() -> None:
     check_backend("local", 1)
     assert "it serves one: use auto, gloo or shm" in complaint_of(lambda: check_backend("local", 2))
+
+
+def test_halves_are_refused_with_what_they_cannot_work_with(tmp_path: Path) -> None:
+    asked = options_for(tmp_path, "--enable-dbo", "--device=cuda")
+    check_halves(options_for(tmp_path), 1)
+    check_halves(options_for(tmp_path, "--enable-dbo"), 2)
+    check_halves(options_for(tmp_path, "--enable-dbo", "--device=cuda", "--enforce-eager"), 2)
+    assert "there is one rank" in complaint_of(lambda: check_halves(asked, 1))
+    assert "--enforce-eager" in complaint_of(lambda: check_halves(asked, 2))
 
 
 def test_nodes_must_be_filled_by_the_ranks() -> None:
