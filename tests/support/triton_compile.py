@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
     max_registers: int = 80
     stages: int = 2
     fuses: bool = False  # whether products may be fused into sums
-    aligned: bool = False  # whether pointers are multiples of 16 bytes, as those of whole tensors are
+    aligned: bool | frozenset[str] = False  # pointers and sizes that 16 divides, by name; True: all pointers
 
 
 class Compiled(NamedTuple):
@@ -41,13 +41,19 @@ class Compiled(NamedTuple):
     shared_bytes: int
 
 
+def aligned_names(kernel: Kernel) -> list[str]:
+    """Return which arguments Triton may take for multiples of 16, as a launch finds them out."""
+    if isinstance(kernel.aligned, frozenset):
+        return sorted(kernel.aligned)
+    return [name for name, type_ in kernel.types.items() if kernel.aligned and type_.startswith("*")]
+
+
 def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
     """Compile without a GPU, up to the assembler's text."""
     names = [parameter.name for parameter in kernel.function.params]
     signature = {name: kernel.types.get(name, "constexpr") for name in names}
     constants = {name: value for name, value in kernel.sizes.items() if name in names}
-    pointers = [place for place, name in enumerate(names) if signature[name].startswith("*")]
-    attributes = {(place,): [["tt.divisibility", 16]] for place in pointers} if kernel.aligned else None
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned_names(kernel)}
     source = ASTSource(fn=kernel.function, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
