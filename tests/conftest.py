@@ -7,8 +7,10 @@ anew, so a wish for none (PYTHONDONTWRITEBYTECODE) is not granted here.
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.support.interpreted import interpret
@@ -21,6 +23,7 @@ settings.register_profile("no deadline", deadline=None)  # other load on the mac
 settings.load_profile("no deadline")
 
 PoolOf = Callable[[int], RankPool]
+OnDevice = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +58,18 @@ def interpreter() -> Iterator[RankPool]:
     with RankPool(1, timeout_s=120.0) as pool:
         pool.run(interpret)
         yield pool
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def on_device(request: pytest.FixtureRequest) -> OnDevice:
+    """Return `on_device(function, *args)`, which calls `function(device, *args)`: on the CPU in Triton's interpreter, in a
+    process of its own; on a GPU in this one."""
+    device: str = request.param
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    pool: RankPool | None = request.getfixturevalue("interpreter") if device == "cpu" else None
+
+    def call(function: Callable[..., Any], *args: Any) -> Any:
+        return pool.run(function, device, *args)[0] if pool else function(device, *args)
+
+    return call

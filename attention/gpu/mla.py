@@ -2,64 +2,87 @@
 """Multi-head latent attention's decode on GPUs, absorbed: queries meet the cached latents, which are never expanded.
 
 With the up-projections folded into the query and the output (DeepSeek-V2, 2024), all heads share one "KV head" whose key
-is the whole cached row and whose value is its latent part. Each row of the pages is read once for a tile of heads.
-Splits and their merge are those of `decode`, and so is what makes a row's bits its own.
+is the whole cached row and whose value is its latent part. Each row of the pages is read from memory once for a tile of
+heads; the tiles of heads of one split follow each other among the programs, so that they meet it in the L2 cache.
+Bytes: L + E per token; operations: 2 * H * (2 L + E) per token, which with 128 heads takes as long on an H100.
+Splits and their merge are those of `splits`, and so is what makes a row's bits its own.
 
 Legend: S sequences, H query heads, L latent dim, E rotary dim, N blocks, B tokens of a block.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.gpu.decode import SPLIT_TOKENS, DecodeScratch, merge_splits
-from attention.gpu.pages import LOG2_E, rows_of, weigh
+from attention.gpu.decode import padded_sequences
+from attention.gpu.limits import check_latents, check_layout, check_tile
+from attention.gpu.pages import LOG2_E, bound, rows_of, weigh
+from attention.gpu.splits import DecodeScratch, count_splits, find_split, launch_merge
+from attention.gpu.tiles import device_names, shape_key, tile_of
 
-_TILE_TOKENS = 16
-_TILE_HEADS = 16
+
+class LatentTile(NamedTuple):
+    """The shape of a program's work; all but `programs` decide in which order numbers are added."""
+
+    tokens: int = 32  # of one product
+    heads: int = 32  # whose sums of 512 values fit registers everywhere; the table has 64 where those do
+    warps: int = 8
+    stages: int = 2
+    programs: int = 1  # per multiprocessor
 
 
-@triton.jit
-def attend_latent_split(
-    query, latents, context, table, sums, tops, totals, query_stride, table_stride, scale,
-    H: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+@triton.jit(do_not_specialize=["num_sequences"])
+def attend_latent_splits(
+    query, latents, context, table, sums, tops, totals, num_sequences, query_stride, table_stride, scale,
+    S_PAD: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, tile of heads, split): as `decode.attend_split`."""
-    sequence, split = tl.program_id(0), tl.program_id(2)
-    begin = split * SPLIT
-    stop = tl.minimum(begin + SPLIT, tl.load(context + sequence).to(tl.int32))
-    if stop <= begin:
-        return
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    """Take turns at (split, tile of heads), as `decode.attend_splits`."""
+    HEAD_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
+    splits_up_to = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, 0)
+    num_parts = tl.max(splits_up_to, axis=0) * HEAD_TILES
     latent_dim, rope_dim = tl.arange(0, L), tl.arange(0, E_PAD)
-    own = query + sequence * query_stride + head[:, None] * (L + E)
-    q_latent = tl.load(own + latent_dim[None, :], mask=head[:, None] < H, other=0.0)
-    q_rope = tl.load(
-        own + L + rope_dim[None, :], mask=(head[:, None] < H) & (rope_dim[None, :] < E), other=0.0
-    )
-    top, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
-    sum_HL = tl.zeros([HEADS, L], tl.float32)
-    own_table = table + sequence.to(tl.int64) * table_stride
-    for offset in range(0, SPLIT, TILE):
-        token = begin + offset + tl.arange(0, TILE)
-        is_seen = token < stop
-        place = latents + rows_of(own_table, token, is_seen, 0, 1, BLOCK) * (L + E)
-        latent_CL = tl.load(place[:, None] + latent_dim[None, :], mask=is_seen[:, None], other=0.0)
-        rope_EC = tl.load(
-            place[None, :] + L + rope_dim[:, None],
-            mask=is_seen[None, :] & (rope_dim[:, None] < E),
-            other=0.0,
+    part = tl.program_id(0)
+    while part < num_parts:
+        sequence, split, begin, stop, _ = find_split(
+            context, part // HEAD_TILES, splits_up_to, TILE, SPLIT, SPLITS, 0
         )
-        scores = tl.dot(q_latent, tl.trans(latent_CL), input_precision="ieee")
-        scores = (scores + tl.dot(q_rope, rope_EC, input_precision="ieee")) * (scale * LOG2_E)
-        weights, top, total, shrink = weigh(scores, is_seen[None, :], top, total)
-        part = tl.dot(weights.to(latent_CL.dtype), latent_CL, input_precision="ieee")
-        sum_HL = sum_HL * shrink[:, None] + part
-    at = (sequence * H + head).to(tl.int64) * tl.num_programs(2) + split
-    tl.store(tops + at, top, mask=head < H)
-    tl.store(totals + at, total, mask=head < H)
-    tl.store(sums + at[:, None] * L + latent_dim[None, :], sum_HL, mask=head[:, None] < H)
+        head = part % HEAD_TILES * HEADS + tl.arange(0, HEADS)
+        is_head = head[:, None] < H
+        own = query + sequence.to(tl.int64) * query_stride + head[:, None] * (L + E)
+        q_latent = tl.load(own + latent_dim[None, :], mask=is_head, other=0.0)
+        q_rope = tl.load(own + L + rope_dim[None, :], mask=is_head & (rope_dim[None, :] < E), other=0.0)
+        top, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
+        sum_HL = tl.zeros([HEADS, L], tl.float32)
+        own_table = table + sequence.to(tl.int64) * table_stride
+        for tile in range(bound(tl.cdiv(stop - begin, TILE))):
+            at = begin + tile * TILE
+            is_seen = at + tl.arange(0, TILE) < stop
+            place = latents + rows_of(own_table, at, stop, 0, 1, BLOCK, TILE) * (L + E)
+            latent_CL = tl.load(place[:, None] + latent_dim[None, :], mask=is_seen[:, None], other=0.0)
+            is_rope = is_seen[None, :] & (rope_dim[:, None] < E)
+            rope_EC = tl.load(place[None, :] + L + rope_dim[:, None], mask=is_rope, other=0.0)
+            scores = tl.dot(q_latent, tl.trans(latent_CL), input_precision="ieee")
+            scores = (scores + tl.dot(q_rope, rope_EC, input_precision="ieee")) * (scale * LOG2_E)
+            weights, top, total, shrink = weigh(scores, is_seen[None, :], top, total)
+            added = tl.dot(weights.to(latent_CL.dtype), latent_CL, input_precision="ieee")
+            sum_HL = sum_HL * shrink[:, None] + added
+        left = (sequence * H + head).to(tl.int64) * SPLITS + split
+        tl.store(tops + left, top, mask=head < H)
+        tl.store(totals + left, total, mask=head < H)
+        tl.store(sums + left[:, None] * L + latent_dim[None, :], sum_HL, mask=is_head)
+        part += tl.num_programs(0)
+
+
+def latent_tile(dtype: torch.dtype, heads: int, latent_dim: int, device: torch.device) -> LatentTile:
+    """Return the tile for latents of a shape on a device."""
+    fallback = LatentTile()
+    if heads < 64 or dtype.itemsize > 2:  # few, as after a split over ranks: smaller tiles, more of them
+        fallback = LatentTile(tokens=16, heads=16, stages=3 if dtype.itemsize == 2 else 2, programs=2)
+    return tile_of("latent_decode", shape_key(dtype, H=heads, L=latent_dim), fallback, device_names(device))
 
 
 def latent_decode(
@@ -72,6 +95,7 @@ def latent_decode(
     latent_dim: int,
     scale: float,
     out: Tensor | None = None,
+    tile: LatentTile | None = None,
 ) -> Tensor:
     """Attend each sequence's one query token to its cached latents, its own included.
 
@@ -79,30 +103,30 @@ def latent_decode(
         query_SHC: [S, H, L + E], heads contiguous: the absorbed query, then its rotary part.
         latents_NBC: [N, B, L + E] pages of the same type, contiguous.
         context_S, block_table_SM, scratch, scale, out: as `decode.paged_decode`, V being L.
-        latent_dim: L, a power of 2.
+        latent_dim: L, a power of 2. tile: None: the table's.
 
     Returns:
         `out` [S, H, L], to be multiplied by the value up-projection; zeros for padded rows.
 
     Raises:
-        ValueError: latent_dim is no power of 2.
+        ValueError: latents, a type or a layout that the kernel lacks, or a scratch that is too small.
     """
     S, H, width = query_SHC.shape
-    if latent_dim & (latent_dim - 1):
-        raise ValueError(
-            f"latent_dim is {latent_dim}; the kernel takes powers of 2 (512 in every known model)"
-        )
+    rope_dim = width - latent_dim
+    check_latents(latent_dim, rope_dim, query_SHC.dtype)
+    check_layout(query_SHC, latents_NBC)
+    tile = tile or latent_tile(query_SHC.dtype, H, latent_dim, query_SHC.device)
+    check_tile(tile.tokens, latents_NBC.shape[1])
+    scratch.check(S, H, latent_dim, tile.tokens)
     if out is None:
         out = query_SHC.new_empty(S, H, latent_dim)
-    rope_dim = width - latent_dim
-    attend_latent_split[(S, triton.cdiv(H, _TILE_HEADS), scratch.num_splits)](
-        query_SHC, latents_NBC, context_S, block_table_SM, scratch.sums, scratch.tops, scratch.totals,
-        query_SHC.stride(0), block_table_SM.stride(0), scale, H=H, HEADS=_TILE_HEADS, L=latent_dim, E=rope_dim,
-        E_PAD=max(16, triton.next_power_of_2(rope_dim)), BLOCK=latents_NBC.shape[1], TILE=_TILE_TOKENS,
-        SPLIT=SPLIT_TOKENS, num_warps=8, num_stages=3,
+    most = S * triton.cdiv(H, tile.heads) * scratch.num_splits
+    attend_latent_splits[(min(scratch.multiprocessors * tile.programs, most),)](
+        query_SHC, latents_NBC, context_S, block_table_SM, scratch.sums, scratch.tops, scratch.totals, S,
+        query_SHC.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), H=H, HEADS=tile.heads,
+        L=latent_dim, E=rope_dim, E_PAD=max(16, triton.next_power_of_2(rope_dim)), BLOCK=latents_NBC.shape[1],
+        TILE=tile.tokens, SPLIT=scratch.split_tokens, SPLITS=scratch.num_splits, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
-    merge_splits[(S, H)](
-        scratch.sums, scratch.tops, scratch.totals, context_S, None, out, scratch.num_splits, V=latent_dim,
-        V_PAD=latent_dim, SPLIT=SPLIT_TOKENS, WINDOW=0, HAS_SINKS=False, num_warps=4,
-    )  # fmt: skip
+    launch_merge(scratch, context_S, None, out, tile.tokens, 0)
     return out

@@ -104,7 +104,8 @@ def _scratch(pages: DeviceCache, heads: int, value_dim: int) -> DecodeScratch:
 
 
 def _prefill(query_PHD: Tensor, own: Pages, step: DeviceStep, out_PHV: Tensor, **options: Any) -> None:
-    tiles_X3 = step.tiles_on_device(tile_tokens(query_PHD.shape[1], own.keys_NGBD.shape[1]))
+    (_, H, D), (_, G, _, V) = query_PHD.shape, own.values_NGBV.shape
+    tiles_X3 = step.tiles_on_device(tile_tokens(H, G, D, V))
     paged_prefill(
         query_PHD, own.keys_NGBD, own.values_NGBV, tiles_X3, step.on_device.query_start_S, step.on_device.context_S,
         own.table_SM, out=out_PHV, **options,

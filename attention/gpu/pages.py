@@ -13,10 +13,33 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def rows_of(table, tokens, is_seen, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return each token's row number in the pages; tokens that are not seen get row 0, which exists."""
-    block = tl.load(table + tokens // BLOCK, mask=is_seen, other=0).to(tl.int64)
-    return tl.where(is_seen, (block * KV_HEADS + kv_head) * BLOCK + tokens % BLOCK, 0)
+def _same(value):
+    return value
+
+
+def _number(value):
+    """The interpreter's scalars are arrays of one number, which Python's range does not take."""
+    return int(value.handle.data.item())
+
+
+bound = _number if triton.knobs.runtime.interpret else _same  # makes a computed int32 the bound of a loop
+
+
+@triton.jit
+def rows_of(table, begin, stop, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Return the row numbers in the pages of TILE tokens from `begin`, a multiple of BLOCK as TILE is.
+
+    From `stop` on they mean nothing. A block's entry in the table is one load for all its tokens, not one per token:
+    loads that others wait for are not pipelined twice then, and keys and values are on their way a tile earlier.
+    """
+    offset = tl.arange(0, TILE)
+    row = tl.zeros([TILE], tl.int64)
+    for i in tl.static_range(TILE // BLOCK):
+        first = begin + i * BLOCK
+        block = tl.load(table + first // BLOCK, mask=first < stop, other=0).to(tl.int64)
+        own = (block * KV_HEADS + kv_head) * BLOCK + offset % BLOCK
+        row = tl.where(offset // BLOCK == i, own, row)
+    return row
 
 
 @triton.jit

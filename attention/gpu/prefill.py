@@ -3,22 +3,32 @@
 
 A program has a tile of query tokens of one sequence, for one KV head, and walks the context in tiles from the first
 visible token, in one fixed order: a row's bits do not depend on the chunk that it came in, because a tile that a row may
-not see weighs nothing and every tile begins at a multiple of its size.
+not see weighs nothing and every tile begins at a multiple of its size. Bound by operations, 4 * H * D per pair of tokens,
+where chunks are long; every tile of rows reads its context again, mostly from the L2 cache.
 
 Ideas: FlashAttention (Dao et al., 2022), GQA packing as in `decode`.
 
-Legend: T rows of the batch, H query heads, G KV heads, D key dim, V value dim, N blocks, B tokens of a block.
+Legend: T rows of the batch, H query heads, G KV heads, D key dim, V value dim, N blocks, B tokens of a block, X tiles.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.gpu.pages import LOG2_E, capped, rows_of, weigh
+from attention.gpu.limits import LARGEST_DIM, check_heads, check_layout, check_tile
+from attention.gpu.pages import LOG2_E, bound, capped, rows_of, weigh
+from attention.gpu.tiles import device_names, shape_key, tile_of
 
-_TILE_ROWS = 64  # query tokens times the heads that share a KV head
-_TILE_TOKENS = 64
+
+class PrefillTile(NamedTuple):
+    """The shape of a program's work beside its rows; it decides in which order numbers are added."""
+
+    tokens: int = 64  # of the context in one product
+    warps: int = 8
+    stages: int = 3
 
 
 @triton.jit
@@ -34,6 +44,7 @@ def attend_tile(
     first, count = tl.load(tiles + tile * 3 + 1).to(tl.int32), tl.load(tiles + tile * 3 + 2).to(tl.int32)
     row_begin, row_end = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
     cached = (tl.load(context + sequence) - (row_end - row_begin)).to(tl.int32)
+    stop = cached + first + count
     row, dim, value_dim = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, V_PAD)
     is_row = row < count * GROUP
     position = cached + first + row // GROUP
@@ -49,14 +60,17 @@ def attend_tile(
         total += 1.0
     sum_RV = tl.zeros([ROWS, V_PAD], tl.float32)
     own_table = table + sequence * table_stride
-    begin = tl.maximum(cached + first - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
-    while begin < cached + first + count:
-        token = begin + tl.arange(0, TILE)
-        is_cached = token < cached + first + count
+    begin = stop * 0
+    if WINDOW > 0:
+        begin = tl.maximum(cached + first - WINDOW + 1, 0) // TILE * TILE
+    for step in range(bound(tl.cdiv(stop - begin, TILE))):
+        at = begin + step * TILE
+        token = at + tl.arange(0, TILE)
+        is_cached = token < stop
         is_seen = token[None, :] <= position[:, None]
         if WINDOW > 0:
             is_seen &= token[None, :] > position[:, None] - WINDOW
-        place = rows_of(own_table, token, is_cached, kv_head, KV_HEADS, BLOCK)
+        place = rows_of(own_table, at, stop, kv_head, KV_HEADS, BLOCK, TILE)
         key_DC = tl.load(
             keys + place[None, :] * D + dim[:, None], mask=is_cached[None, :] & (dim[:, None] < D), other=0.0
         )
@@ -66,9 +80,8 @@ def attend_tile(
             values + place[:, None] * V + value_dim[None, :],
             mask=is_cached[:, None] & (value_dim[None, :] < V), other=0.0,
         )  # fmt: skip
-        part = tl.dot(weights.to(value_CV.dtype), value_CV, input_precision="ieee")
-        sum_RV = sum_RV * shrink[:, None] + part
-        begin += TILE
+        added = tl.dot(weights.to(value_CV.dtype), value_CV, input_precision="ieee")
+        sum_RV = sum_RV * shrink[:, None] + added
     result = sum_RV / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         out + (token_row[:, None] * (KV_HEADS * GROUP) + head[:, None]) * V + value_dim[None, :],
@@ -76,9 +89,25 @@ def attend_tile(
     )  # fmt: skip
 
 
-def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Return how many query tokens a tile may have, for `Step.tiles`."""
-    return max(1, _TILE_ROWS // (heads // kv_heads))
+def prefill_tile(
+    dtype: torch.dtype, key_dim: int, value_dim: int, group: int, device: torch.device
+) -> PrefillTile:
+    """Return the tile for heads of a shape on a device."""
+    fallback = PrefillTile()
+    if max(key_dim, value_dim) > 128 or dtype.itemsize > 2:
+        fallback = PrefillTile(tokens=32)
+    shape = shape_key(dtype, D=key_dim, V=value_dim, GROUP=group)
+    return tile_of("paged_prefill", shape, fallback, device_names(device))
+
+
+def tile_rows(key_dim: int, value_dim: int) -> int:
+    """Return how many rows a program has: query tokens times the heads that share a KV head."""
+    return 128 if max(key_dim, value_dim) <= 128 else 64
+
+
+def tile_tokens(heads: int, kv_heads: int, key_dim: int = LARGEST_DIM, value_dim: int = LARGEST_DIM) -> int:
+    """Return how many query tokens a tile may have, for `Step.tiles`; right for all dims if none are given."""
+    return max(1, tile_rows(key_dim, value_dim) // (heads // kv_heads))
 
 
 def paged_prefill(
@@ -95,30 +124,39 @@ def paged_prefill(
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
     out: Tensor | None = None,
+    tile: PrefillTile | None = None,
 ) -> Tensor:
     """Attend every row to its own sequence's cached tokens up to itself.
 
     Args:
         query_THD: [T, H, D], heads contiguous.
         keys_NGBD, values_NGBV: pages of the same type, contiguous; they already hold the rows' own tokens.
-        tiles_X3: int64 [X, 3] as `Step.tiles(tile_tokens(H, G))` gives them.
+        tiles_X3: int64 [X, 3] as `Step.tiles(tile_tokens(...))` gives them; a tile of 0 tokens does nothing.
         query_start_S: int64 [S + 1], rows of sequence s are [s], [s + 1]. context_S: int64 [S], tokens after this step.
         block_table_SM, scale, window, soft_cap, sinks_H: as `decode.paged_decode`.
         out: [T, H, V] contiguous to write into; None: a new one of zeros.
+        tile: None: the table's.
 
     Returns:
         `out`; rows that no tile covers are left as they are.
+
+    Raises:
+        ValueError: heads, a type or a layout that the kernel lacks.
     """
     T, H, D = query_THD.shape
     _, G, block, V = values_NGBV.shape
-    if out is None:
-        out = torch.zeros(T, H, V, dtype=query_THD.dtype, device=query_THD.device)
+    check_heads(H, G, D, V, query_THD.dtype)
+    check_layout(query_THD, keys_NGBD, values_NGBV)
     group = H // G
+    tile = tile or prefill_tile(query_THD.dtype, D, V, group, query_THD.device)
+    check_tile(tile.tokens, block)
+    if out is None:
+        out = query_THD.new_zeros(T, H, V)
     attend_tile[(tiles_X3.shape[0], G)](
         query_THD, keys_NGBD, values_NGBV, tiles_X3, query_start_S, context_S, block_table_SM, sinks_H, out,
         query_THD.stride(0), block_table_SM.stride(0), scale, GROUP=group,
-        ROWS=max(_TILE_ROWS, triton.next_power_of_2(group)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
-        V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=_TILE_TOKENS, WINDOW=window, SOFT_CAP=soft_cap,
-        HAS_SINKS=sinks_H is not None, num_warps=8, num_stages=2,
+        ROWS=max(tile_rows(D, V), triton.next_power_of_2(group)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
+        V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, SOFT_CAP=soft_cap,
+        HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -3,52 +3,83 @@
 
 The angles come as `transformers` computes them, [T, E] with both halves alike; dims past E are left alone (partial
 rotary). Pairs are (i, i + E/2), or (2i, 2i + 1) where a family interleaves (Su et al., 2021; GPT-NeoX, GPT-J).
+Every number is read and written once, in float32 between; a program has several heads, which share their row's angles.
 
-Legend: T rows, H heads, D head dim, E rotary dim.
+Legend: T rows, H heads, G KV heads, D head dim, E rotary dim.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+_TILE_HEADS = 8
+
 
 @triton.jit
-def rotate_rows(
-    x,
-    cosines,
-    sines,
-    row_stride,
-    head_stride,
-    E: tl.constexpr,
-    HALF: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-):
-    """Program (row, head)."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair = tl.arange(0, HALF)
-    is_in = pair < E // 2
-    place = x + row * row_stride + head * head_stride
-    left = place + (2 * pair if IS_INTERLEAVED else pair)
-    right = place + (2 * pair + 1 if IS_INTERLEAVED else pair + E // 2)
+def rotate_heads(
+    x, cosines, sines, row, first, heads, row_stride, head_stride,
+    E: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate a tile of one row's heads from `first`."""
+    head, pair = first + tl.arange(0, HEADS), tl.arange(0, HALF)
+    is_in = (head[:, None] < heads) & (pair[None, :] < E // 2)
+    place = x + row * row_stride + head[:, None] * head_stride
+    left = place + (2 * pair if IS_INTERLEAVED else pair)[None, :]
+    right = place + (2 * pair + 1 if IS_INTERLEAVED else pair + E // 2)[None, :]
     a = tl.load(left, mask=is_in, other=0.0).to(tl.float32)
     b = tl.load(right, mask=is_in, other=0.0).to(tl.float32)
-    cosine = tl.load(cosines + row * E + pair, mask=is_in, other=0.0).to(tl.float32)
-    sine = tl.load(sines + row * E + pair, mask=is_in, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + row * E + pair, mask=pair < E // 2, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sines + row * E + pair, mask=pair < E // 2, other=0.0).to(tl.float32)[None, :]
     dtype = x.dtype.element_ty
     tl.store(left, (a * cosine - b * sine).to(dtype), mask=is_in)
     tl.store(right, (b * cosine + a * sine).to(dtype), mask=is_in)
 
 
-def rotate(x_THD: Tensor, cosines_TE: Tensor, sines_TE: Tensor, *, is_interleaved: bool = False) -> None:
+@triton.jit
+def rotate_rows(
+    x, keys, cosines, sines, x_row_stride, x_head_stride, heads, key_row_stride, key_head_stride, kv_heads, x_tiles,
+    E: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, tile of heads): first those of `x`, then those of `keys`."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tile < x_tiles:
+        rotate_heads(
+            x, cosines, sines, row, tile * HEADS, heads, x_row_stride, x_head_stride, E, HALF, HEADS, IS_INTERLEAVED
+        )  # fmt: skip
+    elif HAS_KEYS:
+        rotate_heads(
+            keys, cosines, sines, row, (tile - x_tiles) * HEADS, kv_heads, key_row_stride, key_head_stride, E, HALF,
+            HEADS, IS_INTERLEAVED,
+        )  # fmt: skip
+
+
+def rotate(
+    x_THD: Tensor,
+    cosines_TE: Tensor,
+    sines_TE: Tensor,
+    *,
+    keys_TGD: Tensor | None = None,
+    is_interleaved: bool = False,
+) -> None:
     """Rotate the first E dims of every head; in place.
 
     Args:
         x_THD: the last dim contiguous.
-        cosines_TE, sines_TE: contiguous, E at most D; only the first half of each row is read.
+        cosines_TE, sines_TE: contiguous, E even and at most D; only the first half of each row is read.
+        keys_TGD: rotated in the same launch; the last dim contiguous.
+
+    Raises:
+        ValueError: E is odd or more than D.
     """
-    T, H, _ = x_THD.shape
+    T, H, D = x_THD.shape
     rotary_dim = cosines_TE.shape[1]
-    rotate_rows[(T, H)](
-        x_THD, cosines_TE, sines_TE, x_THD.stride(0), x_THD.stride(1), E=rotary_dim,
-        HALF=triton.next_power_of_2(rotary_dim // 2), IS_INTERLEAVED=is_interleaved, num_warps=1,
+    if rotary_dim % 2 or rotary_dim > D:
+        raise ValueError(f"the angles have {rotary_dim} dims; heads of {D} take an even number up to that")
+    x_tiles = triton.cdiv(H, _TILE_HEADS)
+    kv_heads, key_strides = (0, (0, 0)) if keys_TGD is None else (keys_TGD.shape[1], keys_TGD.stride()[:2])
+    rotate_rows[(T, x_tiles + triton.cdiv(kv_heads, _TILE_HEADS))](
+        x_THD, keys_TGD, cosines_TE, sines_TE, x_THD.stride(0), x_THD.stride(1), H, *key_strides, kv_heads, x_tiles,
+        E=rotary_dim, HALF=triton.next_power_of_2(max(1, rotary_dim // 2)), HEADS=_TILE_HEADS,
+        IS_INTERLEAVED=is_interleaved, HAS_KEYS=keys_TGD is not None, num_warps=4,
     )  # fmt: skip

@@ -24,8 +24,7 @@ def rotate_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_more: Any, **_options: Any
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys [1, H, T, D] by angles [1, T, E], in place; returns them."""
-    for heads_1HTD in (q, k):
-        rotate(heads_1HTD[0].transpose(0, 1), cos[0], sin[0])
+    rotate(q[0].transpose(0, 1), cos[0], sin[0], keys_TGD=k[0].transpose(0, 1))
     return q, k
 
 

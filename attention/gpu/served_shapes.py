@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from attention.gpu.limits import LARGEST_DIM, LARGEST_LATENT, LEAST_DIM
 from kvcache.paged_cache import LayerShape
-
-LEAST_DIM, LARGEST_DIM = 16, 256  # of a head: a product on tensor cores, and what a program's registers hold
-LARGEST_LATENT = 512
 
 
 def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str:

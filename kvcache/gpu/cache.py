@@ -68,8 +68,7 @@ class DeviceCache(PagedCache):
             row_P1C = torch.cat((key[0, 0], value[0, 0]), dim=-1)[:, None]
             write_pages(row_P1C, slot_P, self.keys[layer][:, None])
         else:
-            write_pages(_by_row(key), slot_P, self.keys[layer])
-            write_pages(_by_row(value), slot_P, self.values[layer])
+            write_pages(_by_row(key), slot_P, self.keys[layer], _by_row(value), self.values[layer])
         return key, value
 
     def room(self, key: Hashable, make: Callable[[], Room]) -> Room:

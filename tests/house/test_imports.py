@@ -132,10 +132,14 @@ def closure(module: str) -> dict[str, list[str]]:
     return ways
 
 
+def ways_to(module: str, packages: set[str]) -> list[str]:
+    """How importing a module would load one of some packages."""
+    return [" > ".join(way) for name, way in closure(module).items() if top(name) in packages]
+
+
 def ways_to_torch(module: str) -> list[str]:
     """How importing a module would load torch, or what is built on it."""
-    heavy = {"torch", "transformers", "safetensors", "triton"}
-    return [" > ".join(way) for name, way in closure(module).items() if top(name) in heavy]
+    return ways_to(module, {"torch", "transformers", "safetensors", "triton"})
 
 
 def test_the_order_names_all_seven_packages() -> None:
@@ -184,6 +188,15 @@ def test_our_own_imports_exist() -> None:
 def test_what_must_do_without_torch_does(module: str) -> None:
     assert path_of(module), f"{module} is gone; name its successor here"
     assert not ways_to_torch(module)
+
+
+@pytest.mark.parametrize(
+    "module", ["scheduler.runner", "moe.model", "attention.organ", "kvcache.paged_cache"]
+)
+def test_serving_on_a_cpu_does_without_triton(module: str) -> None:
+    assert path_of(module), f"{module} is gone; name its successor here"
+    assert not ways_to(module, {"triton"})
+    assert ways_to("attention.gpu.decode", {"triton"})
 
 
 def test_importing_the_supervisor_leaves_torch_out() -> None:

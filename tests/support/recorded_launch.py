@@ -20,9 +20,11 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8",
     torch.int8: "i8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
@@ -39,10 +41,15 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def kernel(self, max_registers: int = 255) -> Kernel:
-        """Return what Triton would compile for it: tensors at addresses and sizes that divide by 16 count as such."""
+        """Return what Triton would compile for it: what 16 divides counts as such, None and 1 are constants."""
         constants = {p.name for p in self.function.params if p.is_constexpr}
+        plain = {p.name for p in self.function.params if p.do_not_specialize}
         passed = {name: value for name, value in self.arguments.items() if name not in constants}
-        types = {name: _type_of(value) for name, value in passed.items() if value is not None}
+        types = {
+            name: _type_of(value)
+            for name, value in passed.items()
+            if value is not None and (name in plain or not _is_one(value))
+        }
         sizes = {name: value for name, value in self.arguments.items() if name not in types}
         return Kernel(
             self.function,
@@ -52,7 +59,7 @@ class Launch(NamedTuple):
             max_registers,
             self.options["num_stages"],
             self.options["enable_fp_fusion"],
-            frozenset(name for name, value in passed.items() if _is_aligned(value)),
+            frozenset(name for name in types if name not in plain and _is_aligned(passed[name])),
         )
 
 
@@ -60,6 +67,10 @@ def _type_of(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"*{TYPES[value.dtype]}"
     return "fp32" if isinstance(value, float) else "i32"
+
+
+def _is_one(value: object) -> bool:
+    return isinstance(value, int) and value == 1
 
 
 def _is_aligned(value: object) -> bool:

@@ -16,6 +16,7 @@ from triton.compiler.compiler import make_backend
 
 SHARED_LIMITS = {
     80: 163 << 10,
+    89: 99 << 10,
     90: 227 << 10,
     100: 227 << 10,
 }  # bytes that one program may have, by architecture
@@ -41,11 +42,10 @@ class Compiled(NamedTuple):
     shared_bytes: int
 
 
-def aligned_names(kernel: Kernel) -> list[str]:
-    """Return which arguments Triton may take for multiples of 16, as a launch finds them out."""
+def _is_aligned(kernel: Kernel, name: str) -> bool:
     if isinstance(kernel.aligned, frozenset):
-        return sorted(kernel.aligned)
-    return [name for name, type_ in kernel.types.items() if kernel.aligned and type_.startswith("*")]
+        return name in kernel.aligned
+    return kernel.aligned and kernel.types.get(name, "").startswith("*")
 
 
 def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
@@ -53,7 +53,8 @@ def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
     names = [parameter.name for parameter in kernel.function.params]
     signature = {name: kernel.types.get(name, "constexpr") for name in names}
     constants = {name: value for name, value in kernel.sizes.items() if name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned_names(kernel)}
+    aligned = [place for place, name in enumerate(names) if _is_aligned(kernel, name)]
+    attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(fn=kernel.function, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)

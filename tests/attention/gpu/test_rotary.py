@@ -1,28 +1,26 @@
-"""Rotary embedding for GPUs in the interpreter against transformers' function, and compiled."""
+"""Rotary embedding for GPUs against transformers' function: in the interpreter, and where there is a GPU on it."""
 
-import os
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.support.ranks import RankPool
+from tests.conftest import OnDevice
+from tests.support.gpu_attention import some_fast
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
 )
 
 
-def rotate_heads(heads: int, dim: int, rotary_dim: int, is_interleaved: bool) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+def rotate_heads(device: str, heads: int, dim: int, rotary_dim: int, is_interleaved: bool) -> None:
     from attention.gpu.rotary import rotate  # noqa: PLC0415 - in the interpreter
 
     torch.manual_seed(0)
     angles = torch.randn(5, rotary_dim // 2).repeat(1, 2)
-    cosines, sines = angles.cos(), angles.sin()
-    wide = torch.randn(5, heads + 1, dim + 3)
+    cosines, sines = angles.cos().to(device), angles.sin().to(device)
+    wide = torch.randn(5, heads + 1, dim + 3).to(device)
     x = wide[:, :heads, :dim]  # rows and heads have gaps between them
     turned = x[..., :rotary_dim].transpose(0, 1)[None]
     if is_interleaved:
@@ -38,18 +36,49 @@ def rotate_heads(heads: int, dim: int, rotary_dim: int, is_interleaved: bool) ->
     assert torch.equal(wide, before)
 
 
-@pytest.mark.parametrize(("heads", "dim", "rotary_dim"), [(4, 32, 32), (3, 24, 16), (1, 80, 80)])
-@pytest.mark.parametrize("is_interleaved", [False, True])
+CASES = {
+    "all dims": (4, 32, 32, False),
+    "two tiles of heads, some dims, interleaved": (11, 24, 16, True),
+    "two tiles of heads, some dims": (11, 24, 16, False),
+    "one head of 80, interleaved": (1, 80, 80, True),
+    "D 96": (2, 96, 96, False),
+}
+
+
+@pytest.mark.parametrize("case", some_fast(CASES, "all dims", "two tiles of heads, some dims, interleaved"))
 def test_heads_are_rotated_as_transformers_rotates_them(
-    interpreter: RankPool, heads: int, dim: int, rotary_dim: int, is_interleaved: bool
+    on_device: OnDevice, case: tuple[int, int, int, bool]
 ) -> None:
-    interpreter.run(rotate_heads, heads, dim, rotary_dim, is_interleaved)
+    on_device(rotate_heads, *case)
 
 
-def test_the_kernel_compiles_within_its_budget(tmp_path: Path) -> None:
-    from attention.gpu import rotary  # noqa: PLC0415 - not in the interpreter
-    from tests.support.triton_compile import Kernel, check_budget  # noqa: PLC0415
+def rotate_both(device: str) -> None:
+    from attention.gpu.rotary import rotate  # noqa: PLC0415 - in the interpreter
 
-    types = {"x": "*bf16", "cosines": "*fp32", "sines": "*fp32", "row_stride": "i32", "head_stride": "i32"}
-    sizes = {"E": 128, "HALF": 64, "IS_INTERLEAVED": False}
-    check_budget(Kernel(rotary.rotate_rows, types, sizes, 1, 64), tmp_path)
+    torch.manual_seed(0)
+    cosines, sines = torch.randn(2, 3, 16).to(device)
+    query, key = torch.randn(3, 11, 24).to(device), torch.randn(3, 2, 40).to(device)[..., 3:27]
+    alone = query.clone(), key.clone()
+    for x in alone:
+        rotate(x, cosines, sines)
+    before = query.clone()
+    rotate(query, cosines, sines, keys_TGD=key)
+    assert torch.equal(query, alone[0])
+    assert torch.equal(key, alone[1])
+    assert not torch.equal(query, before)
+
+
+def test_queries_and_keys_are_rotated_together_as_one_by_one(on_device: OnDevice) -> None:
+    on_device(rotate_both)
+
+
+def refuse(device: str) -> None:
+    from attention.gpu.rotary import rotate  # noqa: PLC0415 - in the interpreter
+
+    for rotary_dim in (7, 34):
+        with pytest.raises(ValueError, match=f"have {rotary_dim} dims; heads of 32 take an even number"):
+            rotate(torch.zeros(1, 1, 32, device=device), *torch.zeros(2, 1, rotary_dim, device=device))
+
+
+def test_angles_that_do_not_fit_are_refused(on_device: OnDevice) -> None:
+    on_device(refuse)

@@ -1,27 +1,25 @@
 """Writing GPU pages, in the interpreter, and compiled."""
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.ranks import RankPool
+from tests.conftest import OnDevice
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
 )
 
 
-def write(heads: int, dim: int) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+def write(device: str, heads: int, dim: int) -> None:
     from kvcache.gpu.write import write_pages  # noqa: PLC0415 - in the interpreter
 
     torch.manual_seed(0)
-    rows = torch.randn(5, heads, 2 * dim)[..., :dim]
-    slots = torch.tensor([33, 0, -1, 47, 16])
-    pages = torch.zeros(3, heads, 16, dim)
+    rows = torch.randn(5, heads, 2 * dim)[..., :dim].to(device)
+    slots = torch.tensor([33, 0, -1, 47, 16], device=device)
+    pages = torch.zeros(3, heads, 16, dim, device=device)
     want = pages.clone()
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -31,14 +29,49 @@ def write(heads: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 32), (1, 88), (3, 20)])
-def test_rows_go_to_their_slots_and_padding_nowhere(interpreter: RankPool, heads: int, dim: int) -> None:
-    interpreter.run(write, heads, dim)
+def test_rows_go_to_their_slots_and_padding_nowhere(on_device: OnDevice, heads: int, dim: int) -> None:
+    on_device(write, heads, dim)
 
 
-def test_the_kernel_compiles_within_its_budget(tmp_path: Path) -> None:
+def write_both(device: str) -> None:
+    from kvcache.gpu.write import write_pages  # noqa: PLC0415 - in the interpreter
+
+    torch.manual_seed(0)
+    keys, values = (torch.randn(4, 2, dim).to(device) for dim in (24, 16))
+    slots = torch.tensor([5, -1, 40, 17], device=device)
+    alone = [torch.zeros(3, 2, 16, dim, device=device) for dim in (24, 16)]
+    together = [pages.clone() for pages in alone]
+    write_pages(keys, slots, alone[0])
+    write_pages(values, slots, alone[1])
+    write_pages(keys, slots, together[0], values, together[1])
+    assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
+    assert alone[1].any()
+
+
+def test_keys_and_values_are_written_together_as_one_by_one(on_device: OnDevice) -> None:
+    on_device(write_both)
+
+
+def check_compiled(has_values: bool, arch: int, folder: Path) -> None:
     from kvcache.gpu import write as gpu_write  # noqa: PLC0415 - not in the interpreter
-    from tests.support.triton_compile import Kernel, check_budget  # noqa: PLC0415
+    from tests.support.recorded_launch import recording  # noqa: PLC0415
+    from tests.support.triton_compile import check_budget  # noqa: PLC0415
 
-    types = {"rows": "*bf16", "slots": "*i64", "pages": "*bf16", "row_stride": "i32", "head_stride": "i32"}
-    sizes = {"HEADS": 4, "BLOCK": 16, "D": 128, "D_PAD": 128}
-    check_budget(Kernel(gpu_write.write_rows, types, sizes, 1, 64), tmp_path)
+    heads, dim = (4, 128) if has_values else (1, 576)
+    rows = torch.empty(64, heads, dim, dtype=torch.bfloat16, device="meta")
+    pages = torch.empty(9, heads, 16, dim, dtype=torch.bfloat16, device="meta")
+    values = (rows, pages) if has_values else ()
+    with recording((gpu_write, "write_rows")) as launched:
+        gpu_write.write_pages(rows, torch.empty(64, dtype=torch.int64, device="meta"), pages, *values)
+    check_budget(launched[0].kernel(64), folder, arch)
+
+
+def test_the_kernel_compiles_for_sm_90_within_its_budget(tmp_path: Path) -> None:
+    check_compiled(True, 90, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_values", [True, False])
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+def test_every_launch_compiles_within_its_budget(has_values: bool, arch: int, tmp_path: Path) -> None:
+    check_compiled(has_values, arch, tmp_path)

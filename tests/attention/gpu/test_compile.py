@@ -1,0 +1,153 @@
+"""The attention kernels as models launch them, compiled for GPUs without one: registers, spills, shared memory."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.gpu_attention import Heads
+
+pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
+from attention.gpu import decode, mla, prefill, rotary, splits
+from tests.support.recorded_launch import Launch, recording
+from tests.support.triton_compile import check_budget
+
+META = torch.device("meta")
+BF16 = torch.bfloat16
+
+
+class Case(NamedTuple):
+    """What calls the kernels, and registers that its main one may have on sm_90."""
+
+    launch: Callable[[torch.dtype], object]
+    kernel: str
+    max_registers: int = 255  # 128: four programs of four warps have room side by side
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def launch_decode(heads: Heads, sequences: int, dtype: torch.dtype, **options: Any) -> None:
+    H, G, D, V = heads
+    scratch = splits.DecodeScratch(
+        max_sequences=sequences, heads=H, value_dim=V, max_tokens=40960, device=META
+    )
+    pages = (empty(99, G, 16, dim, dtype=dtype) for dim in (D, V))
+    about = (empty(sequences), empty(sequences, 2560))
+    decode.paged_decode(empty(sequences, H, D, dtype=dtype), *pages, *about, scratch, scale=0.1, **options)
+
+
+def launch_latents(heads: int, sequences: int, dtype: torch.dtype) -> None:
+    scratch = splits.DecodeScratch(
+        max_sequences=sequences, heads=heads, value_dim=512, max_tokens=40960, device=META
+    )
+    about = (empty(sequences), empty(sequences, 2560))
+    mla.latent_decode(
+        empty(sequences, heads, 576, dtype=dtype), empty(99, 16, 576, dtype=dtype), *about, scratch,
+        latent_dim=512, scale=0.1,
+    )  # fmt: skip
+
+
+def launch_prefill(heads: Heads, dtype: torch.dtype, **options: Any) -> None:
+    H, G, D, V = heads
+    pages = (empty(99, G, 16, dim, dtype=dtype) for dim in (D, V))
+    about = (empty(7, 3), empty(5), empty(4), empty(4, 2560))
+    prefill.paged_prefill(empty(512, H, D, dtype=dtype), *pages, *about, scale=0.1, **options)
+
+
+def launch_rotary(rotary_dim: int, is_interleaved: bool, dtype: torch.dtype) -> None:
+    angles = empty(64, rotary_dim, dtype=torch.float32)
+    query, keys = empty(64, 32, 128, dtype=dtype), empty(64, 4, 128, dtype=dtype)
+    rotary.rotate(query, angles, angles, keys_TGD=keys, is_interleaved=is_interleaved)
+
+
+QWEN3, GPT_OSS, GEMMA = Heads(32, 4, 128, 128), Heads(64, 8, 64, 64), Heads(8, 4, 256, 256)
+SINKS = {"window": 128, "sinks_H": empty(64, dtype=BF16)}
+CASES = {
+    "decode_qwen3": Case(partial(launch_decode, QWEN3, 256), "attend_splits", 128),
+    "merge": Case(partial(launch_decode, QWEN3, 256), "merge_parts", 64),
+    "latents_deepseek": Case(partial(launch_latents, 128, 256), "attend_latent_splits"),
+    "prefill_qwen3": Case(partial(launch_prefill, QWEN3), "attend_tile"),
+    "rotary": Case(partial(launch_rotary, 128, False), "rotate_rows", 64),
+}
+MORE_CASES = {
+    "decode_gpt_oss": Case(partial(launch_decode, GPT_OSS, 32, **SINKS), "attend_splits", 128),
+    "decode_one_sequence": Case(partial(launch_decode, QWEN3, 1), "attend_splits", 128),
+    "decode_mixtral": Case(partial(launch_decode, Heads(32, 8, 128, 128), 64), "attend_splits", 128),
+    "decode_olmoe": Case(partial(launch_decode, Heads(16, 16, 128, 128), 64), "attend_splits", 128),
+    "decode_glm": Case(partial(launch_decode, Heads(96, 8, 128, 128), 64), "attend_splits", 128),
+    "decode_96": Case(partial(launch_decode, Heads(32, 8, 96, 96), 64), "attend_splits", 128),
+    "decode_mimo": Case(partial(launch_decode, Heads(64, 4, 192, 128), 64, **SINKS), "attend_splits"),
+    "decode_gemma": Case(partial(launch_decode, GEMMA, 64, soft_cap=50.0), "attend_splits"),
+    "merge_sinks": Case(partial(launch_decode, GPT_OSS, 64, **SINKS), "merge_parts", 64),
+    "merge_gemma": Case(partial(launch_decode, GEMMA, 64), "merge_parts", 64),
+    "merge_latents": Case(partial(launch_latents, 128, 64), "merge_parts", 128),
+    "latents_16_heads": Case(partial(launch_latents, 16, 16), "attend_latent_splits"),
+    "prefill_gpt_oss": Case(partial(launch_prefill, GPT_OSS, **SINKS), "attend_tile"),
+    "prefill_olmoe": Case(partial(launch_prefill, Heads(16, 16, 128, 128)), "attend_tile"),
+    "prefill_glm": Case(partial(launch_prefill, Heads(96, 8, 128, 128)), "attend_tile"),
+    "prefill_96": Case(partial(launch_prefill, Heads(32, 8, 96, 96)), "attend_tile"),
+    "prefill_deepseek": Case(partial(launch_prefill, Heads(128, 128, 192, 128)), "attend_tile"),
+    "prefill_gemma": Case(partial(launch_prefill, GEMMA, soft_cap=50.0, window=4096), "attend_tile"),
+    "rotary_interleaved": Case(partial(launch_rotary, 64, True), "rotate_rows", 64),
+}  # fmt: skip
+ALL = CASES | MORE_CASES
+
+
+def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
+    """The launch of the case's kernel on a device of an architecture."""
+    kernels = (
+        (decode, "attend_splits"), (mla, "attend_latent_splits"), (prefill, "attend_tile"),
+        (splits, "merge_parts"), (rotary, "rotate_rows"),
+    )  # fmt: skip
+    with recording(*kernels) as launched, contextlib.ExitStack() as patches:
+        for module in (decode, mla, prefill):
+            patches.enter_context(mock.patch.object(module, "device_names", return_value=(f"sm_{arch}",)))
+        case.launch(dtype)
+    return next(launch for launch in launched if launch.function.__name__ == case.kernel)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_for_sm_90_within_their_budget(name: str, tmp_path: Path) -> None:
+    check_budget(recorded(ALL[name]).kernel(ALL[name].max_registers), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("dtype", "arch"), [(BF16, 80), (BF16, 89), (BF16, 90), (BF16, 100), (torch.float16, 90)]
+)
+def test_every_configuration_compiles_within_its_budget(
+    name: str, dtype: torch.dtype, arch: int, tmp_path: Path
+) -> None:
+    most = ALL[name].max_registers if arch == 90 else 255
+    check_budget(recorded(ALL[name], dtype).kernel(most), tmp_path, arch)
+
+
+def test_as_many_programs_run_as_the_device_seats_or_as_there_are_parts() -> None:
+    """Whatever the contexts are: a captured launch fits them all."""
+    seats = splits.DecodeScratch(max_sequences=1, heads=1, value_dim=16, max_tokens=1, device=META)
+    assert recorded(ALL["decode_qwen3"]).grid == (seats.multiprocessors * decode.DecodeTile().programs,)
+    with recording((decode, "attend_splits"), (splits, "merge_parts")) as launched:
+        launch_decode(Heads(2, 1, 16, 16), 1, BF16, tile=decode.DecodeTile(programs=1000))
+    assert launched[0].grid == (64,)
+    assert launched[1].grid == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "value_dim", "expected"), [(32, 128, (256, 64)), (64, 64, (256, 64)), (128, 512, (1024, 32))]
+)
+def test_splits_are_chosen_by_the_shape_of_the_heads(
+    heads: int, value_dim: int, expected: tuple[int, int]
+) -> None:
+    for sequences in (1, 256):
+        scratch = splits.DecodeScratch(
+            max_sequences=sequences, heads=heads, value_dim=value_dim, max_tokens=131072, device=META
+        )
+        assert (scratch.split_tokens, scratch.num_splits) == expected

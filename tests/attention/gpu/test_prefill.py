@@ -1,0 +1,125 @@
+"""Chunked prefill for GPUs against the plain oracle: in Triton's interpreter, and where there is a GPU on it."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache.step import Span
+from tests.conftest import OnDevice
+from tests.support.gpu_attention import (
+    SCALE,
+    Heads,
+    Paged,
+    check_close,
+    dtypes_on,
+    make_paged,
+    oracle,
+    some_fast,
+)
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+)
+
+Spans = list[tuple[int, int]]  # tokens cached, tokens of the step
+SMALL = Heads(4, 2, 32, 32)
+UNEVEN: Spans = [(0, 1), (37, 1), (0, 21), (16, 40), (64, 3), (5, 64)]
+FEW: Spans = [(0, 3), (30, 10)]
+
+
+def prefill(paged: Paged, query_THD: Tensor, tiles: Tensor | None = None, **options: Any) -> Tensor:
+    from attention.gpu.prefill import paged_prefill, tile_tokens  # noqa: PLC0415 - in the interpreter
+
+    (H, D), (G, V) = query_THD.shape[1:], (paged.values_NGBV.shape[1], paged.values_NGBV.shape[3])
+    if tiles is None:
+        tiles = torch.from_numpy(paged.step.tiles(tile_tokens(H, G, D, V))).to(query_THD.device)
+    return paged_prefill(
+        query_THD, paged.keys_NGBD, paged.values_NGBV, tiles, paged.step.query_start_S.to(query_THD.device),
+        *paged.of(slice(None)), scale=SCALE, **options,
+    )  # fmt: skip
+
+
+def compare(device: str, spans: Spans, heads: Heads, short: torch.dtype, options: dict[str, Any]) -> None:
+    """All rows; padded ones, which no tile covers, stay zero."""
+    if "sinks_H" in options:
+        options = {**options, "sinks_H": torch.linspace(-1, 2, heads.heads, device=device)}
+    for dtype in dtypes_on(device, short):
+        paged = make_paged(spans, heads, dtype).to(device)
+        query = torch.randn(paged.step.num_tokens + 2, heads.heads, heads.key_dim).to(device, dtype)
+        ours = prefill(paged, query, **options)
+        check_close(ours, oracle(query, paged, **options))
+        assert not ours[-2:].any()
+
+
+CASES: dict[str, tuple[Spans, Heads, torch.dtype, dict[str, Any]]] = {
+    "uneven chunks over prefixes": (UNEVEN, SMALL, torch.float32, {}),
+    "one token": ([(0, 1)], SMALL, torch.float32, {}),
+    "one head on each KV head, odd dims": (FEW, Heads(3, 3, 24, 16), torch.float32, {}),
+    "group of 8, D 128": (FEW, Heads(8, 1, 128, 128), torch.float32, {}),
+    "group of 12, D 96": (FEW, Heads(12, 1, 96, 96), torch.float32, {}),
+    "expanded latents, D 192 and V 128": (FEW, Heads(2, 2, 192, 128), torch.float32, {}),
+    "D 256, soft cap": (FEW, Heads(2, 1, 256, 256), torch.float32, {"soft_cap": 3.0}),
+    "window within a tile": (UNEVEN, SMALL, torch.float32, {"window": 5}),
+    "window, cap and sinks": (
+        [(37, 1), (30, 70)],
+        SMALL,
+        torch.float32,
+        {"window": 40, "soft_cap": 3.0, "sinks_H": True},
+    ),
+    "sinks": (FEW, SMALL, torch.float32, {"sinks_H": True}),
+    "float16": (FEW, SMALL, torch.float16, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", some_fast(CASES, "uneven chunks over prefixes", "window, cap and sinks", "float16")
+)
+def test_prefill_equals_the_oracle(
+    on_device: OnDevice, case: tuple[Spans, Heads, torch.dtype, dict[str, Any]]
+) -> None:
+    on_device(compare, *case)
+
+
+def cut_otherwise(device: str) -> None:
+    """Equal bits on a GPU; in the interpreter, numpy's products depend on where a row lies."""
+    paged = make_paged([(16, 40)], SMALL).to(device)
+    table = paged.step.block_table_SM[0].tolist()
+    query = torch.randn(40, 4, 32).to(device)
+    whole = prefill(paged, query)
+    for begin, count in ((0, 7), (7, 33)):
+        paged.step.fill([Span(16 + begin, count, table)])
+        rows = slice(begin, begin + count)
+        part = prefill(paged, query[rows])
+        check_close(part, whole[rows])
+        assert device == "cpu" or torch.equal(part, whole[rows])
+
+
+def test_rows_do_not_depend_on_the_chunk_they_come_in(on_device: OnDevice) -> None:
+    on_device(cut_otherwise)
+
+
+def see_a_permuted_table(device: str) -> None:
+    paged = make_paged([(40, 9)], SMALL).to(device)
+    query = torch.randn(9, 4, 32).to(device)
+    want = oracle(query, paged).to(device)
+    table = paged.step.block_table_SM
+    table[0, :4] = table[0, :4].roll(1)
+    assert not torch.allclose(prefill(paged, query), want, atol=1e-2)
+
+
+def test_a_wrong_block_table_is_seen(on_device: OnDevice) -> None:
+    on_device(see_a_permuted_table)
+
+
+def pad_tiles(device: str) -> None:
+    paged = make_paged([(3, 9)], SMALL).to(device)
+    query = torch.randn(9, 4, 32).to(device)
+    tiles = torch.tensor([[0, 0, 9], [0, 0, 0]], device=device)
+    assert torch.equal(prefill(paged, query, tiles), prefill(paged, query))
+
+
+def test_a_tile_of_no_tokens_does_nothing(on_device: OnDevice) -> None:
+    on_device(pad_tiles)

@@ -1,0 +1,99 @@
+"""Inputs and truth for the tests of paged attention on GPUs. Nothing here imports triton."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import reference
+from kvcache.step import Span, Step
+
+BLOCK = 16
+SCALE = 0.2
+
+
+class Heads(NamedTuple):
+    """A layer's shape."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Paged(NamedTuple):
+    """A step over shuffled blocks, and token-major pages that hold NaN wherever there is no token of a sequence."""
+
+    step: Step
+    keys_NGBD: Tensor
+    values_NGBV: Tensor
+
+    def of(self, sequences: int | slice) -> tuple[Tensor, Tensor]:
+        """Contexts and block tables of the first sequences, or of some, on the pages' device."""
+        rows = slice(0, sequences) if isinstance(sequences, int) else sequences
+        device = self.keys_NGBD.device
+        return self.step.context_S[rows].to(device), self.step.block_table_SM[rows].to(device)
+
+    def to(self, device: str) -> Self:
+        """The same with its pages on a device."""
+        return self._replace(keys_NGBD=self.keys_NGBD.to(device), values_NGBV=self.values_NGBV.to(device))
+
+
+def some_fast(cases: Mapping[str, Any], *fast: str) -> list[Any]:
+    """Cases for `pytest.mark.parametrize`, slow but for those named: the interpreter is dear."""
+    assert set(fast) <= set(cases), "there is no such case"
+    return [
+        pytest.param(case, id=name, marks=() if name in fast else pytest.mark.slow)
+        for name, case in cases.items()
+    ]
+
+
+def dtypes_on(device: str, dtype: torch.dtype) -> list[torch.dtype]:
+    """A case's type, and on a GPU bfloat16 too, which the interpreter multiplies and rounds wrongly."""
+    return [dtype] if device == "cpu" else [dtype, torch.bfloat16]
+
+
+def make_paged(spans: list[tuple[int, int]], heads: Heads, dtype: torch.dtype = torch.float32) -> Paged:
+    """Put sequences, given as (tokens cached, tokens of this step), on shuffled blocks of the CPU."""
+    torch.manual_seed(sum(map(sum, spans)))
+    counts = [-(-sum(span) // BLOCK) for span in spans]
+    order = torch.randperm(sum(counts) + 2).tolist()
+    tokens = sum(length for _, length in spans)
+    step = Step(
+        max_tokens=tokens, max_sequences=len(spans) + 3, max_blocks=max(counts) + 2, block_tokens=BLOCK
+    )
+    begins = [sum(counts[:i]) for i in range(len(spans))]
+    step.fill(
+        [
+            Span(start, length, order[begin : begin + count])
+            for (start, length), begin, count in zip(spans, begins, counts, strict=True)
+        ]
+    )
+    is_held = torch.zeros(len(order), BLOCK, dtype=torch.bool)
+    for row, (start, length) in enumerate(spans):
+        for token in range(start + length):
+            is_held[step.block_table_SM[row, token // BLOCK], token % BLOCK] = True
+
+    def pages(dim: int) -> Tensor:
+        values = torch.randn(len(order), heads.kv_heads, BLOCK, dim)
+        return values.masked_fill(~is_held[:, None, :, None], float("nan")).to(dtype)
+
+    return Paged(step, pages(heads.key_dim), pages(heads.value_dim))
+
+
+def oracle(query_THD: Tensor, paged: Paged, **options: Any) -> Tensor:
+    """Attend in float32 on the CPU, one sequence at a time."""
+    keys_NGDB = paged.keys_NGBD.float().cpu().transpose(2, 3)
+    options = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
+    return reference.paged_attention(
+        query_THD.float().cpu().transpose(0, 1), keys_NGDB, paged.values_NGBV.float().cpu(), paged.step,
+        scale=SCALE, **options,
+    )  # fmt: skip
+
+
+def check_close(ours: Tensor, want: Tensor) -> None:
+    """Equal up to the order of float32 sums and a GPU's exp2, and the rounding of weights and results in short types."""
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[ours.dtype]
+    torch.testing.assert_close(ours.float().cpu(), want.float().cpu(), atol=tolerance, rtol=tolerance)
