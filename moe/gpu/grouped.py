@@ -20,7 +20,7 @@ from torch import Tensor
 from moe.gpu.formats import FP8, MICRO_BLOCK, MXFP4, PLAIN, SCALE_BLOCK, format_of
 from moe.gpu.gated import GATES
 from moe.gpu.grouped_kernel import grouped_rows
-from moe.gpu.tiles import GroupedTile, choose_tile
+from moe.gpu.tiles import GroupedTile, tile_of_launch
 
 ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,7 +54,7 @@ def grouped_linear(
         x_scales_TB: float32 [T, blocks of K], one per row and 128 features.
         scales_WBB: float32 [W, blocks of N (or 2 * N), blocks of K] for FP8; uint8 [W, N, K / 32] for MXFP4.
         biases_WN: [W, N], or [W, 2 * N] with a gate.
-        tile: None: `choose_tile` of `num_pairs` and S.
+        tile: None: `tile_of_launch`, by `num_pairs`, S and the device.
         out: [num_pairs, N] contiguous to write into; None: a new one, of x's type, or bfloat16 for FP8 rows. Rows without
             a pair are left as they are.
 
@@ -67,7 +67,9 @@ def grouped_linear(
     _check_weights(x_TK, weights_WNK, scales_WBB, N, gate, form)
     if out is None:
         out = x_TK.new_empty(num_pairs, N, dtype=result_type(x_TK))
-    tile = tile or choose_tile(num_pairs, S, is_fp8=form != PLAIN, has_fp8_rows=x_scales_TB is not None)
+    tile = tile or tile_of_launch(
+        num_pairs, S, weights_WNK, is_fp8=form != PLAIN, has_fp8_rows=x_scales_TB is not None
+    )
     num_tiles = min(S, num_pairs) + num_pairs // tile.rows  # at most one tile of each slot is not full
     grouped_rows[(num_tiles * triton.cdiv(N, tile.columns),)](
         x_TK, x_scales_TB, rows_P, weights_WNK, scales_WBB, biases_WN, places_S, slot_offsets, out, num_tiles, S=S,

@@ -3,10 +3,14 @@
 The choice depends on the step's capacity and the number of slots, which all ranks know alike, never on which experts
 the rows chose. Tiles of a format add over the inner dimension in the same order and steps, with the same instruction of
 an architecture (64 columns on Hopper's wgmma, whatever the number of rows), so a row has the same bits in a decode step
-and beside prompts.
+and beside prompts. The table of `attention.gpu.tiles` may say otherwise for a device, in all but the steps.
 """
 
 from typing import NamedTuple
+
+from torch import Tensor
+
+from attention.gpu.tiles import device_names, shape_key, tile_of
 
 MANY_ROWS = 64  # per slot, from which reading weights costs less than multiplying
 
@@ -22,6 +26,7 @@ class GroupedTile(NamedTuple):
     stages: int
 
 
+LEAST_COLUMNS = 64  # of one instruction of Hopper
 DECODE_TILE = GroupedTile(16, 64, 64, 1, 4, 5)  # few rows per expert: read weights fast
 PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3)  # many: keep the tensor cores busy
 # A block of FP8 scales is 128 features; of MXFP4 they are 64 bytes, of which a row is read at once.
@@ -46,3 +51,33 @@ def choose_tile(
     if has_fp8_rows:
         return FP8_ROWS_PREFILL_TILE
     return FP8_PREFILL_TILE if is_fp8 else PREFILL_TILE
+
+
+def tile_of_launch(
+    num_pairs: int, num_slots: int, weights_WNK: Tensor, *, is_fp8: bool = False, has_fp8_rows: bool = False
+) -> GroupedTile:
+    """Return what the table has for a launch on the weights' device, else `choose_tile`'s.
+
+    Raises:
+        ValueError: the table would change the order of sums between steps.
+    """
+    fallback = choose_tile(num_pairs, num_slots, is_fp8=is_fp8, has_fp8_rows=has_fp8_rows)
+    kernel = "grouped_decode" if num_pairs < MANY_ROWS * num_slots else "grouped_prefill"
+    rows = {"ROWS": "fp8"} if has_fp8_rows else {}
+    _, N, K = weights_WNK.shape
+    shape = shape_key(weights_WNK.dtype, N=N, K=K, **rows)
+    return check_steps(shape, tile_of(kernel, shape, fallback, device_names(weights_WNK.device)), fallback)
+
+
+def check_steps(shape: str, tile: GroupedTile, fallback: GroupedTile) -> GroupedTile:
+    """Return a tile of the table, if rows keep their bits with it.
+
+    Raises:
+        ValueError: they would not.
+    """
+    if tile.inner != fallback.inner or tile.columns % LEAST_COLUMNS:
+        raise ValueError(
+            f"tiles.json: a grouped product of {shape} has inner {tile.inner} and columns {tile.columns}; with inner "
+            f"{fallback.inner} and columns in multiples of {LEAST_COLUMNS} a row's bits are those of the other steps"
+        )
+    return tile
