@@ -73,7 +73,7 @@ def test_common_launches_compile_within_their_budget(shape: str, tile: str, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
 @pytest.mark.parametrize("tile", ["DECODE", "PREFILL"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_launch_compiles_within_its_budget(shape: str, tile: str, arch: int, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Rows cast to FP8 on GPUs, in Triton's interpreter, bit for bit as those that travel; and compiled."""
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,12 +28,3 @@ def cast(dtype: torch.dtype, features: int) -> None:
 @pytest.mark.parametrize("features", [128, 300])
 def test_rows_are_cast_as_rows_that_travel(interpreter: RankPool, dtype: torch.dtype, features: int) -> None:
     interpreter.run(cast, dtype, features)
-
-
-def test_the_kernel_compiles_within_its_budget(tmp_path: Path) -> None:
-    from moe.gpu import quantise  # noqa: PLC0415 - not in the interpreter
-    from tests.support.triton_compile import Kernel, check_budget  # noqa: PLC0415
-
-    types = {"x": "*i16", "out": "*u8", "scales": "*fp32"}
-    sizes = {"K": 7168, "B": 56, "GROUPS": quantise.GROUPS, "IS_BFLOAT16": True}
-    check_budget(Kernel(quantise.cast_rows, types, sizes, 4, 128, aligned=True), tmp_path)

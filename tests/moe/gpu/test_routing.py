@@ -1,7 +1,6 @@
 """Routing for GPUs in the interpreter against plain torch, for the kinds of routers that families have; and compiled."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,19 +85,3 @@ def route_nan() -> None:
 
 def test_a_row_of_nan_stays_nan_and_names_only_experts_that_there_are(interpreter: RankPool) -> None:
     interpreter.run(route_nan)
-
-
-@pytest.mark.parametrize(("experts", "choices", "groups"), [(128, 8, 1), (256, 8, 8)])
-def test_the_kernel_compiles_within_its_budget(
-    experts: int, choices: int, groups: int, tmp_path: Path
-) -> None:
-    from moe.gpu import routing  # noqa: PLC0415 - not in the interpreter
-    from tests.support.triton_compile import Kernel, check_budget  # noqa: PLC0415
-
-    types = {"logits": "*bf16", "bias": "*fp32", "ids": "*i64", "weights": "*fp32", "scale": "fp32"}
-    sizes = {
-        "E": experts, "E_PAD": experts, "K": choices, "K_PAD": 8, "GROUPS": groups, "GROUPS_PAD": groups,
-        "GROUPS_CHOSEN": max(1, groups // 2), "IS_SIGMOID": groups > 1, "SOFTMAX_AFTER": False, "NORMALISE": True,
-        "HAS_BIAS": groups > 1, "BEST_OF_GROUP": False,
-    }  # fmt: skip
-    check_budget(Kernel(routing.choose_experts, types, sizes, 4, 128), tmp_path)

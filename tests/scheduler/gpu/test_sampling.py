@@ -1,7 +1,6 @@
 """Sampling on GPUs, in Triton's interpreter, against the CPU's; and compiled."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,42 +126,6 @@ def test_logits_of_another_kind_are_refused(interpreter: RankPool) -> None:
     starts = ("logits_RV are torch.float16", "logits_RV are torch.float32, strides", "logits_RV are 1 x 9")
     for text, start in zip(interpreter.run(refusals)[0], starts, strict=True):
         assert text.startswith(start)
-
-
-def compiled_kernels() -> dict[str, Any]:
-    """As a vocabulary of 151,936 tokens would launch them."""
-    from scheduler.gpu import sampling_kernels as kernels  # noqa: PLC0415 - not in the interpreter
-    from tests.support.triton_compile import Kernel  # noqa: PLC0415
-
-    types = {
-        "logits": "*fp32", "inverses": "*fp32", "least_weights": "*fp32", "top_ks": "*i32", "top_ps": "*fp64",
-        "uniforms": "*fp64", "top_values": "*fp32", "top_ids": "*i32", "counts": "*i32", "masses": "*i64",
-        "candidates": "*fp32", "candidate_ids": "*i32", "ids": "*i64", "V": "i32", "W": "i32", "E": "i32",
-        "masks": "*i32", "mask_rows": "*i32", "edit_rows": "*i32", "edit_ids": "*i32", "biases": "*fp32",
-        "seen": "*i8", "subtracted": "*fp32", "penalties": "*fp32",
-    }  # fmt: skip
-    sizes = {"S": 75, "S_PAD": 128, "PART": 2048, "C": 8192, "DRAWS": True, "HAS_MASKS": True}
-    edits = Kernel(kernels.edit_logits, types, {"BLOCK": 256}, warps=4, aligned=True)
-    named = ("find_tops", "weigh_parts", "gather_candidates", "choose_tokens")
-    return {
-        "edit_logits": edits,
-        **{
-            name: Kernel(getattr(kernels, name), types, sizes, max_registers=128, aligned=True)
-            for name in named
-        },
-    }
-
-
-@pytest.mark.parametrize(
-    "arch", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "name", ["edit_logits", "find_tops", "weigh_parts", "gather_candidates", "choose_tokens"]
-)
-def test_the_kernels_compile_within_their_budget(name: str, arch: int, tmp_path: Path) -> None:
-    from tests.support.triton_compile import check_budget  # noqa: PLC0415 - not in the interpreter
-
-    check_budget(compiled_kernels()[name], tmp_path, arch)
 
 
 def test_masks_are_packed_by_the_bit_the_lowest_first() -> None:

@@ -1,0 +1,130 @@
+"""Kernels of the MoE layer as models launch them, compiled for GPUs without one; the grouped product has its own module."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
+from attention.gpu import decode, mla, prefill
+from attention.gpu.tiles import read_table, tile_of
+from expert_placement.choice import ReplicaChoice
+from moe.gpu import choose, norm, quantise, routing
+from moe.gpu.routing import Routing
+from moe.gpu.tiles import DECODE_TILE, PREFILL_TILE
+from moe.replicas import Route
+from tests.support.placements import random_placement
+from tests.support.recorded_launch import recording
+from tests.support.triton_compile import Kernel, check_budget
+
+META = torch.device("meta")
+ROWS = 64
+
+
+class Case(NamedTuple):
+    """What calls the kernel, where that is, and registers that it may have."""
+
+    launch: Callable[[], object]
+    kernel: str
+    max_registers: int = 128
+
+
+def rows(width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(ROWS, width, dtype=dtype, device=META)
+
+
+def launch_routing(experts: int, *, has_bias: bool, **routing_options: object) -> None:
+    bias = torch.empty(experts, dtype=torch.float32, device=META) if has_bias else None
+    routing.route(rows(experts, torch.float32), Routing(**routing_options), bias_E=bias)  # type: ignore[arg-type]
+
+
+def launch_norm(hidden: int, *, has_residual: bool = False) -> None:
+    norm.rms_norm(rows(hidden), rows(hidden)[0], 1e-6, residual_TD=rows(hidden) if has_residual else None)
+
+
+def launch_choice(slots_per_rank: int) -> None:
+    """Of 8 experts on 2 ranks, with copies or without."""
+    placement = random_placement(1, 8, 2, slots_per_rank, 0)
+    route = choose.DeviceRoute(
+        Route(ReplicaChoice(placement, 0), 0),
+        slots_per_rank=slots_per_rank,
+        num_ranks=2,
+        device=torch.device("cpu"),
+    )
+    integers = partial(torch.zeros, dtype=torch.int64)
+    route.slots(integers(ROWS, 8), integers(ROWS), integers(1), integers(2, 10))
+
+
+DEEPSEEK = {
+    "choices": 8,
+    "is_sigmoid": True,
+    "normalise": True,
+    "scale": 2.5,
+    "groups": 8,
+    "groups_chosen": 4,
+}
+CASES = {
+    "routing_qwen3": Case(
+        partial(launch_routing, 128, has_bias=False, choices=8, normalise=True), "choose_experts"
+    ),
+    "norm": Case(partial(launch_norm, 2048), "norm_rows"),
+    "fp8_rows": Case(partial(quantise.quantise_rows, rows(7168)), "cast_rows"),
+    "choice": Case(partial(launch_choice, 4), "choose_and_count", 64),
+}
+MORE_CASES = {
+    "routing_deepseek": Case(partial(launch_routing, 256, has_bias=True, **DEEPSEEK), "choose_experts"),
+    "routing_gpt_oss": Case(
+        partial(launch_routing, 32, has_bias=False, choices=4, softmax_after=True), "choose_experts"
+    ),
+    "routing_512": Case(partial(launch_routing, 512, has_bias=False, choices=10), "choose_experts"),
+    "norm_of_heads": Case(partial(launch_norm, 128), "norm_rows"),
+    "norm_gpt_oss": Case(partial(launch_norm, 2880, has_residual=True), "norm_rows"),
+    "norm_deepseek": Case(partial(launch_norm, 7168, has_residual=True), "norm_rows"),
+    "fp8_rows_float16": Case(partial(quantise.quantise_rows, rows(2048, torch.float16)), "cast_rows"),
+    "choice_among_copies": Case(partial(launch_choice, 6), "choose_and_count", 64),
+}  # fmt: skip
+ALL = CASES | MORE_CASES
+
+
+def compiled(case: Case) -> Kernel:
+    """The case's kernel as it is launched."""
+    kernels = (
+        (routing, "choose_experts"), (norm, "norm_rows"), (quantise, "cast_rows"), (choose, "choose_and_count"),
+    )  # fmt: skip
+    with recording(*kernels) as launched:
+        case.launch()
+    assert [launch.function.__name__ for launch in launched] == [case.kernel]
+    return launched[0].kernel(case.max_registers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_for_sm_90_within_their_budget(name: str, tmp_path: Path) -> None:
+    check_budget(compiled(ALL[name]), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+@pytest.mark.parametrize("name", ALL)
+def test_every_launch_compiles_within_its_budget(name: str, arch: int, tmp_path: Path) -> None:
+    check_budget(compiled(ALL[name]), tmp_path, arch)
+
+
+TILES = {
+    "paged_decode": decode.DecodeTile(),
+    "latent_decode": mla.LatentTile(),
+    "paged_prefill": prefill.PrefillTile(),
+    "grouped_decode": DECODE_TILE,
+    "grouped_prefill": PREFILL_TILE,
+}
+
+
+def test_every_entry_of_the_table_is_of_a_kernel_and_fits_its_tile() -> None:
+    for device, kernels in read_table().items():
+        for kernel, shapes in kernels.items():
+            assert kernel in TILES, f"{device} has tiles of {kernel}, which is no kernel"
+            for shape in shapes:
+                assert tile_of(kernel, shape, TILES[kernel], (device,))  # type: ignore[type-var]
