@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from moe.model import Model
 
 
+LEAST_FP8_CAPABILITY = (8, 9)  # older GPUs have no such type, and Triton refuses to compile it for them
 _ABSORBED = ".kv_b_proj.weight"  # latent attention multiplies with parts of it, which have to be plain
 
 
@@ -75,11 +76,7 @@ class GpuBackend:
         ]
         problem = served_shapes.why_not(shapes, ranks)
         if quantisation is not None and quantisation.method == "fp8":
-            block = (quantisation.block_rows, quantisation.block)
-            if block != (SCALE_BLOCK, SCALE_BLOCK):
-                problem = (
-                    f"FP8 weights in blocks of {block}; the GPU kernels take {(SCALE_BLOCK, SCALE_BLOCK)}"
-                )
+            problem = problem or why_no_fp8(quantisation, self.device)
         if problem:
             raise UnsupportedModelError(f"{net.config.model_type} has {problem}; serve it with --device cpu")
 
@@ -234,3 +231,14 @@ def open_backend(device: str, dtype: str, *, is_invariant: bool = False) -> GpuB
         {"auto": default, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype],
         is_invariant=is_invariant,
     )
+
+
+def why_no_fp8(quantisation: Quantisation, device: torch.device) -> str:
+    """Say why FP8 weights cannot be served on a device; "" if they can."""
+    block = (quantisation.block_rows, quantisation.block)
+    if block != (SCALE_BLOCK, SCALE_BLOCK):
+        return f"FP8 weights in blocks of {block}; the GPU kernels take {(SCALE_BLOCK, SCALE_BLOCK)}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_FP8_CAPABILITY:
+        needed, found = LEAST_FP8_CAPABILITY, torch.cuda.get_device_capability(device)
+        return f"FP8 weights, which take a GPU of compute capability {needed[0]}.{needed[1]}; this one has {found[0]}.{found[1]}"
+    return ""
