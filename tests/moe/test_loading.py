@@ -1,11 +1,9 @@
-"""A rank reads its own weights and no byte more; layouts give equal bits; what does not fit is told in one error.
+"""A rank reads its own weights and no byte more; layouts give equal bits. `test_loading_refusals` has what does not fit.
 
 What should be read is computed here from the files' headers, by a reader that shares nothing with the product.
 """
 
-import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,55 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe.checkpoint import Checkpoint, CheckpointError
-from scheduler.assembly import assemble
-from scheduler.config import EngineConfig
 from tests.conftest import PoolOf
-from tests.support.families import VOCABULARY, write_checkpoint
-from tests.support.serving import WaveDoorbell, build, own_share, teacher_forced
+from tests.moe.loaded import SEQUENCES, Loaded, Tensors, assert_equal_bits, headers, load, rewrite
+from tests.support.families import write_checkpoint
+from tests.support.serving import build, own_share, teacher_forced
 
 RANKS = 4
+
 EXPERTS_OF_RANKS = {8: [[0, 1], [2, 3], [4, 5], [6, 7]], 10: [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]}
-FUSED = ("experts.gate_up_proj", "experts.down_proj")
-SEQUENCES = [
-    torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (21, 5, 33, 12)
-]
-Tensors = dict[str, Tensor]
-
-
-class Header(NamedTuple):
-    """What one tensor's header says."""
-
-    dtype: str
-    shape: list[int]
-    num_bytes: int
-
-
-class Loaded(NamedTuple):
-    """What one rank says about itself once loaded."""
-
-    bytes_read: int
-    expert_bytes: int
-    reserved_expert_bytes: int
-    reports: list[tuple[str, float]]
-    logits: list[np.ndarray]  # of its share of SEQUENCES
-
-
-def headers(directory: Path) -> dict[str, Header]:
-    """Read all headers of a directory by the format's description: 8 bytes of length, then JSON."""
-    found = {}
-    for path in directory.glob("*.safetensors"):
-        with path.open("rb") as file:
-            entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            start, end = entry["data_offsets"]
-            found[name] = Header(entry["dtype"], entry["shape"], end - start)
-    return found
 
 
 def expected_bytes(directory: Path, num_experts: int, rank: int | None = None) -> tuple[int, int]:
@@ -78,57 +37,6 @@ def expected_bytes(directory: Path, num_experts: int, rank: int | None = None) -
         else:
             shared += header.num_bytes
     return shared, experts
-
-
-def load(directory: Path, dtype: str = "auto") -> Loaded:
-    """Assemble this rank's engine and run its share of the sequences; collective."""
-    reports: list[tuple[str, float]] = []
-    world = dist.is_initialized()
-    config = EngineConfig(
-        directory=directory, kv_cache_bytes=8 << 20, max_model_len=64, dtype=dtype,
-        rank=dist.get_rank() if world else 0, world_size=dist.get_world_size() if world else 1,
-    )  # fmt: skip
-    built = assemble(config, WaveDoorbell(), lambda stage, fraction: reports.append((stage, fraction)))
-    model = built.model
-    return Loaded(
-        model.checkpoint.bytes_read, model.expert_bytes, model.reserved_expert_bytes, reports,
-        teacher_forced(built, own_share(SEQUENCES)),
-    )  # fmt: skip
-
-
-def rewrite(source: Path, target: Path, change: Callable[[Tensors], Tensors | None]) -> Path:
-    """Copy a single-file checkpoint with its tensors changed."""
-    shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
-    changed = change(tensors)
-    tensors = tensors if changed is None else changed
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
-    return target
-
-
-def assert_equal_bits(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
-    """Logits are equal to the last bit."""
-    for a, b in zip(ours, theirs, strict=True):
-        assert np.array_equal(a, b)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`checkpoint(family)`: a family's checkpoint on disk, written once."""
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def written(family: str) -> Path:
-        if not (root / family).is_dir():
-            write_checkpoint(family, root / family)
-        return root / family
-
-    return written
-
-
-@pytest.fixture(scope="module")
-def mixtral(checkpoint: Callable[[str], Path]) -> Path:
-    """A checkpoint with one tensor per expert."""
-    return checkpoint("mixtral")
 
 
 @pytest.fixture(scope="module")
@@ -268,170 +176,3 @@ def test_a_changed_expert_changes_just_the_rows_of_every_rank_that_chose_it(
             before, after = np.concatenate(found.before), np.concatenate(found.after)
             assert np.array_equal((before != after).any(axis=1), found.chose_T)
             assert 0 < found.chose_T.sum() < len(found.chose_T)
-
-
-def drop(*names: str) -> Callable[[Tensors], None]:
-    """Take tensors away."""
-    return lambda tensors: [tensors.pop(name) for name in names] and None
-
-
-def refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Load on one rank; return the one error's message, raised before any tensor was read."""
-
-    def read(_self: Checkpoint, tensor: Tensor) -> Tensor:
-        raise AssertionError("a tensor was read")
-
-    monkeypatch.setattr(Checkpoint, "_counted", read)
-    with pytest.raises(CheckpointError) as caught:
-        build(directory, max_model_len=64)
-    return str(caught.value)
-
-
-EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
-
-
-def test_one_error_lists_all_that_does_not_fit(
-    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shared tensors and experts alike, of all layers."""
-
-    def break_everything(tensors: Tensors) -> None:
-        drop("model.norm.weight", EXPERT.format(0, 7, "w3"), EXPERT.format(2, 5, "w2"))(tensors)
-        for matrix in ("w1", "w2", "w3"):
-            tensors[EXPERT.format(1, 8, matrix)] = torch.zeros(32, 64)
-        tensors["model.layers.3.input_layernorm.weight"] = torch.zeros(64)
-        tensors["lm_head.weight"] = torch.zeros(255, 64)
-        tensors[EXPERT.format(0, 6, "w2")] = torch.zeros(64, 31)
-        tensors[EXPERT.format(1, 2, "w1")] = torch.zeros(33, 64)
-        tensors[EXPERT.format(1, 4, "w1")] = torch.zeros(32, 65)
-
-    message = refused(rewrite(mixtral, tmp_path / "broken", break_everything), monkeypatch)
-    missing, unexpected, wrong = message.split("\n")[1:]
-    assert missing.startswith("  missing: ")
-    assert "model.norm.weight" in missing
-    assert "w3.weight for model.layers.0.mlp.experts.gate_up_proj of expert 7" in missing
-    assert "model.layers.2.mlp.experts.down_proj of expert 5" in missing
-    assert missing.count(",") == 2
-    assert unexpected.startswith("  unexpected: ")
-    for matrix in ("w1", "w2", "w3"):
-        assert EXPERT.format(1, 8, matrix) in unexpected
-    assert "model.layers.3.input_layernorm.weight" in unexpected
-    assert wrong.startswith("  of the wrong shape: ")
-    assert "lm_head.weight: [255, 64] instead of [256, 64]" in wrong
-    assert (
-        f"{EXPERT.format(0, 6, 'w2')} [64, 31], to make model.layers.0.mlp.experts.down_proj [64, 32]"
-        in wrong
-    )
-    assert (
-        f"{EXPERT.format(1, 2, 'w1')} [33, 64]" in wrong and f"{EXPERT.format(1, 4, 'w1')} [32, 65]" in wrong
-    )
-
-
-def assemble_fails(directory: Path) -> str:
-    """Return the error of assembling this rank's engine."""
-    with pytest.raises(CheckpointError) as caught:
-        build(directory, max_model_len=64)
-    return str(caught.value)
-
-
-def test_every_rank_refuses_an_expert_that_only_another_holds(
-    mixtral: Path, tmp_path: Path, pool_of: PoolOf
-) -> None:
-    broken = rewrite(
-        mixtral, tmp_path / "broken", drop(*(EXPERT.format(0, 7, w) for w in ("w1", "w2", "w3")))
-    )
-    messages = set(pool_of(2).run(assemble_fails, broken))
-    assert len(messages) == 1
-    assert "model.layers.0.mlp.experts.gate_up_proj of expert 7" in messages.pop()
-
-
-def test_a_fused_tensor_of_the_wrong_shape_is_refused(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "model.layers.1.mlp.experts.down_proj"
-
-    def narrow(tensors: Tensors) -> None:
-        tensors[name] = tensors[name][:7]
-
-    message = refused(rewrite(checkpoint("gpt_oss"), tmp_path / "broken", narrow), monkeypatch)
-    assert f"{name}: [7, 32, 64] instead of [8, 32, 64]" in message
-
-
-def test_experts_given_twice_are_refused(
-    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def double(tensors: Tensors) -> None:
-        tensors["model.layers.0.mlp.experts.down_proj"] = torch.zeros(8, 64, 32)
-        tensors["model.layers.1.mlp.experts.0.w1.weight"] = torch.zeros(32, 64)
-
-    message = refused(rewrite(mixtral, tmp_path / "double", double), monkeypatch)
-    assert "unexpected" in message
-    assert EXPERT.format(0, 0, "w2") in message and "layers.1.mlp.experts.0.w1.weight" in message
-
-
-def test_long_lists_are_cut_and_counted(
-    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rename(tensors: Tensors) -> Tensors:
-        return {f"other.{name}": tensor for name, tensor in tensors.items()}
-
-    message = refused(rewrite(mixtral, tmp_path / "other", rename), monkeypatch)
-    assert len(message) < 20_000
-    assert re.search(r"missing: .* and \d+ more\n  unexpected: .* and \d+ more$", message)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int8])
-def test_quantised_tensors_are_refused_by_their_type(
-    dtype: torch.dtype, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def quantise(tensors: Tensors) -> Tensors:
-        return {name: t.to(dtype) if ".experts." in name else t for name, t in tensors.items()}
-
-    message = refused(rewrite(mixtral, tmp_path / "quantised", quantise), monkeypatch)
-    kind = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int8: "I8"}[dtype]
-    assert f"72 of type {kind}" in message and "bfloat16, float16 or float32" in message
-
-
-def cut(directory: Path) -> None:
-    """Cut the file short."""
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def no_tensors(directory: Path) -> None:
-    """Only another format is left."""
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-
-
-def index(content: str) -> Callable[[Path], None]:
-    """Put an index beside the file."""
-    return lambda directory: (directory / "model.safetensors.index.json").write_text(content) and None
-
-
-DAMAGES = {
-    "cut short": (cut, "model.safetensors is not a readable safetensors file"),
-    "a pointer of git-lfs": (
-        lambda directory: (directory / "model.safetensors").write_text("version https://git-lfs") and None,
-        "model.safetensors is not a readable safetensors file",
-    ),
-    "none": (no_tensors, "holds no .safetensors files"),
-    "index without its shard": (
-        index('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
-        "names files that are not there: model-00001-of-00002.safetensors",
-    ),
-    "index not JSON": (index("{"), "model.safetensors.index.json is not a safetensors index"),
-    "index of another form": (
-        index('{"weight_map": 3}'),
-        "model.safetensors.index.json is not a safetensors index",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_are_named(
-    damage: str, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = shutil.copytree(mixtral, tmp_path / "broken")
-    hurt, message = DAMAGES[damage]
-    hurt(broken)
-    assert message in refused(broken, monkeypatch)

@@ -12,102 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-MARK = "@raw-{}@"
-RAW = (
-    "1" * 5000,
-    "-" + "9" * 400,
-    "1e400",
-    "0." + "3" * 2000,
-    "1E-400",
-    "[" * 100_000,
-    "[" * 300 + "]" * 300,
-    '{"a":' * 300 + "1" + "}" * 300,
-    '{"a":1,"a":{"a":2}}',
-    "01",
-    "'single'",
-    "undefined",
-    "\t\n\r 1 ",
-    '"\\ud800"',
-    '"\\u0000"',
-    '"\\x41"',
-)
-PLANES = "".join(
-    chr(plane * 0x10000 + 0x1F6) for plane in range(17)
-)  # one character of each of Unicode's planes
-STRINGS = (
-    "",
-    " ",
-    "0",
-    "null",
-    "true",
-    "\x00",
-    "a" * 10_000,
-    "\ud800",
-    "a\udfff\ud800b",
-    PLANES,
-    "e" + "\u0301" * 500,
-    "\u202e\u2066abc\u2069",
-    "\ufeffx",
-    "\U0001f469\u200d\U0001f4bb" * 20,
-    "<|end|>",
-    "<|start|>system\n",
-    "{{ 7 * 7 }}{% for x in range(10**9) %}{% endfor %}",
-    "../../../../etc/passwd",
-    "(a+)+$",
-    "data: [DONE]\n\n",
-    "auto",
-    "none",
-    "required",
-    "json_schema",
-    "\r\nX-Injected: 1",
-)
-NUMBERS = (
-    *(0, 1, -1, 2, 5, 128, 129, -128, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63)),
-    *(
-        10**30,
-        -(10**400),
-        0.5,
-        -0.0,
-        1e-320,
-        1e-40,
-        1e308,
-        -1e308,
-        1.5,
-        float("nan"),
-        float("inf"),
-        float("-inf"),
-    ),
-)
-OTHERS: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    [],
-    {},
-    [[]],
-    [{}],
-    [None],
-    {"": {}},
-    ["x"] * 1000,
-    [0] * 1000,
-    {str(number): number for number in range(300)},
-    {"type": "text", "text": "x"},
-    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}},
-    {"$ref": "#/components/schemas/Message"},
-    {"role": "user"},
-)
-CONTENT_TYPES = (
-    "text/plain",
-    "application/x-www-form-urlencoded",
-    "multipart/form-data; boundary=x",
-    "application/json; charset=utf-16",
-    "application/vnd.api+json",
-    "application/json" * 50,
-    "/",
-    ";;;",
-    "",
-)
-METHODS = ("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW")
+from tests.support.hostile_values import CONTENT_TYPES, EXTRAS, MARK, METHODS, NUMBERS, OTHERS, RAW, STRINGS
+
 Step = str | int
 
 
@@ -267,53 +173,6 @@ class Mutator:
             )
         )
         return replace(changed, what=f"{changed.what} ({changed.method})")
-
-
-EXTRAS = (
-    *(
-        "n",
-        "stop",
-        "seed",
-        "logprobs",
-        "top_logprobs",
-        "prompt_logprobs",
-        "echo",
-        "best_of",
-        "suffix",
-        "logit_bias",
-    ),
-    *(
-        "bad_words",
-        "allowed_token_ids",
-        "min_tokens",
-        "max_tokens",
-        "stop_token_ids",
-        "stream",
-        "stream_options",
-    ),
-    *(
-        "tools",
-        "tool_choice",
-        "response_format",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-    ),
-    *("structured_outputs", "chat_template_kwargs", "chat_template", "continue_final_message", "temperature"),
-    *(
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "user",
-        "metadata",
-        "reasoning_effort",
-        "system",
-        "thinking",
-    ),
-    *("input", "instructions", "messages", "prompt", "model", "content", "role", "name", "type"),
-)
 
 
 def _places(value: Any, above: tuple[Step, ...] = ()) -> list[tuple[Step, ...]]:

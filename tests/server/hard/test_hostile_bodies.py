@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.processes import cpu_s
 from server.web.request_body import MAX_JSON_NODES
-from tests.support.mutations import PLANES, RawRequest
+from tests.support.hostile_values import PLANES
+from tests.support.mutations import RawRequest
 from tests.support.paced_front import PacedFront
 from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
 from tests.support.raw_http import RawAnswer, RawClient

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.processes import cpu_s
 from server.openai.structure import MAX_CHARS, MAX_CHOICES, MAX_DEPTH
-from tests.support.mutations import PLANES
+from tests.support.hostile_values import PLANES
 from tests.support.paced_front import PacedFront
 from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
 

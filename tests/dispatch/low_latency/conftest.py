@@ -1,0 +1,13 @@
+"""What tests of the low-latency interface share."""
+
+import pytest
+
+from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.low_latency.face import LowLatencyFace
+from dispatch.transports.local import LocalTransport
+
+
+@pytest.fixture
+def face() -> LowLatencyFace:
+    """A face of one rank."""
+    return LowLatencyFace(CpuExchange(LocalTransport()))

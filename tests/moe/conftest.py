@@ -1,0 +1,49 @@
+"""Families' checkpoints on disk, for tests that leave them as they are."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.moe.loaded import SEQUENCES
+from tests.moe.quantised_cases import CASES, Case
+from tests.support.families import write_checkpoint
+from tests.support.quantise import write_quantised
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`checkpoint(family)`: a family's checkpoint on disk, written once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def written(family: str) -> Path:
+        if not (root / family).is_dir():
+            write_checkpoint(family, root / family)
+        return root / family
+
+    return written
+
+
+@pytest.fixture(scope="session")
+def mixtral(checkpoint: Callable[[str], Path]) -> Path:
+    """A checkpoint with one tensor per expert."""
+    return checkpoint("mixtral")
+
+
+@pytest.fixture(scope="session")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """`quantised(name)`: one of CASES and its oracle's logits, written once."""
+    made: dict[str, Case] = {}
+
+    def written(name: str) -> Case:
+        if name not in made:
+            directory = tmp_path_factory.mktemp("quantised")
+            family, settings = CASES[name]
+            oracle = write_quantised(family, directory, **settings)
+            with torch.inference_mode():
+                logits = [oracle(torch.tensor([tokens])).logits[0].numpy() for tokens in SEQUENCES]
+            made[name] = Case(directory, logits)
+        return made[name]
+
+    return written

@@ -1,0 +1,101 @@
+"""What tests of loading share: a rank that says what it read, files' headers read by another reader, changed files."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe.checkpoint import Checkpoint, CheckpointError
+from scheduler.assembly import assemble
+from scheduler.config import EngineConfig
+from tests.support.families import VOCABULARY
+from tests.support.serving import WaveDoorbell, build, own_share, teacher_forced
+
+SEQUENCES = [
+    torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (21, 5, 33, 12)
+]
+Tensors = dict[str, Tensor]
+
+
+class Header(NamedTuple):
+    """What one tensor's header says."""
+
+    dtype: str
+    shape: list[int]
+    num_bytes: int
+
+
+class Loaded(NamedTuple):
+    """What one rank says about itself once loaded."""
+
+    bytes_read: int
+    expert_bytes: int
+    reserved_expert_bytes: int
+    reports: list[tuple[str, float]]
+    logits: list[np.ndarray]  # of its share of SEQUENCES
+
+
+def headers(directory: Path) -> dict[str, Header]:
+    """Read all headers of a directory by the format's description: 8 bytes of length, then JSON."""
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            start, end = entry["data_offsets"]
+            found[name] = Header(entry["dtype"], entry["shape"], end - start)
+    return found
+
+
+def load(directory: Path, dtype: str = "auto") -> Loaded:
+    """Assemble this rank's engine and run its share of the sequences; collective."""
+    reports: list[tuple[str, float]] = []
+    world = dist.is_initialized()
+    config = EngineConfig(
+        directory=directory, kv_cache_bytes=8 << 20, max_model_len=64, dtype=dtype,
+        rank=dist.get_rank() if world else 0, world_size=dist.get_world_size() if world else 1,
+    )  # fmt: skip
+    built = assemble(config, WaveDoorbell(), lambda stage, fraction: reports.append((stage, fraction)))
+    model = built.model
+    return Loaded(
+        model.checkpoint.bytes_read, model.expert_bytes, model.reserved_expert_bytes, reports,
+        teacher_forced(built, own_share(SEQUENCES)),
+    )  # fmt: skip
+
+
+def refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Load on one rank; return the one error's message, raised before any tensor was read."""
+
+    def read(_self: Checkpoint, tensor: Tensor) -> Tensor:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(Checkpoint, "_counted", read)
+    with pytest.raises(CheckpointError) as caught:
+        build(directory, max_model_len=64)
+    return str(caught.value)
+
+
+def rewrite(source: Path, target: Path, change: Callable[[Tensors], Tensors | None]) -> Path:
+    """Copy a single-file checkpoint with its tensors changed."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    changed = change(tensors)
+    tensors = tensors if changed is None else changed
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    return target
+
+
+def assert_equal_bits(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    """Logits are equal to the last bit."""
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.array_equal(a, b)
