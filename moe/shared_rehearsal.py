@@ -10,7 +10,7 @@ All others are left alone: routers, norms, experts whose rows are normalised ane
 Rejected: names (`shared_expert`, `shared_experts`, `shared_mlp`, ...), which miss the next family and say nothing of order.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -39,10 +39,9 @@ class _Call(NamedTuple):
 
 
 class _Touch(NamedTuple):
-    """One operator's use of memory; views do not count."""
+    """One operator's use of some memory; views do not count."""
 
     moment: int
-    memory: int
     is_write: bool
 
 
@@ -57,7 +56,7 @@ class Watch:
         """`experts`: the experts modules, by name."""
         self._net, self._experts = net, experts
         self.calls: list[_Call] = []
-        self._touches: list[_Touch] = []
+        self._touches: defaultdict[int, list[_Touch]] = defaultdict(list)  # by memory
         self._kept: list[Tensor] = []  # or memory would be known by the address of what was freed
         self._now = 0
         self._begun: list[int] = []
@@ -102,7 +101,8 @@ class Watch:
     def _touch(self, tensors: list[Tensor], is_write: bool) -> None:
         self._kept += tensors
         moment = self._tick()
-        self._touches += [_Touch(moment, _memory(tensor), is_write) for tensor in tensors]
+        for tensor in tensors:
+            self._touches[_memory(tensor)].append(_Touch(moment, is_write))
 
     def _tick(self) -> int:
         self._now += 1
@@ -127,8 +127,8 @@ class Watch:
 
     def _is_touched(self, memory: int, begin: int, end: int, *, writes_only: bool) -> bool:
         return any(
-            touch.memory == memory and begin < touch.moment < end and (touch.is_write or not writes_only)
-            for touch in self._touches
+            begin < touch.moment < end and (touch.is_write or not writes_only)
+            for touch in self._touches[memory]
         )
 
 

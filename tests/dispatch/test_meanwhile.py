@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from dispatch.dispatched import Dispatched
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import PeerRefused
 from dispatch.hierarchical.groups import open_hierarchical
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.transports.choose import open_transport
 from dispatch.transports.local import LocalTransport
@@ -21,11 +23,25 @@ from tests.support.ranks import RankPool
 S = 3
 
 
+def combine(dispatcher: Any, x_TH: torch.Tensor, sent: Dispatched, meanwhile: Meanwhile) -> torch.Tensor:
+    """Answer every pair with its row."""
+    num_pairs = int(sent.slot_offsets[-1])
+    y_PH = torch.ones(sent.handle.num_pairs, x_TH.shape[1])
+    y_PH[:num_pairs] = sent.x_NH[sent.row_P[:num_pairs]]
+    combined: torch.Tensor = dispatcher.combine(y_PH, torch.ones(2, 2), sent, meanwhile=meanwhile)
+    return combined
+
+
 def late_peer(dispatcher: Any, name: str, mode: Mode) -> torch.Tensor:
-    """Rank 1 comes to each call only when rank 0 has worked beside its own; returns what the layer gives."""
+    """Rank 1 comes to each call only when rank 0 has worked beside its own; returns what the layer gives.
+
+    A first call of a size may wait for all ranks, to make room; so nobody is late for that.
+    """
     store, rank = _get_default_store(), dist.get_rank()
     x_TH, slots_TK = torch.full((2, 8), rank + 1.0), torch.tensor([[0, S], [S + 1, -1]])
     calls = [f"{name} {call}" for call in ("dispatch", "combine")]
+
+    combine(dispatcher, x_TH, dispatcher.dispatch(x_TH, slots_TK, mode), nothing)
 
     def tell(call: str) -> None:
         if rank == 0:
@@ -37,13 +53,8 @@ def late_peer(dispatcher: Any, name: str, mode: Mode) -> torch.Tensor:
 
     follow(calls[0])
     sent = dispatcher.dispatch(x_TH, slots_TK, mode, meanwhile=lambda: tell(calls[0]))
-    y_PH = torch.ones(sent.handle.num_pairs, 8)
-    y_PH[: int(sent.slot_offsets[-1])] = sent.x_NH[sent.row_P[: int(sent.slot_offsets[-1])]]
     follow(calls[1])
-    combined: torch.Tensor = dispatcher.combine(
-        y_PH, torch.ones(2, 2), sent, meanwhile=lambda: tell(calls[1])
-    )
-    return combined
+    return combine(dispatcher, x_TH, sent, lambda: tell(calls[1]))
 
 
 def check(answers: list[torch.Tensor]) -> None:
