@@ -5,11 +5,11 @@ to do, so that it and the service can take turns, and sleeps while it is not ask
 """
 
 import multiprocessing
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from benchmarks.closed_loop import Timing
@@ -17,6 +17,7 @@ from scheduler.assembly import assemble
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.request import RankStats, Request, RequestOutput, SamplingParams
+from server.processes.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 20.0
 
@@ -32,7 +33,7 @@ class Job(NamedTuple):
 class EngineAlone:
     """A child process with an engine; a context that ends it."""
 
-    def __init__(self, directory: Path, *, threads: int, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         """Start, and wait until it is ready.
 
         Raises:
@@ -40,15 +41,7 @@ class EngineAlone:
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        config = EngineConfig(
-            directory=directory,
-            kv_cache_bytes=1 << 30,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            dtype="float32",
-            threads=threads,
-        )
-        self._process = context.Process(target=_serve, args=(config, other), daemon=True)
+        self._process = context.Process(target=_serve, args=(config, other, os.getpid()), daemon=True)
         self._process.start()
         other.close()
         self._pipe.recv()
@@ -120,7 +113,8 @@ class _Loop:
         )
 
 
-def _serve(config: EngineConfig, pipe: Connection) -> None:
+def _serve(config: EngineConfig, pipe: Connection, parent_pid: int) -> None:
+    die_with_parent(parent_pid=parent_pid)
     loop = _Loop(pipe)
     loop.engine = assemble(config, loop).engine
     pipe.send("ready")

@@ -38,6 +38,7 @@ from benchmarks.prompts import Prompts
 from benchmarks.random_model import ensure_random_model
 from benchmarks.service import Service, ServiceError, post, stream_completion
 from moe.demo_model import ensure_demo_model
+from scheduler.config import EngineConfig
 from server.text.tokenizer import Tokenizer
 
 PARTS = ("cost", "ttft", "loss")
@@ -157,14 +158,17 @@ def measure_loss(directory: Path, options: FrontOptions) -> dict[str, Any]:
 
 def _measure_loss(directory: Path, options: FrontOptions, threads: int) -> dict[str, Any]:
     prompts, length = _prompts(directory), PROMPT_TOKENS + LOSS_TOKENS
-    limits = {"max_num_seqs": LOSS_CONCURRENCY, "max_model_len": length}
+    limits: dict[str, Any] = {"max_num_seqs": LOSS_CONCURRENCY, "max_model_len": length}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
     flags += ["--data-parallel-size=1", f"--threads={threads}", "--dtype=float32", "--kv-cache-memory=1G"]
+    config = EngineConfig(
+        directory=directory, kv_cache_bytes=1 << 30, dtype="float32", threads=threads, **limits
+    )
     rows = []
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.NamedTemporaryFile(prefix="wideep_bench_", suffix=".log"))
         service = stack.enter_context(Service(str(directory), flags, log))
-        engine = stack.enter_context(EngineAlone(directory, threads=threads, **limits))
+        engine = stack.enter_context(EngineAlone(config))
         for number in range(-1, options.rounds):  # the first is to warm both up
             lot = prompts.take(2 * LOSS_CONCURRENCY)
             pair = [("engine", engine.run), ("http", service.run)]

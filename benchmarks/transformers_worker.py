@@ -31,12 +31,10 @@ SPARE = 1.5  # pages beyond what all sequences need: the scheduler stops admitti
 
 
 class Peer:
-    """A loaded model and, once configured, its running manager."""
+    """A loaded model of transformers, on any device, and, once configured, its running manager."""
 
-    def __init__(self, directory: str, *, max_num_seqs: int, max_model_len: int) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa"
-        )
+    def __init__(self, model: Any, *, max_num_seqs: int, max_model_len: int) -> None:
+        self._model = model
         self._max_num_seqs = max_num_seqs
         self._num_pages = int(SPARE * max_num_seqs * -(-max_model_len // PAGE_TOKENS))
         self._manager: Any = None
@@ -67,14 +65,31 @@ class Peer:
         """Return the greedy token ids after a prompt."""
         return asyncio.run(self._stream(prompt, num_tokens))[0]
 
-    def static(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Generate for a whole batch of prompts of one length with `generate`; return the seconds."""
+    def static(
+        self,
+        prompts: list[list[int]],
+        num_tokens: int,
+        *,
+        attention: str = "sdpa",
+        cache: str | None = None,
+        experts: str | None = None,
+    ) -> float:
+        """Generate for a whole batch of prompts of one length with `generate`; return the seconds.
+
+        Args:
+            attention: transformers' name of an implementation.
+            cache: likewise of a kind of cache; None: its default.
+            experts: likewise of an implementation; None: what was last configured.
+        """
         self.close()
-        self._model.set_attn_implementation("sdpa")
+        self._model.set_attn_implementation(attention)
+        if experts is not None:
+            self._model.set_experts_implementation(experts)
         config = GenerationConfig(
-            do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=0
-        )
-        ids = torch.tensor(prompts)
+            do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=0,
+            cache_implementation=cache,
+        )  # fmt: skip
+        ids = torch.tensor(prompts, device=self._model.device)
         started_s = time.perf_counter()
         output = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         seconds = time.perf_counter() - started_s
@@ -150,7 +165,8 @@ def main() -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    peer = Peer(args.model, max_num_seqs=args.max_num_seqs, max_model_len=args.max_model_len)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
+    peer = Peer(model, max_num_seqs=args.max_num_seqs, max_model_len=args.max_model_len)
     try:
         answer("ready")
         serve(peer, iter(sys.stdin.readline, ""), answer)
