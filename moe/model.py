@@ -73,6 +73,7 @@ class Model:
         step: Step,
         dtype: str = "auto",
         num_spare: int = 0,
+        checkpoint: Checkpoint | None = None,
         report: Report = lambda _stage, _fraction: None,
     ) -> None:
         """Load this rank's weights.
@@ -86,6 +87,7 @@ class Model:
             dtype: auto, float32 or bfloat16; what weights are kept in, if not quantised, on a CPU, which computes in
                 float32.
             num_spare: experts that may move to this rank at once; see `backend.Backend.load_experts`.
+            checkpoint: what has the weights; None: the skeleton's directory.
             report: called with (stage, fraction).
 
         Raises:
@@ -93,7 +95,7 @@ class Model:
         """
         self.skeleton, self.placement, self._rank = skeleton, placement, rank
         self.current = CurrentStep(step)
-        self.checkpoint = Checkpoint(skeleton.directory)
+        self.checkpoint = checkpoint or Checkpoint(skeleton.directory)
         self._net = skeleton.model
         parameters = {
             f"{name}.{leaf}": int(module.num_experts)

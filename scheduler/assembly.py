@@ -51,6 +51,7 @@ from scheduler.structure_vocabulary import LoadVocabulary
 from scheduler.telemetry import Telemetry, expert_map
 from scheduler.turns import Turns
 from scheduler.two_batch import TwoBatch
+from scheduler.weights import open_checkpoint
 
 SWITCH_S = 0.5e-3  # CPython's own is 5 ms
 
@@ -195,6 +196,7 @@ def _load_model(
         step=step,
         dtype=config.dtype,
         num_spare=_num_spare(config, placement),
+        checkpoint=open_checkpoint(config, skeleton),
         report=report,
     )
 

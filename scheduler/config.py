@@ -25,6 +25,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     device: str = "cpu"  # see `scheduler.devices`
     dtype: str = "auto"
+    load_format: str = "auto"  # the directory's safetensors; "random": see `moe.random_checkpoint`
     batch_invariant: bool = False  # of a GPU; a CPU always is
     enforce_eager: bool = False  # no CUDA graphs
     halves: HalfThresholds | None = None  # run large steps in two halves that take turns; None: never
