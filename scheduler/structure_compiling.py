@@ -1,27 +1,22 @@
 """Compiles the forms that requests ask for, in a thread beside the step loop.
 
-A request waits here until its form is compiled and others go on. Compiled forms are kept by their text; each request
-gets a copy that has followed the tokens an earlier attempt delivered. One thread: forms compile in milliseconds, and
+A request waits here until its form is compiled and others go on. One thread: forms compile in milliseconds, and
 the front has let none through that does not (`server.structure.checks`). Its stack is far larger than the one on which
 the front's checker compiles, because llguidance recurses along a chain of references and overflowing the stack would
-end the rank: what fits there fits here.
+end the rank: what fits there fits here. What imports llguidance (`scheduler.structure_forms`) is imported when the first
+request asks for a form, so an engine that nobody asks runs without it.
 """
 
+import importlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from llguidance import LLMatcher, LLTokenizer
-
-from scheduler.request import FinishReason, Request, RequestOutput, Structure
+from scheduler.request import FinishReason, Request, RequestOutput
 from scheduler.structure import StructureError, StructureMatcher
-from scheduler.structure_grammar import compile_structure, open_tokenizer
-from scheduler.structure_matcher import GrammarMatcher
 from scheduler.structure_vocabulary import LoadVocabulary, Vocabulary
 
-MAX_KEPT = 64  # compiled forms
 STACK_BYTES = 64 << 20  # of address space; pages that nobody touches cost nothing
 
 
@@ -30,6 +25,14 @@ class Structured(NamedTuple):
 
     request: Request
     matcher: StructureMatcher
+
+
+class Forms(Protocol):
+    """See `structure_forms.Forms`."""
+
+    def matcher_for(self, request: Request) -> StructureMatcher:
+        """Raises: StructureError."""
+        ...
 
 
 OnReady = Callable[[Structured | RequestOutput], None]
@@ -60,9 +63,7 @@ class StructureCompiler:
         self._lock = threading.Lock()
         self._waiting: set[str] = set()  # ids of requests whose forms are being compiled
         self._thread = _thread_with_stack(STACK_BYTES)
-        self._vocabulary: Vocabulary | None = None  # this and the next two are the thread's alone
-        self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
+        self._forms: Forms | None = None  # the thread's alone
 
     def submit(self, request: Request, on_ready: OnReady) -> None:
         """Compile what a request asks for; `on_ready` is called in the thread, with the request or with its end."""
@@ -92,23 +93,15 @@ class StructureCompiler:
             on_ready(ready)
 
     def _matcher_for(self, request: Request) -> StructureMatcher:
-        params = request.params
-        assert params.structure is not None, "only requests that ask for a form come here"
-        compiled = self._compile(params.structure)
-        assert self._vocabulary is not None
-        ignore_eos = not self._vocabulary.end_ids & set(params.stop_token_ids)
-        matcher = GrammarMatcher(compiled.deep_copy(), self._vocabulary, ignore_eos=ignore_eos)
-        for token_id in request.replayed_ids:
-            matcher.advance(token_id)
-        return matcher
+        if self._forms is None:
+            self._forms = _open_forms(self._load_vocabulary())
+        return self._forms.matcher_for(request)
 
-    def _compile(self, structure: Structure) -> LLMatcher:
-        if self._tokenizer is None:
-            self._vocabulary = self._load_vocabulary()
-            self._tokenizer = open_tokenizer(self._vocabulary)
-        if structure not in self._compiled:
-            self._compiled[structure] = compile_structure(structure, self._tokenizer)
-            if len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(structure)
-        return self._compiled[structure]
+
+def _open_forms(vocabulary: Vocabulary) -> Forms:
+    try:
+        module = importlib.import_module("scheduler.structure_forms")
+    except ImportError as error:
+        raise StructureError(f"this rank cannot import llguidance ({error}); install it there") from error
+    forms: Forms = module.Forms(vocabulary)
+    return forms

@@ -1,7 +1,11 @@
 """The thread that compiles: who waits, who is told, what is kept."""
 
 import queue
+import subprocess
+import sys
 import threading
+
+import pytest
 
 from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams, Structure
 from scheduler.structure import StructureError
@@ -87,6 +91,21 @@ def test_a_rank_without_a_tokenizer_says_so() -> None:
     for compiler in (StructureCompiler(), StructureCompiler(none)):
         (ready,) = ready_of(compiler, request_of("1", Structure("regex", "a")))
         assert isinstance(ready, RequestOutput) and "tokenizer" in ready.error
+
+
+def test_a_rank_without_llguidance_says_so_to_those_who_ask_for_a_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("forms", "grammar", "matcher"):
+        monkeypatch.delitem(sys.modules, f"scheduler.structure_{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    (ready,) = ready_of(compiler_of()[0], request_of("1", Structure("regex", "a")))
+    assert isinstance(ready, RequestOutput) and "this rank cannot import llguidance" in ready.error
+
+
+def test_an_engine_that_nobody_asks_for_forms_runs_without_llguidance() -> None:
+    code = "import scheduler.structure_compiling, sys; sys.exit('llguidance' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S, check=False).returncode == 0
 
 
 def test_a_request_that_was_forgotten_does_not_come_back() -> None:
