@@ -66,7 +66,8 @@ class WideDispatcher:
     def dispatch(
         self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, *, meanwhile: Meanwhile = nothing
     ) -> Dispatched:
-        """See `Dispatcher`. In low-latency mode nobody looks at slots: one out of range is no choice, and P is room.
+        """See `Dispatcher`. In low-latency mode nobody looks at slots: one out of range is no choice, one that
+        a token repeats is one pair, and P is room.
 
         Raises:
             ValueError: a bad argument; all other ranks get PeerRefused.
