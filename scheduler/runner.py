@@ -60,6 +60,16 @@ class Runner:
         self.prefill_experts_s = 0.0
 
     @property
+    def cache(self) -> PagedCache:
+        """The cache that it writes."""
+        return self._cache
+
+    @property
+    def forward(self) -> Forward:
+        """What runs its steps: the model's, or what replays it."""
+        return self._forward
+
+    @property
     def step(self) -> Step:
         """The step that the model reads."""
         return self._model.step

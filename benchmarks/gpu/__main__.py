@@ -1,0 +1,87 @@
+"""Question: what do kernels and models reach on this GPU, against what its memory and matrix units allow, and against
+transformers, torch's own kernels and plain float32?
+
+Expected: docs/gpu_day.md says what each row means and which bound it is held against. Run `benchmarks/gpu_day.sh`
+(`--minutes N`, `--resume`), or without a GPU `benchmarks/gpu_day.sh --device interpreter --tiny`, which runs every part
+on CPU tensors in Triton's interpreter with tiny shapes: its times mean nothing, its answers do.
+The tables come last, so that the end of a long output has them; the one JSON object on the last line counts what was
+done and names the file that has every row.
+"""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import IO
+
+from benchmarks.card import RESULTS, print_card, print_tail
+from benchmarks.gpu.child import Worker
+from benchmarks.gpu.day import Day
+from benchmarks.gpu.device_card import NoDeviceError, day_card
+from benchmarks.gpu.ledger import Ledger, file_name, source_digest
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.rows import Setting
+from benchmarks.gpu.table import day_lines
+
+DEFAULT_MINUTES = 25.0
+
+
+def main() -> int:
+    """Run a day; returns 1 where there is no GPU, 2 where a row is wrong or a unit failed."""
+    args = _parse()
+    setting = Setting(device=args.device, is_tiny=args.tiny)
+    source = source_digest(Path(__file__).parents[2])
+    try:
+        card = day_card(setting, source)
+    except NoDeviceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print_card(card)
+    path = args.out / file_name(card["device"].split("(")[0], setting, source)
+    ledger = Ledger(path, {"environment": card, "setting": setting.as_json()}, resumes=args.resume)
+    if args.resume:
+        print(f"{ledger.num_done} units are done already in {path}\n", flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".log").open("ab") as log:
+        worker = functools.partial(_start, log=log)
+        day = Day(ledger, setting, worker, minutes=args.minutes, say=functools.partial(print, flush=True))
+        day.run(args.parts)
+    for line in day_lines(ledger.units, args.parts, day.not_reached):
+        print(line)
+    summary = ledger.summary()
+    print()
+    print_tail({"results": path.name, "device": card["device"], "commit": card["commit"], **summary})
+    return 2 if summary["failed"] or summary["wrong_rows"] else 0
+
+
+def _start(module: str, setting: Setting, *, log: IO[bytes]) -> Worker:
+    return Worker(module, setting, log)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu_day.sh", description="A day with a GPU; see docs/gpu_day.md.")
+    parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="all there is (%(default)s)")
+    parser.add_argument(
+        "--resume", action="store_true", help="skip what the same sources have done on such a device"
+    )
+    parser.add_argument("--device", choices=("cuda", "interpreter"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="shapes that the interpreter can afford")
+    parser.add_argument("--parts", type=_parts, default=list(PARTS), help="some of them: ceilings,kernels")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the results' folder (%(default)s)")
+    args = parser.parse_args()
+    if args.device == "interpreter" and not args.tiny:
+        parser.error("--device interpreter takes --tiny: real shapes would take days")
+    return args
+
+
+def _parts(text: str) -> list[Part]:
+    by_name = {part.name: part for part in PARTS}
+    names = text.split(",")
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}; there are {', '.join(by_name)}")
+    return [part for part in PARTS if part.name in names]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Every kernel against plain torch in float32, at the shapes of real models, in bfloat16; see `checking`."""
+
+from collections.abc import Iterator
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.checking import check
+from benchmarks.gpu.kernel_cases import checked_cases
+from benchmarks.gpu.rows import Row, Setting
+
+
+def units(setting: Setting) -> list[str]:
+    """A kernel at a shape each."""
+    return list(checked_cases(setting))
+
+
+def run(setting: Setting, unit: str) -> Iterator[Row]:
+    """Check one."""
+    yield check(Bench.of(setting), unit, checked_cases(setting)[unit])

@@ -1,0 +1,136 @@
+"""Run the parts of a day within its time: unit by unit, each result kept when it is there, no failure the day's end.
+
+Two passes over the same parts: the first gives each part its share of the time, the second what is left. The parent
+touches no device, so nothing that a kernel breaks outlives the worker that launched it.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from benchmarks.gpu.child import DeadWorkerError, FailedUnitError, LateWorkerError
+from benchmarks.gpu.ledger import DONE, FAILED, TIMED_OUT, Ledger
+from benchmarks.gpu.parts import Part
+from benchmarks.gpu.rows import Row, Setting
+
+START_LIMIT_S = 120.0  # of a worker: torch, triton and a device's context
+LEAST_S = 5.0  # no unit is begun with less
+_BROKEN = ("CUDA", "AcceleratorError", "out of memory")  # a context may be of no more use after these
+
+
+class RunningWorker(Protocol):
+    """What a day needs of a worker; see `child.Worker`."""
+
+    def units(self, timeout_s: float) -> list[str]: ...
+    def run(self, unit: str, known: Mapping[str, float], timeout_s: float, rows: list[Row]) -> None: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+StartWorker = Callable[[str, Setting], RunningWorker]
+
+
+class Day:
+    """One run."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        setting: Setting,
+        start_worker: StartWorker,
+        *,
+        minutes: float,
+        clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """The time begins now."""
+        self._ledger, self._setting, self._start_worker = ledger, setting, start_worker
+        self._clock, self._say = clock, say
+        self._deadline_s = clock() + 60.0 * minutes
+        self._tried: set[tuple[str, str]] = set()
+        self.not_reached: dict[str, list[str]] = {}
+
+    def run(self, parts: Iterable[Part]) -> None:
+        """Run what has not been done yet, twice over: by share, then without."""
+        parts = list(parts)
+        for part in parts:
+            self._run_part(part, self._clock() + part.share * self._left_s())
+        for part in parts:
+            if self.not_reached.get(part.name) and self._left_s() > LEAST_S:
+                self._run_part(part, self._deadline_s)
+
+    def _run_part(self, part: Part, end_s: float) -> None:
+        if self._left_s() < LEAST_S:
+            self.not_reached.setdefault(part.name, ["all"])
+            return
+        self.not_reached.setdefault(part.name, [])
+        todo: list[str] | None = None
+        while todo is None or (todo and end_s - self._clock() >= LEAST_S):
+            worker = self._start_worker(part.module, self._setting)
+            try:
+                names = self._names(worker, part)
+                if not names:
+                    break
+                if todo is None:
+                    todo = [name for name in names if not self._is_over(part, name)]
+                todo = self._run_units(worker, part, todo, end_s)
+            finally:
+                worker.close()
+        if todo is not None:
+            self.not_reached[part.name] = todo
+
+    def _names(self, worker: RunningWorker, part: Part) -> list[str]:
+        """Ask for the units; a part that cannot say is one failed line."""
+        begun_s = self._clock()
+        try:
+            names = worker.units(min(START_LIMIT_S, self._left_s()))
+        except LateWorkerError as error:
+            worker.kill()
+            self._enter(part, "start", TIMED_OUT, [], begun_s, str(error))
+        except RuntimeError as error:
+            self._enter(part, "start", FAILED, [], begun_s, str(error))
+        else:
+            self._ledger.forget(part.name, "start")
+            return names
+        return []
+
+    def _run_units(self, worker: RunningWorker, part: Part, names: list[str], end_s: float) -> list[str]:
+        """Run units until they end, time does, or the worker is of no more use; returns what was not begun."""
+        for at, name in enumerate(names):
+            if end_s - self._clock() < LEAST_S:
+                return names[at:]
+            begun_s, rows = self._clock(), list[Row]()
+            try:
+                worker.run(name, self._ledger.known(), min(part.limit_s, self._left_s()), rows)
+            except LateWorkerError as error:
+                worker.kill()
+                self._enter(part, name, TIMED_OUT, rows, begun_s, str(error))
+                return names[at + 1 :]
+            except DeadWorkerError as error:
+                self._enter(part, name, FAILED, rows, begun_s, str(error))
+                return names[at + 1 :]
+            except FailedUnitError as error:
+                self._enter(part, name, FAILED, rows, begun_s, str(error))
+                if any(word in str(error) for word in _BROKEN):
+                    return names[at + 1 :]
+            else:
+                self._enter(part, name, DONE, rows, begun_s, "")
+            if part.is_fresh:
+                return names[at + 1 :]
+        return []
+
+    def _enter(self, part: Part, unit: str, status: str, rows: list[Row], begun_s: float, note: str) -> None:
+        seconds = self._clock() - begun_s
+        self._tried.add((part.name, unit))
+        self._ledger.write(part.name, unit, status, rows, seconds=seconds, note=note)
+        wrong = sum(not row.is_right for row in rows)
+        words = note or (f"{wrong} of {len(rows)} rows wrong" if wrong else f"{len(rows)} rows")
+        self._say(f"{part.name}/{unit}: {status} after {seconds:.1f} s, {words}")
+
+    def _is_over(self, part: Part, unit: str) -> bool:
+        if (part.name, unit) in self._tried:
+            return True
+        return not part.is_repeated and self._ledger.is_done(part.name, unit)
+
+    def _left_s(self) -> float:
+        return self._deadline_s - self._clock()

@@ -1,0 +1,69 @@
+"""What a day ran on: the benchmarks' environment card, the GPU as its driver tells it, and which packages are there.
+
+Asked of `nvidia-smi`, so that the process which keeps the results never opens the device.
+"""
+
+import importlib.metadata
+import subprocess
+from importlib.util import find_spec
+from typing import Any
+
+from benchmarks.card import environment_card
+from benchmarks.gpu.rows import Setting
+
+# What the parts import; what is missing is named in the lines of the units that need it, too.
+NEEDED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numba", "numpy")
+_QUERY = (
+    "name",
+    "driver_version",
+    "memory.total",
+    "clocks.sm",
+    "clocks.mem",
+    "power.limit",
+    "temperature.gpu",
+)
+_TIMEOUT_S = 20.0
+
+
+class NoDeviceError(RuntimeError):
+    """There is no GPU that the driver knows of."""
+
+
+def day_card(setting: Setting, source: str) -> dict[str, Any]:
+    """Return the machine, the device, the versions, the commit and the sources' digest.
+
+    Raises:
+        NoDeviceError: a GPU is asked for and there is none.
+    """
+    card = environment_card()
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    return {
+        **_device_facts(setting, card),
+        "triton": _version("triton"),
+        **card,
+        "source": source,
+        "missing packages": ", ".join(missing) or "none",
+    }
+
+
+def _device_facts(setting: Setting, card: dict[str, Any]) -> dict[str, str]:
+    if setting.is_interpreted:
+        return {"device": f"Triton's interpreter on {card['cpu']} (times mean nothing)"}
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoDeviceError(
+            f"no GPU answers ({error}); run on a machine with one, or give --device interpreter --tiny, which tries "
+            "the whole day on CPU tensors"
+        ) from error
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    facts = dict(zip(_QUERY, values, strict=True))
+    return {"device": facts.pop("name"), **facts}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

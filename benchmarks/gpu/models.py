@@ -1,0 +1,111 @@
+"""Models of published shapes with random weights: configurations, our engine with them, and transformers' with the same.
+
+Nothing is written to the disk but a configuration: 60 GB of weights are drawn on the device, by name, so that our engine
+and transformers hold equal ones. Shapes: `shapes` says where they come from; DeepSeek-V3 is cut to four layers (one
+dense, three of 256 experts, 68 GB in bfloat16).
+
+Legend of names: qwen3 (Qwen3-30B-A3B), gpt-oss (20b), deepseek (V3, cut).
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.rows import Setting
+from moe.random_checkpoint import RandomCheckpoint
+from scheduler.config import EngineConfig
+
+MODELS = ("qwen3", "gpt-oss", "deepseek")
+POSITIONS = 40960
+_GIB = 1 << 30
+
+
+def config_of(name: str, setting: Setting, *, layers: int | None = None) -> PreTrainedConfig:
+    """Return a model's configuration, cut to so many layers if asked."""
+    return _tiny(name, layers or 2) if setting.is_tiny else _real(name, layers)
+
+
+@contextmanager
+def engine_config(
+    config: PreTrainedConfig, setting: Setting, *, max_num_seqs: int, max_model_len: int, **options: Any
+) -> Iterator[EngineConfig]:
+    """Settings of one rank for a model with random weights; its folder lives as long as the context."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        yield EngineConfig(
+            directory=Path(folder),
+            device=setting.device,
+            load_format="random",
+            kv_cache_bytes=options.pop("kv_cache_bytes", _GIB if setting.is_tiny else 60 * _GIB),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            **options,
+        )
+
+
+def transformers_model(config: PreTrainedConfig, bench: Bench, dtype: torch.dtype | None = None) -> Any:
+    """Build transformers' model on the device, with the weights that our engine draws there."""
+    with torch.device(bench.device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or bench.dtype).eval()
+    checkpoint = RandomCheckpoint(Path("."), model, device=bench.device, dtype=bench.dtype)
+    own = model.state_dict()
+    with torch.no_grad():
+        for name in checkpoint.names():
+            if own[name].dim() == 3:  # experts, one at a time
+                for row, part in enumerate(own[name]):
+                    part.copy_(checkpoint.read_row(name, row)[0])
+            else:
+                own[name].copy_(checkpoint.read(name))
+    return model
+
+
+def _real(name: str, layers: int | None) -> PreTrainedConfig:
+    common: dict[str, Any] = {"max_position_embeddings": POSITIONS, "eos_token_id": None}
+    if name == "qwen3":
+        return Qwen3MoeConfig(
+            vocab_size=151936, hidden_size=2048, num_hidden_layers=layers or 48, num_attention_heads=32, num_key_value_heads=4,
+            head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=6144,
+            norm_topk_prob=True, tie_word_embeddings=False, **common,
+        )  # fmt: skip
+    if name == "gpt-oss":
+        return GptOssConfig(
+            vocab_size=201088, hidden_size=2880, num_hidden_layers=layers or 24, num_attention_heads=64, num_key_value_heads=8,
+            head_dim=64, num_local_experts=32, num_experts_per_tok=4, intermediate_size=2880, sliding_window=128, **common,
+        )  # fmt: skip
+    assert name == "deepseek", f"no model is called {name}"
+    return DeepseekV3Config(
+        num_hidden_layers=layers or 4, first_k_dense_replace=1, num_nextn_predict_layers=0, **common
+    )
+
+
+def _tiny(name: str, layers: int) -> PreTrainedConfig:
+    common: dict[str, Any] = {
+        "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "max_position_embeddings": 512, "eos_token_id": None, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    if name == "qwen3":
+        return Qwen3MoeConfig(
+            num_key_value_heads=2, head_dim=16, num_experts=4, moe_intermediate_size=32, intermediate_size=64,
+            norm_topk_prob=True, **common,
+        )  # fmt: skip
+    if name == "gpt-oss":
+        return GptOssConfig(
+            num_key_value_heads=2, head_dim=16, num_local_experts=4, intermediate_size=32, sliding_window=8, **common
+        )  # fmt: skip
+    return DeepseekV3Config(
+        num_key_value_heads=4, first_k_dense_replace=1, num_nextn_predict_layers=0, n_routed_experts=4, n_group=2,
+        topk_group=1, moe_intermediate_size=32, intermediate_size=64, q_lora_rank=24, kv_lora_rank=32,
+        qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, **common,
+    )  # fmt: skip

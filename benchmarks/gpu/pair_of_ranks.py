@@ -1,0 +1,64 @@
+"""Two processes that share one device, with a group over gloo; what they do there is in `rank_checks`."""
+
+import multiprocessing
+import os
+import tempfile
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.rank_checks import CHECKS, WAIT_S
+from benchmarks.gpu.rows import Row, Setting
+from server.processes.parent_death import die_with_parent
+
+
+def run(check: str, setting: Setting, *, timeout_s: float) -> list[list[Row]]:
+    """Run a check on both ranks; returns each one's rows.
+
+    Raises:
+        RuntimeError: a rank failed or was late; both have been ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe() for _ in range(2)]
+        ranks = [
+            context.Process(target=_serve, args=(check, setting, rank, folder, pipe[1], os.getpid()))
+            for rank, pipe in enumerate(pipes)
+        ]
+        for process in ranks:
+            process.start()
+        for _, ours in pipes:
+            ours.close()
+        try:
+            return [_answer(rank, pipe, timeout_s) for rank, (pipe, _) in enumerate(pipes)]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _answer(rank: int, pipe: Connection, timeout_s: float) -> list[Row]:
+    if not pipe.poll(timeout_s):
+        raise RuntimeError(f"rank {rank} did not end within {timeout_s:.0f} s")
+    try:
+        rows: list[Row] = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} ended before it was done; see the log") from None
+    return rows
+
+
+def _serve(check: str, setting: Setting, rank: int, folder: str, pipe: Connection, parent_pid: int) -> None:
+    """A rank's process; it lives until it is killed, so that the other can finish."""
+    die_with_parent(parent_pid=parent_pid)
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    bench = Bench.of(setting)
+    if bench.device.type == "cuda":
+        torch.cuda.set_device(bench.device)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=WAIT_S)
+    )
+    pipe.send(list(CHECKS[check](setting, bench)))
+    pipe.poll(None)

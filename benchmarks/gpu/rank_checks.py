@@ -1,0 +1,250 @@
+"""What two ranks that share a device check: dispatch by kernels, eager and replayed from a graph.
+
+They exchange the same tensors twice, by Triton kernels on the device and by our code for CPUs over gloo, and compare bits.
+Experts are stood for by powers of two, which round nothing.
+
+Legend: T tokens, K choices, H hidden, L experts of a rank, N rows of an expert.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.timing import capture
+from dispatch.dispatched import TokenDispatcher
+from dispatch.dispatcher import Dispatcher
+from dispatch.gpu.low_latency import LowLatencyWay
+from dispatch.gpu.normal import NormalWay
+from dispatch.gpu.packed_exchange import PackedExchange
+from dispatch.gpu.wide import WideDispatcher
+from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.low_latency.face import LowLatencyFace
+from dispatch.low_latency.symmetric import OpenMemory, SharedMemory, SymmetricMemory
+from dispatch.low_latency.torch_symmetric import TorchSymmetricMemory
+from dispatch.low_latency.triton_exchange import TritonExchange
+from dispatch.mode import NORMAL, Mode
+from dispatch.transport import Transport
+from dispatch.transports.choose import open_transport
+
+WAIT_S = 100.0  # of a rank for the other, which may be interpreted
+_LAYERS = 3
+
+
+class Shape(NamedTuple):
+    """One layer's exchange."""
+
+    max_tokens: int
+    hidden: int
+    choices: int
+    experts_per_rank: int
+    is_fp8: bool = False
+
+
+_SHAPES = {"qwen3": Shape(128, 2048, 8, 64), "deepseek fp8": Shape(128, 7168, 8, 128, True)}
+_TINY_SHAPES = {"tiny": Shape(4, 128, 2, 2), "tiny fp8": Shape(4, 128, 2, 2, True)}
+
+
+class Inputs(NamedTuple):
+    """What a rank brings to one layer."""
+
+    x_TH: Tensor
+    topk_TK: Tensor
+    weights_TK: Tensor
+
+    def to(self, device: torch.device) -> "Inputs":
+        """Copy to a device."""
+        return Inputs(*(part.to(device) for part in self))
+
+
+Layer = Callable[[Inputs], tuple[Tensor, ...]]
+
+
+def low_latency(setting: Setting, bench: Bench) -> Iterator[Row]:
+    """DeepEP's low-latency calls: dispatch, answer and combine, both ways, layer after layer through one buffer each."""
+    for name, shape in _shapes(setting).items():
+        ours = functools.partial(_face_layer, LowLatencyFace(_open_triton(bench)), shape)
+        theirs = functools.partial(_face_layer, LowLatencyFace(CpuExchange(_open_gloo())), shape)
+        yield _compare(f"low latency, {name}", shape, _on_device(bench, ours), theirs)
+
+
+def service(setting: Setting, bench: Bench) -> Iterator[Row]:
+    """What the service dispatches with, in both modes, against its dispatcher on CPUs."""
+    for name, shape in _shapes(setting).items():
+        if shape.is_fp8:
+            continue
+        ours = _open_wide(bench, shape)
+        theirs = Dispatcher(_open_gloo(), slots_per_rank=shape.experts_per_rank)
+        for mode in (NORMAL, Mode(shape.max_tokens)):
+            layer = functools.partial(_service_layer, shape=shape, mode=mode)
+            words = "low latency" if mode.capacity else "normal"
+            yield _compare(
+                f"service, {words} mode, {name}",
+                shape,
+                _on_device(bench, functools.partial(layer, ours)),
+                functools.partial(layer, theirs),
+            )
+
+
+def replayed(setting: Setting, bench: Bench) -> Iterator[Row]:
+    """A low-latency layer of each kind, captured once and replayed on other inputs."""
+    for name, shape in _shapes(setting).items():
+        face = functools.partial(_face_layer, LowLatencyFace(_open_triton(bench)), shape)
+        theirs = functools.partial(_face_layer, LowLatencyFace(CpuExchange(_open_gloo())), shape)
+        yield _compare(f"replayed calls, {name}", shape, _replaying(bench, shape, face), theirs, _note(bench))
+        if shape.is_fp8:
+            continue
+        layer = functools.partial(_service_layer, shape=shape, mode=Mode(shape.max_tokens), shows_rows=False)
+        wide = _open_wide(bench, shape)
+        host = Dispatcher(_open_gloo(), slots_per_rank=shape.experts_per_rank)
+        again = _replaying(bench, shape, functools.partial(layer, wide))
+        yield _compare(
+            f"replayed service, {name}", shape, again, functools.partial(layer, host), _note(bench)
+        )
+
+
+CHECKS: dict[str, Callable[[Setting, Bench], Iterator[Row]]] = {
+    "low latency": low_latency,
+    "service": service,
+    "replayed": replayed,
+}
+
+
+def _compare(name: str, shape: Shape, ours: Layer, theirs: Layer, note: str = "") -> Row:
+    """Run layers both ways; the control is a layer of other inputs."""
+    equal = []
+    for seed in range(_LAYERS):
+        inputs = _draw(shape, seed)
+        result = ours(inputs)
+        equal.append(_equal(result, theirs(inputs)))
+    is_control_equal = _equal(result, theirs(_draw(shape, _LAYERS)))
+    figures = {"layers": _LAYERS, "equal": sum(equal), "control": "equal" if is_control_equal else "differs"}
+    return Row(name=name, figures=figures, is_right=all(equal) and not is_control_equal, note=note)
+
+
+def _on_device(bench: Bench, layer: Layer) -> Layer:
+    return lambda inputs: layer(inputs.to(bench.device))
+
+
+def _replaying(bench: Bench, shape: Shape, layer: Layer) -> Layer:
+    """Capture a layer on inputs that stay where they are; return what copies others there and replays it."""
+    own = _draw(shape, _LAYERS + 1).to(bench.device)
+    for _ in range(2):  # memory is made, for results that take turns, and kernels are compiled
+        layer(own)
+    held: list[tuple[Tensor, ...]] = []
+    if bench.device.type == "cuda":
+        replay: Callable[[], object] = capture([lambda: held.append(layer(own))]).replay
+    else:
+
+        def replay() -> None:
+            held[:] = [layer(own)]
+
+    def run(inputs: Inputs) -> tuple[Tensor, ...]:
+        for part, new in zip(own, inputs, strict=True):
+            part.copy_(new)
+        replay()
+        return held[0]
+
+    return run
+
+
+def _note(bench: Bench) -> str:
+    return "" if bench.device.type == "cuda" else "no graphs in the interpreter: eager"
+
+
+def _face_layer(face: LowLatencyFace, shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
+    """One layer; returns what arrived (undefined rows zeroed) and the sums, in the memory of the exchange."""
+    experts = 2 * shape.experts_per_rank
+    received, count_L, handle, _, _ = face.low_latency_dispatch(
+        inputs.x_TH, inputs.topk_TK, shape.max_tokens, experts, use_fp8=shape.is_fp8
+    )
+    values, scales = received if isinstance(received, tuple) else (received, None)
+    wide = values.float()
+    if scales is not None:
+        wide = wide * scales.repeat_interleave(128, -1)[..., : wide.shape[-1]]
+    row_N = torch.arange(wide.shape[1], device=wide.device)
+    wide = wide.masked_fill((row_N >= count_L[:, None])[..., None], 0.0)
+    powers = 2.0 ** (torch.arange(shape.experts_per_rank, device=wide.device) % 3)
+    answers = (wide * powers[:, None, None]).to(inputs.x_TH.dtype)
+    combined, _, _ = face.low_latency_combine(answers, inputs.topk_TK, inputs.weights_TK, handle)
+    return wide, count_L, combined
+
+
+def _service_layer(
+    dispatcher: TokenDispatcher, inputs: Inputs, *, shape: Shape, mode: Mode, shows_rows: bool = True
+) -> tuple[Tensor, ...]:
+    """One layer of the service; returns offsets and sums, and the pairs' rows where the host may look."""
+    sent = dispatcher.dispatch(inputs.x_TH, inputs.topk_TK, mode)
+    rows = sent.x_NH[sent.row_P]
+    pair_P = torch.arange(len(rows), device=rows.device)
+    slot_P = torch.searchsorted(sent.slot_offsets[1:].contiguous(), pair_P, right=True)
+    answers = rows * (2.0 ** (slot_P % 3)).to(rows.dtype)[:, None]
+    combined = dispatcher.combine(answers, inputs.weights_TK, sent)
+    if not shows_rows:
+        return sent.slot_offsets, combined
+    return sent.slot_offsets, rows[: int(sent.slot_offsets[shape.experts_per_rank])], combined
+
+
+def _equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(left.cpu(), right.cpu()) for left, right in zip(ours, theirs, strict=True))
+
+
+def _draw(shape: Shape, seed: int) -> Inputs:
+    """Draw on the CPU, in bfloat16; a token's choices differ, as a router's do, and a fifth of them is none."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    T, K = shape.max_tokens, shape.choices
+    topk_TK = torch.rand(T, 2 * shape.experts_per_rank, generator=generator).argsort(1)[:, :K].contiguous()
+    topk_TK[torch.rand(T, K, generator=generator) < 0.2] = -1
+    x_TH = torch.randn(T, shape.hidden, generator=generator).bfloat16()
+    return Inputs(x_TH, topk_TK, torch.rand(T, K, generator=generator))
+
+
+def _shapes(setting: Setting) -> dict[str, Shape]:
+    return _TINY_SHAPES if setting.is_tiny else _SHAPES
+
+
+def _open_gloo() -> Transport:
+    return open_transport("gloo", _world(), timeout_s=WAIT_S)
+
+
+def _open_triton(bench: Bench) -> TritonExchange:
+    return TritonExchange(_memory(bench), 2, num_bytes=1 << 18, timeout_s=WAIT_S, lanes=_lanes(bench))
+
+
+def _open_wide(bench: Bench, shape: Shape) -> WideDispatcher:
+    """As the service does between GPUs of one host, but for NCCL, which refuses two ranks on one device."""
+    slots = shape.experts_per_rank
+    return WideDispatcher(
+        NormalWay(_open_gloo(), device=bench.device, slots_per_rank=slots, is_fp8=False),
+        LowLatencyWay(
+            PackedExchange(_memory(bench), 2, lanes=_lanes(bench), timeout_s=WAIT_S),
+            slots_per_rank=slots,
+            is_fp8=False,
+        ),
+        world_size=2, device=bench.device, row_format="as they are", name="pair", reason="it is checked",
+    )  # fmt: skip
+
+
+def _lanes(bench: Bench) -> int:
+    """Programs per expert that copy rows; in the interpreter each costs time."""
+    return 16 if bench.device.type == "cuda" else 2
+
+
+def _memory(bench: Bench) -> OpenMemory:
+    def open_memory(num_bytes: int) -> SymmetricMemory:
+        if bench.device.type == "cuda":
+            return TorchSymmetricMemory(_world(), num_bytes, bench.device)
+        return SharedMemory(_world(), num_bytes, timeout_s=WAIT_S)
+
+    return open_memory
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the group was made"
+    return world

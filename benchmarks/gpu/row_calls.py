@@ -1,0 +1,176 @@
+"""The kernels that work on rows by themselves: norm, cast, rotary, routing, KV write; with random inputs and oracles.
+
+Legend: T rows, D hidden, H heads, R rotary dim, E experts, K choices, N blocks, G KV heads, B tokens of a block.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attention.gpu.rotary import rotate
+from benchmarks.gpu.bench import Bench, Call, bytes_of
+from dispatch.fp8 import Quantised, dequantise_fp8, quantise_fp8
+from kvcache.gpu.write import write_pages
+from moe.gpu.norm import rms_norm
+from moe.gpu.quantise import quantise_rows
+from moe.gpu.routing import Routing, route
+
+BLOCK = 16
+EPS = 1e-6
+QWEN3_ROUTING = Routing(choices=8, normalise=True)
+GPT_OSS_ROUTING = Routing(choices=4, softmax_after=True)
+DEEPSEEK_ROUTING = Routing(choices=8, is_sigmoid=True, normalise=True, scale=2.5, groups=8, groups_chosen=4)
+
+
+def norm_call(bench: Bench, seed: int, *, rows: int, hidden: int) -> Call:
+    """RMSNorm of rows to which a residual is added first; both results are checked."""
+    generator = bench.generator(seed)
+    x, residual = (bench.normal(generator, rows, hidden) for _ in range(2))
+    weight, own = bench.normal(generator, hidden), residual.clone()
+
+    def oracle(shift: int = 0) -> Tensor:
+        total = (x.float() + residual.float()).to(x.dtype).float()
+        normed = (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+        return torch.cat((normed.float() * weight.float().roll(shift), total))
+
+    return Call(
+        run=functools.partial(rms_norm, x, weight, EPS, residual_TD=own),
+        prepare=functools.partial(own.copy_, residual),
+        result=lambda out: torch.cat((out, own)),
+        oracle=oracle,
+        control=functools.partial(oracle, 1),
+        num_bytes=4 * bytes_of(x),
+        peers={"torch": functools.partial(functional.rms_norm, x, (hidden,), weight, EPS)},
+    )
+
+
+def cast_call(bench: Bench, seed: int, *, rows: int, hidden: int) -> Call:
+    """Cast rows to FP8; checked as what comes back from it."""
+    x = bench.normal(bench.generator(seed), rows, hidden)
+
+    def wide(cast: Quantised) -> Tensor:
+        return dequantise_fp8(cast.x_TH, cast.scales, torch.float32)
+
+    def oracle(shift: int = 0) -> Tensor:
+        return wide(quantise_fp8(x.roll(shift, 0)))
+
+    return Call(
+        run=functools.partial(quantise_rows, x),
+        result=wide,
+        oracle=oracle,
+        control=functools.partial(oracle, 1),
+        num_bytes=bytes_of(x) * 3 // 2,
+    )
+
+
+def rotary_call(
+    bench: Bench, seed: int, *, rows: int, heads: int, kv_heads: int, dim: int, is_interleaved: bool = False
+) -> Call:
+    """Rotate queries and keys in place; both are checked."""
+    generator = bench.generator(seed)
+    drawn = bench.normal(generator, rows, heads + kv_heads, dim)
+    query, key = drawn[:, :heads].clone(), drawn[:, heads:].clone()
+    position = torch.randint(0, 32768, (rows, 1), generator=generator, device=bench.device)
+    angles_TR = position / 1e4 ** (torch.arange(dim // 2, device=bench.device) * 2 / dim)
+    cosines, sines = (
+        torch.cat((part, part), -1).to(bench.dtype) for part in (angles_TR.cos(), angles_TR.sin())
+    )
+
+    def run() -> None:
+        for part in (query, key):
+            rotate(part, cosines, sines, is_interleaved=is_interleaved)
+
+    def prepare() -> None:
+        query.copy_(drawn[:, :heads])
+        key.copy_(drawn[:, heads:])
+
+    def oracle(shift: int = 0) -> Tensor:
+        half = dim // 2
+        cosine, sine = (part[:, None, :half].float().roll(shift, 0) for part in (cosines, sines))
+        pairs = drawn.float().reshape(*drawn.shape[:-1], *((half, 2) if is_interleaved else (2, half)))
+        a, b = pairs.unbind(-1 if is_interleaved else -2)
+        turned = (a * cosine - b * sine, b * cosine + a * sine)
+        return torch.stack(turned, -1 if is_interleaved else -2).flatten(-2)
+
+    return Call(
+        run=run,
+        prepare=prepare,
+        result=lambda _: torch.cat((query, key), 1),
+        oracle=oracle,
+        control=functools.partial(oracle, 1),
+        num_bytes=2 * bytes_of(drawn) + bytes_of(cosines, sines) // 2,
+    )
+
+
+def routing_call(bench: Bench, seed: int, *, rows: int, experts: int, routing: Routing) -> Call:
+    """Choose experts; checked as one row of weights over all experts per token."""
+    generator = bench.generator(seed)
+    logits = bench.normal(generator, rows, experts, spread=2.0)
+    bias = bench.normal(generator, experts, spread=0.1).float() if routing.is_sigmoid else None
+
+    def spread_out(chosen: tuple[Tensor, Tensor]) -> Tensor:
+        ids, weights = chosen
+        return torch.zeros(rows, experts, device=bench.device).scatter(1, ids, weights)
+
+    def oracle(shift: int = 0) -> Tensor:
+        return spread_out(choose(logits.float().roll(shift, 0), routing, bias))
+
+    return Call(
+        run=functools.partial(route, logits, routing, bias_E=bias), result=spread_out, oracle=oracle,
+        control=functools.partial(oracle, 1), num_bytes=bytes_of(logits) + rows * routing.choices * 12,
+    )  # fmt: skip
+
+
+def choose(logits_TE: Tensor, routing: Routing, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Choose in plain torch; equal scores go to the lower expert."""
+    if routing.softmax_after:
+        scores = logits_TE
+    else:
+        scores = logits_TE.sigmoid() if routing.is_sigmoid else logits_TE.softmax(-1)
+    choice = scores if bias_E is None else scores + bias_E
+    if routing.groups > routing.groups_chosen:
+        inside = choice.view(len(choice), routing.groups, -1)
+        best = inside.topk(2, dim=-1).values.sum(-1)
+        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.groups_chosen]
+        is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
+        choice = inside.masked_fill(~is_kept[..., None], float("-inf")).flatten(1)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.choices]
+    weights = scores.gather(1, ids)
+    if routing.softmax_after:
+        weights = weights.softmax(-1)
+    if routing.normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights * routing.scale
+
+
+def write_call(
+    bench: Bench, seed: int, *, rows: int, kv_heads: int, dim: int, has_values: bool = True
+) -> Call:
+    """Write keys and values to shuffled places, or latents; every third row is padding."""
+    generator = bench.generator(seed)
+    num_blocks, parts = -(-rows // BLOCK) + 2, 2 if has_values else 1
+    drawn = bench.normal(generator, parts, rows, kv_heads, dim)
+    pages = torch.zeros(parts, num_blocks, kv_heads, BLOCK, dim, dtype=bench.dtype, device=bench.device)
+    slots = torch.randperm(num_blocks * BLOCK, generator=generator, device=bench.device)[:rows]
+    slots[2::3] = -1
+
+    def run() -> None:
+        for part, own in zip(drawn, pages, strict=True):
+            write_pages(part, slots, own)
+
+    def oracle(shift: int = 0) -> Tensor:
+        kept = slots >= 0
+        rows_CNGD = torch.zeros(parts, num_blocks * BLOCK, kv_heads, dim, device=bench.device)
+        rows_CNGD[:, slots[kept]] = drawn[:, kept].float().roll(shift, 1)
+        return rows_CNGD.view(parts, num_blocks, BLOCK, kv_heads, dim).transpose(2, 3)
+
+    return Call(
+        run=run,
+        prepare=pages.zero_,
+        result=lambda _: pages,
+        oracle=oracle,
+        control=functools.partial(oracle, 1),
+        num_bytes=2 * int((slots >= 0).sum()) * bytes_of(drawn) // rows,
+    )

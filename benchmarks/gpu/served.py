@@ -1,0 +1,16 @@
+"""Sequences as a scheduler has them, without one."""
+
+from collections.abc import Sequence
+
+from scheduler.request import Request, SamplingParams
+from scheduler.sequence import Sequence as Served
+
+
+def sequence_of(ids: Sequence[int], blocks: Sequence[int], params: SamplingParams) -> Served:
+    """A sequence of prompt tokens that has been given blocks."""
+    request = Request(
+        request_id=f"{blocks[0]}" if blocks else "alone", prompt_ids=tuple(ids), params=params, arrival_s=0.0
+    )
+    sequence = Served.from_request(request)
+    sequence.block_ids = list(blocks)
+    return sequence
