@@ -3,8 +3,9 @@
 `tiles.json` holds {device: {kernel: {shape: {field: number}}}}: a device is a name as CUDA gives it ("NVIDIA H200") or
 an architecture ("sm_90"), a shape is what `shape_key` writes, or "*" for all that the device has no entry of, and the
 fields are those of the kernel's tile that differ from its fallback. The tuner of the benchmarks writes it; what an
-architecture has no room for (registers, shared memory) is in it because a compile test says so. Tiles decide in which order numbers are added, so a table is
-part of a release: it is never tuned while serving, and ranks of one service read the same one (I2).
+architecture has no room for (registers, shared memory) is in it because a compile test says so. Tiles decide in which
+order numbers are added, so a table is part of a release: it is never tuned while serving, and ranks of one service read
+the same one (I2).
 Rejected: Triton's own autotuner, which times kernels when they first run and may choose otherwise on another rank.
 """
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from attention.gpu.decode import DecodeScratch, paged_decode
+from attention.gpu.decode import paged_decode
 from attention.gpu.mla import latent_decode
 from attention.gpu.prefill import paged_prefill, tile_tokens
+from attention.gpu.splits import DecodeScratch
 from benchmarks.gpu.bench import Bench, Call, MakeCall, bytes_of, spoiling
 from benchmarks.gpu.shapes import AttentionShape, LatentShape
 from kvcache.step import Span, Step
@@ -213,7 +214,7 @@ def _tiles(bench: Bench, spans: Sequence[tuple[int, int]], shape: AttentionShape
         max_blocks=max(-(-(start + length) // BLOCK) for start, length in spans),
     )  # fmt: skip
     step.fill([Span(start, length, [0]) for start, length in spans])
-    tokens = tile_tokens(shape.heads, shape.kv_heads)
+    tokens = tile_tokens(shape.heads, shape.kv_heads, shape.dim, shape.dim)
     return torch.from_numpy(step.tiles(tokens)).to(bench.device)
 
 

@@ -54,9 +54,9 @@ def grouped_call(
     bench: Bench, seed: int, *, shape: ExpertShape, counts: Sequence[int], side: str, tile: Any = None
 ) -> Call:
     """Multiply rows by their slots' weights; `counts` are rows per slot, `side` is up or down."""
-    generator, is_up = bench.generator(seed), side == "up"
-    K, N = (shape.hidden, shape.inner) if is_up else (shape.inner, shape.hidden)
-    height, gate = (2 * N, shape.gate) if is_up else (N, "none")
+    generator, gate = bench.generator(seed), shape.gate if side == "up" else "none"
+    height, K = sides_of(shape, side)
+    N = height // 2 if side == "up" else height
     weights = _draw(bench, generator, shape, height, K)
     biases = bench.normal(generator, shape.slots, height) if shape.has_bias else None
     places = torch.randperm(shape.slots, generator=generator, device=bench.device).int()
@@ -109,6 +109,20 @@ def uneven_maker(shape: ExpertShape, side: str, *, is_decode: bool) -> MakeCall:
     is_fp8, has_fp8_rows = shape.form != "plain", shape.form == "fp8 rows"
     tile = choose_tile(num_pairs, shape.slots, is_fp8=is_fp8, has_fp8_rows=has_fp8_rows)
     return functools.partial(grouped_call, shape=shape, counts=counts, side=side, tile=tile)
+
+
+def sides_of(shape: ExpertShape, side: str) -> tuple[int, int]:
+    """Out and in features of a layer's first product, gate and up together, or of its second."""
+    return (2 * shape.inner, shape.hidden) if side == "up" else (shape.hidden, shape.inner)
+
+
+def no_experts(bench: Bench, shape: ExpertShape, side: str) -> Tensor:
+    """Weights as they are stored, of no expert."""
+    height, K = sides_of(shape, side)
+    if shape.form == "mxfp4":
+        return torch.empty(0, height, K // 2, dtype=torch.uint8, device=bench.device)
+    dtype = bench.dtype if shape.form == "plain" else torch.float8_e4m3fn
+    return torch.empty(0, height, K, dtype=dtype, device=bench.device)
 
 
 def gated(x_PN: Tensor, gate: str) -> Tensor:

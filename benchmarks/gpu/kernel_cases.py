@@ -55,7 +55,7 @@ def checked_cases(setting: Setting) -> dict[str, MakeCall]:
         "prefill gpt-oss": prefill_maker(shapes.GPT_OSS, *_SPANS),
         "prefill gpt-oss, window": prefill_maker(shapes.GPT_OSS_WINDOW, *_SPANS),
     }
-    for model, shape in _experts().items():
+    for model, shape in shapes.EXPERTS.items():
         for side in ("up", "down"):
             for is_decode in (True, False):
                 tile = "decode" if is_decode else "prefill"
@@ -88,7 +88,7 @@ def timed_cases(setting: Setting) -> dict[str, list[TimedCase]]:
         return {f"tiny {name}": [TimedCase(name, make)] for name, make in _tiny_timed().items()}
     return {
         "decode qwen3": _decodes(),
-        **{f"grouped {model} {side}": _grouped(shape, side) for model, shape in _experts().items() for side in ("up", "down")},
+        **{f"grouped {model} {side}": _grouped(shape, side) for model, shape in shapes.EXPERTS.items() for side in ("up", "down")},
         "latents deepseek": [
             TimedCase(f"latents b{batch} at {context}", latent_maker(shapes.DEEPSEEK, batch, context))
             for batch, context in ((1, 2048), (32, 2048), (128, 2048), (1, 32768), (32, 32768))
@@ -106,16 +106,6 @@ def timed_cases(setting: Setting) -> dict[str, list[TimedCase]]:
             for rows in (1, 32, 256)
         ],
     }  # fmt: skip
-
-
-def _experts() -> dict[str, ExpertShape]:
-    return {
-        "qwen3": shapes.QWEN3_EXPERTS,
-        "gpt-oss": shapes.GPT_OSS_EXPERTS,
-        "gpt-oss mxfp4": shapes.GPT_OSS_MXFP4,
-        "deepseek fp8": shapes.DEEPSEEK_EXPERTS,
-        "deepseek fp8 rows": shapes.DEEPSEEK_FP8_ROWS,
-    }
 
 
 def _decodes() -> list[TimedCase]:

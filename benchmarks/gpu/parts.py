@@ -33,4 +33,5 @@ PARTS = (
     ),
     Part("tests", "benchmarks.gpu.marked_tests", "Tests of the suite that need a GPU", 300.0),
     Part("ranks", "benchmarks.gpu.two_ranks", "Two ranks on this device: the same bits as on CPUs", 520.0),
+    Part("tiles", "benchmarks.gpu.tile_times", "Tile configurations against the kernels' choice", 180.0),
 )  # fmt: skip

@@ -68,7 +68,7 @@ def cast_call(bench: Bench, seed: int, *, rows: int, hidden: int) -> Call:
 def rotary_call(
     bench: Bench, seed: int, *, rows: int, heads: int, kv_heads: int, dim: int, is_interleaved: bool = False
 ) -> Call:
-    """Rotate queries and keys in place; both are checked."""
+    """Rotate queries and keys in place, in one launch; both are checked."""
     generator = bench.generator(seed)
     drawn = bench.normal(generator, rows, heads + kv_heads, dim)
     query, key = drawn[:, :heads].clone(), drawn[:, heads:].clone()
@@ -77,10 +77,6 @@ def rotary_call(
     cosines, sines = (
         torch.cat((part, part), -1).to(bench.dtype) for part in (angles_TR.cos(), angles_TR.sin())
     )
-
-    def run() -> None:
-        for part in (query, key):
-            rotate(part, cosines, sines, is_interleaved=is_interleaved)
 
     def prepare() -> None:
         query.copy_(drawn[:, :heads])
@@ -95,7 +91,7 @@ def rotary_call(
         return torch.stack(turned, -1 if is_interleaved else -2).flatten(-2)
 
     return Call(
-        run=run,
+        run=functools.partial(rotate, query, cosines, sines, keys_TGD=key, is_interleaved=is_interleaved),
         prepare=prepare,
         result=lambda _: torch.cat((query, key), 1),
         oracle=oracle,
@@ -148,17 +144,14 @@ def choose(logits_TE: Tensor, routing: Routing, bias_E: Tensor | None) -> tuple[
 def write_call(
     bench: Bench, seed: int, *, rows: int, kv_heads: int, dim: int, has_values: bool = True
 ) -> Call:
-    """Write keys and values to shuffled places, or latents; every third row is padding."""
+    """Write keys and values to shuffled places in one launch, or latents; every third row is padding."""
     generator = bench.generator(seed)
     num_blocks, parts = -(-rows // BLOCK) + 2, 2 if has_values else 1
     drawn = bench.normal(generator, parts, rows, kv_heads, dim)
     pages = torch.zeros(parts, num_blocks, kv_heads, BLOCK, dim, dtype=bench.dtype, device=bench.device)
     slots = torch.randperm(num_blocks * BLOCK, generator=generator, device=bench.device)[:rows]
     slots[2::3] = -1
-
-    def run() -> None:
-        for part, own in zip(drawn, pages, strict=True):
-            write_pages(part, slots, own)
+    values = (drawn[1], pages[1]) if has_values else ()
 
     def oracle(shift: int = 0) -> Tensor:
         kept = slots >= 0
@@ -167,7 +160,7 @@ def write_call(
         return rows_CNGD.view(parts, num_blocks, BLOCK, kv_heads, dim).transpose(2, 3)
 
     return Call(
-        run=run,
+        run=functools.partial(write_pages, drawn[0], slots, pages[0], *values),
         prepare=pages.zero_,
         result=lambda _: pages,
         oracle=oracle,
