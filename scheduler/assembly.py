@@ -27,7 +27,7 @@ from kvcache.step import Step
 from moe.backend import Backend
 from moe.model import Model, Skeleton, set_threads
 from scheduler.config import ConfigError, EngineConfig, model_length
-from scheduler.devices import backend_of, open_device_dispatcher, open_forward
+from scheduler.devices import backend_of, open_device_dispatcher, open_forward, open_sampler
 from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
 from scheduler.expert_transfer import Place
@@ -113,7 +113,8 @@ def assemble(
     forward = open_forward(model, cache, replays=_replays(config, dispatcher), report=report)
     other = _make_step(config, length, backend) if config.halves else None
     halves = TwoBatch(model, cache, turns, (step, other)) if other else None
-    runner = Runner(model, cache, forward, check=dispatcher.check, halves=halves)
+    sampler = open_sampler(config, model)
+    runner = Runner(model, cache, forward, sampler, check=dispatcher.check, halves=halves)
     relocation = _open_relocation(config, placement, model)
     lockstep = _open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)

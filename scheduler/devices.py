@@ -19,6 +19,7 @@ from moe.cpu_backend import CPU
 from moe.model import Model
 from scheduler.config import ConfigError, EngineConfig
 from scheduler.forward import Forward
+from scheduler.sampler import HostSampler, Sampler
 
 INTERPRETER = "interpreter"
 
@@ -80,3 +81,14 @@ def open_forward(
     graphs.capture(step.graph_sizes, gpu.CudaRecorder(), lambda share: report("graphs", share))
     forward: Forward = graphs
     return forward
+
+
+def open_sampler(config: EngineConfig, model: Model) -> Sampler:
+    """Return what makes tokens of a model's logits: on a GPU its kernels, compiled now."""
+    if config.device == "cpu":
+        return HostSampler()
+    gpu = importlib.import_module("scheduler.gpu.sampler")
+    sampler = gpu.DeviceSampler(config.max_num_seqs, model.lm_head.shape[0], model.device)
+    sampler.warm_up()
+    opened: Sampler = sampler
+    return opened

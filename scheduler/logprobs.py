@@ -27,10 +27,9 @@ class RowLogprobs:
     def of(self, token: int, num_top: int, *, ids: Sequence[int] = (), with_rank: bool = False) -> Logprobs:
         """A token's, and those of the `num_top` likeliest, or of `ids` where there are any."""
         others = np.array(ids, dtype=np.int64) if ids else self._likeliest(num_top)
-        logprobs = (self._logits_V[others] - self._base).tolist()
         mine = self._logits_V[token]
         rank = 1 + int(np.count_nonzero(self._logits_V > mine)) if with_rank else 0
-        return Logprobs(token, float(mine) - self._base, others.tolist(), logprobs, rank)
+        return told(token, float(mine), self._base, others, self._logits_V[others], rank)
 
     def _likeliest(self, count: int) -> np.ndarray:
         """Ids by falling logit; of equal ones the lower first."""
@@ -42,6 +41,16 @@ class RowLogprobs:
         ids = np.argpartition(self._logits_V, -count)[-count:]
         likeliest: np.ndarray = ids[np.lexsort((ids, -self._logits_V[ids]))]
         return likeliest
+
+
+def told(token: int, mine: float, base: float, ids: np.ndarray, logits: np.ndarray, rank: int) -> Logprobs:
+    """Put together what is known of a row.
+
+    Args:
+        mine: the token's logit. base: the logarithm of the sum of all logits' exponentials.
+        ids: those told of beside the token. logits: theirs, float32.
+    """
+    return Logprobs(token, mine - base, ids.tolist(), (logits - base).tolist(), rank)
 
 
 def prompt_logprobs(logits_CV: Tensor, next_ids: Sequence[int], num_top: int) -> list[Logprobs]:

@@ -13,22 +13,13 @@ from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
 from scheduler.batch_step import fill_step
 from scheduler.forward import Forward
-from scheduler.logprobs import prompt_logprobs
 from scheduler.policy import Batch
 from scheduler.request import Logprobs
-from scheduler.sampling import Sampled, sample
-from scheduler.sequence import Sequence
+from scheduler.sampler import HostSampler, Sampler
+from scheduler.sampling import Sampled
 from scheduler.two_batch import TwoBatch
 
 SCORED_ROWS = 64  # of a prompt at a time; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
-
-
-def sample_on_host(logits_RV: Tensor, sequences: list[Sequence]) -> Sampled:
-    """Choose a token per row of [R, V] float32 logits, on the CPU."""
-    return sample(logits_RV.cpu(), sequences)
-
-
-Sampler = Callable[[Tensor, list[Sequence]], Sampled]
 
 
 class Runner:
@@ -39,7 +30,7 @@ class Runner:
         model: Model,
         cache: PagedCache,
         forward: Forward | None = None,
-        sampler: Sampler = sample_on_host,
+        sampler: Sampler | None = None,
         check: Callable[[], None] = lambda: None,
         halves: TwoBatch | None = None,
     ) -> None:
@@ -47,13 +38,13 @@ class Runner:
 
         Args:
             forward: stands for the model's.
-            sampler: chooses tokens, of logits where the model leaves them; it may change them in place.
+            sampler: chooses tokens; None: on the CPU.
             check: raises what went wrong between ranks in a step that did not say so (`TokenDispatcher.check`).
             halves: runs steps that ranks agreed to run in halves; None: there are none.
         """
         self._model, self._cache = model, cache
         self._forward: Forward = forward or model.forward
-        self._sample, self._check, self._halves = sampler, check, halves
+        self._sampler, self._check, self._halves = sampler or HostSampler(), check, halves
         self.num_steps = self.busy_ns = 0  # counters, as is the next
         self.num_tokens = [0] * NUM_PHASES  # prefill, decode
         self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
@@ -99,7 +90,7 @@ class Runner:
         scored = _scored(batch)
         logits_RV = self._logits(batch, agreed_tokens, in_halves=in_halves, keeps_hidden=bool(scored))
         sampling = [item.sequence for item in batch.items if item.samples]
-        sampled = self._sample(logits_RV[: len(sampling)], sampling)
+        sampled = self._sampler.sample(logits_RV[: len(sampling)], sampling)
         self._check()
         if scored:
             sampled = sampled._replace(
@@ -129,11 +120,9 @@ class Runner:
         found: list[Logprobs] = []
         for first in range(0, len(scored.rows), SCORED_ROWS):
             rows = scored.rows[first : first + SCORED_ROWS]
-            logits_CV = self._model.logits_of(
-                torch.arange(rows.start, rows.stop, device=self._model.device)
-            ).cpu()
+            logits_CV = self._model.logits_of(torch.arange(rows.start, rows.stop, device=self._model.device))
             next_ids = scored.next_ids[first : first + SCORED_ROWS]
-            found += prompt_logprobs(logits_CV, next_ids, scored.num_top)
+            found += self._sampler.score(logits_CV, next_ids, scored.num_top)
         return found
 
 

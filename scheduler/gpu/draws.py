@@ -10,17 +10,17 @@ Legend: R rows, M rows with a mask, W words of 32 bits, E edits of single logits
 """
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from scheduler.gpu.sending import send
 from scheduler.sampling import LEAST_PENALTY, LEAST_TEMPERATURE, uniform_at
 from scheduler.sequence import Sequence
 
 GREEDY = -1.0  # in place of an inverse temperature
-_ALIGNMENT = 16  # bytes; wide enough for every type, and what loads of vectors want
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,12 @@ class Draws:
     is_seen_E: Tensor  # int8: whether the repetition penalty applies
     subtracted_E: Tensor  # float32, frequency and presence, last
     draws: bool  # whether any row is not greedy
+    masked_rows: tuple[int, ...]
+
+    @property
+    def changes(self) -> bool:
+        """Whether any logit is changed before a token is chosen."""
+        return bool(self.masked_rows) or self.edit_id_E.numel() > 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,11 @@ def plan_draws(sequences: Rows[Sequence], vocabulary: int, device: torch.device)
     for name, own in names.items():
         arrays[name] = np.concatenate([getattr(each, own) for each in edits])
     arrays["edit_id_E"] = arrays["edit_id_E"].astype(np.int32)
-    return Draws(**_sent(arrays, device), draws=bool((arrays["inverse_temperature_R"] != GREEDY).any()))
+    return Draws(
+        **send(arrays, device),
+        draws=bool((arrays["inverse_temperature_R"] != GREEDY).any()),
+        masked_rows=tuple(np.flatnonzero(mask_rows >= 0).tolist()),
+    )
 
 
 def _row_arrays(sequences: Rows[Sequence]) -> dict[str, np.ndarray]:
@@ -152,25 +162,3 @@ def _ruled(sequence: Sequence, vocabulary: int) -> np.ndarray | None:
 def _words(ruled_V: np.ndarray) -> np.ndarray:
     bits = np.packbits(~np.isneginf(ruled_V), bitorder="little")
     return np.pad(bits, (0, -bits.size % 4)).view(np.int32)
-
-
-def _sent(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Copy all arrays to the device at once, as views of one buffer."""
-    ends = np.cumsum([-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in arrays.values()])
-    staged = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    starts = [0, *ends[:-1].tolist()]
-    for start, array in zip(starts, arrays.values(), strict=True):
-        staged.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    buffer = staged.to(device, non_blocking=True)
-    return {
-        name: buffer[start : start + array.nbytes].view(_TYPES[name]).view(array.shape)
-        for start, (name, array) in zip(starts, arrays.items(), strict=True)
-    }
-
-
-_TYPES = {
-    **{each.name: torch.int32 for each in fields(Draws)},
-    **dict.fromkeys(("inverse_temperature_R", "least_weight_R", "penalty_R", "bias_E", "subtracted_E"), torch.float32),
-    **dict.fromkeys(("top_p_R", "uniform_R"), torch.float64),
-    "is_seen_E": torch.int8,
-}  # fmt: skip

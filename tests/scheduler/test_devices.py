@@ -8,7 +8,8 @@ import torch
 from dispatch.errors import TransportUnavailable
 from moe.cpu_backend import CPU
 from scheduler.config import ConfigError, EngineConfig
-from scheduler.devices import backend_of, open_device_dispatcher, open_forward
+from scheduler.devices import backend_of, open_device_dispatcher, open_forward, open_sampler
+from scheduler.sampler import HostSampler
 
 
 def test_the_cpu_is_the_way_that_needs_nothing() -> None:
@@ -28,13 +29,21 @@ def test_nodes_of_gpus_are_refused_with_what_to_give() -> None:
         open_device_dispatcher(config, CPU, None, 4)
 
 
+class Model:
+    """On the CPU; runs nothing."""
+
+    device = torch.device("cpu")
+
+    def forward(self) -> None:
+        """Nothing."""
+
+
 def test_a_model_that_is_not_on_a_gpu_runs_its_steps_itself() -> None:
-    class Model:
-        device = torch.device("cpu")
-
-        def forward(self) -> None:
-            """Nothing."""
-
     model = Model()
     forward = open_forward(model, None, replays=True, report=lambda _stage, _share: None)  # type: ignore[arg-type]
     assert forward == model.forward
+
+
+def test_on_the_cpu_tokens_are_chosen_there() -> None:
+    config = EngineConfig(directory=Path(), kv_cache_bytes=0)
+    assert isinstance(open_sampler(config, Model()), HostSampler)  # type: ignore[arg-type]

@@ -30,6 +30,13 @@ class HostReadError(AssertionError):
     """The host read a tensor's values."""
 
 
+Meet = Callable[[str], None]  # is told of every read
+
+
+def _refuse(read: str) -> None:
+    raise HostReadError(f"{read} in a step that must not wait")
+
+
 def _is_interpreting() -> bool:
     frame = sys._getframe()
     while frame is not None:
@@ -40,31 +47,39 @@ def _is_interpreting() -> bool:
 
 
 class _Above(TorchFunctionMode):
+    def __init__(self, meet: Meet) -> None:
+        super().__init__()
+        self._meet = meet
+
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = getattr(function, "__name__", "")
         if name in READS and not _is_interpreting():
-            raise HostReadError(f"{name} of a tensor in a step that must not wait")
+            self._meet(f"{name} of a tensor")
         return function(*args, **(kwargs or {}))
 
 
 class _Below(TorchDispatchMode):
+    def __init__(self, meet: Meet) -> None:
+        super().__init__()
+        self._meet = meet
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)
         by_mask = name.startswith(("aten.index.Tensor", "aten.index_put")) and any(
             isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         if (name.startswith(READING_OPS) or by_mask) and not _is_interpreting():
-            raise HostReadError(f"{name}{' by a mask' if by_mask else ''} in a step that must not wait")
+            self._meet(f"{name}{' by a mask' if by_mask else ''}")
         return function(*args, **(kwargs or {}))
 
 
 class NoReads:
     """Context in which the host reads no tensor."""
 
-    def __init__(self) -> None:
-        self._modes = (_Above(), _Below())
+    def __init__(self, meet: Meet = _refuse) -> None:
+        self._modes = (_Above(meet), _Below(meet))
 
     def __enter__(self) -> Self:
         for mode in self._modes:
@@ -74,3 +89,15 @@ class NoReads:
     def __exit__(self, *error: Any) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
+
+
+class CountedReads(NoReads):
+    """Context that notes the host's reads.
+
+    Attributes:
+        reads: what was read, in order; a read that is made of others is all of them.
+    """
+
+    def __init__(self) -> None:
+        self.reads: list[str] = []
+        super().__init__(self.reads.append)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from scheduler.request import Request, SamplingParams, TokenBias
+from scheduler.request import Logprobs, Request, SamplingParams, TokenBias
 from scheduler.sequence import Sequence
 
 VOCABULARY = 500
@@ -85,3 +85,17 @@ def ruled_rows() -> list[Sequence]:
 def logits(rows: int, seed: int = 0) -> torch.Tensor:
     """Seeded logits with a spread as models have."""
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def close(ours: Logprobs | None, wanted: Logprobs | None) -> bool:
+    """Whether two say the same: exponentials and their sum may round otherwise, a few times 1e-8 of a logarithm."""
+    if ours is None or wanted is None:
+        return ours is wanted
+    numbers = [
+        np.array([each.logprob, *each.top_logprobs], np.float64) for each in (ours, wanted)
+    ]  # float32 but for the first: an ulp at 100 is 8e-6
+    return (ours.token_id, ours.top_ids, ours.rank) == (
+        wanted.token_id,
+        wanted.top_ids,
+        wanted.rank,
+    ) and bool(np.allclose(*numbers, rtol=2e-7, atol=1e-6))

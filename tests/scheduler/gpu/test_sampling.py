@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scheduler.gpu.draws import plan_draws
-from scheduler.sampling import Sampled, sample
+from scheduler.sampling import sample
 from tests.scheduler.gpu.sampled_rows import VOCABULARY, drawn_rows, logits, ruled_rows, sequence
 from tests.support.ranks import RankPool
 
@@ -88,26 +88,6 @@ def meet_odd_rows() -> None:
 
 def test_odd_rows_get_the_tokens_that_they_get_on_the_cpu(interpreter: RankPool) -> None:
     interpreter.run(meet_odd_rows)
-
-
-def sample_with_logprobs() -> tuple[Sampled, Sampled]:
-    from scheduler.gpu.sampler import DeviceSampler  # noqa: PLC0415 - in the interpreter
-
-    sequences = [
-        sequence(temperature=0.0, num_logprobs=2),
-        sequence(temperature=0.0),
-        sequence((7,), temperature=1.0, num_logprobs=0, repetition_penalty=3.0, seed=1),
-        sequence(is_structured=True, temperature=0.0, num_logprobs=1),
-    ]
-    rows = logits(4, seed=4)
-    sampler = DeviceSampler(5, VOCABULARY, CPU)
-    assert sampler.sample(rows[:0], []) == Sampled([], [])
-    return sampler.sample(rows.clone(), sequences), sample(rows.clone(), sequences)
-
-
-def test_logprobs_are_of_the_logits_before_anything_changed_them(interpreter: RankPool) -> None:
-    ours, wanted = interpreter.run(sample_with_logprobs)[0]
-    assert ours == wanted
 
 
 def refusals() -> list[str]:
