@@ -31,6 +31,7 @@ from moe.gpu.formats import SCALE_BLOCK
 from moe.gpu.linear_weight import DeviceWeight, OneGroup
 from moe.gpu.load_counts import DeviceLoadCounts
 from moe.gpu.norms import exchange_norms
+from moe.gpu.routers import exchange_routers
 from moe.gpu.slots import DeviceSlots
 from moe.loader import Keep, Loader, Report, Weight
 from moe.quantisation import Quantisation
@@ -193,6 +194,7 @@ class GpuBackend:
         net.to(self.device)
         exchange_norms(net, self.model_dtype)
         exchange_rotary(net, self.model_dtype, self.device)
+        exchange_routers(net, self.model_dtype, self.device)
         attention_organ.prepare(net)
 
     def enter_thread(self) -> None:

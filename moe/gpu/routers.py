@@ -1,0 +1,224 @@
+"""Routers of a built model choose experts with the one-launch kernel, where trying shows that it chooses the same.
+
+A module is taken for a router when "Router" is in its class's name, it has a weight [experts, hidden] and returns
+(logits, weights, experts). Its rule is found out from a twin with random weights in float32: how weights follow from
+logits, and which limit to groups of experts gives the same choice. Then the module itself says whether it multiplies in
+float32. Families that do something else, need more than rows (MiniMax-M2's bias is an argument) or have modules within
+(ERNIE-4.5's bias is one's), keep their own.
+Rejected: a list of classes, which would be late for each new family, and wrong once one changes.
+
+Legend: T rows, D hidden dim, E experts, K choices.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from moe.gpu.routing import Routing, route
+
+_ROWS = {"cuda": 1024, "cpu": 16}  # to try; the interpreter takes its time for each
+_TOLERANCE = 1e-5  # of weights below some 3; the sums of exponentials have another order
+_WITH_BIAS = "correction_bias"  # in the name of what is added to scores where experts are chosen
+
+
+class Routed(NamedTuple):
+    """What routers return."""
+
+    logits_TE: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
+
+
+class _Tried(NamedTuple):
+    routed: Routed
+    dims: int  # of the rows that it was given: 3 if it takes [1, T, D]
+
+
+class _OneLaunch:
+    """Stands for a router's `forward`."""
+
+    def __init__(self, module: Any, rule: Routing, tried: "_Tried", *, widens: bool) -> None:
+        self._module, self._rule, self._tried, self._widens = module, rule, tried, widens
+
+    def __call__(self, hidden_states: Tensor) -> Any:
+        """Route rows [T, D], or [1, T, D] where the router makes rows of them."""
+        if hidden_states.dim() > self._tried.dims:
+            return type(self._module).forward(self._module, hidden_states)
+        logits_TE = _logits(self._module, hidden_states, widens=self._widens)
+        ids_TK, weights_TK = route(logits_TE, self._rule, bias_E=_correction(self._module))
+        return Routed(logits_TE, weights_TK.to(self._tried.routed.weights_TK.dtype), ids_TK)
+
+
+def exchange_routers(net: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """Let a model's routers run the kernel; returns how many do.
+
+    Args:
+        net: its weights are on the device already.
+        dtype: of the rows that it routes.
+        device: of the model.
+    """
+    found: dict[Any, Routing | None] = {}
+    exchanged = 0
+    for module in net.modules():
+        weight = getattr(module, "weight", None)
+        is_plain = "Router" in type(module).__name__ and not any(module.children())
+        if not is_plain or weight is None or len(weight.shape) != 2:
+            continue
+        kind = _kind(module)
+        if kind not in found:
+            found[kind] = _find_rule(module, device)
+        rule = found[kind]
+        if rule is not None and _exchange(module, rule, dtype, device):
+            exchanged += 1
+    return exchanged
+
+
+@torch.no_grad()
+def _exchange(module: Any, rule: Routing, dtype: torch.dtype, device: torch.device) -> bool:
+    """Replace a router's forward, if its logits can be had."""
+    x_TD = _rows(module, device).to(dtype)
+    tried = _try(module, x_TD)
+    if tried is None:
+        return False
+    for widens in (False, True) if module.weight.dtype == dtype else (True,):
+        logits_TE = _logits(module, x_TD, widens=widens)
+        if torch.equal(logits_TE.float(), tried.routed.logits_TE.float()):
+            module.forward = _OneLaunch(module, rule, tried, widens=widens)
+            return True
+    return False
+
+
+def _kind(module: Any) -> tuple[Any, ...]:
+    """What a router's rule may follow from: its class, and the numbers that it was made with."""
+    numbers = sorted(
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and not name.startswith("_")
+    )
+    return type(module), tuple(module.weight.shape), tuple(numbers)
+
+
+@torch.no_grad()
+def _find_rule(module: Any, device: torch.device) -> Routing | None:
+    """Try a twin in float32, of which no two scores are equal; None: the kernel does not do what it does."""
+    twin = _twin(module, device)
+    tried = _try(twin, _rows(module, device))
+    if tried is None:
+        return None
+    own = tried.routed
+    wanted_TE = _dense(own)
+    for rule in _candidates(twin, own):
+        ids_TK, weights_TK = route(own.logits_TE.float(), rule, bias_E=_correction(twin))
+        found_TE = _dense(Routed(own.logits_TE, weights_TK, ids_TK))
+        if torch.allclose(found_TE, wanted_TE, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return rule
+    return None
+
+
+def _twin(module: Any, device: torch.device) -> Any:
+    """The same router with random tensors, so that each of them shows in what it returns."""
+    generator = torch.Generator().manual_seed(1)
+    twin = copy.copy(module)
+
+    def drawn(tensor: Tensor) -> Tensor:
+        scale = tensor.shape[-1] ** -0.5 * 2 if len(tensor.shape) == 2 else 0.3
+        return (torch.randn(tuple(tensor.shape), generator=generator) * scale).to(device)
+
+    twin._parameters = {
+        name: nn.Parameter(drawn(each), False)
+        for name, each in module._parameters.items()
+        if each is not None
+    }
+    twin._buffers = {name: drawn(each) for name, each in module._buffers.items() if each is not None}
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor):  # a `DeviceWeight`
+            setattr(twin, name, drawn(value))
+    return twin
+
+
+def _candidates(twin: Any, own: Routed) -> Iterator[Routing]:
+    """Rules whose weights are the router's, for the experts that it chose; the likeliest limit to groups first."""
+    scale = float(getattr(twin, "routed_scaling_factor", 1.0))
+    logits_TE = own.logits_TE.float()
+    for is_sigmoid in (False, True):
+        scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
+        chosen_TK = scores_TE.gather(1, own.ids_TK)
+        for normalise in (False, True):
+            weights_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True) if normalise else chosen_TK
+            if not torch.allclose(
+                weights_TK * scale, own.weights_TK.float(), rtol=_TOLERANCE, atol=_TOLERANCE
+            ):
+                continue
+            for limit in _limits(twin, logits_TE.shape[1], is_sigmoid=is_sigmoid):
+                yield Routing(
+                    choices=own.ids_TK.shape[1],
+                    is_sigmoid=is_sigmoid,
+                    normalise=normalise,
+                    scale=scale,
+                    **limit,
+                )
+
+
+def _limits(twin: Any, num_experts: int, *, is_sigmoid: bool) -> list[dict[str, Any]]:
+    """Ways to limit the choice to some groups. A router that has groups uses them, if any of these ways is its own:
+    rows seldom show a limit that leaves out little."""
+    groups = int(getattr(twin, "num_group", None) or getattr(twin, "n_group", None) or 1)
+    chosen = int(getattr(twin, "topk_group", None) or groups)
+    if not 1 <= chosen < groups or num_experts % groups:
+        return [{}]
+    by_best = (False, True) if is_sigmoid else (True, False)  # DeepSeek-V3's and V2's
+    return [*({"groups": groups, "groups_chosen": chosen, "best_of_group": best} for best in by_best), {}]
+
+
+def _try(module: Any, x_TD: Tensor) -> _Tried | None:
+    """What a router makes of rows; None if it wants something else, or returns something else."""
+    for x in (x_TD[None], x_TD):
+        try:
+            returned = module.forward(x)
+        except (IndexError, RuntimeError, TypeError, ValueError):  # it wants other shapes or more arguments
+            continue
+        if isinstance(returned, tuple) and len(returned) == 3:
+            routed = Routed(*returned)
+            if _is_by_row(routed, len(x_TD), module.weight.shape[0]):
+                return _Tried(routed, x.dim())
+    return None
+
+
+def _is_by_row(routed: Routed, num_rows: int, num_experts: int) -> bool:
+    if not all(isinstance(each, Tensor) for each in routed) or routed.ids_TK.dtype != torch.int64:
+        return False
+    choices = routed.ids_TK.shape[-1]
+    shapes = [tuple(each.shape) for each in routed]
+    return shapes == [(num_rows, num_experts), (num_rows, choices), (num_rows, choices)]
+
+
+def _logits(module: Any, hidden_states: Tensor, *, widens: bool) -> Tensor:
+    """The router's product, in the model's type or in float32: [T, E]."""
+    x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+    bias_E = module._parameters.get("bias")
+    if not widens:
+        return linear(x_TD, module.weight, bias_E)
+    return linear(x_TD.float(), module.weight.float(), None if bias_E is None else bias_E.float())
+
+
+def _correction(module: Any) -> Tensor | None:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if _WITH_BIAS in name:
+            corrected: Tensor = tensor.float()
+            return corrected
+    return None
+
+
+def _rows(module: Any, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(_ROWS[device.type], module.weight.shape[1], generator=generator).to(device)
+
+
+def _dense(routed: Routed) -> Tensor:
+    """Weights by expert: [T, E], 0 where it is not chosen."""
+    empty_TE = torch.zeros(tuple(routed.logits_TE.shape), device=routed.logits_TE.device)
+    return empty_TE.scatter(1, routed.ids_TK, routed.weights_TK.float())

@@ -1,0 +1,171 @@
+"""Families' routers run the kernel where it chooses the same experts; others keep their own forward."""
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from tests.support.families import FAMILIES, make_model
+from tests.support.ranks import RankPool
+
+pytestmark = (
+    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
+        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+    )
+)
+KEEP_THEIRS = ("ernie4_5_moe", "minimax_m2")  # a module within, a bias that is an argument
+FEW = ("deepseek_v3",)
+RULES: dict[str, dict[str, Any]] = {
+    "mixtral": {"is_sigmoid": False, "normalise": True, "groups": 1},
+    "qwen2_moe": {"is_sigmoid": False, "normalise": False},
+    "deepseek_v2": {"groups": 4, "groups_chosen": 2, "best_of_group": True, "scale": 1.5},
+    "deepseek_v3": {
+        "groups": 4,
+        "groups_chosen": 2,
+        "best_of_group": False,
+        "scale": 1.5,
+        "is_sigmoid": True,
+    },
+}
+CPU = torch.device("cpu")
+ROWS = 6
+
+
+class Routers(NamedTuple):
+    """Of a model's routers: how many there are and were exchanged, and how far results are from their own."""
+
+    count: int
+    exchanged: int
+    rules: set[Any]
+    difference: float  # of dense weights
+    is_typed_alike: bool
+
+
+def dense(module: Any, routed: Any) -> torch.Tensor:
+    logits, weights, ids = routed
+    return torch.zeros(logits.shape).scatter(1, ids, weights.float())
+
+
+def route_both_ways(family: str) -> Routers:
+    """Exchange a family's routers; rows through each, and through its class's own forward."""
+    from moe.gpu.routers import exchange_routers  # noqa: PLC0415 - in the interpreter
+
+    net = make_model(family)
+    routers = [module for module in net.modules() if "Router" in type(module).__name__]
+    exchanged = exchange_routers(net, torch.float32, CPU)
+    assert exchanged == sum("forward" in vars(module) for module in routers)
+    worst, alike = 0.0, True
+    rules = {module.forward._rule for module in routers if "forward" in vars(module)}
+    for module in routers if exchanged else ():
+        x = torch.randn(ROWS, module.weight.shape[1])
+        ours, theirs = module(x), type(module).forward(module, x)
+        assert torch.equal(ours[0], theirs[0])
+        alike &= [each.dtype for each in ours] == [each.dtype for each in theirs]
+        worst = max(worst, float((dense(module, ours) - dense(module, theirs)).abs().max()))
+    return Routers(len(routers), exchanged, rules, worst, alike)
+
+
+@pytest.mark.parametrize(
+    "family", [*FEW, *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES if each not in FEW)]
+)
+def test_a_familys_routers_choose_and_weigh_as_transformers_has_them(
+    interpreter: RankPool, family: str
+) -> None:
+    found: Routers = interpreter.run(route_both_ways, family)[0]
+    assert found.count and found.exchanged == (0 if family in KEEP_THEIRS else found.count)
+    assert found.difference < 1e-5 and found.is_typed_alike
+    for rule in found.rules:
+        assert {name: getattr(rule, name) for name in RULES.get(family, {})} == RULES.get(family, {})
+
+
+class PlainRouter(nn.Module):
+    """As Mixtral's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.weigh(linear(x.reshape(-1, 16), self.weight))
+        weights, ids = logits.softmax(-1).topk(2)
+        return self.finish(logits, weights / weights.sum(-1, keepdim=True), ids)
+
+    def weigh(self, logits: torch.Tensor) -> torch.Tensor:
+        """Nothing."""
+        return logits
+
+    def finish(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Nothing."""
+        return results
+
+
+class SquaringRouter(PlainRouter):
+    """Weighs otherwise."""
+
+    def finish(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits, weights, ids = results
+        return logits, weights**2, ids
+
+
+class WarmRouter(PlainRouter):
+    """Tells other logits than its product."""
+
+    def weigh(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits * 0.5
+
+
+class LastRouter(PlainRouter):
+    """Chooses the least likely."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = linear(x.reshape(-1, 16), self.weight)
+        weights, ids = logits.softmax(-1).topk(2, largest=False)
+        return logits, weights / weights.sum(-1, keepdim=True), ids
+
+
+class ShortRouter(PlainRouter):
+    """Returns two things."""
+
+    def finish(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return results[1:]
+
+
+def exchanged_kinds() -> list[bool]:
+    from moe.gpu.routers import exchange_routers  # noqa: PLC0415 - in the interpreter
+
+    kinds = (PlainRouter, SquaringRouter, WarmRouter, LastRouter, ShortRouter)
+    net = nn.ModuleList([*(kind() for kind in kinds), nn.Linear(16, 8)])
+    exchange_routers(net, torch.float32, CPU)
+    return ["forward" in vars(module) for module in net]
+
+
+def test_a_router_that_does_something_else_keeps_its_own(interpreter: RankPool) -> None:
+    assert interpreter.run(exchanged_kinds)[0] == [True, False, False, False, False, False]
+
+
+def route_by_a_devices_weight() -> tuple[bool, float, bool]:
+    """As with --batch-invariant: the weight is no parameter, and multiplies by itself."""
+    from moe.gpu.linear_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.routers import exchange_routers  # noqa: PLC0415
+
+    net = nn.ModuleList([PlainRouter()])
+    weight = net[0].weight.detach()
+    del net[0]._parameters["weight"]
+    net[0].weight = DeviceWeight(weight, OneGroup(CPU, is_invariant=True), torch.float32, CPU)
+    exchange_routers(net, torch.float32, CPU)
+    x = torch.randn(ROWS, 16)
+    ours, theirs = net[0](x), PlainRouter.forward(net[0], x)  # type: ignore[arg-type]
+    return (
+        "forward" in vars(net[0]),
+        float((dense(net[0], ours) - dense(net[0], theirs)).abs().max()),
+        torch.equal(ours[0], theirs[0]),
+    )
+
+
+@pytest.mark.slow
+def test_a_routers_weight_that_multiplies_by_itself_goes_on_doing_so(interpreter: RankPool) -> None:
+    is_exchanged, difference, has_equal_logits = interpreter.run(route_by_a_devices_weight)[0]
+    assert is_exchanged and has_equal_logits and difference < 1e-5
