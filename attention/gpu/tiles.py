@@ -1,11 +1,11 @@
 """Which tiles a kernel runs with on which GPU: a table checked in as data, and what is used where it says nothing.
 
 `tiles.json` holds {device: {kernel: {shape: {field: number}}}}: a device is a name as CUDA gives it ("NVIDIA H200") or
-an architecture ("sm_90"), a shape is what `shape_key` writes, or "*" for all that the device has no entry of, and the
-fields are those of the kernel's tile that differ from its fallback. The tuner of the benchmarks writes it; what an
-architecture has no room for (registers, shared memory) is in it because a compile test says so. Tiles decide in which
-order numbers are added, so a table is part of a release: it is never tuned while serving, and ranks of one service read
-the same one (I2).
+an architecture ("sm_90"), a shape is what `shape_key` writes, or "uint8 *" for all of a type that the device has no
+entry of, and the fields are those of the kernel's tile that differ from its fallback. The tuner of the benchmarks writes
+it; what an architecture has no room for (registers, shared memory) is in it because a compile test says so. Tiles decide
+in which order numbers are added, so a table is part of a release: it is never tuned while serving, and ranks of one
+service read the same one (I2).
 Rejected: Triton's own autotuner, which times kernels when they first run and may choose otherwise on another rank.
 """
 
@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-ANY_SHAPE = "*"
 TABLE = Path(__file__).with_name("tiles.json")
 
 Tile = TypeVar("Tile", bound=tuple[int, ...])  # a NamedTuple of ints
@@ -74,7 +73,7 @@ def tile_of(
     table = read_table() if table is None else table
     for name in names:
         shapes = table.get(name, {}).get(kernel, {})
-        for key in (shape, ANY_SHAPE):
+        for key in (shape, f"{shape.split()[0]} *"):
             if key in shapes:
                 return _with(fallback, shapes[key], f"{name} / {kernel} / {key}")
     return fallback

@@ -127,7 +127,7 @@ def test_every_configuration_compiles_within_its_budget(
     name: str, dtype: torch.dtype, arch: int, tmp_path: Path
 ) -> None:
     most = ALL[name].max_registers if arch == 90 else 255
-    check_budget(recorded(ALL[name], dtype).kernel(most), tmp_path, arch)
+    check_budget(recorded(ALL[name], dtype, arch).kernel(most), tmp_path, arch)
 
 
 def test_as_many_programs_run_as_the_device_seats_or_as_there_are_parts() -> None:

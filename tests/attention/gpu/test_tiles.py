@@ -45,11 +45,13 @@ def test_what_the_table_does_not_know_falls_back(kernel: str, shape: str, names:
     assert tile_of(kernel, shape, Tile(), names, TABLE) == Tile()
 
 
-def test_a_star_stands_for_the_shapes_that_a_device_has_no_entry_of() -> None:
-    table = {**TABLE, "sm_80": {"paged_decode": {"*": {"warps": 1}, "bfloat16 D64": {"warps": 2}}}}
-    assert tile_of("paged_decode", "bfloat16 D96", Tile(), ("NVIDIA A100", "sm_80"), table) == Tile(warps=1)
-    assert tile_of("paged_decode", "bfloat16 D64", Tile(), ("NVIDIA A100", "sm_80"), table) == Tile(warps=2)
-    assert tile_of("latent_decode", "bfloat16 H128", Tile(), ("NVIDIA A100", "sm_80"), table) == Tile()
+def test_a_star_stands_for_the_shapes_of_a_type_that_a_device_has_no_entry_of() -> None:
+    table = {**TABLE, "sm_80": {"paged_decode": {"bfloat16 *": {"warps": 1}, "bfloat16 D64": {"warps": 2}}}}
+    a100 = ("NVIDIA A100", "sm_80")
+    assert tile_of("paged_decode", "bfloat16 D96", Tile(), a100, table) == Tile(warps=1)
+    assert tile_of("paged_decode", "bfloat16 D64", Tile(), a100, table) == Tile(warps=2)
+    assert tile_of("paged_decode", "float16 D96", Tile(), a100, table) == Tile()
+    assert tile_of("latent_decode", "bfloat16 H128", Tile(), a100, table) == Tile()
 
 
 def test_a_field_that_the_tile_lacks_is_named() -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if find_spec("triton") is None:
     pytest.skip("needs triton: pip install -r requirements-dev.txt", allow_module_level=True)
 
+from attention.gpu.tiles import shape_key, tile_of
 from moe.gpu import tiles
 from moe.gpu.grouped_kernel import grouped_rows
 from tests.support.triton_compile import Kernel, check_budget, compile_kernel
@@ -40,17 +42,21 @@ SHAPES: dict[str, dict[str, Any]] = {  # S, N, K, gate and format
     "gelu": {"S": 8, "N": 4096, "K": 1024, "GATE": 3, "FORMAT": 0, "types": {}},
     "gelu_tanh": {"S": 8, "N": 4096, "K": 1024, "GATE": 4, "FORMAT": 0, "types": {}},
 }  # fmt: skip
+WEIGHTS = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)  # by format
 FAST = [("qwen3_up", "DECODE"), ("gpt_oss_down", "DECODE"), ("deepseek_down", "PREFILL")]
 
 
-def kernel_of(shape: str, tile_name: str) -> Kernel:
-    """A launch of `grouped_linear`."""
+def kernel_of(shape: str, tile_name: str, arch: int = 90) -> Kernel:
+    """A launch of `grouped_linear` on an architecture."""
     sizes = dict(SHAPES[shape])
     types = {**TYPES, **sizes.pop("types")}
     prefix = "FP8_" if sizes["FORMAT"] else ""
     if types["x_scales"] != "constexpr" and tile_name == "PREFILL":
         prefix = "FP8_ROWS_"
-    tile = getattr(tiles, f"{prefix}{tile_name}_TILE")
+    fallback = getattr(tiles, f"{prefix}{tile_name}_TILE")
+    height, width = sizes["N"] * (2 if sizes["GATE"] else 1), sizes["K"] // (2 if sizes["FORMAT"] == 2 else 1)
+    key = shape_key(WEIGHTS[sizes["FORMAT"]], N=height, K=width)
+    tile = tile_of(f"grouped_{tile_name.lower()}", key, fallback, (f"sm_{arch}",))
     constants = {
         **{name: None for name in ABSENT if types[name] == "constexpr"}, **sizes,
         "S_PAD": 1 << (sizes["S"] - 1).bit_length(), "ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner,
@@ -64,7 +70,7 @@ def check(shape: str, tile: str, arch: int, folder: Path) -> None:
     """FP8 is a type from sm_89 on."""
     if arch == 80 and SHAPES[shape]["FORMAT"] == 1:
         pytest.skip("sm_80 has no FP8 type; such weights need sm_89 or later")
-    check_budget(kernel_of(shape, tile), folder, arch)
+    check_budget(kernel_of(shape, tile, arch), folder, arch)
 
 
 @pytest.mark.parametrize(("shape", "tile"), FAST)
@@ -96,7 +102,7 @@ def test_decode_and_prefill_multiply_with_the_same_instruction(
     """Which takes as many features at a time in both, so that a row's sums have the same order and roundings."""
     for tile in ("DECODE", "PREFILL"):
         found = re.findall(
-            r"\b(?:mma|wgmma\.mma_async)\.\S*", compile_kernel(kernel_of(shape, tile), arch).ptx
+            r"\b(?:mma|wgmma\.mma_async)\.\S*", compile_kernel(kernel_of(shape, tile, arch), arch).ptx
         )
         assert found
         assert all(re.fullmatch(instruction, name) for name in found), set(found)
