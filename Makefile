@@ -1,5 +1,8 @@
 # `make serve` and `make test` set up everything they need on a machine with Python 3.11 and pip.
 PYTHON ?= python3.11
+# Processes that run tests side by side, a test's file in one of them; 0 runs all in one.
+TEST_WORKERS ?= 2
+SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
@@ -15,7 +18,7 @@ serve: $(RUNTIME)
 	@$(BIN)/wideep serve $(ARGS)
 
 test: $(DEVELOP)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(ARGS)
 
 test-all: $(DEVELOP)
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
