@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.options.http_options import HttpOptions
 from server.web.http_service import _server_config
-from server.web.punctual_http import HEAD_S, PunctualProtocol
+from server.web.punctual_http import HEAD_S, MAX_HEAD_BYTES, PunctualProtocol
 
 TIMEOUT_S = 30.0
 HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\n"
@@ -142,6 +143,109 @@ def test_an_answer_may_take_longer_than_a_head(is_slow: bool) -> None:
         return await reader.readuntil(b"ok")
 
     assert talk(client, slow).startswith(b"HTTP/1.1 200")
+
+
+def test_line_ends_are_no_head() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        hearing = asyncio.create_task(hear(reader))
+        while not hearing.done():
+            writer.write(b"\r\n")
+            await asyncio.wait((hearing,), timeout=0.02)
+        return await hearing
+
+    assert talk(client).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("name", [b"x-long: ", b"x-many: 1\r\n"])
+def test_a_head_that_is_too_long_is_a_431(name: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(HEAD + name)
+        hearing = asyncio.create_task(hear(reader))
+        for _ in range(64):  # of 16 KiB, as long as it is listened to
+            writer.write((name * (1 << 14))[: 1 << 14])
+            await asyncio.wait((hearing,), timeout=0.001)
+        return await hearing
+
+    assert MAX_HEAD_BYTES < 64 << 14
+    assert talk(client).startswith(b"HTTP/1.1 431 ")
+
+
+def test_long_bodies_are_no_long_heads() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        length = 4 * MAX_HEAD_BYTES
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % length + b"x" * length)
+        return await reader.readuntil(b"ok")
+
+    assert talk(client, answer_to_body).startswith(b"HTTP/1.1 200")
+
+
+def test_requests_in_one_go_are_answered_in_turn() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(3 * (HEAD + b"content-length: 2\r\n\r\nhi"))
+        answers = [await reader.readuntil(b"ok") for _ in range(3)]
+        await asyncio.sleep(1.5 * Impatient.head_s)
+        writer.write(HEAD + b"connection: close\r\n\r\n")
+        return b"".join(answers) + await hear(reader)
+
+    assert talk(client, answer_to_body).count(b"HTTP/1.1 200") == 4
+
+
+OFFER = (
+    b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\n"  # what Java's client sends with every request
+)
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that says what it was sent."""
+    body, goes_on = b"", True
+    while goes_on:
+        message = await receive()
+        body, goes_on = body + message["body"], message["more_body"]
+    said = b"%s %s ok" % (scope["path"].encode(), body)
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]}
+    )
+    await send({"type": "http.response.body", "body": said})
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_offer_of_another_protocol_is_passed_over(size: int) -> None:
+    """Whatever the pieces that the requests come in."""
+    requests = HEAD + OFFER + b"content-length: 2\r\n\r\nhi" + HEAD + OFFER + CHUNKED + HEAD + OFFER + b"\r\n"
+    requests += b"POST /last HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\nconnection: close\r\n\r\nbye"
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(requests), size):
+            writer.write(requests[start : start + size])
+            await asyncio.sleep(0)
+        return await hear(reader)
+
+    said = talk(client, echo)
+    assert said.count(b"HTTP/1.1 200") == 4
+    assert [said.count(word) for word in (b"/x hi ok", b"/x  ok", b"/last bye ok")] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\nhix",
+        HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"x y: z\r\n\r\n",
+        HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_no_http_is_not_guessed_at(request_: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request_)
+        return await hear(reader)
+
+    said = talk(client, answer_to_body)
+    assert said == b"" or said.startswith(b"HTTP/1.1 400 ")
 
 
 def test_the_service_uses_it() -> None:
