@@ -9,6 +9,7 @@ SIGTERM ends it gently: /health is 503, new requests are refused, open ones end 
 """
 
 import asyncio
+import gc
 import importlib
 import logging
 import os
@@ -116,6 +117,7 @@ class _Front:
             )
         except ValueError as error:  # TokenizerError: its class came with the slow import
             return _complain(str(error))
+        gc.freeze()  # what is here now stays: full collections, which stop all streams, pass it over
         self._take_service(http)
         serving = asyncio.create_task(http.serve(listener))
         await self._ending.wait()

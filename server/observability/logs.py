@@ -75,7 +75,7 @@ class _Queue(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: queue.Queue[logging.LogRecord | None] = queue.Queue(_QUEUE_LINES)
+        self.lines: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()  # in C
         self._num_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -83,13 +83,13 @@ class _Queue(logging.Handler):
         exchange = current_exchange()
         if exchange is not None:
             record.request_id = exchange.request_id
+        if self.lines.qsize() >= _QUEUE_LINES:
+            self._num_dropped += 1
+            return
         if self._num_dropped:
             record.msg, record.args = f"({self._num_dropped} lines dropped) {record.getMessage()}", ()
-        try:
-            self.lines.put_nowait(record)
-            self._num_dropped = 0
-        except queue.Full:
-            self._num_dropped += 1
+        self.lines.put(record)
+        self._num_dropped = 0
 
 
 class _Stream(logging.StreamHandler[TextIO]):
@@ -136,12 +136,11 @@ def logging_to(
     finally:
         for name in loggers:
             logging.getLogger(name).removeHandler(handler)
-        with contextlib.suppress(queue.Full):  # nobody reads: what is queued is lost
-            handler.lines.put(None, timeout=_END_S)
-        writer.join(_END_S)
+        handler.lines.put(None)
+        writer.join(_END_S)  # where nobody reads, what is queued is lost
 
 
-def _write(lines: "queue.Queue[logging.LogRecord | None]", streams: dict[bool, _Stream]) -> None:
+def _write(lines: "queue.SimpleQueue[logging.LogRecord | None]", streams: dict[bool, _Stream]) -> None:
     """Write records until there is a None."""
     while (record := lines.get()) is not None:
         streams[record.name in (ACCESS, REQUESTS)].handle(record)

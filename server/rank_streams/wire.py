@@ -112,34 +112,45 @@ def _structure_from(wire: pb.Structure) -> Structure:
     return Structure(wire.kind, wire.text, wire.after)
 
 
+_STATS_FIELDS = tuple(field.name for field in pb.RankStats.DESCRIPTOR.fields)
+
+
 def step_output_from(outputs: list[RequestOutput], stats: RankStats | None) -> pb.StepOutput:
     """Encode what a rank has to say after one or more steps."""
     return pb.StepOutput(
         outputs=[_output_to_wire(output) for output in outputs],
-        stats=None if stats is None else pb.RankStats(**asdict(stats)),
+        stats=None if stats is None else pb.RankStats(**vars(stats)),
     )
 
 
 def _output_to_wire(output: RequestOutput) -> pb.RequestOutput:
-    return pb.RequestOutput(
-        request_id=output.request_id,
-        token_ids=output.token_ids,
-        logprobs=[pb.TokenLogprobs(**entry._asdict()) for entry in output.logprobs],
-        prompt_logprobs=[pb.TokenLogprobs(**entry._asdict()) for entry in output.prompt_logprobs],
-        num_cached_tokens=output.num_cached_tokens,
-        queued_s=output.queued_s,
-        finish_reason=_TO_WIRE[output.finish_reason],
-        error=output.error,
-    )
+    """Encode one request's; every token of every stream passes here and `output_from`, so what is empty is left out."""
+    message = pb.RequestOutput(request_id=output.request_id, token_ids=output.token_ids)
+    if output.logprobs:
+        message.logprobs.extend(pb.TokenLogprobs(**entry._asdict()) for entry in output.logprobs)
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(
+            pb.TokenLogprobs(**entry._asdict()) for entry in output.prompt_logprobs
+        )
+    if output.num_cached_tokens:
+        message.num_cached_tokens = output.num_cached_tokens
+    if output.queued_s:
+        message.queued_s = output.queued_s
+    if output.finish_reason is not None:
+        message.finish_reason = _TO_WIRE[output.finish_reason]
+    if output.error:
+        message.error = output.error
+    return message
 
 
 def output_from(wire: pb.RequestOutput) -> RequestOutput:
     """Decode what a rank says about one request."""
+    logprobs, prompt_logprobs = wire.logprobs, wire.prompt_logprobs
     return RequestOutput(
         request_id=wire.request_id,
-        token_ids=list(wire.token_ids),
-        logprobs=[_logprobs_from(entry) for entry in wire.logprobs],
-        prompt_logprobs=[_logprobs_from(entry) for entry in wire.prompt_logprobs],
+        token_ids=wire.token_ids[:],
+        logprobs=[_logprobs_from(entry) for entry in logprobs] if logprobs else [],
+        prompt_logprobs=[_logprobs_from(entry) for entry in prompt_logprobs] if prompt_logprobs else [],
         num_cached_tokens=wire.num_cached_tokens,
         queued_s=wire.queued_s,
         finish_reason=_FROM_WIRE[wire.finish_reason],
@@ -153,4 +164,4 @@ def _logprobs_from(wire: pb.TokenLogprobs) -> Logprobs:
 
 def stats_from(wire: pb.RankStats) -> RankStats:
     """Decode a rank's state."""
-    return RankStats(**{field.name: getattr(wire, field.name) for field in pb.RankStats.DESCRIPTOR.fields})
+    return RankStats(**{name: getattr(wire, name) for name in _STATS_FIELDS})
