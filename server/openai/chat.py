@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,13 +14,16 @@ from scheduler.request import Logprobs
 from server.openai.chat_turn import ChatMessage, ChatTurn, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.openai.logprobs import chat_logprobs, prompt_logprobs_list
 from server.openai.schemas import ChatRequest
-from server.openai.streaming import Choice, EventStream, collect, event
+from server.openai.streaming import Choice, EventStream, collect
+from server.openai.text_event import TextEvent, event
 from server.parsers.registry import NONE
 from server.request_life.generations import Piece
 from server.request_life.requests import Requests
 from server.request_life.served import ServedModel
 from server.web.described import STREAM_RESPONSE
+from server.web.hot_routes import HotEndpoint
 
+PATH = "/v1/chat/completions"
 _MANY_TOKENS = 4096  # wording more leaves the event loop
 
 
@@ -27,12 +31,19 @@ def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=None, responses=STREAM_RESPONSE)
+    @router.post(PATH, response_model=None, responses=STREAM_RESPONSE)
     async def create_chat_completion(body: ChatRequest, http: HttpRequest) -> Response:
         """Answer a chat."""
         return await answer_chat(body, http, model, requests)
 
     return router
+
+
+def hot_chat(model: ServedModel, requests: Requests) -> HotEndpoint:
+    """Return the endpoint for requests that are as they should be."""
+    return HotEndpoint(
+        path=PATH, schema=ChatRequest, answer=partial(answer_chat, model=model, requests=requests)
+    )
 
 
 async def answer_chat(
@@ -140,6 +151,10 @@ class ChatChunks:
         self._logprobs = bool(body.logprobs)
         self._usage = bool(options and options.include_usage)
         self._usage_always = self._usage and bool(options and options.continuous_usage_stats)
+        self._has_only_text = not (
+            self._logprobs or self._usage_always or body.return_token_ids
+        )  # in the middle
+        self._text_events: dict[int, TextEvent] = {}
         self._begun: set[int] = set()
         self._told_prompt = False
         self._head = {
@@ -155,7 +170,11 @@ class ChatChunks:
         events = b""
         if index not in self._begun:
             events += self._begin(index)
-        deltas = self._deltas(index, piece)
+        gained = self._deltas(index, piece)
+        match gained:
+            case [ContentDelta(text)] if self._has_only_text and not piece.finish_reason:
+                return events + self._text_event(index).of(text)
+        deltas = [_delta(delta) for delta in gained]
         logprobs = None
         if self._logprobs and piece.logprobs:
             logprobs = _logprobs(self._turn, piece.logprobs)
@@ -165,7 +184,7 @@ class ChatChunks:
         if piece.finish_reason:
             deltas = deltas or [{}]
         for number, delta in enumerate(deltas, start=1):
-            events += self._chunk(index, delta, logprobs, piece if number == len(deltas) else None)
+            events += event(self._chunk(index, delta, logprobs, piece if number == len(deltas) else None))
             logprobs = None
         return events
 
@@ -177,19 +196,27 @@ class ChatChunks:
 
     def _begin(self, index: int) -> bytes:
         """Word a choice's head: the role, then the echo. Its usage counts what was told before, as vLLM's does."""
-        events = self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+        events = event(self._chunk(index, {"role": "assistant", "content": ""}, None, None))
         self._begun.add(index)
         echo = self._turn.echo()
-        return events + self._chunk(index, {"content": echo}, None, None) if echo else events
+        return events + event(self._chunk(index, {"content": echo}, None, None)) if echo else events
 
-    def _deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+    def _text_event(self, index: int) -> TextEvent:
+        """Return the event of a choice's pieces in the middle, the same one every time."""
+        if index not in self._text_events:
+            self._text_events[index] = TextEvent(
+                lambda text: self._chunk(index, {"content": text}, None, None)
+            )
+        return self._text_events[index]
+
+    def _deltas(self, index: int, piece: Piece) -> list[Delta]:
         parser = self._turn.parser(index)
         deltas = parser.push(piece)
         if piece.finish_reason:
             deltas += parser.finish()
-        return [_delta(delta) for delta in deltas]
+        return deltas
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, last: Piece | None) -> bytes:
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, last: Piece | None) -> dict[str, Any]:
         """Word one delta; `last` is the piece that it is the last of."""
         choice: dict[str, Any] = {
             "index": index,
@@ -207,7 +234,7 @@ class ChatChunks:
                 chunk["prompt_token_ids"] = _of_prompt(self._turn)["prompt_token_ids"]
         if self._usage:
             chunk["usage"] = self._turn.usage(self._begun) if self._usage_always else None
-        return event(chunk)
+        return chunk
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,14 +17,17 @@ from server.openai.logprobs import CompletionLogprobs, prompt_logprobs_list
 from server.openai.params import asks_for, refuse_unserved
 from server.openai.prompts import echo_of, encode_prompts
 from server.openai.schemas import CompletionRequest
-from server.openai.streaming import Choice, EventStream, collect, event, finish_word
+from server.openai.streaming import Choice, EventStream, collect, finish_word
 from server.openai.structure import structure_of
+from server.openai.text_event import TextEvent, event
 from server.openai.usage import usage_of
 from server.request_life.generations import Answer, Generation, Piece
 from server.request_life.requests import Requests
 from server.request_life.served import ServedModel
 from server.web.described import STREAM_RESPONSE
+from server.web.hot_routes import HotEndpoint
 
+PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for this endpoint
 
 
@@ -31,12 +35,19 @@ def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None, responses=STREAM_RESPONSE)
+    @router.post(PATH, response_model=None, responses=STREAM_RESPONSE)
     async def create_completion(body: CompletionRequest, http: HttpRequest) -> Response:
         """Complete one or more prompts."""
         return await answer_completion(body, http, model, requests)
 
     return router
+
+
+def hot_completion(model: ServedModel, requests: Requests) -> HotEndpoint:
+    """Return the endpoint for requests that are as they should be."""
+    return HotEndpoint(
+        path=PATH, schema=CompletionRequest, answer=partial(answer_completion, model=model, requests=requests)
+    )
 
 
 async def answer_completion(
@@ -100,6 +111,13 @@ class Worded:
         self._n = body.n or 1
         self._usage = bool(options and options.include_usage)
         self._usage_always = self._usage and bool(options and options.continuous_usage_stats)
+        self._has_only_text = (  # of pieces in the middle
+            body.logprobs is None
+            and not body.return_token_ids
+            and not self._usage_always
+            and body.max_tokens != 0
+        )
+        self._text_events: dict[int, TextEvent] = {}
         self._choices = [
             _WordedChoice(generation, body, self._echo(generation, model), model)
             for generation in answer.generations
@@ -129,19 +147,30 @@ class Worded:
 
     def piece(self, index: int, piece: Piece) -> bytes:
         """Word what a choice gained."""
-        choice = self._choices[index].piece(piece)
-        if choice is None:
-            return b""
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._usage:
-            chunk["usage"] = self._count() if self._usage_always else None
-        return event(chunk)
+        worded = self._choices[index]
+        if self._has_only_text and worded.is_begun and piece.text and not piece.finish_reason:
+            return self._text_event(index).of(piece.text)
+        choice = worded.piece(piece)
+        return b"" if choice is None else event(self._chunk(choice))
 
     def end(self) -> bytes:
         """Word the usage, if asked for."""
         if not self._usage:
             return b""
         return event({**self._head, "choices": [], "usage": self._count()})
+
+    def _text_event(self, index: int) -> TextEvent:
+        """Return the event of a choice's pieces in the middle, the same one every time."""
+        if index not in self._text_events:
+            choice = self._choices[index]
+            self._text_events[index] = TextEvent(lambda text: self._chunk(choice.word(Piece(text))))
+        return self._text_events[index]
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._usage:
+            chunk["usage"] = self._count() if self._usage_always else None
+        return chunk
 
     def _echo(self, generation: Generation, model: ServedModel) -> str:
         """Return the text that precedes a choice's."""
@@ -167,7 +196,7 @@ class _WordedChoice:
         self._body = body
         self._tokenizer = model.tokenizer
         self._echo = echo
-        self._is_begun = False
+        self.is_begun = False
         self._logprobs = None
         if body.logprobs is not None:
             num_top = len(body.logprob_token_ids or ()) or body.logprobs
@@ -183,7 +212,7 @@ class _WordedChoice:
         return {
             "token_ids": None,
             "prompt_token_ids": None,
-            **self._word(piece),
+            **self.word(piece),
             "prompt_logprobs": of_prompt,
         }
 
@@ -192,15 +221,16 @@ class _WordedChoice:
         shows_ids = self._body.return_token_ids and piece.token_ids
         shows_logprobs = self._logprobs is not None and piece.logprobs
         is_empty = not (piece.text or piece.finish_reason or shows_ids or shows_logprobs)
-        if is_empty and (self._is_begun or not self._echo):
+        if is_empty and (self.is_begun or not self._echo):
             return None
-        return self._word(piece)
+        return self.word(piece)
 
-    def _word(self, piece: Piece) -> dict[str, Any]:
+    def word(self, piece: Piece) -> dict[str, Any]:
+        """Word a piece, whatever it has."""
         if self._body.max_tokens == 0:
             finish = piece.finish_reason and FinishReason.LENGTH
             piece = Piece(finish_reason=finish)
-        begins, self._is_begun = not self._is_begun, True
+        begins, self.is_begun = not self.is_begun, True
         choice: dict[str, Any] = {
             "index": self._generation.index,
             "text": self._echo + piece.text if begins else piece.text,

@@ -4,7 +4,6 @@ What /v1/responses and /v1/messages have in common: a draft object that grows wi
 happened to it. A stream sends what it says; a whole answer is the draft at the end.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from server.errors import ApiError
 from server.openai.message_parser import MessageParser
 from server.openai.streaming import EventStream, closing_when_gone
+from server.openai.text_event import encode_json
 from server.parsers.deltas import Delta
 from server.request_life.generations import Answer, Piece
 
@@ -87,8 +87,7 @@ def named_events(events: Sequence[Event]) -> bytes:
 
 def json_bytes(content: Any) -> bytes:
     """Return JSON in UTF-8; half a surrogate pair (a client's own, echoed) becomes its escape, which is JSON too."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return encode_json(content).encode("utf-8", "backslashreplace")
 
 
 async def complete(answer: Answer, chunks: DraftChunks, http: HttpRequest) -> None:

@@ -7,11 +7,10 @@ Where nothing is to be said for long, a comment is: proxies close connections th
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -19,13 +18,13 @@ from starlette.types import Receive, Scope, Send
 
 from scheduler.request import FinishReason, Logprobs
 from server.errors import ApiError
+from server.openai.text_event import event
 from server.request_life.generations import Answer, ClientGone, Piece
 from server.web.error_response import ErrorResponse
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence, before the first piece too: from then on a failure is an event
 COMMENT = b": keep-alive\n\n"  # which every reader of server-sent events passes over
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -43,11 +42,6 @@ class Chunks(Protocol):
     def end(self) -> bytes:
         """Word what comes after the last choice ended, before [DONE]."""
         ...
-
-
-def event(content: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + _encode(content).encode() + b"\n\n"
 
 
 def finish_word(reason: FinishReason | None) -> str | None:

@@ -1,6 +1,6 @@
 """The ASGI application: the layers around the routes, and every error in OpenAI's shape.
 
-From outside in: the exchange is opened and, at its end, told to observers; CORS; keys; bodies; routes.
+From outside in: the exchange is opened and, at its end, told to observers; CORS; keys; bodies; hot routes; routes.
 """
 
 import reprlib
@@ -11,6 +11,8 @@ from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -22,6 +24,7 @@ from server.request_life.generations import ClientGone
 from server.web.api_keys import ApiKeys, KeyGuard
 from server.web.described import ERROR_RESPONSES
 from server.web.exchanges import Exchange, ExchangeWatch
+from server.web.hot_routes import HotEndpoint, HotRoutes
 from server.web.request_body import BodyGuard
 
 _SEEN_CHARS = 80  # of a wrong value, quoted
@@ -35,6 +38,7 @@ def build_app(
     version: str,
     keys: ApiKeys,
     http: HttpOptions | None = None,
+    hot: Sequence[HotEndpoint] = (),
     observers: Sequence[Callable[[Exchange], None]] = (),
 ) -> ASGIApp:
     """Put the application together.
@@ -42,6 +46,7 @@ def build_app(
     Args:
         keys: any of them opens /v1 and what changes something; none leaves all open.
         http: None is the defaults.
+        hot: endpoints of the routers that are asked most.
         observers: told of every exchange at its end.
     """
     http = http or HttpOptions()
@@ -53,7 +58,8 @@ def build_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
-    layered: ASGIApp = BodyGuard(app, http.max_request_bytes)
+    layered: ASGIApp = _answering_errors(HotRoutes(app, hot)) if hot else app
+    layered = BodyGuard(layered, http.max_request_bytes)
     if keys.are_needed:
         layered = KeyGuard(layered, keys)
     if http.allowed_origins:
@@ -66,6 +72,12 @@ def build_app(
             expose_headers=("X-Request-Id", "Retry-After"),
         )
     return ExchangeWatch(layered, observers, root_path=http.root_path)
+
+
+def _answering_errors(app: ASGIApp) -> ASGIApp:
+    """Return an application that answers, as FastAPI's does, what a valid request's endpoint raises."""
+    handled = ExceptionMiddleware(app, handlers={ApiError: _on_api_error, ClientGone: _on_client_gone})
+    return ServerErrorMiddleware(handled, handler=_on_bug)
 
 
 async def _on_api_error(_: HttpRequest, error: Exception) -> Response:

@@ -33,8 +33,8 @@ from server.observability.front_metrics import FrontMetrics
 from server.observability.logs import AccessLog, RequestLog
 from server.observability.metrics import Metrics
 from server.observability.tracing import Traces
-from server.openai.chat import chat_routes
-from server.openai.completions import completion_routes
+from server.openai.chat import chat_routes, hot_chat
+from server.openai.completions import completion_routes, hot_completion
 from server.openai.invocations import invocation_routes
 from server.openai.load import load_routes
 from server.openai.models import model_routes
@@ -107,6 +107,7 @@ class HttpService:
             version=version,
             keys=_keys(options),
             http=options.http,
+            hot=[hot_chat(self.model, self.requests), hot_completion(self.model, self.requests)],
             observers=_observers(options, metrics, self._traces),
         )
         self._server = _Server(_server_config(app, options.http))

@@ -11,6 +11,8 @@ the number of arrays and objects because each costs a Python object and its pars
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -62,7 +64,8 @@ class BodyGuard:
         if failure is not None:
             await error_response(failure)(scope, receive, send)
             return
-        await self._app(scope, _replaying(read, receive), send)
+        whole = {"type": "http.request", "body": read.body, "more_body": False}
+        await self._app(scope, replaying([read.gone or whole], receive), send)
 
     async def _read(self, receive: Receive) -> _Read:
         until_s = asyncio.get_running_loop().time() + self._grace_s
@@ -139,14 +142,11 @@ async def _trouble_with_nesting(body: bytes) -> ApiError | None:
     return None
 
 
-def _replaying(read: _Read, receive: Receive) -> Receive:
-    """Return a `receive` that hands out what was read, then goes on."""
-    waiting: list[Message] = (
-        [] if read.gone else [{"type": "http.request", "body": read.body, "more_body": False}]
-    )
-    waiting += [read.gone] if read.gone else []
+def replaying(taken: Sequence[Message], receive: Receive) -> Receive:
+    """Return a `receive` that hands out what was taken, then goes on."""
+    waiting = deque(taken)
 
     async def next_message() -> Message:
-        return waiting.pop(0) if waiting else await receive()
+        return waiting.popleft() if waiting else await receive()
 
     return next_message
