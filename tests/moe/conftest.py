@@ -1,8 +1,9 @@
-"""Families' checkpoints on disk, for tests that leave them as they are."""
+"""Families' checkpoints on disk, for tests that leave them as they are; how many threads kernels use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 
@@ -47,3 +48,14 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
         return made[name]
 
     return written
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def parallel(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether kernels use threads; with as many of them."""
+    before = numba.get_num_threads()
+    if request.param > numba.config.NUMBA_NUM_THREADS:
+        pytest.skip(f"needs {request.param} cores; numba has {numba.config.NUMBA_NUM_THREADS}")
+    numba.set_num_threads(request.param)
+    yield request.param > 1
+    numba.set_num_threads(before)

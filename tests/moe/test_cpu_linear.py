@@ -1,9 +1,7 @@
 """The CPU kernels against plain torch over edge shapes, and the independence of their rows."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 
-import numba
 import pytest
 import torch
 from torch import Tensor
@@ -15,17 +13,6 @@ SHAPES = [(16, 1), (1, 1), (15, 7), (17, 64), (48, 33), (250, 128)]  # N, K
 ROWS = [0, 1, 2, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
 # silu() is exp() to 2 ulp, a sum, a quotient and a product: each rounds once, torch's own likewise.
 SILU_RTOL = 1e-6
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def parallel(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether kernels use threads; with as many of them."""
-    before = numba.get_num_threads()
-    if request.param > numba.config.NUMBA_NUM_THREADS:
-        pytest.skip(f"needs {request.param} cores; numba has {numba.config.NUMBA_NUM_THREADS}")
-    numba.set_num_threads(request.param)
-    yield request.param > 1
-    numba.set_num_threads(before)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -1,9 +1,7 @@
 """Kernels over FP8 and MXFP4 weights give the bits that the float32 kernels give for the dequantised weight."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -21,17 +19,6 @@ from moe.quantised_weight import QuantisedWeight, QuantisedWeightError, e2m1_val
 
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
 SHAPES = [(16, 32), (48, 96), (17, 64), (250, 160)]  # N, K
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def parallel(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether kernels use threads; with as many of them."""
-    before = numba.get_num_threads()
-    if request.param > numba.config.NUMBA_NUM_THREADS:
-        pytest.skip(f"needs {request.param} cores; numba has {numba.config.NUMBA_NUM_THREADS}")
-    numba.set_num_threads(request.param)
-    yield request.param > 1
-    numba.set_num_threads(before)
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -1,7 +1,6 @@
 """What interpreting ranks run for the tests of dispatch between devices."""
 
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -85,12 +84,3 @@ def without_repeats(case: RankCase) -> RankCase:
         repeats = (case.slots_TK[:, :k] == case.slots_TK[:, k : k + 1]).any(dim=1)
         slots_TK[repeats, k] = -1
     return case._replace(slots_TK=slots_TK)
-
-
-def catch(action: Callable[[], Any]) -> str:
-    """Return the error's type and text, or "no error"."""
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - what is raised is the test's result
-        return f"{type(error).__name__}: {error}"
-    return "no error"

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from dispatch import Buffer
 from dispatch.errors import TransportUnavailable
 from dispatch.mode import NORMAL, Mode, low_latency
-from tests.dispatch.gpu.ranks import CPU, Outcome, S, catch, run_layer, run_on_cpu, without_repeats
+from tests.dispatch.caught import catch
+from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer, run_on_cpu, without_repeats
 from tests.dispatch.oracle import RankCase, make_cases
 from tests.support.ranks import RankPool
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from dispatch.low_latency.symmetric import SharedMemory
 from dispatch.mode import NORMAL, Mode, low_latency
+from tests.dispatch.caught import catch
 from tests.dispatch.gpu.ranks import (
     CPU,
     Outcome,
     S,
     answer,
-    catch,
     open_wide,
     run_layer,
     run_on_cpu,

@@ -1,6 +1,6 @@
 """What ranks of a pool run for the low-latency tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.transports.choose import open_transport
+from tests.dispatch.caught import catch
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, make_cases, zero_undefined
 from tests.dispatch.low_latency.interpreted import open_interpreted
 
@@ -76,15 +77,6 @@ def run_layers(name: str, layers: list[Layer], with_hooks: bool, fixed_bytes: bo
     """Run several layers through one face."""
     with open_face(name, fixed_bytes=fixed_bytes) as face:
         return [run_layer(face, layer, with_hooks=with_hooks, spoil=with_hooks) for layer in layers]
-
-
-def catch(action: Callable[[], Any]) -> str:
-    """Return the error's type and text, or "no error"."""
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - what is raised is the test's result
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def one_rank_wrong(name: str, wrong_rank: int, call: str, change: dict[str, Any]) -> tuple[str, RankResult]:

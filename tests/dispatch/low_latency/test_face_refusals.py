@@ -9,9 +9,10 @@ from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.transports.local import LocalTransport
 from tests.conftest import PoolOf
+from tests.dispatch.caught import catch
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.face_inputs import BF16, bring
-from tests.dispatch.low_latency.ranks import catch, one_rank_wrong, open_face, run_layer
+from tests.dispatch.low_latency.ranks import one_rank_wrong, open_face, run_layer
 
 X, TOPK = bring()
 
