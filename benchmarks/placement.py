@@ -8,7 +8,7 @@ no shares of the slots that were planned before it can do better.
 
 Run: `python -m benchmarks.placement [--loads FILE...] [--quick] [--save]`, with recorded loads as `wideep experts
 simulate` reads them (names of one phase share the part before the first underscore); without, generated loads only.
-The goals are the issue's; a missed one is printed as such and the exit status stays 0.
+A goal that is missed is printed as such and the exit status stays 0.
 """
 
 import argparse

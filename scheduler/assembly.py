@@ -1,47 +1,33 @@
 """Put an engine together: the composition root of one rank.
 
-Everything that may be wrong with settings, model or memory is found before weights are read. The groups that
-transport and mailbox use are made here and given away; nothing else keeps them (D8 of the design).
+Everything that may be wrong with settings, model or memory is found before weights are read.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from dispatch.alternating import AlternatingDispatcher
 from dispatch.dispatched import TokenDispatcher
-from dispatch.dispatcher import Dispatcher
 from dispatch.errors import TransportUnavailable
-from dispatch.hierarchical.groups import open_hierarchical
-from dispatch.mailbox import open_mailbox
-from dispatch.row_formats import row_format
-from dispatch.transports.choose import open_transport
 from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool
-from kvcache.paged_cache import BLOCK_TOKENS
+from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.step import Step
 from moe.backend import Backend
 from moe.model import Model, Skeleton, set_threads
 from scheduler.config import ConfigError, EngineConfig, model_length
-from scheduler.devices import backend_of, open_device_dispatcher, open_forward, open_sampler
+from scheduler.devices import backend_of, open_forward, open_sampler
 from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
 from scheduler.expert_transfer import Place
 from scheduler.load_report import ExpertMap
-from scheduler.lockstep import (
-    DispatchMode,
-    Header,
-    LockStep,
-    describe_halves,
-    describe_modes,
-    why_no_halves,
-)
+from scheduler.lockstep import DispatchMode, describe_halves, describe_modes, why_no_halves
 from scheduler.peer_channel import ChannelError, Pace, open_channel
 from scheduler.policy import Scheduler
+from scheduler.rank_links import can_replay, open_dispatchers, open_groups, open_lockstep
 from scheduler.relocation import Relocation
 from scheduler.runner import Runner
 from scheduler.sizing import num_blocks
@@ -103,20 +89,18 @@ def assemble(
     length = model_length(skeleton.model.config, config.max_model_len)
     blocks = _num_blocks(config, skeleton, length)
     scheduler, step = _make_scheduler(config, length, blocks), _make_step(config, length, backend)
-    *groups, mailbox_group = _groups(config)
+    *groups, mailbox_group = open_groups(config)
     placement = _agree_on_placement(config, skeleton, groups[0])
     turns = Turns(partial(_prepare_thread, config, backend))
-    dispatcher = _open_dispatchers(config, backend, groups, placement.slots_per_rank, turns)
+    dispatcher = open_dispatchers(config, backend, groups, placement.slots_per_rank, turns)
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
     backend.warm_up(model, cache)
-    forward = open_forward(model, cache, replays=_replays(config, dispatcher), report=report)
     other = _make_step(config, length, backend) if config.halves else None
     halves = TwoBatch(model, cache, turns, (step, other)) if other else None
-    sampler = open_sampler(config, model)
-    runner = Runner(model, cache, forward, sampler, check=dispatcher.check, halves=halves)
+    runner = _make_runner(config, model, cache, dispatcher, halves, report)
     relocation = _open_relocation(config, placement, model)
-    lockstep = _open_lockstep(config, mailbox_group, placement.version)
+    lockstep = open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
     engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures)
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
@@ -202,6 +186,19 @@ def _load_model(
     )
 
 
+def _make_runner(
+    config: EngineConfig,
+    model: Model,
+    cache: PagedCache,
+    dispatcher: TokenDispatcher,
+    halves: TwoBatch | None,
+    report: Report,
+) -> Runner:
+    forward = open_forward(model, cache, replays=can_replay(config, dispatcher), report=report)
+    sampler = open_sampler(config, model)
+    return Runner(model, cache, forward, sampler, check=dispatcher.check, halves=halves)
+
+
 def _num_spare(config: EngineConfig, placement: Placement) -> int:
     """As many as one layer has let any plan be carried out; one rank has nowhere to move to."""
     if config.num_spare is not None:
@@ -225,44 +222,6 @@ def _prepare_thread(config: EngineConfig, backend: Backend) -> None:
     backend.enter_thread()
 
 
-def _open_dispatchers(
-    config: EngineConfig,
-    backend: Backend,
-    groups: Sequence[dist.ProcessGroup | None],
-    slots_per_rank: int,
-    turns: Turns,
-) -> TokenDispatcher:
-    """Open one dispatcher, or two that alternate where steps may run in halves."""
-    first, *others = [_open_dispatcher(config, backend, group, slots_per_rank) for group in groups]
-    return AlternatingDispatcher(first, others[0], turns) if others else first
-
-
-def _open_dispatcher(
-    config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
-) -> TokenDispatcher:
-    if config.device != "cpu":
-        return open_device_dispatcher(config, backend, group, slots_per_rank)
-    name, timeout_s, epoch = config.all2all_backend, config.timeout_s, config.epoch
-    if config.dispatch_node_size:
-        return open_hierarchical(
-            name,
-            group,
-            node_size=config.dispatch_node_size,
-            slots_per_rank=slots_per_rank,
-            timeout_s=timeout_s,
-            epoch=epoch,
-            rows=config.dispatch_dtype,
-        )
-    transport = open_transport(name, group, timeout_s=timeout_s, epoch=epoch)
-    return Dispatcher(transport, slots_per_rank=slots_per_rank, rows=row_format(config.dispatch_dtype))
-
-
-def _replays(config: EngineConfig, dispatcher: TokenDispatcher) -> bool:
-    """Whether decode steps may be replayed: several ranks do so in low-latency mode only."""
-    has_steps = config.world_size == 1 or config.dispatch_mode is not DispatchMode.NORMAL
-    return dispatcher.is_replayable and has_steps and not config.enforce_eager
-
-
 def _open_relocation(config: EngineConfig, placement: Placement, model: Model) -> Relocation:
     try:
         channel = open_channel(list(range(config.world_size)))
@@ -270,30 +229,3 @@ def _open_relocation(config: EngineConfig, placement: Placement, model: Model) -
         raise TransportUnavailable(f"rank {config.rank}: {error}") from error
     places = [Place(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
     return Relocation(config.rank, placement, places, channel, Pace(config.eplb.max_bytes_per_step))
-
-
-def _open_lockstep(config: EngineConfig, group: dist.ProcessGroup | None, placement_version: int) -> LockStep:
-    width = len(Header._fields)
-    mailbox = open_mailbox(config.all2all_backend, group, width=width, timeout_s=config.timeout_s)
-    return LockStep(
-        mailbox,
-        epoch=config.epoch,
-        timeout_s=config.timeout_s,
-        mode=config.dispatch_mode,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        placement_version=placement_version,
-        halves=config.halves,
-    )
-
-
-def _groups(config: EngineConfig) -> list[dist.ProcessGroup | None]:
-    """Make the groups of the transports, one for each half of a step, and of the mailbox, which is last: they run side
-    by side, so they need one each."""
-    if config.world_size == 1:
-        return [None, None]
-    count = 2 if config.halves is None else 3
-    timeout, ranks = timedelta(seconds=config.timeout_s), list(range(config.world_size))
-    try:
-        return [dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(count)]
-    except RuntimeError as error:  # all that gloo says of a peer that is gone
-        raise TransportUnavailable(f"rank {config.rank} could not meet the others: {error}") from error

@@ -2,9 +2,9 @@
 
 The floor of a step is the bytes that it must read (every weight but the experts that no row chose, and the cache of
 all contexts) over the copy's bandwidth. `of_floor` is that floor over the device's time for the model's forward, `eager`
-the same without a graph. `step ms` is what the service sees: filling the step, copying it, the forward, logits to the
-host, sampling; `gap` is the share of it in which the device has nothing to do with the forward.
-Contexts are as long as said and hold random keys and values: nothing was prefilled. Goals are of the project's issue.
+the same without a graph. `step ms` is what the service sees: filling the step, copying it, the forward, sampling,
+tokens to the host; `gap` is the share of it in which the device has nothing to do with the forward.
+Contexts are as long as said and hold random keys and values: nothing was prefilled.
 Parity runs a prompt in two chunks and then token by token through our engine, and compares logprobs with those of
 transformers in float32: ours may be off as far as transformers' own in the same type, and a half more, on average (where
 two experts are nearly equal, rounding chooses, in any program: the worst token says little).

@@ -1,6 +1,6 @@
 """Which kernels a day checks and times, at which shapes: tables of names and makers, the real ones and the tiny ones.
 
-The goals are those of the project's issue on GPUs: paged decode attention at 85 % of the copy's bandwidth, the grouped
+The goals: paged decode attention at 85 % of the copy's bandwidth, the grouped
 GEMM 1.1 times as fast as torch's below 64 rows per expert and at 85 % of the matrix rate from 1,024 rows.
 """
 

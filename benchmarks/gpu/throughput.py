@@ -3,8 +3,8 @@
 So many clients that complete prompts of random tokens, one wave of them; the time is from the first request's start to the
 last one's end, prompts included, without HTTP on either side. Our engine runs in a process of its own, as in a service.
 Transformers: its continuous batching (`continuous`), and one `generate` call on the whole batch with a static cache
-(`static`), experts by grouped_mm, attention by sdpa, the same weights. `x` is our tokens/s over theirs. The goal is of the
-project's issue: at least 5 times its continuous batching at 32 clients and more.
+(`static`), experts by grouped_mm, attention by sdpa, the same weights. `x` is our tokens/s over theirs. The goal:
+at least 5 times its continuous batching at 32 clients and more.
 """
 
 import dataclasses
