@@ -32,6 +32,15 @@ examples:
 """
 
 
+def _load_file(text: str) -> Path:
+    if text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(
+            f"{text} is an address; `wideep experts record {text} --out load.npz` writes a file of a running "
+            "service's load, and `wideep experts apply` plans and moves there at once"
+        )
+    return Path(text)
+
+
 def add_experts_parser(commands: Any) -> None:
     """Add `experts` and its verbs to the command line's parser."""
     experts = commands.add_parser(
@@ -56,7 +65,7 @@ def _add_simulate(verbs: Any) -> argparse.ArgumentParser:
         "(known) and on the one after it (next), where prefill and decode were recorded apart by phase as well.",
         epilog=_SIMULATE_EXAMPLE + lines,
     )
-    simulation.add_argument("loads", nargs="+", type=Path, metavar="LOADFILE", help=_LOADS_HELP)
+    simulation.add_argument("loads", nargs="+", type=_load_file, metavar="LOADFILE", help=_LOADS_HELP)
     simulation.add_argument("--ranks", nargs="+", type=int, required=True, metavar="R", help="ranks to try")
     simulation.add_argument(
         "--slots",
@@ -82,7 +91,7 @@ def _add_plan(verbs: Any) -> argparse.ArgumentParser:
         "Nothing is served.",
         epilog=_PLAN_EXAMPLE,
     )
-    planning.add_argument("loads", nargs="+", type=Path, metavar="LOADFILE", help=_LOADS_HELP)
+    planning.add_argument("loads", nargs="+", type=_load_file, metavar="LOADFILE", help=_LOADS_HELP)
     planning.add_argument("--ranks", type=int, metavar="R", help="ranks (default: those of --current)")
     planning.add_argument("--slots", type=int, metavar="S", help="slots of a layer, all ranks together")
     planning.add_argument("--current", type=Path, metavar="FILE", help="the placement to repair")

@@ -157,6 +157,15 @@ def test_what_is_no_load_is_refused_by_a_sentence(
     assert message in capsys.readouterr().err
 
 
+def test_an_address_is_no_load_and_the_command_that_reads_one_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["experts", "plan", "http://127.0.0.1:8000", "--ranks", "2", "--slots", "32"])
+    message = capsys.readouterr().err
+    assert "is an address; `wideep experts record http://127.0.0.1:8000 --out load.npz`" in message
+
+
 def test_windows_of_several_files_and_formats_are_one_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
