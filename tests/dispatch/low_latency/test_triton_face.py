@@ -17,6 +17,7 @@ from dispatch.low_latency.face import LowLatencyFace
 from tests.dispatch.caught import catch
 from tests.dispatch.low_latency import test_deepep_assertions as deepep
 from tests.dispatch.low_latency import test_face as faces
+from tests.dispatch.low_latency import test_face_refusals as refusals
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.interpreted import open_interpreted
 from tests.dispatch.low_latency.ranks import one_rank_wrong, open_face, run_layer
@@ -123,7 +124,7 @@ def test_a_refusal_reaches_every_rank_and_the_next_call_works(
 
 @pytest.mark.slow
 def test_a_refusal_is_raised_by_the_hook_it_belongs_to(fresh_pool: RankPool) -> None:
-    (posted, hooked), (refused, _) = fresh_pool.run(faces.refused_while_hook_waits, "triton")
+    (posted, hooked), (refused, _) = fresh_pool.run(refusals.refused_while_hook_waits, "triton")
     assert posted == "no error"
     assert hooked.startswith("PeerRefused: rank 1 refused the call: topk_idx[0, 0] is 77")
     assert refused.startswith("ValueError: topk_idx[0, 0] is 77")
@@ -132,7 +133,7 @@ def test_a_refusal_is_raised_by_the_hook_it_belongs_to(fresh_pool: RankPool) -> 
 @pytest.mark.parametrize("wrong", ["hidden", "tokens"])
 @pytest.mark.slow
 def test_ranks_that_disagree_get_a_named_error(fresh_pool: RankPool, wrong: str) -> None:
-    for text in fresh_pool.run(faces.disagree, "triton", wrong):
+    for text in fresh_pool.run(refusals.disagree, "triton", wrong):
         assert text.startswith("RanksDisagree: rank ")
 
 
