@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -246,6 +247,18 @@ def test_what_is_no_http_is_not_guessed_at(request_: bytes) -> None:
 
     said = talk(client, answer_to_body)
     assert said == b"" or said.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("request_", [b"BREW /x HTTP/1.1\r\nhost: x\r\n\r\n", b"nonsense\r\n\r\n"])
+def test_what_is_no_http_is_answered_in_the_shape_of_other_errors(request_: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request_)
+        return await hear(reader)
+
+    head, _, body = talk(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("BadRequestError", 400) and "no HTTP/1.1" in error["message"]
 
 
 def test_the_service_uses_it() -> None:
