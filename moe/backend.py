@@ -107,6 +107,11 @@ class Backend(Protocol):
         """Name under which the experts organ is registered."""
         ...
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile makes code of a model's layers: their modules must stay what they are."""
+        ...
+
     def register(self) -> None:
         """Make the organs known to `transformers`; may be called again."""
         ...

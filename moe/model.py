@@ -117,7 +117,7 @@ class Model:
             self.layers = self._load_experts(loader, dispatcher, num_spare, report)
             _restore_buffers(self._net)
             self._backend.finish(self._net)
-        if dispatcher.world_size > 1:
+        if dispatcher.world_size > 1 and not self._backend.is_compiled:
             self._lay_shared_beside()
         self._body = KeptBody(self._net)
 

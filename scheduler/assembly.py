@@ -18,6 +18,7 @@ from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.step import Step
 from moe.backend import Backend
 from moe.model import Model, Skeleton, set_threads
+from scheduler.compiler import why_no_compiler
 from scheduler.config import ConfigError, EngineConfig, model_length
 from scheduler.devices import backend_of, open_forward, open_sampler
 from scheduler.doorbell import Doorbell
@@ -82,9 +83,9 @@ def assemble(
     # The step loop lets go of the interpreter in every kernel. Where another thread (moves, requests that arrive) runs
     # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
     sys.setswitchinterval(SWITCH_S)
-    _check_halves(config)
+    check_together(config)
     set_threads(config.threads)
-    backend = backend_of(config.device, config.dtype, is_invariant=config.batch_invariant)
+    backend = backend_of(config)
     skeleton = Skeleton(config.directory, backend)
     length = model_length(skeleton.model.config, config.max_model_len)
     blocks = _num_blocks(config, skeleton, length)
@@ -206,13 +207,24 @@ def _num_spare(config: EngineConfig, placement: Placement) -> int:
     return placement.slots_per_rank if config.world_size > 1 else 0
 
 
-def _check_halves(config: EngineConfig) -> None:
-    """Refuse halves with what they cannot work with."""
+def check_together(config: EngineConfig) -> None:
+    """Refuse halves and a compiler with what they cannot work with.
+
+    Raises:
+        ConfigError: naming it, and what to do.
+    """
     replays = not config.enforce_eager and config.dispatch_mode is not DispatchMode.NORMAL
     on_gpus = config.device.startswith("cuda")
     backend = config.all2all_backend
     problem = why_no_halves(config.world_size, on_gpus=on_gpus, replays=replays, backend=backend)
     if config.halves is not None and problem:
+        raise ConfigError(problem)
+    problem = why_no_compiler(
+        on_gpus=config.device != "cpu",
+        is_invariant=config.batch_invariant,
+        in_halves=config.halves is not None,
+    )
+    if config.compiler and problem:
         raise ConfigError(problem)
 
 

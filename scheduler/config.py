@@ -28,6 +28,7 @@ class EngineConfig:
     load_format: str = "auto"  # the directory's safetensors; "random": see `moe.random_checkpoint`
     batch_invariant: bool = False  # of a GPU; a CPU always is
     enforce_eager: bool = False  # no CUDA graphs
+    compiler: str = ""  # of a GPU: the backend of torch.compile for what lies between the organs; "": none
     halves: HalfThresholds | None = None  # run large steps in two halves that take turns; None: never
     enable_prefix_caching: bool = True
     all2all_backend: str = "auto"

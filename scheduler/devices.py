@@ -24,23 +24,22 @@ from scheduler.sampler import HostSampler, Sampler
 INTERPRETER = "interpreter"
 
 
-def backend_of(device: str, dtype: str, *, is_invariant: bool = False) -> Backend:
+def backend_of(config: EngineConfig) -> Backend:
     """Return how a model is built for a device.
-
-    Args:
-        device: see the module.
-        dtype: auto, float32 or bfloat16; what a GPU computes in (auto: bfloat16).
-        is_invariant: whether a row's bits must not depend on the rows beside it on a GPU; on a CPU they never do.
 
     Raises:
         ConfigError: there is no such device.
     """
-    if device == "cpu":
+    if config.device == "cpu":
         return CPU
-    if device.partition(":")[0] not in ("cuda", INTERPRETER):
-        raise ConfigError(f"the device is {device!r}; it must be cpu, cuda, cuda:0 ... or {INTERPRETER}")
+    if config.device.partition(":")[0] not in ("cuda", INTERPRETER):
+        raise ConfigError(
+            f"the device is {config.device!r}; it must be cpu, cuda, cuda:0 ... or {INTERPRETER}"
+        )
     gpu = importlib.import_module("moe.gpu.backend")
-    backend: Backend = gpu.open_backend(device, dtype, is_invariant=is_invariant)
+    backend: Backend = gpu.open_backend(
+        config.device, config.dtype, is_invariant=config.batch_invariant, compiler=config.compiler
+    )
     return backend
 
 

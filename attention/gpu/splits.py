@@ -19,8 +19,6 @@ Ideas: FlashDecoding (Dao et al., 2023); one persistent program per seat, as Fla
 Legend: S sequences, H query heads, V value dim, C splits.
 """
 
-from typing import Self
-
 import torch
 import triton
 import triton.language as tl
@@ -136,23 +134,6 @@ class DecodeScratch:
         self.sums = torch.empty(parts * value_dim, dtype=torch.float32, device=device)
         self.tops = torch.empty(parts, dtype=torch.float32, device=device)
         self.totals = torch.empty_like(self.tops)
-
-    @classmethod
-    def around(
-        cls,
-        sums: Tensor,
-        tops: Tensor,
-        totals: Tensor,
-        split_tokens: int,
-        num_splits: int,
-        multiprocessors: int,
-    ) -> Self:
-        """Put one together again from its parts."""
-        scratch = cls.__new__(cls)
-        scratch.sums, scratch.tops, scratch.totals = sums, tops, totals
-        scratch.split_tokens, scratch.num_splits = split_tokens, num_splits
-        scratch.multiprocessors = multiprocessors
-        return scratch
 
     def check(self, sequences: int, heads: int, value_dim: int, tile_tokens: int) -> None:
         """Raise ValueError where a launch does not fit."""

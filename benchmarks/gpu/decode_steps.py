@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, bytes_of
 from benchmarks.gpu.models import MODELS, config_of, engine_config, transformers_model
-from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.rows import Figure, Row, Setting
 from benchmarks.gpu.served import sequence_of
 from benchmarks.gpu.timing import time_queued
 from kvcache.paged_cache import BLOCK_TOKENS
@@ -34,6 +34,7 @@ from scheduler.request import SamplingParams
 _BATCHES, _CONTEXT = (1, 32, 128, 256), 2048
 _TINY_BATCHES, _TINY_CONTEXT = (1, 2), 20
 _GOALS = {"of_floor": 0.8}
+_COMPILED = "qwen3"  # measured with --enable-torch-compile too
 _STEPS = 20
 _CHUNK, _TAIL = 48, 4  # tokens of a parity prompt: half of them in each of two chunks, then one by one
 _ALLOWED_TIMES, _ALLOWED = 1.5, 1e-3
@@ -50,36 +51,44 @@ class Silent:
 
 
 def units(setting: Setting) -> list[str]:
-    """Answers of all models, then the times that goals speak of, then other models'."""
-    return [f"parity {name}" for name in MODELS] + [f"steps {name}" for name in MODELS]
+    """Answers of all models, then the times that goals speak of, then other models', then one model compiled."""
+    plain = [f"parity {name}" for name in MODELS] + [f"steps {name}" for name in MODELS]
+    return [*plain, f"parity {_COMPILED} compiled", f"steps {_COMPILED} compiled"]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
     """Run one."""
-    kind, _, name = unit.partition(" ")
+    kind, name, *compiled = unit.split()
     bench = Bench.of(setting)
+    compiler = ("aot_eager" if setting.is_tiny else "inductor") if compiled else ""
     if kind == "parity":
-        yield parity(setting, bench, name)
+        yield parity(setting, bench, name, compiler)
     else:
-        yield from steps(setting, bench, name)
+        yield from steps(setting, bench, name, compiler)
 
 
-def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
+def steps(setting: Setting, bench: Bench, name: str, compiler: str = "") -> Iterator[Row]:
     """Time steps of all batches through one engine."""
     batches = _TINY_BATCHES if setting.is_tiny else _BATCHES
     context = _TINY_CONTEXT if setting.is_tiny else _CONTEXT
     config = config_of(name, setting)
     limits = {"max_num_seqs": max(batches), "max_model_len": -(-context // BLOCK_TOKENS) * BLOCK_TOKENS}
-    with engine_config(config, setting, **limits) as about:
+    with engine_config(config, setting, compiler=compiler, **limits) as about:
         assembled = assemble(about, Silent())
     fill_cache(bench, assembled)
+    goals = _GOALS if name == "qwen3" else {}
     for batch in batches:
-        yield _step_row(setting, bench, name, assembled, batch, context)
+        figures = _figures(setting, bench, assembled, batch, context)
+        yield Row(name=f"{_named(name, compiler)} b{batch} at {context}", figures=figures, goals=goals)
 
 
-def _step_row(
-    setting: Setting, bench: Bench, name: str, assembled: Assembled, batch: int, context: int
-) -> Row:
+def _named(name: str, compiler: str) -> str:
+    return f"{name} compiled" if compiler else name
+
+
+def _figures(
+    setting: Setting, bench: Bench, assembled: Assembled, batch: int, context: int
+) -> dict[str, Figure]:
     runner, model = assembled.runner, assembled.model
     vocab = int(model.lm_head.shape[0])
     work = decodes(batch, context, vocab)
@@ -94,7 +103,7 @@ def _step_row(
     num_bytes = step_bytes(assembled, touched, batch, context)
     copy = setting.ceiling("copy_tb_per_s")
     floor_s = None if copy is None else num_bytes / (copy * 1e12)
-    figures = {
+    return {
         "forward ms": replayed_s * 1e3,
         "of_floor": None if floor_s is None else floor_s / replayed_s,
         "eager": None if floor_s is None else floor_s / eager_s,
@@ -103,7 +112,6 @@ def _step_row(
         "GB": num_bytes / 1e9,
         "experts": touched,
     }
-    return Row(name=f"{name} b{batch} at {context}", figures=figures, goals=_GOALS if name == "qwen3" else {})
 
 
 def step_bytes(assembled: Assembled, touched: int, batch: int, context: int) -> int:
@@ -161,7 +169,7 @@ def _median_s(call: Callable[[], object], runs: int) -> float:
     return statistics.median(seconds[2:])
 
 
-def parity(setting: Setting, bench: Bench, name: str) -> Row:
+def parity(setting: Setting, bench: Bench, name: str, compiler: str = "") -> Row:
     """Compare logprobs of a prompt's own tokens."""
     config = config_of(name, setting, layers=2)
     length = _CHUNK + _TAIL
@@ -170,7 +178,7 @@ def parity(setting: Setting, bench: Bench, name: str) -> Row:
     ).tolist()
     parts = []
     for measure in (
-        functools.partial(our_logprobs, config, setting, ids),
+        functools.partial(our_logprobs, config, setting, ids, compiler),
         functools.partial(_their_logprobs, config, bench, ids, torch.float32),
         functools.partial(_their_logprobs, config, bench, ids, bench.dtype),
     ):
@@ -183,14 +191,21 @@ def parity(setting: Setting, bench: Bench, name: str) -> Row:
     allowed = _ALLOWED_TIMES * their_error + _ALLOWED
     figures = {"error": error, "transformers": their_error, "allowed": allowed, "control": control}
     return Row(
-        name=f"parity {name}, 2 layers", figures=figures, is_right=error <= allowed and control > 5 * allowed
+        name=f"parity {_named(name, compiler)}, 2 layers",
+        figures=figures,
+        is_right=error <= allowed and control > 5 * allowed,
     )
 
 
-def our_logprobs(config: Any, setting: Setting, ids: Sequence[int]) -> Tensor:
+def our_logprobs(config: Any, setting: Setting, ids: Sequence[int], compiler: str = "") -> Tensor:
     """Logprobs of ids[1:], each given those before: two chunks of a prompt, then tokens one by one."""
     with engine_config(
-        config, setting, max_num_seqs=2, max_model_len=4 * BLOCK_TOKENS, kv_cache_bytes=1 << 28
+        config,
+        setting,
+        max_num_seqs=2,
+        max_model_len=4 * BLOCK_TOKENS,
+        kv_cache_bytes=1 << 28,
+        compiler=compiler,
     ) as about:
         runner = assemble(about, Silent()).runner
     blocks = [3, 1, 0, 2]

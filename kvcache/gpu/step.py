@@ -70,6 +70,7 @@ class DeviceStep(Step):
         on_device: the step that `inputs` was last called for.
         sizes: what steps that only decode are padded to.
         graph_sizes: likewise, where all that ranks run follows from the size.
+        max_rows: of any step, padding included.
     """
 
     on_device: OnDevice
@@ -95,7 +96,7 @@ class DeviceStep(Step):
         self._is_wide = num_ranks > 1
         self.graph_sizes = agreed_sizes(max_sequences) if self._is_wide else self.sizes
         self.max_context = max_blocks * block_tokens
-        padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
+        self.max_rows = padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
         self._host = self._pinned(3 * padded + 3 * max(padded, max_sequences) + 8)
         self._host_values = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device)

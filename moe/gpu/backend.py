@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
 from attention.gpu import served_shapes
 from attention.gpu.rotary_modules import exchange_rotary
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import SMALLEST_CAPACITY
 from kvcache.gpu.cache import DeviceCache, token_bytes
-from kvcache.gpu.step import DeviceStep
+from kvcache.gpu.operators import OperatedCache
+from kvcache.gpu.step import ROWS, DeviceStep
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.backend import Slots
@@ -25,6 +27,8 @@ from moe.cpu_backend import leaves
 from moe.current_step import CurrentStep
 from moe.families import UnsupportedModelError
 from moe.gpu import experts as experts_organ
+from moe.gpu import operators
+from moe.gpu.compiling import compile_layers, outside_layers
 from moe.gpu.expert_loading import ExpertLoading, fused_gate
 from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.formats import SCALE_BLOCK
@@ -54,17 +58,27 @@ class GpuBackend:
         model_dtype: what modules compute in, and what weights are kept in.
     """
 
-    attention = attention_organ.NAME
-    experts = experts_organ.NAME
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, is_invariant: bool = False, compiler: str = ""
+    ) -> None:
+        """Choose a way.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_invariant: bool = False) -> None:
-        """With `is_invariant` no row's bits depend on how many rows are beside it, at a price in speed."""
+        Args:
+            is_invariant: no row's bits depend on how many rows are beside it, at a price in speed.
+            compiler: a backend of torch.compile for what lies between the organs; "": it is not compiled.
+        """
         self.device, self.model_dtype, self._is_invariant = device, dtype, is_invariant
+        self._compiler = compiler
+        self.attention = attention_operator.NAME if compiler else attention_organ.NAME
+        self.experts = operators.NAME if compiler else experts_organ.NAME
+        self.is_compiled = bool(compiler)
 
     def register(self) -> None:
         """Make the organs known."""
         attention_organ.register()
+        attention_operator.register()
         experts_organ.register()
+        operators.register()
 
     def check(
         self, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
@@ -181,7 +195,8 @@ class GpuBackend:
     def make_cache(self, shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
         """Reserve the pages."""
         assert isinstance(step, DeviceStep), "a step of another backend"
-        cache = DeviceCache(shapes, num_blocks, dtype=self.model_dtype, device=self.device)
+        kind = OperatedCache if self._compiler else DeviceCache
+        cache = kind(shapes, num_blocks, dtype=self.model_dtype, device=self.device)
         cache.step = step
         return cache
 
@@ -192,10 +207,20 @@ class GpuBackend:
     def finish(self, net: PreTrainedModel) -> None:
         """Move buffers to the device; exchange modules for kernels that compute the same; do not expand latents twice."""
         net.to(self.device)
-        exchange_norms(net, self.model_dtype)
+        attention_organ.prepare(net)
+        if self._compiler:
+            self._compile(net)
+            return
+        exchange_norms(net.modules(), self.model_dtype)
         exchange_rotary(net, self.model_dtype, self.device)
         exchange_routers(net, self.model_dtype, self.device)
-        attention_organ.prepare(net)
+
+    def _compile(self, net: PreTrainedModel) -> None:
+        exchange_norms(outside_layers(net), self.model_dtype)
+        exchange_routers(net, self.model_dtype, self.device, operators.route)
+        attention_operator.enter(net)
+        operators.enter(net)
+        compile_layers(net, self._compiler)
 
     def enter_thread(self) -> None:
         """See `Backend`. The stream is the device's default one, as on every thread."""
@@ -205,23 +230,26 @@ class GpuBackend:
     def warm_up(self, model: "Model", cache: PagedCache) -> None:
         """Run a prompt and a decode of one token on the first block, which is free: that compiles what steps use.
 
-        Collective where there are several ranks, as every step is.
+        torch.compile makes code for any number of rows when it sees a second one. Collective where there are several
+        ranks, as every step is.
         """
-        step = model.step
-        for num_decodes in (0, 1):
-            step.fill([Span(0, 1, [0])], num_decodes, agreed_tokens=SMALLEST_CAPACITY * num_decodes)
-            inputs = step.inputs([0], [0])
+        step: Any = model.step
+        longer = [(ROWS + 1, 0)] if self._compiler and step.max_rows > ROWS else []
+        for num_tokens, num_decodes in ((1, 0), *longer, (1, 1)):
+            span = Span(0, num_tokens, range(-(-num_tokens // step.block_tokens)))
+            step.fill([span], num_decodes, agreed_tokens=SMALLEST_CAPACITY * num_decodes)
+            inputs = step.inputs([0] * num_tokens, [0])
             model.forward(inputs.token_T, cache, inputs.row_R)
         model.load_counts.clear()
 
 
-def open_backend(device: str, dtype: str, *, is_invariant: bool = False) -> GpuBackend:
+def open_backend(device: str, dtype: str, *, is_invariant: bool = False, compiler: str = "") -> GpuBackend:
     """Return the way of `cuda`, `cuda:1` or `interpreter`.
 
     Args:
         dtype: auto, bfloat16 or float32; auto is bfloat16 on a GPU and float32 in the interpreter, which rounds
             bfloat16 wrongly.
-        is_invariant: see `GpuBackend`.
+        is_invariant, compiler: see `GpuBackend`.
     """
     if device == "interpreter":
         place, default = torch.device("cpu"), torch.float32
@@ -232,6 +260,7 @@ def open_backend(device: str, dtype: str, *, is_invariant: bool = False) -> GpuB
         place,
         {"auto": default, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype],
         is_invariant=is_invariant,
+        compiler=compiler,
     )
 
 

@@ -5,6 +5,7 @@ rows decide. Families whose norm does something else (adds one to the weight, no
 Rejected: a list of classes, which would be late for each new family, and wrong once one changes.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,15 +30,15 @@ class _OnePass:
         return rms_norm(rows_TD.contiguous(), self._module.weight, self._eps).view(hidden_states.shape)
 
 
-def exchange_norms(net: nn.Module, dtype: torch.dtype) -> int:
-    """Let a model's RMSNorms run the kernel; returns how many do.
+def exchange_norms(modules: Iterable[nn.Module], dtype: torch.dtype) -> int:
+    """Let the RMSNorms among a model's modules run the kernel; returns how many do.
 
     Args:
-        net: its weights are on the device already.
-        dtype: of the rows that it norms.
+        modules: their weights are on the device already.
+        dtype: of the rows that they norm.
     """
     exchanged = 0
-    for module in net.modules():
+    for module in modules:
         eps = _epsilon(module)
         if eps is None or not _agrees(module, eps, dtype):
             continue

@@ -11,7 +11,7 @@ Legend: T rows, D hidden dim, E experts, K choices.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -38,30 +38,43 @@ class _Tried(NamedTuple):
     dims: int  # of the rows that it was given: 3 if it takes [1, T, D]
 
 
-class _OneLaunch:
-    """Stands for a router's `forward`."""
+class _Way(NamedTuple):
+    """How routers of one kind are answered."""
 
-    def __init__(self, module: Any, rule: Routing, tried: "_Tried", *, widens: bool) -> None:
-        self._module, self._rule, self._tried, self._widens = module, rule, tried, widens
-
-    def __call__(self, hidden_states: Tensor) -> Any:
-        """Route rows [T, D], or [1, T, D] where the router makes rows of them."""
-        if hidden_states.dim() > self._tried.dims:
-            return type(self._module).forward(self._module, hidden_states)
-        logits_TE = _logits(self._module, hidden_states, widens=self._widens)
-        ids_TK, weights_TK = route(logits_TE, self._rule, bias_E=_correction(self._module))
-        return Routed(logits_TE, weights_TK.to(self._tried.routed.weights_TK.dtype), ids_TK)
+    rule: Routing
+    dims: int  # of the rows that are routed: 3 where [1, T, D] are too
+    weights_dtype: torch.dtype
+    widens: bool  # the product is in float32
 
 
-def exchange_routers(net: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Let a model's routers run the kernel; returns how many do.
+Route = Callable[..., tuple[Tensor, Tensor]]  # `routing.route`, or the operator that is called like it
+
+
+def _one_launch(own: type[nn.Module], way: _Way, route: Route) -> type[nn.Module]:
+    """Make a router's class with the kernel in it. A class and not a `forward` for each module, so that what
+    torch.compile makes of one layer serves all."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Any:
+        if hidden_states.dim() > way.dims:
+            return own.forward(self, hidden_states)
+        logits_TE = _logits(self, hidden_states, widens=way.widens)
+        ids_TK, weights_TK = route(logits_TE, way.rule, bias_E=_correction(self))
+        return Routed(logits_TE, weights_TK.to(way.weights_dtype), ids_TK)
+
+    return type(own.__name__, (own,), {"forward": forward, "way": way})
+
+
+def exchange_routers(net: nn.Module, dtype: torch.dtype, device: torch.device, launch: Route = route) -> int:
+    """Let a model's routers run the kernel; returns how many do. Their classes get the attribute `way`.
 
     Args:
         net: its weights are on the device already.
         dtype: of the rows that it routes.
         device: of the model.
+        launch: runs the kernel.
     """
     found: dict[Any, Routing | None] = {}
+    classes: dict[Any, type[nn.Module]] = {}
     exchanged = 0
     for module in net.modules():
         weight = getattr(module, "weight", None)
@@ -72,24 +85,27 @@ def exchange_routers(net: nn.Module, dtype: torch.dtype, device: torch.device) -
         if kind not in found:
             found[kind] = _find_rule(module, device)
         rule = found[kind]
-        if rule is not None and _exchange(module, rule, dtype, device):
+        way = None if rule is None else _find_way(module, rule, dtype, device)
+        if way is not None:
+            one = type(module), way
+            classes[one] = classes.get(one) or _one_launch(*one, launch)
+            module.__class__ = classes[one]
             exchanged += 1
     return exchanged
 
 
 @torch.no_grad()
-def _exchange(module: Any, rule: Routing, dtype: torch.dtype, device: torch.device) -> bool:
-    """Replace a router's forward, if its logits can be had."""
+def _find_way(module: Any, rule: Routing, dtype: torch.dtype, device: torch.device) -> _Way | None:
+    """See how a router is answered, if its logits can be had."""
     x_TD = _rows(module, device).to(dtype)
     tried = _try(module, x_TD)
     if tried is None:
-        return False
+        return None
     for widens in (False, True) if module.weight.dtype == dtype else (True,):
         logits_TE = _logits(module, x_TD, widens=widens)
         if torch.equal(logits_TE.float(), tried.routed.logits_TE.float()):
-            module.forward = _OneLaunch(module, rule, tried, widens=widens)
-            return True
-    return False
+            return _Way(rule, tried.dims, tried.routed.weights_TK.dtype, widens)
+    return None
 
 
 def _kind(module: Any) -> tuple[Any, ...]:

@@ -50,6 +50,7 @@ class Options:
     max_num_batched_tokens: int | None  # per rank and step
     dtype: str  # auto, float32 or bfloat16
     enforce_eager: bool  # no CUDA graphs
+    enable_torch_compile: bool  # of a GPU: compile what lies between the kernels
     enable_dbo: bool  # large steps in two halves
     dbo_decode_token_threshold: int  # per rank, as is the next
     dbo_prefill_token_threshold: int
@@ -99,6 +100,7 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         max_num_batched_tokens=args.max_num_batched_tokens,
         dtype=args.dtype,
         enforce_eager=args.enforce_eager,
+        enable_torch_compile=args.enable_torch_compile,
         enable_dbo=args.enable_dbo,
         dbo_decode_token_threshold=args.dbo_decode_token_threshold,
         dbo_prefill_token_threshold=args.dbo_prefill_token_threshold,
@@ -227,6 +229,7 @@ def arguments_from(options: Options) -> list[str]:
     arguments += [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     arguments += ["--enable-eplb"] if options.enable_eplb else []
     arguments += ["--enforce-eager"] if options.enforce_eager else []
+    arguments += ["--enable-torch-compile"] if options.enable_torch_compile else []
     arguments += ["--enable-dbo"] if options.enable_dbo else []
     arguments += ["--batch-invariant"] if options.batch_invariant else []
     arguments += [*http_arguments(options.http), *log_arguments(options.log)]

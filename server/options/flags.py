@@ -89,6 +89,12 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add("--enforce-eager", action="store_true", help="on a GPU: run decode steps without CUDA graphs")
     add(
+        "--enable-torch-compile",
+        action="store_true",
+        help="on a GPU: compile what lies between attention, experts and routing (norms, rotary, residuals); the start "
+        "takes longer",
+    )
+    add(
         "--enable-dbo",
         action="store_true",
         help="dual-batch overlap: run large steps in two halves, of which one computes while the other's tokens travel; "

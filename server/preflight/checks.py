@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatch.availability import check_service_backend
+from scheduler.compiler import why_no_compiler
 from scheduler.lockstep import why_no_halves
 from server.options.command_line import Options
 from server.preflight.http_port import check_port
@@ -46,6 +47,7 @@ def check_start(
     check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
     check_nodes(options.dispatch_node_size, num_ranks)
     check_halves(options, num_ranks)
+    check_compiler(options)
     directory = Path(options.model)
     config = read_config(directory)
     check_is_moe(config, directory)
@@ -101,6 +103,19 @@ def check_halves(options: Options, num_ranks: int) -> None:
         backend=options.all2all_backend,
     )
     if options.enable_dbo and problem:
+        raise PreflightError(problem)
+
+
+def check_compiler(options: Options) -> None:
+    """Refuse torch.compile with what it cannot work with.
+
+    Raises:
+        PreflightError: naming it, and what to do.
+    """
+    problem = why_no_compiler(
+        on_gpus=options.device == "cuda", is_invariant=options.batch_invariant, in_halves=options.enable_dbo
+    )
+    if options.enable_torch_compile and problem:
         raise PreflightError(problem)
 
 

@@ -192,6 +192,7 @@ def _config(options: Options, place: Place) -> EngineConfig:
         device=f"cuda:{place.local_rank}" if options.device == "cuda" else "cpu",
         dtype=options.dtype,
         enforce_eager=options.enforce_eager,
+        compiler="inductor" if options.enable_torch_compile else "",
         halves=_halves(options),
         batch_invariant=options.batch_invariant,
         kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),

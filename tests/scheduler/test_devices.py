@@ -1,26 +1,29 @@
 """A device's name leads to the way in which models are built for it, or to an error that names what there is."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dispatch.errors import TransportUnavailable
 from moe.cpu_backend import CPU
+from scheduler.assembly import check_together
 from scheduler.config import ConfigError, EngineConfig
 from scheduler.devices import backend_of, open_device_dispatcher, open_forward, open_sampler
+from scheduler.lockstep import HalfThresholds
 from scheduler.sampler import HostSampler
 
 
 def test_the_cpu_is_the_way_that_needs_nothing() -> None:
-    assert backend_of("cpu", "auto") is CPU
+    assert backend_of(EngineConfig(directory=Path(), kv_cache_bytes=0)) is CPU
     assert CPU.device == torch.device("cpu") and CPU.model_dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["tpu", "", "gpu:0"])
 def test_other_devices_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"the device is {name!r}; it must be cpu, cuda, cuda:0"):
-        backend_of(name, "auto")
+        backend_of(EngineConfig(directory=Path(), kv_cache_bytes=0, device=name))
 
 
 def test_nodes_of_gpus_are_refused_with_what_to_give() -> None:
@@ -47,3 +50,20 @@ def test_a_model_that_is_not_on_a_gpu_runs_its_steps_itself() -> None:
 def test_on_the_cpu_tokens_are_chosen_there() -> None:
     config = EngineConfig(directory=Path(), kv_cache_bytes=0)
     assert isinstance(open_sampler(config, Model()), HostSampler)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"device": "cpu"}, "for GPUs; the CPU's kernels are compiled already"),
+        ({"device": "interpreter", "batch_invariant": True}, "does not go with --batch-invariant"),
+        ({"device": "interpreter", "halves": HalfThresholds()}, "does not go with --enable-dbo"),
+    ],
+)
+def test_a_compiler_is_refused_beside_what_it_does_not_go_with(
+    settings: dict[str, Any], problem: str
+) -> None:
+    asked = {"world_size": 2, "enforce_eager": True, "compiler": "inductor", **settings}
+    config = EngineConfig(directory=Path(), kv_cache_bytes=0, **asked)
+    with pytest.raises(ConfigError, match=f"--enable-torch-compile .*{problem}"):
+        check_together(config)

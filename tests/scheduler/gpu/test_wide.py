@@ -31,25 +31,34 @@ def pair() -> Iterator[RankPool]:
 
 
 def tokens_served(
-    directory: Path, prompts: list[list[int]], backend: str
+    directory: Path, prompts: list[list[int]], backend: str, compiler: str
 ) -> tuple[dict[str, list[int]], str]:
-    built = build_interpreted(directory, all2all_backend=backend)
+    built = build_interpreted(directory, all2all_backend=backend, compiler=compiler)
     asked = [request(str(index), prompt, max_tokens=4) for index, prompt in enumerate(prompts)]
     served = serve(built, own_share(asked)).token_ids
     return served, built.transport
 
 
 @pytest.mark.parametrize(
-    ("backend", "says"),
-    [("auto", "shm and shared memory, as kernels are interpreted"), ("gloo", "gloo, as it was asked for")],
+    ("backend", "says", "family", "compiler"),
+    [
+        ("auto", "shm and shared memory, as kernels are interpreted", "mixtral", ""),
+        ("gloo", "gloo, as it was asked for", "mixtral", ""),
+        (
+            "auto",
+            "shm and shared memory, as kernels are interpreted",
+            "qwen2_moe",
+            "aot_eager",
+        ),  # shared experts
+    ],
 )
 def test_ranks_on_gpus_serve_transformers_tokens(
-    pair: RankPool, tmp_path: Path, backend: str, says: str
+    pair: RankPool, tmp_path: Path, backend: str, says: str, family: str, compiler: str
 ) -> None:
-    oracle = write_checkpoint("mixtral", tmp_path)
+    oracle = write_checkpoint(family, tmp_path)
     generator = torch.Generator().manual_seed(6)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (3, 18, 9)]
-    parts = pair.run(tokens_served, tmp_path, prompts, backend, timeout_s=400.0)
+    parts = pair.run(tokens_served, tmp_path, prompts, backend, compiler, timeout_s=400.0)
     served = {name: ids for tokens, _ in parts for name, ids in tokens.items()}
     for index, prompt in enumerate(prompts):
         made = oracle.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None)

@@ -60,6 +60,7 @@ def test_arguments_parse_back_to_the_same_options() -> None:
             "--api-key=k",
             "--device=cuda",
             "--enforce-eager",
+            "--enable-torch-compile",
             "--enable-dbo",
             "--dbo-decode-token-threshold=8",
             "--dbo-prefill-token-threshold=64",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from expert_placement.placement_file import save_placement
-from server.preflight.checks import check_backend, check_halves, check_nodes, check_start
+from server.preflight.checks import check_backend, check_compiler, check_halves, check_nodes, check_start
 from server.preflight.model_config import read_config
 from server.preflight.model_source import resolve_model
 from server.preflight.rank_memory import rank_experts, weight_bytes
@@ -106,6 +106,12 @@ def test_a_backend_for_gpus_is_refused_before_the_model_is_looked_at(tmp_path: P
 def test_local_is_refused_for_two_ranks() -> None:
     check_backend("local", 1)
     assert "it serves one: use auto, gloo or shm" in complaint_of(lambda: check_backend("local", 2))
+
+
+def test_a_compiler_is_refused_with_what_it_cannot_work_with(tmp_path: Path) -> None:
+    check_compiler(options_for(tmp_path, "--enable-torch-compile", "--device=cuda"))
+    asked = options_for(tmp_path, "--enable-torch-compile", "--device=cpu")
+    assert "is for GPUs" in complaint_of(lambda: check_compiler(asked))
 
 
 def test_halves_are_refused_with_what_they_cannot_work_with(tmp_path: Path) -> None:
