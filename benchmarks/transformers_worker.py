@@ -9,6 +9,7 @@ no HTTP to serve and shares the process with its client, which favours it.
 
 import argparse
 import asyncio
+import dataclasses
 import functools
 import itertools
 import json
@@ -48,7 +49,7 @@ class Peer:
         self._manager = self._model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=NO_EOS, pad_token_id=0),
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=PAGE_TOKENS,
+                **page_option(ContinuousBatchingConfig),
                 num_blocks=self._num_pages,
                 max_batch_tokens=batch_tokens,
                 max_requests_per_batch=self._max_num_seqs,
@@ -130,6 +131,12 @@ class Peer:
                 f"transformers gave {len(output.generated_tokens)} of {num_tokens} tokens: {output.error}"
             )
         return list(output.generated_tokens), arrivals_s
+
+
+def page_option(kind: Any) -> dict[str, int]:
+    """Name the size of a page as this version of transformers does: up to 5.17 `block_size`, then `page_size`."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    return {"page_size" if "page_size" in known else "block_size": PAGE_TOKENS}
 
 
 def serve(peer: Peer, commands: Iterator[str], answer: Callable[[Any], None]) -> None:
