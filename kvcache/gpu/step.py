@@ -70,7 +70,7 @@ class DeviceStep(Step):
         on_device: the step that `inputs` was last called for.
         sizes: what steps that only decode are padded to.
         graph_sizes: likewise, where all that ranks run follows from the size.
-        max_rows: of any step, padding included.
+        max_tokens: of any step. max_rows: of any step, padding included. max_context: tokens of a sequence.
     """
 
     on_device: OnDevice
@@ -95,7 +95,7 @@ class DeviceStep(Step):
         self.device, self.sizes = device, decode_sizes(max_sequences)
         self._is_wide = num_ranks > 1
         self.graph_sizes = agreed_sizes(max_sequences) if self._is_wide else self.sizes
-        self.max_context = max_blocks * block_tokens
+        self.max_tokens, self.max_context = max_tokens, max_blocks * block_tokens
         self.max_rows = padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
         self._host = self._pinned(3 * padded + 3 * max(padded, max_sequences) + 8)
         self._host_values = self._host.numpy()
@@ -157,6 +157,19 @@ class DeviceStep(Step):
         self.fill([], agreed_tokens=1 << max(size - 1, ROWS - 1).bit_length())
         self.num_padded = size
         return self.inputs([], [])
+
+    def fill_with_prompts(self, num_blocks: int, vocabulary: int) -> Inputs:
+        """Describe the largest step of prompts that there may be, on the first blocks of `num_blocks`: to compile with, and
+        to find out early that its memory is not there. Sequences share blocks, so what is cached means nothing."""
+        longest = min(self.max_context, num_blocks * self.block_tokens)
+        left = min(self.max_tokens, longest * len(self.block_table_SM))
+        spans = []
+        while left > 0:
+            length = min(longest, left)
+            spans.append(Span(0, length, range(-(-length // self.block_tokens))))
+            left -= length
+        self.fill(spans)
+        return self.inputs([at % vocabulary for at in range(self.num_tokens)], [0])
 
     def tiles_on_device(self, tile_tokens: int) -> Tensor:
         """The rows of all sequences but decodes in tiles, see `tiles`: [X, 3] int64."""

@@ -21,7 +21,7 @@ from kvcache.gpu.cache import DeviceCache, token_bytes
 from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
 from kvcache.paged_cache import LayerShape, PagedCache
-from kvcache.step import Span, Step
+from kvcache.step import Inputs, Span, Step
 from moe.backend import Slots
 from moe.cpu_backend import leaves
 from moe.current_step import CurrentStep
@@ -228,19 +228,28 @@ class GpuBackend:
             torch.cuda.set_device(self.device)
 
     def warm_up(self, model: "Model", cache: PagedCache) -> None:
-        """Run a prompt and a decode of one token on the first block, which is free: that compiles what steps use.
+        """Run a prompt and a decode of one token on the first block, which is free, and on a GPU the largest step of prompts,
+        whose experts take other tiles: that compiles what steps use, and reserves their memory.
 
         torch.compile makes code for any number of rows when it sees a second one. Collective where there are several
         ranks, as every step is.
         """
-        step: Any = model.step
+        step = model.step
+        assert isinstance(step, DeviceStep), "a step of another backend"
         longer = [(ROWS + 1, 0)] if self._compiler and step.max_rows > ROWS else []
         for num_tokens, num_decodes in ((1, 0), *longer, (1, 1)):
             span = Span(0, num_tokens, range(-(-num_tokens // step.block_tokens)))
             step.fill([span], num_decodes, agreed_tokens=SMALLEST_CAPACITY * num_decodes)
-            inputs = step.inputs([0] * num_tokens, [0])
-            model.forward(inputs.token_T, cache, inputs.row_R)
+            self._try_out(model, cache, step.inputs([0] * num_tokens, [0]))
+        if self.device.type == "cuda":  # the interpreter compiles nothing, and takes its time
+            self._try_out(model, cache, step.fill_with_prompts(cache.num_blocks, model.lm_head.shape[0]))
         model.load_counts.clear()
+
+    def _try_out(self, model: "Model", cache: PagedCache, inputs: Inputs) -> None:
+        """Run a step, and wait: the next one is written where this one is copied from."""
+        model.forward(inputs.token_T, cache, inputs.row_R)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def open_backend(device: str, dtype: str, *, is_invariant: bool = False, compiler: str = "") -> GpuBackend:

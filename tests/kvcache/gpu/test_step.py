@@ -47,6 +47,29 @@ def test_a_step_of_decodes_takes_the_next_size(step: DeviceStep, rows: int, padd
     assert step.on_device.table_SM.shape == (padded, MAX_BLOCKS)
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "lengths"),
+    [(10, [64]), (4, [64]), (3, [48, 16]), (1, [16, 16, 16, 16])],  # the sequence's room, and the pool's
+)
+def test_the_largest_step_of_prompts_fits_the_blocks_and_takes_all_rows(
+    step: DeviceStep, num_blocks: int, lengths: list[int]
+) -> None:
+    inputs = step.fill_with_prompts(num_blocks, vocabulary=30)
+    placed = step.on_device
+    assert placed.context_S.tolist() == lengths and not step.is_decode_only
+    assert len(inputs.token_T) == step.num_tokens == 64 and placed.num_decodes_1.tolist() == [0]
+    assert int(placed.cache_slot_P.min()) == 0 and int(placed.cache_slot_P.max()) < num_blocks * BLOCK
+    assert inputs.token_T[29:32].tolist() == [29, 0, 1] and inputs.row_R.tolist() == [0]
+
+
+def test_the_largest_step_of_prompts_has_no_more_sequences_than_there_may_be() -> None:
+    step = DeviceStep(
+        max_tokens=64, max_sequences=2, max_blocks=1, block_tokens=BLOCK, device=torch.device("cpu")
+    )
+    step.fill_with_prompts(5, vocabulary=30)
+    assert step.on_device.context_S.tolist() == [16, 16]
+
+
 def test_padded_rows_have_no_slot_and_position_zero(step: DeviceStep) -> None:
     step.fill(decodes(33, 5, 17), 3)
     step.inputs([7, 8, 9], [0, 1, 2])

@@ -1,10 +1,13 @@
-"""What a GPU lacks for a model is said when the model is built."""
+"""What a GPU lacks for a model is said when the model is built, and what is compiled before the first step."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from moe.gpu.backend import why_no_fp8
+from moe.gpu.backend import GpuBackend, why_no_fp8
 from moe.quantisation import Quantisation
 
 BLOCKS = Quantisation(method="fp8", block_rows=128, block=128)
@@ -31,3 +34,25 @@ def test_fp8_weights_in_other_blocks_are_refused() -> None:
         "FP8 weights in blocks of (1, 128); the GPU kernels take"
     )
     assert not why_no_fp8(BLOCKS, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "steps"), [("cpu", [(1, 0), (1, 1)]), ("cuda", [(1, 0), (1, 1), (32, 0)])]
+)
+def test_a_gpu_runs_the_largest_prompts_before_it_serves_and_waits_for_every_step(
+    monkeypatch: pytest.MonkeyPatch, device: str, steps: list[tuple[int, int]]
+) -> None:
+    """Many rows take another tile of the experts' kernel, which would be compiled amid the first such step."""
+    backend = GpuBackend(torch.device("cpu"), torch.float32)
+    step = backend.make_step(max_tokens=32, max_sequences=2, max_blocks=2, block_tokens=16, threads=1)
+    ran: list[tuple[int, int] | str] = []
+    model: Any = SimpleNamespace(
+        step=step, lm_head=torch.empty(50, 8), load_counts=SimpleNamespace(clear=lambda: ran.append("clear")),
+        forward=lambda *_: ran.append((step.num_tokens, step.num_decodes)),
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: ran.append("wait"))
+    backend.device = torch.device(device)
+    backend.warm_up(model, cache=SimpleNamespace(num_blocks=7))  # type: ignore[arg-type]
+    assert [each for each in ran if isinstance(each, tuple)] == steps
+    assert ran.count("wait") == (len(steps) if device == "cuda" else 0)
+    assert ran[-1] == "clear"
