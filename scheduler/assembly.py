@@ -100,7 +100,7 @@ def assemble(
     other = _make_step(config, length, backend) if config.halves else None
     halves = TwoBatch(model, cache, turns, (step, other)) if other else None
     runner = _make_runner(config, model, cache, dispatcher, halves, report)
-    relocation = _open_relocation(config, placement, model)
+    relocation = _open_relocation(config, placement, model, backend)
     lockstep = open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
     engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures)
@@ -234,10 +234,13 @@ def _prepare_thread(config: EngineConfig, backend: Backend) -> None:
     backend.enter_thread()
 
 
-def _open_relocation(config: EngineConfig, placement: Placement, model: Model) -> Relocation:
+def _open_relocation(
+    config: EngineConfig, placement: Placement, model: Model, backend: Backend
+) -> Relocation:
     try:
         channel = open_channel(list(range(config.world_size)))
     except ChannelError as error:
         raise TransportUnavailable(f"rank {config.rank}: {error}") from error
     places = [Place(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
-    return Relocation(config.rank, placement, places, channel, Pace(config.eplb.max_bytes_per_step))
+    pace = Pace(config.eplb.max_bytes_per_step)
+    return Relocation(config.rank, placement, places, channel, pace, enter_thread=backend.enter_thread)

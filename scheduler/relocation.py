@@ -60,18 +60,20 @@ class Relocation:
         pace: Pace,
         *,
         clock: Callable[[], float] = time.monotonic,
+        enter_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """Take the serving placement and the model's layers.
 
         Args:
             channel: used by this object alone.
             pace: told of every step by the step loop.
+            enter_thread: called first on the thread that moves: which GPU is meant is a thread's own setting.
         """
         self.placement, self.pace = placement, pace
         self.on_report: Callable[[PlacementReport], None] = lambda _report: None
         self.on_news: Callable[[], None] = lambda: None
         self._rank, self._places, self._channel, self._clock = rank, places, channel, clock
-        self._spare = SpareSlots()
+        self._spare, self._enter_thread = SpareSlots(), enter_thread
         self._lock = threading.Condition()
         self._wanted: deque[Placement] = deque()
         self._ready: _Staged | None = None
@@ -140,6 +142,7 @@ class Relocation:
 
     def _move_forever(self) -> None:
         torch.set_num_threads(1)  # OpenMP counts per thread: a new one would take all cores from the steps
+        self._enter_thread()
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: bool(self._wanted))

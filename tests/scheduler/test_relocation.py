@@ -3,6 +3,7 @@
 import os
 import queue
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,17 @@ def tripping() -> list[tuple[int, MoveState, Cause, str]]:
     told.append(reports.get(timeout=30))
     assert alone.version_to_post() == 2
     return [(report.version, report.state, report.cause, report.reason) for report in told]
+
+
+def test_the_thread_that_moves_is_made_ready_before_it_moves_anything() -> None:
+    """On a GPU its kernels are launched on the device that is the thread's own, which is the first one if nobody says."""
+    start, seen = linear_placement(1, 4, 1), queue.Queue[str]()
+    alone = relocation.Relocation(
+        0, start, [], NoPeers(), Pace(1 << 20), enter_thread=lambda: seen.put(threading.current_thread().name)
+    )
+    alone.on_report = lambda report: seen.put(report.state.name)
+    alone.prepare(start.with_version(1))
+    assert [seen.get(timeout=30) for _ in range(2)] == ["expert-mover", "VERIFIED"]
 
 
 @pytest.mark.usefixtures("checkpoint")  # in its turn, before a test ends the pool
