@@ -10,6 +10,7 @@ Rejected: capturing when a size first occurs, which would stall a service amid i
 What CUDA does is behind `Recorder`; the policy is tested without a GPU.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +23,10 @@ from scheduler.forward import Forward
 
 Run = Callable[[], Tensor]
 WARM_UPS = 2  # runs before a capture: kernels are compiled and scratch memory is made in the first
+
+
+class GraphError(RuntimeError):
+    """A step does something that a CUDA graph cannot hold."""
 
 
 class Recorder(Protocol):
@@ -39,7 +44,11 @@ class CudaRecorder:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Run) -> Run:
-        """See `Recorder`. Other threads may go on using CUDA meanwhile."""
+        """See `Recorder`. Other threads may go on using CUDA meanwhile.
+
+        Raises:
+            GraphError: the function does what a graph cannot hold.
+        """
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream()
         side.wait_stream(current)
@@ -47,9 +56,20 @@ class CudaRecorder:
             for _ in range(WARM_UPS):
                 run()
         current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = run()
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # what a collection frees may be what this thread must not free while it captures
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = run()
+        except RuntimeError as error:
+            # The end of a capture that has failed raises once more, and says less than what came first.
+            why = str(error.__context__ or error).strip().partition("\n")[0]
+            raise GraphError(
+                f"a decode step cannot be captured ({why}); serve with --enforce-eager"
+            ) from error
+        finally:
+            if collects:
+                gc.enable()
 
         def replay() -> Tensor:
             graph.replay()

@@ -1,6 +1,9 @@
 """Which steps are replayed, what a capture runs, and where results lie; a recording stand-in is in CUDA's place."""
 
-from typing import Any
+import gc
+from contextlib import nullcontext
+from typing import Any, Self
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from torch import Tensor
 
 from kvcache.gpu.step import DeviceStep
 from kvcache.step import Span
-from scheduler.gpu.graphs import DecodeGraphs, Run
+from scheduler.gpu.graphs import WARM_UPS, CudaRecorder, DecodeGraphs, GraphError, Run
 
 
 class FakeRecorder:
@@ -115,3 +118,55 @@ def test_among_several_ranks_only_steps_that_all_agreed_on_are_replayed() -> Non
         inputs = step.inputs([54], [0])
         assert graphs(inputs.token_T, None, inputs.row_R)[0].tolist() == [54, 4]  # type: ignore[arg-type]
         assert graphs.num_replays == replays
+
+
+class FakeCapture:
+    """Stands for `torch.cuda.graph`, whose end raises too where something in it did."""
+
+    def __init__(self, graph: Any, *, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local", "other threads may use CUDA meanwhile"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is not None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> CudaRecorder:
+    """One whose CUDA is pretended."""
+    for name in ("graph_pool_handle", "Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", FakeCapture)
+    return CudaRecorder()
+
+
+def test_a_capture_comes_after_warm_ups_and_nothing_is_collected_amid_it(recorder: CudaRecorder) -> None:
+    collects: list[bool] = []
+
+    def run() -> Tensor:
+        collects.append(gc.isenabled())
+        return torch.ones(1)
+
+    replay = recorder.capture(run)
+    assert collects == [*[True] * WARM_UPS, False] and gc.isenabled()
+    assert replay() is replay(), "the result's memory is the graph's"
+
+
+def test_a_step_that_cannot_be_captured_says_why_and_what_to_do(recorder: CudaRecorder) -> None:
+    calls: list[int] = []
+
+    def run() -> Tensor:
+        calls.append(1)
+        if len(calls) > WARM_UPS:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore words")
+        return torch.ones(1)
+
+    with pytest.raises(
+        GraphError, match=r"\(CUDA error: operation not permitted .* capturing\); .*--enforce-eager"
+    ):
+        recorder.capture(run)
+    assert gc.isenabled()
