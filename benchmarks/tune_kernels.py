@@ -36,7 +36,7 @@ def main() -> None:
     for name, case in tuned(setting, bench).items():
         if args.only not in name:
             continue
-        best = best_of(try_all(bench, case))
+        best = best_of(list(try_all(bench, case)))
         if best is None:
             print(f"{name}: its own choice", flush=True)
             continue
@@ -44,7 +44,7 @@ def main() -> None:
         found[name] = {"tile": fields, "times": round(best.times, 3)}
         print(f"{name}: {fields}, {best.times:.3f} times as fast", flush=True)
         table = with_entry(table, (device, case.kernel, case.shape), best.tile)
-    write_table(args.table, table)
+        write_table(args.table, table)  # at once: the device's time may be over any moment
     print_tail({"device": device, "table": args.table.name, "found": found})
 
 

@@ -64,6 +64,9 @@ class Day:
             self.not_reached.setdefault(part.name, ["all"])
             return
         self.not_reached.setdefault(part.name, [])
+        known = self._ledger.names(part.name)
+        if known and all(self._is_over(part, name) for name in known):
+            return  # no worker is started to say so
         todo: list[str] | None = None
         while todo is None or (todo and end_s - self._clock() >= LEAST_S):
             worker = self._start_worker(part.module, self._setting)
@@ -91,6 +94,7 @@ class Day:
             self._enter(part, "start", FAILED, [], begun_s, str(error))
         else:
             self._ledger.forget(part.name, "start")
+            self._ledger.note_names(part.name, names)
             return names
         return []
 

@@ -1,29 +1,25 @@
-"""A decode step of a whole model against its floor, replayed from a CUDA graph and without; and its answers.
+"""A decode step of a whole model against its floor, replayed from a CUDA graph and without.
 
 The floor of a step is the bytes that it must read (every weight but the experts that no row chose, and the cache of
 all contexts) over the copy's bandwidth. `of_floor` is that floor over the device's time for the model's forward, `eager`
 the same without a graph. `step ms` is what the service sees: filling the step, copying it, the forward, sampling,
 tokens to the host; `gap` is the share of it in which the device has nothing to do with the forward.
 Contexts are as long as said and hold random keys and values: nothing was prefilled.
-Parity runs a prompt in two chunks and then token by token through our engine, and compares logprobs with those of
-transformers in float32: ours may be off as far as transformers' own in the same type, and a half more, on average (where
-two experts are nearly equal, rounding chooses, in any program: the worst token says little).
 """
 
-import functools
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, bytes_of
-from benchmarks.gpu.models import MODELS, config_of, engine_config, transformers_model
+from benchmarks.gpu.models import MODELS, config_of, engine_config
+from benchmarks.gpu.parity import COMPILED, compiler_of, is_eager
 from benchmarks.gpu.rows import Figure, Row, Setting
-from benchmarks.gpu.served import sequence_of
+from benchmarks.gpu.served import Silent, sequence_of
 from benchmarks.gpu.timing import time_queued
 from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.assembly import Assembled, assemble
@@ -34,56 +30,37 @@ from scheduler.request import SamplingParams
 _BATCHES, _CONTEXT = (1, 32, 128, 256), 2048
 _TINY_BATCHES, _TINY_CONTEXT = (1, 2), 20
 _GOALS = {"of_floor": 0.8}
-_COMPILED = "qwen3"  # measured with --enable-torch-compile too
 _STEPS = 20
-_CHUNK, _TAIL = 48, 4  # tokens of a parity prompt: half of them in each of two chunks, then one by one
-_ALLOWED_TIMES, _ALLOWED = 1.5, 1e-3
-
-
-class Silent:
-    """A doorbell for an engine whose loop does not run."""
-
-    def ring(self, step: int) -> None:
-        """Nobody sleeps."""
-
-    def wait(self, step: int) -> None:
-        """Likewise."""
 
 
 def units(setting: Setting) -> list[str]:
-    """Answers of all models, then the times that goals speak of, then other models', then one model compiled."""
-    plain = [f"parity {name}" for name in MODELS] + [f"steps {name}" for name in MODELS]
-    return [*plain, f"parity {_COMPILED} compiled", f"steps {_COMPILED} compiled"]
+    """The model that goals speak of first, one compiled last."""
+    return [f"steps {name}" for name in (*MODELS, f"{COMPILED} compiled")]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
     """Run one."""
-    kind, name, *compiled = unit.split()
-    bench = Bench.of(setting)
-    compiler = ("aot_eager" if setting.is_tiny else "inductor") if compiled else ""
-    if kind == "parity":
-        yield parity(setting, bench, name, compiler)
-    else:
-        yield from steps(setting, bench, name, compiler)
+    yield from steps(setting, Bench.of(setting), unit.removeprefix("steps "))
 
 
-def steps(setting: Setting, bench: Bench, name: str, compiler: str = "") -> Iterator[Row]:
-    """Time steps of all batches through one engine."""
+def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
+    """Time steps of all batches through one engine, of a model or one "compiled"."""
     batches = _TINY_BATCHES if setting.is_tiny else _BATCHES
     context = _TINY_CONTEXT if setting.is_tiny else _CONTEXT
-    config = config_of(name, setting)
-    limits = {"max_num_seqs": max(batches), "max_model_len": -(-context // BLOCK_TOKENS) * BLOCK_TOKENS}
-    with engine_config(config, setting, compiler=compiler, **limits) as about:
+    model, eager = name.partition(" ")[0], is_eager(setting, name)
+    limits: dict[str, Any] = {
+        "max_num_seqs": max(batches),
+        "max_model_len": -(-context // BLOCK_TOKENS) * BLOCK_TOKENS,
+        "compiler": compiler_of(setting, name),
+        "enforce_eager": eager,
+    }
+    with engine_config(config_of(model, setting), setting, **limits) as about:
         assembled = assemble(about, Silent())
     fill_cache(bench, assembled)
-    goals = _GOALS if name == "qwen3" else {}
+    goals, note = _GOALS if model == "qwen3" else {}, "without graphs" if eager else ""
     for batch in batches:
         figures = _figures(setting, bench, assembled, batch, context)
-        yield Row(name=f"{_named(name, compiler)} b{batch} at {context}", figures=figures, goals=goals)
-
-
-def _named(name: str, compiler: str) -> str:
-    return f"{name} compiled" if compiler else name
+        yield Row(name=f"{name} b{batch} at {context}", figures=figures, goals=goals, note=note)
 
 
 def _figures(
@@ -167,71 +144,3 @@ def _median_s(call: Callable[[], object], runs: int) -> float:
         call()
         seconds.append(time.perf_counter() - begun_s)
     return statistics.median(seconds[2:])
-
-
-def parity(setting: Setting, bench: Bench, name: str, compiler: str = "") -> Row:
-    """Compare logprobs of a prompt's own tokens."""
-    config = config_of(name, setting, layers=2)
-    length = _CHUNK + _TAIL
-    ids = torch.randint(
-        0, config.vocab_size, (length + 1,), generator=torch.Generator().manual_seed(1)
-    ).tolist()
-    parts = []
-    for measure in (
-        functools.partial(our_logprobs, config, setting, ids, compiler),
-        functools.partial(_their_logprobs, config, bench, ids, torch.float32),
-        functools.partial(_their_logprobs, config, bench, ids, bench.dtype),
-    ):
-        parts.append(measure())
-        gc.collect()  # a model at a time
-    ours, exact, theirs = parts
-    error, their_error, control = (
-        (part - exact).abs().mean().item() for part in (ours, theirs, ours.roll(1))
-    )
-    allowed = _ALLOWED_TIMES * their_error + _ALLOWED
-    figures = {"error": error, "transformers": their_error, "allowed": allowed, "control": control}
-    return Row(
-        name=f"parity {_named(name, compiler)}, 2 layers",
-        figures=figures,
-        is_right=error <= allowed and control > 5 * allowed,
-    )
-
-
-def our_logprobs(config: Any, setting: Setting, ids: Sequence[int], compiler: str = "") -> Tensor:
-    """Logprobs of ids[1:], each given those before: two chunks of a prompt, then tokens one by one."""
-    with engine_config(
-        config,
-        setting,
-        max_num_seqs=2,
-        max_model_len=4 * BLOCK_TOKENS,
-        kv_cache_bytes=1 << 28,
-        compiler=compiler,
-    ) as about:
-        runner = assemble(about, Silent()).runner
-    blocks = [3, 1, 0, 2]
-    scored = SamplingParams(max_tokens=1, temperature=0.0, num_prompt_logprobs=0)
-    sequence = sequence_of(ids[: _CHUNK + 1], blocks, scored)
-    found: list[float] = []
-    for start in (0, _CHUNK // 2):
-        item = Scheduled(sequence, start, _CHUNK // 2, False)
-        sampled = runner.run(Batch([item], _CHUNK // 2, _CHUNK // 2), has_prefill=True)
-        (part,) = (sampled.prompt_logprobs or {}).values()
-        sequence.prompt_logprobs += part
-        found += [entry.logprob for entry in part]
-    for start in range(_CHUNK, len(ids) - 1):
-        wanted = SamplingParams(
-            max_tokens=1, temperature=0.0, num_logprobs=1, logprob_token_ids=(ids[start + 1],)
-        )
-        item = Scheduled(sequence_of(ids[: start + 1], blocks, wanted), start, 1, True)
-        (entry,) = runner.run(Batch([item], 1, 0)).logprobs
-        assert entry is not None, "asked for"
-        found.append(entry.top_logprobs[entry.top_ids.index(ids[start + 1])])
-    return torch.tensor(found)
-
-
-@torch.inference_mode()
-def _their_logprobs(config: Any, bench: Bench, ids: Sequence[int], dtype: torch.dtype) -> Tensor:
-    model = transformers_model(config, bench, dtype)
-    own = torch.tensor([ids], device=bench.device)
-    logits: Tensor = model(input_ids=own[:, :-1]).logits[0].float()
-    return logits.log_softmax(-1).gather(1, own[0, 1:, None])[:, 0].cpu()

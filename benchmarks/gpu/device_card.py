@@ -5,6 +5,7 @@ Asked of `nvidia-smi`, so that the process which keeps the results never opens t
 
 import importlib.metadata
 import subprocess
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -49,17 +50,32 @@ def day_card(setting: Setting, source: str) -> dict[str, Any]:
 def _device_facts(setting: Setting, card: dict[str, Any]) -> dict[str, str]:
     if setting.is_interpreted:
         return {"device": f"Triton's interpreter on {card['cpu']} (times mean nothing)"}
-    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader", "--id=0"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        facts = _ask(_QUERY)
+    except (
+        OSError,
+        subprocess.SubprocessError,
+        ValueError,
+    ):  # a driver may not know a fact, or take too long for all
+        facts = _name_alone()
+    return {"device": facts.pop("name"), **facts}
+
+
+def _name_alone() -> dict[str, str]:
+    try:
+        return _ask(_QUERY[:1])
     except (OSError, subprocess.SubprocessError) as error:
         raise NoDeviceError(
             f"no GPU answers ({error}); run on a machine with one, or give --device interpreter --tiny, which tries "
             "the whole day on CPU tensors"
         ) from error
-    values = [value.strip() for value in done.stdout.strip().split(",")]
-    facts = dict(zip(_QUERY, values, strict=True))
-    return {"device": facts.pop("name"), **facts}
+
+
+def _ask(query: Sequence[str]) -> dict[str, str]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(query)}", "--format=csv,noheader", "--id=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    values = [value.strip() for value in done.stdout.strip().split(",", len(query) - 1)]
+    return dict(zip(query, values, strict=True))
 
 
 def _version(package: str) -> str:

@@ -27,9 +27,9 @@ class Ledger:
         Raises:
             ValueError: the file to resume is not one of ours.
         """
-        self.path, self._content = path, {**head, "units": {}}
+        self.path, self._content = path, {**head, "names": {}, "units": {}}
         if resumes and path.is_file():
-            self._content["units"] = _read_units(path)
+            self._content |= _read(path)
 
     @property
     def num_done(self) -> int:
@@ -41,6 +41,15 @@ class Ledger:
         """Entries by "part/unit", in the order in which they ended."""
         units: dict[str, dict[str, Any]] = self._content["units"]
         return units
+
+    def names(self, part: str) -> list[str]:
+        """A part's units, as it said itself; none where it has not been asked."""
+        names: list[str] = self._content["names"].get(part, [])
+        return names
+
+    def note_names(self, part: str, names: list[str]) -> None:
+        """Keep what a part's units are, from the next `write` on."""
+        self._content["names"][part] = names
 
     def summary(self) -> dict[str, int]:
         """Count units, and rows that are wrong or miss a goal."""
@@ -100,11 +109,12 @@ def source_digest(root: Path) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def _read_units(path: Path) -> dict[str, dict[str, Any]]:
+def _read(path: Path) -> dict[str, Any]:
+    """What a run left: its units, and the names of all that its parts have."""
     try:
-        units: dict[str, dict[str, Any]] = json.loads(path.read_bytes())["units"]
-    except (ValueError, KeyError, TypeError) as error:
+        content = json.loads(path.read_bytes())
+        return {"names": dict(content.get("names", {})), "units": dict(content["units"])}
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} cannot be resumed, it is not the result of a day ({error!r}); move it away"
         ) from error
-    return units

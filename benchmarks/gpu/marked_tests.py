@@ -1,6 +1,7 @@
 """The tests that need a GPU: every file of the suite that has some, by pytest in a process of its own.
 
-Only files that speak of the mark are opened: others may import packages that a machine with a GPU lacks.
+A test has the mark, or a fixture that gives it to one of its parameters (`on_device`). Only files that speak of either are
+opened: others may import packages that a machine with a GPU lacks. First what is fast of every file, then what is not.
 """
 
 import subprocess
@@ -12,35 +13,36 @@ from xml.etree import ElementTree
 
 from benchmarks.gpu.rows import Row, Setting
 
-_MARK = "pytest.mark.gpu"
+_MARKS = ("@pytest.mark.gpu", ": OnDevice")
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 240.0
 _NONE_COLLECTED = 5  # pytest's exit code
+_SLOW = ", slow"
 
 
 def units(setting: Setting) -> list[str]:
-    """One."""
-    return ["pytest -m gpu"]
+    """A file each, and its slow tests."""
+    names = [str(path.relative_to(_ROOT)) for path in marked_files(_ROOT)]
+    return [*names, *(name + _SLOW for name in names)]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Run them all."""
-    yield from run_marked(_ROOT)
+    """Run a file's."""
+    name = unit.removesuffix(_SLOW)
+    yield run_file(_ROOT, _ROOT / name, "gpu and slow" if unit.endswith(_SLOW) else "gpu and not slow")
 
 
-def run_marked(root: Path) -> Iterator[Row]:
-    """Run the marked tests of a tree's files, a file after another."""
-    paths = [path for path in sorted((root / "tests").rglob("test_*.py")) if _MARK in path.read_text()]
-    for path in paths:
-        yield _run_file(root, path)
-    if not paths:
-        yield Row(name="no test is marked", figures={})
+def marked_files(root: Path) -> list[Path]:
+    """Find the files of a tree that have such tests."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [path for path in files if any(mark in path.read_text() for mark in _MARKS)]
 
 
-def _run_file(root: Path, path: Path) -> Row:
+def run_file(root: Path, path: Path, mark: str = "gpu") -> Row:
+    """Run a file's tests that have a mark."""
     name = str(path.relative_to(root))
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report.name}", name]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", mark, f"--junitxml={report.name}", name]
         done = subprocess.run(
             command, cwd=root, stdout=sys.stderr, stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S, check=False
         )
@@ -55,4 +57,4 @@ def _run_file(root: Path, path: Path) -> Row:
     total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
     failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
     figures = {"passed": total - skipped - failed, "failed": failed, "skipped": skipped}
-    return Row(name=name, figures=figures, is_right=not failed)
+    return Row(name=f"{name} ({mark})", figures=figures, is_right=not failed)

@@ -24,10 +24,11 @@ PARTS = (
         "ceilings", "benchmarks.gpu.ceilings", "Ceilings of this device, measured in this run", 120.0, is_repeated=True
     ),
     Part("correctness", "benchmarks.gpu.correctness", "Kernels against float32 in plain torch", 90.0, 0.3),
-    Part("kernels", "benchmarks.gpu.kernel_times", "Kernel times, medians, inputs not in L2", 120.0, 0.4),
     Part(
-        "step", "benchmarks.gpu.decode_steps", "Whole models: answers, and decode steps", 300.0, 0.5, is_fresh=True
+        "parity", "benchmarks.gpu.parity", "Whole models: answers, of two layers", 300.0, 0.5, is_fresh=True
     ),
+    Part("kernels", "benchmarks.gpu.kernel_times", "Kernel times, medians, inputs not in L2", 120.0, 0.4),
+    Part("step", "benchmarks.gpu.decode_steps", "Whole models: decode steps", 300.0, 0.5, is_fresh=True),
     Part(
         "throughput", "benchmarks.gpu.throughput", "End to end on one rank, output tokens/s", 300.0, 0.7, is_fresh=True
     ),

@@ -1,4 +1,4 @@
-"""Sequences as a scheduler has them, without one."""
+"""Sequences as a scheduler has them, without one; and a doorbell for an engine whose loop does not run."""
 
 from collections.abc import Sequence
 
@@ -14,3 +14,13 @@ def sequence_of(ids: Sequence[int], blocks: Sequence[int], params: SamplingParam
     sequence = Served.from_request(request)
     sequence.block_ids = list(blocks)
     return sequence
+
+
+class Silent:
+    """A doorbell that nobody hears."""
+
+    def ring(self, step: int) -> None:
+        """Nobody sleeps."""
+
+    def wait(self, step: int) -> None:
+        """Likewise."""

@@ -18,6 +18,7 @@ from benchmarks.closed_loop import Latency, summarise
 from benchmarks.engine_alone import EngineAlone
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import MODELS, config_of, engine_config, transformers_model
+from benchmarks.gpu.parity import is_eager
 from benchmarks.gpu.rows import Figure, Row, Setting
 from benchmarks.transformers_worker import Peer
 
@@ -59,12 +60,14 @@ def ours(setting: Setting, name: str) -> Iterator[Row]:
         "max_model_len": prompt + output,
         "max_num_batched_tokens": 64 if setting.is_tiny else _BATCH_TOKENS,
         "enable_prefix_caching": False,
+        "enforce_eager": is_eager(setting, name),
     }
     with engine_config(config, setting, **limits) as about, EngineAlone(about) as engine:
         engine.run(_prompts(config.vocab_size, 1, prompt, 0), output, 1)
         for count in clients:
             timings = engine.run(_prompts(config.vocab_size, count, prompt, count), output, count)
-            yield _row(f"{name} {count} clients, wideep", summarise(timings))
+            row = _row(f"{name} {count} clients, wideep", summarise(timings))
+            yield dataclasses.replace(row, note="without graphs" if is_eager(setting, name) else "")
 
 
 def theirs(setting: Setting, bench: Bench, name: str, program: str) -> Iterator[Row]:

@@ -17,6 +17,9 @@ from benchmarks.gpu.tile_candidates import Tuned, tuned
 from benchmarks.gpu.tile_table import Tried, fields_of
 from benchmarks.gpu.timing import num_copies, time_calls
 
+# In how CUDA names what a kernel did: nothing can be launched by this process after it.
+_BROKEN = ("illegal", "misaligned address", "unspecified launch failure", "device-side assert")
+
 
 def units(setting: Setting) -> list[str]:
     """A kernel at a shape each."""
@@ -24,19 +27,24 @@ def units(setting: Setting) -> list[str]:
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Time one kernel's candidates, the best first."""
+    """Time one kernel's candidates; each is a row when it is known, as a day may end amid them."""
     bench = Bench.of(setting)
     case = tuned(setting, bench)[unit]
-    for tried in sorted(try_all(bench, case), key=lambda tried: -tried.times):
+    for tried in try_all(bench, case):
         fields = fields_of(tried.tile, case.choice)
         name = ", ".join(f"{field} {value}" for field, value in fields.items())
         yield Row(name=f"{unit}: {name}", figures={"times": tried.times}, note=tried.trouble)
 
 
-def try_all(bench: Bench, case: Tuned) -> list[Tried]:
-    """Check and time all candidates."""
+def try_all(bench: Bench, case: Tuned) -> Iterator[Tried]:
+    """Check and time all candidates, one by one.
+
+    Raises:
+        RuntimeError: the device has failed, and is of no more use to this process.
+    """
     base_s = _seconds(bench, case, case.choice)
-    return [_try(bench, case, tile, base_s) for tile in case.candidates]
+    for tile in case.candidates:
+        yield _try(bench, case, tile, base_s)
 
 
 def _try(bench: Bench, case: Tuned, tile: Any, base_s: list[float]) -> Tried:
@@ -51,6 +59,8 @@ def _try(bench: Bench, case: Tuned, tile: Any, base_s: list[float]) -> Tried:
         ValueError,
         AssertionError,
     ) as error:  # too many registers, too much memory
+        if any(word in str(error) for word in _BROKEN):
+            raise
         return Tried(tile, 0.0, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     ratios = [math.log(base / own) for base, own in zip(base_s, seconds, strict=True)]
     return Tried(tile, math.exp(sum(ratios) / len(ratios)))

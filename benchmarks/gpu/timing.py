@@ -53,6 +53,8 @@ def time_calls(bench: Bench, calls: Sequence[Function]) -> Timed:
     try:
         graph = capture(calls)
     except RuntimeError:  # torch's word for what a graph cannot hold
+        # A capture that failed leaves its stream the current one (torch.cuda.graph ends the capture first, which raises).
+        torch.cuda.set_stream(torch.cuda.default_stream())
         torch.cuda.synchronize()
         return _time_eagerly(calls)
     graph.replay()

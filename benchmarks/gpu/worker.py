@@ -14,19 +14,23 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from subprocess import SubprocessError
 from typing import Any
 
 from benchmarks.gpu.rows import Row, Setting
 
-# What a missing package, a library that refuses or a wrong launch raises. Anything else ends the process.
-FAILURES = (
+# What a missing package, a library that refuses, a wrong launch or a child that ends raises; and Triton's own errors,
+# see `_failures`. Anything else ends the process.
+FAILURES: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
     AttributeError,
+    EOFError,
     ImportError,
     LookupError,
     OSError,
     RuntimeError,
+    SubprocessError,
     TypeError,
     ValueError,
 )
@@ -37,7 +41,7 @@ def answer_lines(module: Any, lines: Iterator[str], answer: Callable[[dict[str, 
     setting = Setting(**json.loads(next(lines)))
     try:
         answer({"units": list(module.units(setting))})
-    except FAILURES as error:
+    except _failures() as error:
         answer({"failed": _words(error)})
         return
     for line in lines:
@@ -46,12 +50,18 @@ def answer_lines(module: Any, lines: Iterator[str], answer: Callable[[dict[str, 
             rows: Iterable[Row] = module.run(replace(setting, known=wanted["known"]), wanted["unit"])
             for row in rows:
                 answer({"row": row.as_json()})
-        except FAILURES as error:
+        except _failures() as error:
             traceback.print_exc()
             answer({"failed": _words(error)})
         else:
             answer({"end": wanted["unit"]})
         gc.collect()
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """Add what Triton raises of a kernel that does not compile or fit the device, which is no RuntimeError."""
+    errors = sys.modules.get("triton.errors")
+    return FAILURES if errors is None else (*FAILURES, errors.TritonError)
 
 
 def _words(error: BaseException) -> str:

@@ -1,8 +1,10 @@
 """A part for tests of the worker: some units end well, some do not."""
 
 import os
+import sys
 import time
 from collections.abc import Iterator
+from types import ModuleType
 
 from benchmarks.gpu.rows import Row, Setting
 
@@ -14,6 +16,13 @@ def units(setting: Setting) -> list[str]:
 def run(setting: Setting, unit: str) -> Iterator[Row]:
     if unit == "bad":
         raise ValueError("a kernel that takes no such thing\nand more")
+    if unit == "unfit":
+        errors = ModuleType("triton.errors")
+        errors.TritonError = type("TritonError", (Exception,), {})  # type: ignore[attr-defined]
+        sys.modules["triton.errors"] = errors  # as if triton were imported
+        raise errors.TritonError("out of resource: shared memory")
+    if unit == "childless":
+        raise EOFError
     if unit == "gone":
         print("the last words", flush=True)  # not an answer: standard output is standard error in a worker
         os._exit(3)

@@ -34,6 +34,10 @@ def test_a_worker_answers_with_rows_and_failures_and_its_death_is_told_with_its_
     worker.run("good", KNOWN, LIMIT_S, rows)
     with pytest.raises(FailedUnitError, match=r"^ValueError: a kernel that takes no such thing$"):
         worker.run("bad", KNOWN, LIMIT_S, rows)
+    with pytest.raises(FailedUnitError, match=r"^TritonError: out of resource: shared memory$"):
+        worker.run("unfit", KNOWN, LIMIT_S, rows)  # which is no RuntimeError
+    with pytest.raises(FailedUnitError, match=r"^EOFError$"):
+        worker.run("childless", KNOWN, LIMIT_S, rows)
     worker.run("good", {}, LIMIT_S, rows)  # a failure that raised leaves the worker at work
     pid = worker.process.pid
     assert [row.figures for row in rows] == [{"ceiling": 4.25, "pid": pid}, {"ceiling": None, "pid": pid}]

@@ -174,6 +174,9 @@ def test_a_resumed_day_takes_up_what_is_missing_and_measures_ceilings_again(tmp_
     assert again.ran == ["copy", "a", "c"]
     assert set(statuses(ledger).values()) == {"done"}
     assert json.loads(path.read_text())["units"] == ledger.units
+    last = Script(units)
+    run_day(last, path, parts, resumes=True)
+    assert (last.ran, last.starts) == (["copy"], ["c"]), "no worker is started for a part that is done"
     fresh = Script(units)
     run_day(fresh, path, parts)
     assert fresh.ran == ["copy", "a", "b", "c"], "without --resume all is run again"
