@@ -14,7 +14,7 @@ from benchmarks.gpu.parts import Part
 from benchmarks.gpu.rows import Row, Setting
 
 START_LIMIT_S = 120.0  # of a worker: torch, triton and a device's context
-LEAST_S = 5.0  # no unit is begun with less
+LEAST_S = 5.0  # of a part's share: no unit is begun with less
 _BROKEN = ("CUDA", "AcceleratorError", "out of memory")  # a context may be of no more use after these
 
 
@@ -60,15 +60,17 @@ class Day:
                 self._run_part(part, self._deadline_s)
 
     def _run_part(self, part: Part, end_s: float) -> None:
-        if self._left_s() < LEAST_S:
-            self.not_reached.setdefault(part.name, ["all"])
+        known = self._ledger.names(part.name)
+        left = [name for name in known if not self._is_over(part, name)]
+        if known and not left:
+            self.not_reached[part.name] = []
+            return  # no worker is started to say so
+        if self._left_s() < part.least_s:
+            self.not_reached.setdefault(part.name, left or ["all"])
             return
         self.not_reached.setdefault(part.name, [])
-        known = self._ledger.names(part.name)
-        if known and all(self._is_over(part, name) for name in known):
-            return  # no worker is started to say so
         todo: list[str] | None = None
-        while todo is None or (todo and end_s - self._clock() >= LEAST_S):
+        while todo is None or (todo and self._may_begin(part, end_s)):
             worker = self._start_worker(part.module, self._setting)
             try:
                 names = self._names(worker, part)
@@ -101,7 +103,7 @@ class Day:
     def _run_units(self, worker: RunningWorker, part: Part, names: list[str], end_s: float) -> list[str]:
         """Run units until they end, time does, or the worker is of no more use; returns what was not begun."""
         for at, name in enumerate(names):
-            if end_s - self._clock() < LEAST_S:
+            if not self._may_begin(part, end_s):
                 return names[at:]
             begun_s, rows = self._clock(), list[Row]()
             try:
@@ -135,6 +137,10 @@ class Day:
         if (part.name, unit) in self._tried:
             return True
         return not part.is_repeated and self._ledger.is_done(part.name, unit)
+
+    def _may_begin(self, part: Part, end_s: float) -> bool:
+        """Whether there is time for one more unit, in its part's share and in the day."""
+        return end_s - self._clock() >= LEAST_S and self._left_s() >= part.least_s
 
     def _left_s(self) -> float:
         return self._deadline_s - self._clock()

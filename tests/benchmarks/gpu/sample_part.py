@@ -29,3 +29,11 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
     yield Row(name=unit, figures={"ceiling": setting.ceiling("copy_tb_per_s"), "pid": os.getpid()})
     if unit == "slow":
         time.sleep(60)
+
+
+def launched(name: str) -> None:
+    """What a process that compiles does with a kernel."""
+    if name == "bad":
+        raise ValueError("no such shape\nand more")
+    if name == "gone":
+        os._exit(3)

@@ -150,6 +150,17 @@ def test_a_part_has_its_share_first_and_the_rest_when_all_had_theirs(tmp_path: P
     assert day.not_reached == {"first": ["h"], "last": []}
 
 
+def test_a_unit_that_would_be_cut_leaves_its_time_to_others(tmp_path: Path) -> None:
+    script = Script({"h": ["big", "huge"], "l": ["z", "y"]}, unit_s=50.0)
+    heavy = Part("heavy", "h", "Heavy", 100.0, least_s=100.0)
+    ledger, day = run_day(script, tmp_path / "day.json", [heavy, LAST], minutes=1.7)
+    assert script.ran == ["big", "z"], "52 s are left after big, which is too little for huge"
+    assert day.not_reached == {"heavy": ["huge"], "last": ["y"]}
+    again = Script(script.module_units)
+    _, day = run_day(again, ledger.path, [heavy, LAST], minutes=1.0, resumes=True)
+    assert again.ran == ["y"] and day.not_reached == {"heavy": ["huge"], "last": []}
+
+
 def test_without_time_nothing_is_begun(tmp_path: Path) -> None:
     script = Script({"f": ["a"], "l": ["z"]}, unit_s=60.0)
     _, day = run_day(script, tmp_path / "day.json", [FIRST, LAST], minutes=1.0)

@@ -1,0 +1,25 @@
+"""Kernels compiled side by side: one that fails, or ends its process, costs no answer but its own."""
+
+import pytest
+
+from benchmarks.gpu.rows import Setting
+from tests.benchmarks.gpu.sample_part import launched
+
+pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
+from benchmarks.gpu.precompiled import Outcome, run, side_by_side
+
+
+def test_what_fails_is_told_and_the_others_are_launched() -> None:
+    assert side_by_side(launched, ["a", "bad", "c"], 1) == [
+        Outcome("a", ""), Outcome("bad", "ValueError: no such shape"), Outcome("c", ""),
+    ]  # fmt: skip
+
+
+def test_a_process_that_ends_is_no_end_of_the_part() -> None:
+    (outcome,) = side_by_side(launched, ["gone"], 1)
+    assert outcome.problem.startswith("BrokenProcessPool: ")
+
+
+def test_the_interpreter_compiles_nothing() -> None:
+    (row,) = run(Setting(device="interpreter", is_tiny=True), "kernels")
+    assert (row.name, row.is_right) == ("nothing is compiled", True)
