@@ -15,7 +15,7 @@ from benchmarks.gpu.rows import Row, Setting
 
 _MARKS = ("@pytest.mark.gpu", ": OnDevice")
 _ROOT = Path(__file__).parents[2]
-_TIMEOUT_S = 240.0
+_TIMEOUT_S = 150.0
 _NONE_COLLECTED = 5  # pytest's exit code
 _SLOW = ", slow"
 

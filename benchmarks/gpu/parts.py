@@ -34,7 +34,7 @@ PARTS = (
     Part(
         "throughput", "benchmarks.gpu.throughput", "End to end on one rank, output tokens/s", 300.0, 0.7, 60.0, is_fresh=True
     ),
-    Part("tests", "benchmarks.gpu.marked_tests", "Tests of the suite that need a GPU", 300.0),
     Part("ranks", "benchmarks.gpu.two_ranks", "Two ranks on this device: the same bits as on CPUs", 520.0, 1.0, 40.0),
+    Part("tests", "benchmarks.gpu.marked_tests", "Tests of the suite that need a GPU", 300.0),
     Part("tiles", "benchmarks.gpu.tile_times", "Tile configurations against the kernels' choice", 180.0),
 )  # fmt: skip
