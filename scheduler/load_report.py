@@ -1,4 +1,4 @@
-"""What a rank says about its experts' load: counters since its start, so that a reader takes differences.
+"""What a rank says about its experts' load: counters since the epoch's start, so that a reader takes differences.
 
 Part of the vocabulary that front and engine share, like `request`: knows no torch and no wire format.
 """
@@ -14,7 +14,7 @@ class ExpertMap(NamedTuple):
 
     version: int  # of the placement
     num_experts: int
-    num_ranks: int
+    num_ranks: int  # places, of the epoch's members
     layers: tuple[int, ...]  # index in the model of each MoE layer
     num_hidden_layers: int  # of the model, those without experts included
     slot_expert: np.ndarray  # [layers, ranks * slots_per_rank] expert of each physical slot, -1 where empty
@@ -22,7 +22,7 @@ class ExpertMap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadReport:
-    """One rank's counters. All of them run from the engine's start.
+    """One rank's counters. All of them run from the epoch's start, and what is by rank in them is by place.
 
     `counts` is [layers, 2, experts + ranks] uint32, modulo 2^32: by layer and phase (prefill, decode) how often this
     rank's tokens chose each expert, then how often a slot of each rank.
@@ -49,3 +49,4 @@ class LoadReport:
     prefill_steps: int = 0  # of num_steps, those with parts of prompts on some rank; others are decode-only
     prefill_experts_s: float = 0.0  # of experts_s, in those
     prefill_step_s: float = 0.0  # of step_s, in those
+    epoch: int = 0  # that they were counted in

@@ -11,6 +11,7 @@ from server.rank_streams import ranks_pb2 as pb
 _SAME = (
     "rank", "step", "num_steps", "prefill_tokens", "decode_tokens", "placement_version", "dispatch_wait_s",
     "combine_wait_s", "experts_s", "step_s", "wire_s", "prefill_steps", "prefill_experts_s", "prefill_step_s",
+    "epoch",
 )  # fmt: skip
 _PHASES = 2
 

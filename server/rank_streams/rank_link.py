@@ -14,9 +14,10 @@ import grpc
 
 from expert_placement.placement import Placement
 from scheduler.load_report import ExpertMap, LoadReport
+from scheduler.membership import Order
 from scheduler.placement_report import PlacementReport
 from scheduler.request import RankStats, Request, RequestOutput
-from server.rank_streams import load_wire, placement_wire, wire
+from server.rank_streams import load_wire, membership_wire, placement_wire, wire
 from server.rank_streams import ranks_pb2 as pb
 from server.rank_streams.channel import METADATA_KEY, OPTIONS, bearer
 from server.rank_streams.ranks_pb2_grpc import FrontStub
@@ -50,6 +51,7 @@ class RankLink:
         on_lost: Callable[[str], None],
         on_prepare: Callable[[Placement], None] = lambda _placement: None,
         on_drop: Callable[[int], None] = lambda _version: None,
+        on_regroup: Callable[[Order], None] = lambda _order: None,
     ) -> None:
         self.address = address
         self._token = token
@@ -60,7 +62,9 @@ class RankLink:
         self._on_lost = on_lost
         self._on_prepare = on_prepare
         self._on_drop = on_drop
+        self._on_regroup = on_regroup
         self._placement_reports: list[pb.PlacementReport] = []
+        self._membership_words: list[pb.FromRank] = []
         self._changed = threading.Condition()
         self._outputs: list[RequestOutput] = []
         self._num_pending_tokens = 0
@@ -135,6 +139,25 @@ class RankLink:
             self._placement_reports.append(placement_wire.report_to_wire(report, placement, expert_bytes))
             self._changed.notify()
 
+    def send_regrouped(self, epoch: int) -> None:
+        """Queue that this rank serves in an epoch, behind the outputs queued so far; never blocks."""
+        self._send_membership(pb.FromRank(regrouped=pb.Regrouped(epoch=epoch)))
+
+    def send_fault(self, epoch: int, reason: str, *, is_final: bool = False) -> None:
+        """Queue that this rank's steps in an epoch broke off, behind the outputs queued so far; never blocks.
+
+        Args:
+            is_final: this rank cannot follow the order of that epoch, so that only another one helps.
+        """
+        self._send_membership(
+            pb.FromRank(fault=membership_wire.fault_to_wire(epoch, reason, is_final=is_final))
+        )
+
+    def _send_membership(self, word: pb.FromRank) -> None:
+        with self._changed:
+            self._membership_words.append(word)
+            self._changed.notify()
+
     def close(self, reason: str = "") -> None:
         """Send what is queued, then goodbye with `reason` (empty: asked to stop), and disconnect."""
         with self._changed:
@@ -159,8 +182,10 @@ class RankLink:
                 self._outputs, self._stats, self._num_pending_tokens = [], None, 0
                 self._load = self._experts = None
                 reports, self._placement_reports = self._placement_reports, []
+                words, self._membership_words = self._membership_words, []
             if outputs or stats:
                 yield pb.FromRank(output=wire.step_output_from(outputs, stats))
+            yield from words
             if experts is not None:
                 yield pb.FromRank(experts=load_wire.experts_to_wire(experts))
             for report in reports:
@@ -173,7 +198,7 @@ class RankLink:
 
     def _has_news(self) -> bool:
         queued = self._outputs or self._stats or self._load or self._experts or self._placement_reports
-        return bool(queued) or self._goodbye is not None or self._end_writer
+        return bool(queued or self._membership_words) or self._goodbye is not None or self._end_writer
 
     def _read(self, call: Iterator[pb.ToRank]) -> None:
         """Hand the front's messages to the callbacks until the stream ends."""
@@ -198,6 +223,8 @@ class RankLink:
             self._on_prepare(placement_wire.placement_from(message.prepare.placement))
         elif kind == "drop":
             self._on_drop(message.drop.version)
+        elif kind == "regroup":
+            self._on_regroup(membership_wire.order_from(message.regroup))
         elif kind == "welcome":
             self._welcome.set()
 

@@ -14,10 +14,12 @@ import grpc.aio
 
 from expert_placement.placement import Placement
 from scheduler.load_report import ExpertMap, LoadReport
+from scheduler.membership import Order
 from scheduler.request import RankStats, Request, RequestOutput
-from server.rank_streams import load_wire, placement_wire, wire
+from server.rank_streams import load_wire, membership_wire, placement_wire, wire
 from server.rank_streams import ranks_pb2 as pb
 from server.rank_streams.channel import METADATA_KEY, OPTIONS, bearer
+from server.rank_streams.membership_wire import FaultWord
 from server.rank_streams.placement_wire import PlacementWord
 from server.rank_streams.ranks_pb2_grpc import FrontServicer, add_FrontServicer_to_server
 from server.rank_streams.wire import RankFacts
@@ -63,6 +65,8 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         on_load: Callable[[LoadReport], None] = lambda _load: None,
         on_experts: Callable[[ExpertMap], None] = lambda _experts: None,
         on_placement: Callable[[PlacementWord], None] = lambda _word: None,
+        on_regrouped: Callable[[int, int], None] = lambda _rank, _epoch: None,
+        on_fault: Callable[[FaultWord], None] = lambda _word: None,
     ) -> None:
         """Args: on_lost(rank, reason) is called when a stream ends that was not asked to stop."""
         self.num_ranks = num_ranks
@@ -76,6 +80,8 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         self._on_load = on_load
         self._on_experts = on_experts
         self._on_placement = on_placement
+        self._on_regrouped = on_regrouped
+        self._on_fault = on_fault
 
     def missing(self) -> list[int]:
         """Return the ranks that are not attached yet."""
@@ -100,6 +106,13 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         """Ask every rank to give up a placement that does not serve yet."""
         for rank in list(self.attached):
             self._post(rank, pb.ToRank(drop=pb.DropPlacement(version=version)))
+
+    def regroup(self, order: Order) -> None:
+        """Tell an order to its members."""
+        message = pb.ToRank(regroup=membership_wire.order_to_wire(order))
+        for rank in order.members:
+            if rank in self.attached:
+                self._post(rank, message)
 
     def stop(self) -> None:
         """Ask every rank to end in an orderly way."""
@@ -177,6 +190,10 @@ class Ranks(FrontServicer):  # type: ignore[misc]
             self._on_experts(load_wire.experts_from(message.experts))
         elif kind == "placement":
             self._on_placement(placement_wire.word_from(message.placement))
+        elif kind == "regrouped":
+            self._on_regrouped(rank, message.regrouped.epoch)
+        elif kind == "fault":
+            self._on_fault(membership_wire.fault_from(rank, message.fault))
         elif kind == "goodbye":
             stream.said_goodbye = message.goodbye.reason
 

@@ -34,6 +34,7 @@ class RankFacts:
     num_blocks: int
     block_tokens: int
     max_num_seqs: int
+    num_restarts: int = 0  # of this rank's engine; 0: it started with the service
 
 
 def hello_from(facts: RankFacts) -> pb.Hello:

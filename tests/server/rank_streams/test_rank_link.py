@@ -9,6 +9,8 @@ from queue import Queue
 
 import pytest
 
+from expert_placement.placement import linear_placement
+from scheduler.membership import Order
 from scheduler.request import (
     FinishReason,
     Logprobs,
@@ -19,6 +21,7 @@ from scheduler.request import (
     Structure,
     TokenBias,
 )
+from server.rank_streams.membership_wire import FaultWord
 from server.rank_streams.rank_link import LinkError, RankLink
 from server.rank_streams.ranks import Ranks, listen
 from server.rank_streams.wire import RankFacts
@@ -75,6 +78,8 @@ class FrontEnd:
             on_stats=lambda stats: self.events.put(("stats", stats)),
             on_attached=lambda facts: self.events.put(("attached", facts)),
             on_lost=lambda rank, reason: self.events.put(("lost", rank, reason)),
+            on_regrouped=lambda rank, epoch: self.events.put(("regrouped", rank, epoch)),
+            on_fault=lambda word: self.events.put(("fault", word)),
         )
         self._server, self.address = asyncio.run_coroutine_threadsafe(
             listen(self.ranks, "127.0.0.1"), self.loop
@@ -110,6 +115,7 @@ def link_to(
         on_abort=lambda request_id: heard.put(("abort", request_id)),
         on_stop=lambda: heard.put(("stop",)),
         on_lost=lambda reason: heard.put(("lost", reason)),
+        on_regroup=lambda order: heard.put(("regroup", order)),
     )
 
 
@@ -135,6 +141,41 @@ def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: F
     link.send([output], STATS)
     assert front.events.get(timeout=30) == ("stats", STATS)
     assert front.events.get(timeout=30) == ("outputs", 0, [output])
+    link.close()
+
+
+def test_an_order_reaches_its_members_unchanged_and_their_answers_come_back_in_order(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    facts = replace(FACTS, num_restarts=2)
+    link = link_to(front, heard, facts=facts)
+    link.open(30)
+    assert front.events.get(timeout=30) == ("attached", facts)
+    placement = linear_placement(3, 5, 1).with_version(9)
+    front.say(front.ranks.regroup, Order(4, (0,), placement))
+    kind, order = heard.get(timeout=30)
+    assert kind == "regroup" and isinstance(order, Order)
+    assert order[:2] == (4, (0,))
+    assert (order.placement.digest(), order.placement.version) == (placement.digest(), 9)
+    link.send_fault(4, "no memory", is_final=True)
+    link.send_fault(5, "a peer is gone")
+    link.send_regrouped(6)
+    assert [front.events.get(timeout=30) for _ in range(3)] == [
+        ("fault", FaultWord(0, 4, "no memory", True)),
+        ("fault", FaultWord(0, 5, "a peer is gone", False)),
+        ("regrouped", 0, 6),
+    ]
+    link.close()
+
+
+def test_what_a_step_yielded_comes_before_the_fault_that_followed_it(front: FrontEnd) -> None:
+    link = link_to(front, Queue())
+    link.open(30)
+    front.events.get(timeout=30)
+    output = RequestOutput(request_id="r1", token_ids=[5])
+    link.send([output])
+    link.send_fault(0, "a peer is gone")
+    assert front.events.get(timeout=30) == ("outputs", 0, [output])
+    assert front.events.get(timeout=30)[0] == "fault"
     link.close()
 
 
