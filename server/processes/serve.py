@@ -40,7 +40,7 @@ from server.processes.children import (
 )
 from server.processes.error_file import ERROR_FILE, first_failure
 from server.processes.greeting import count, greeting, is_healthy
-from server.processes.worker import DRAIN_GRACE_S, UNDER_SERVE
+from server.processes.supervisor import DRAIN_GRACE_S, UNDER_SERVE
 
 AGENT_GRACE_S = 3.2  # torchrun waits for workers, which kill their children after STOP_GRACE_S
 ORPHAN_GRACE_S = 0.5  # then all that is left is killed: together below the 5 s that the user is promised

@@ -18,7 +18,8 @@ import server.preflight.checks  # noqa: E402
 from server.cli import build_parser  # noqa: E402
 from server.options.command_line import options_from  # noqa: E402
 from server.processes.serve import ServeCommands, run_serve  # noqa: E402
-from server.processes.worker import Commands, run_worker  # noqa: E402
+from server.processes.supervisor import Commands  # noqa: E402
+from server.processes.worker import run_worker  # noqa: E402
 
 _CHILD = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 
