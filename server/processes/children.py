@@ -79,6 +79,11 @@ def describe_status(name: str, pid: int, status: int) -> str:
     return f"{who} was killed by {signal_name}{hint}"
 
 
+def has_ended(child: Child) -> bool:
+    """Return whether a child has ended, reaped or not."""
+    return bool(select.select([child.pidfd], [], [], 0)[0])
+
+
 def stop_children(children: Iterable[Child], *, grace_s: float) -> None:
     """Ask children to end, kill those that have not after `grace_s`, and reap all of them."""
     living = {child.pidfd: child for child in children}

@@ -38,7 +38,7 @@ from server.processes.children import (
     start_child,
     stop_children,
 )
-from server.processes.error_file import ERROR_FILE, first_failure
+from server.processes.error_file import ERROR_FILE, absences, first_failure
 from server.processes.greeting import count, greeting, is_healthy
 from server.processes.supervisor import DRAIN_GRACE_S, UNDER_SERVE
 
@@ -187,7 +187,7 @@ class _Watch:
     def _look(self) -> None:
         """See whether something failed, or the service has begun to answer."""
         now_s = time.monotonic()
-        if self._until_s - now_s > FAILURE_GRACE_S and first_failure(self._log_directory) is not None:
+        if self._until_s - now_s > FAILURE_GRACE_S and self._failure() is not None:
             self._until_s = now_s + FAILURE_GRACE_S
         if not self._is_ready and self._is_healthy():
             self._is_ready = True
@@ -197,8 +197,15 @@ class _Watch:
         options = self._options
         return is_healthy(options.host, options.port, scheme=options.http.scheme)
 
+    def _failure(self) -> str | None:
+        """Why the service has to end, where a process has said so: one has failed, or no rank is left."""
+        away = absences(self._log_directory)
+        if len(away) == self._options.data_parallel_size:
+            return f"{away[-1]}: no rank is left"
+        return first_failure(self._log_directory)
+
     def _end(self) -> int:
-        failure = first_failure(self._log_directory)
+        failure = self._failure()
         if self._is_draining and failure is None and self._agent.process.poll() in (None, 0):
             say("wideep: stopped")
             return 0

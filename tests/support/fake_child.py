@@ -1,8 +1,9 @@
 """Stands in for an engine or a front: `fake_child.py engine|front MODEL FLAGS...`, no torch, no model.
 
 It writes ROLE-RANK.json with its pid, arguments and what it was told into $FAKE_DIRECTORY, reports what the real one
-reports, and waits for SIGTERM, or SIGINT for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS makes that one
-end with STATUS at once.
+reports, and waits for SIGTERM, or SIGINT for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS
+makes that one end with STATUS at once, FAKE_EXIT_AGAIN likewise but only when it is started again. SIGUSR2 ends an engine
+as the loss of its front does.
 """
 
 import argparse
@@ -13,6 +14,11 @@ import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+
+KV_CACHE_BYTES = 12345678  # what an engine says it took
+
+
+FRONT_IS_GONE = 3  # as server.processes.supervisor says
 
 
 class _Health(BaseHTTPRequestHandler):
@@ -34,7 +40,9 @@ def _serve(port: int, ready_fd: int) -> None:
 def _report_ready() -> None:
     front = json.loads(os.environ.get("WIDEEP_FRONT", '{"http": "http://elsewhere:1"}'))
     descriptor = int(os.environ["WIDEEP_READY_FD"])
-    os.write(descriptor, json.dumps({"http": front["http"]}).encode() + b'\n{"ready": true}\n')
+    for told in ({"http": front["http"]}, {"kv_cache_bytes": KV_CACHE_BYTES}, {"ready": True}):
+        os.write(descriptor, json.dumps(told).encode() + b"\n")
+    (Path(os.environ["FAKE_DIRECTORY"]) / f"engine-{os.environ['RANK']}.told").touch()
     while True:
         signal.pause()
 
@@ -59,12 +67,14 @@ def main() -> None:
     name = f"{args.role}-{os.environ['RANK']}"
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN if stubborn else _end(name))
-    wanted = ("WIDEEP_FRONT", "OMP_NUM_THREADS", "WIDEEP_API_KEY")
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(FRONT_IS_GONE))
+    wanted = ("WIDEEP_FRONT", "OMP_NUM_THREADS", "WIDEEP_API_KEY", "WIDEEP_RESTARTS")
     known = {"pid": os.getpid(), "argv": sys.argv[1:], "env": {key: os.environ.get(key) for key in wanted}}
     partial = Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.partial"
     partial.write_text(json.dumps(known))
     partial.rename(partial.with_suffix(".json"))
-    victim, _, status = os.environ.get("FAKE_EXIT", "").partition(":")
+    variable = "FAKE_EXIT_AGAIN" if "WIDEEP_RESTARTS" in os.environ else "FAKE_EXIT"
+    victim, _, status = os.environ.get(variable, "").partition(":")
     if victim == name:
         sys.exit(int(status))
     if args.role == "front":

@@ -52,6 +52,14 @@ class Service:
         )
         return dict(json.loads(path.read_text()))
 
+    def facts_after(self, name: str, restarts: int) -> dict[str, Any]:
+        """Wait for what a process says about itself that was started again so often."""
+        wait_until(
+            lambda: self.facts(name)["env"]["WIDEEP_RESTARTS"] == str(restarts) or self._has_ended(),
+            lambda: f"{name} did not start again:\n{self.output()}",
+        )
+        return self.facts(name)
+
     def _has_ended(self) -> bool:
         return self.process.poll() is not None
 

@@ -83,12 +83,12 @@ def test_it_answers_on_a_free_port_with_a_key_of_its_own_and_ends_with_all_proce
 
 @pytest.mark.slow
 def test_a_service_that_died_says_why(service: PrivateService, tmp_path: Path) -> None:
-    victim = pids(tmp_path)["engine-1"]
+    victim = pids(tmp_path)["front-0"]
     os.kill(victim, signal.SIGKILL)
     assert service.has_ended(within_s=TIME_OUT_S)
     said = service.why_gone()
     assert said is not None
-    assert said.startswith(f"the service has ended: rank 1's engine (pid {victim}) was killed by SIGKILL")
+    assert said.startswith(f"the service has ended: the front (pid {victim}) was killed by SIGKILL")
 
 
 def test_a_start_that_fails_says_why(model: Path, environment: dict[str, str]) -> None:

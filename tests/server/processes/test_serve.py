@@ -63,17 +63,53 @@ def test_ctrl_c_ends_every_process_with_status_0(service: Service) -> None:
     assert output.rstrip().endswith("wideep: stopping")  # no last words of torchrun's
 
 
-def test_a_killed_engine_ends_everything_and_is_named_once(service: Service) -> None:
-    victim, agent = service.pid("engine-1"), agent_pid(service)
+def test_a_killed_front_ends_everything_and_is_named_once(service: Service) -> None:
+    victim, agent = service.pid("front-0"), agent_pid(service)
     os.kill(victim, signal.SIGKILL)
     status, seconds = service.end()
     assert (status, seconds < PROMISED_S) == (1, True), service.output()
     service.wait_for_nobody(within_s=0)
     assert has_ended(agent, 0)
     last = service.output().strip().splitlines()[-1]
-    assert last.startswith(f"wideep serve: rank 1's engine (pid {victim}) was killed by SIGKILL")
+    assert last.startswith(f"wideep serve: the front (pid {victim}) was killed by SIGKILL")
     assert "Traceback" not in service.output()
     assert service.output().count("killed by") == 1
+
+
+def test_a_killed_engine_is_started_again_below_the_same_torchrun(service: Service) -> None:
+    victim, agent, front = service.pid("engine-1"), agent_pid(service), service.pid("front-0")
+    os.kill(victim, signal.SIGKILL)
+    service.wait_for_output("rank 1 serves again")
+    assert service.output().count(f"rank 1's engine (pid {victim}) was killed by SIGKILL") == 1
+    assert (agent_pid(service), service.pid("front-0")) == (agent, front)
+    service.process.send_signal(signal.SIGINT)
+    assert service.end()[0] == 0
+    service.wait_for_nobody(within_s=0)
+
+
+def test_serve_ends_when_no_rank_is_left(tmp_path: Path) -> None:
+    again = {"FAKE_EXIT_AGAIN": "engine-1:7", "FAKE_TORCHRUN": "1"}
+    with serving(tmp_path, **again) as service:
+        wait_until(
+            lambda: (service.directory / "engine-1.told").exists(), lambda: "the second rank does not serve"
+        )
+        os.kill(service.pid("engine-1"), signal.SIGKILL)
+        service.wait_for_output("the service goes on without rank 1")
+        assert not has_ended(service.process.pid, 0.3)
+        for restarts in range(1, 4):
+            os.kill(service.pid("engine-0"), signal.SIGKILL)
+            service.wait_for_output("rank 0 serves again")
+            service.facts_after("engine-0", restarts)
+            wait_until(
+                lambda: service.output().count("rank 0 serves again") == restarts,  # noqa: B023
+                lambda: f"rank 0 does not serve again:\n{service.output()}",
+            )
+        os.kill(service.pid("engine-0"), signal.SIGKILL)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (1, True), service.output()
+        last = service.output().strip().splitlines()[-1]
+        assert last.startswith("wideep serve: rank ") and "no rank is left" in last
+        service.wait_for_nobody(within_s=0)
 
 
 def test_nothing_is_left_when_torchrun_is_killed(quick_service: Service) -> None:

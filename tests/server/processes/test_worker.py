@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from server.processes.restarts import MAX_RESTARTS
 from tests.support.fake_checkpoint import write_checkpoint
-from tests.support.service_processes import Service, has_ended
+from tests.support.fake_child import KV_CACHE_BYTES
+from tests.support.service_processes import Service, has_ended, wait_until
 
 PROMISED_S = 5.0  # from the wish to stop to the end of the last process
 
@@ -120,16 +122,114 @@ def test_children_that_ignore_signals_are_killed_within_the_bound(model: Path) -
         service.wait_for_nobody(within_s=0)
 
 
-@pytest.mark.parametrize("name, called", [("engine-0", "rank 0's engine"), ("front-0", "the front")])
-def test_a_killed_child_is_named_and_ends_everything(model: Path, name: str, called: str) -> None:
+def test_a_killed_front_is_named_and_ends_everything(model: Path) -> None:
     with start_worker(model, place()) as service:
         service.wait_for_output("serving on")
-        victim = service.pids()[name]
+        victim = service.pids()["front-0"]
         os.kill(victim, signal.SIGKILL)
         status, seconds = service.end()
         assert (status, seconds < PROMISED_S) == (1, True)
-        assert f"{called} (pid {victim}) was killed by SIGKILL" in service.output()
+        assert f"the front (pid {victim}) was killed by SIGKILL" in service.output()
         service.wait_for_nobody(within_s=0)
+
+
+def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
+    with start_worker(model, place(), "--kv-cache-memory=1M") as service:
+        service.wait_for_output("serving on")
+        victim = service.facts("engine-0")
+        os.kill(victim["pid"], signal.SIGKILL)
+        successor = service.facts_after("engine-0", restarts=1)
+        assert successor["env"]["WIDEEP_FRONT"] == victim["env"]["WIDEEP_FRONT"]
+        assert f"--kv-cache-memory={KV_CACHE_BYTES}" in successor["argv"], "what the first one took"
+        service.wait_for_output("rank 0 serves again, after ")
+        killed = f"wideep: rank 0's engine (pid {victim['pid']}) was killed by SIGKILL"
+        [line] = [line for line in service.output().splitlines() if line.startswith(killed)]
+        assert line.endswith("it is started again (at most 3 times in 10 minutes)")
+        assert service.process.poll() is None
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        service.wait_for_nobody(within_s=0)
+
+
+def kill_until_the_budget_ends(service: Service, name: str) -> None:
+    for restarts in range(1, MAX_RESTARTS + 1):
+        os.kill(service.pid(name), signal.SIGKILL)
+        service.facts_after(name, restarts)
+        wait_until(
+            lambda: service.output().count("serves again") == restarts,  # noqa: B023
+            lambda: f"does not serve again:\n{service.output()}",
+        )
+    os.kill(service.pid(name), signal.SIGKILL)
+
+
+def test_the_only_engine_of_a_service_may_die_so_often_then_all_ends(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        kill_until_the_budget_ends(service, "engine-0")
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (1, True)
+        assert "it was started again 3 times in 10 minutes and is not started any more" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_one_of_several_engines_that_dies_too_often_stays_away_and_its_supervisor_waits(model: Path) -> None:
+    with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
+        engine = service.pid("engine-1")
+        wait_for_serving(service, "engine-1")
+        kill_until_the_budget_ends(service, "engine-1")
+        service.wait_for_output("the service goes on without rank 1")
+        assert not has_ended(service.process.pid, 0.2)
+        assert engine != service.pid("engine-1")
+        service.process.send_signal(signal.SIGTERM)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), "there is no engine to wait for"
+
+
+def test_an_engine_that_cannot_start_again_ends_with_its_budget(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_EXIT_AGAIN": "engine-0:7"}) as service:
+        service.wait_for_output("serving on")
+        os.kill(service.pid("engine-0"), signal.SIGKILL)
+        assert service.end()[0] == 1
+        lines = service.output().splitlines()
+        assert (
+            len(
+                [
+                    line
+                    for line in lines
+                    if line.endswith("it is started again (at most 3 times in 10 minutes)")
+                ]
+            )
+            == 3
+        )
+        assert "ended with status 7" in lines[-1]
+
+
+def test_an_engine_that_has_lost_the_front_is_not_started_again(model: Path) -> None:
+    with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
+        wait_for_serving(service, "engine-1")
+        os.kill(service.pid("engine-1"), signal.SIGUSR2)
+        assert service.end()[0] == 1
+        assert "rank 1 has lost the front, and so its service" in service.output()
+        assert service.facts("engine-1")["env"]["WIDEEP_RESTARTS"] is None
+
+
+def test_an_engine_that_dies_while_the_service_stops_stays_dead(model: Path) -> None:
+    other_node = place(rank=1, local_rank=0, world_size=2, local_world_size=1)
+    with start_worker(model, other_node, "--shutdown-timeout-seconds=30") as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        assert not has_ended(service.pid("engine-1"), 0.2)
+        os.kill(service.pid("engine-1"), signal.SIGKILL)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True)
+        assert "the service is stopping" in service.output()
+        assert service.facts("engine-1")["env"]["WIDEEP_RESTARTS"] is None
+
+
+def wait_for_serving(service: Service, name: str) -> None:
+    """Wait until an engine has told its supervisor that it serves, which quiet ranks say to nobody else."""
+    path = service.directory / f"{name}.told"
+    wait_until(path.exists, lambda: f"{name} tells nothing:\n{service.output()}")
 
 
 @pytest.mark.parametrize("name, called", [("engine-0", "rank 0's engine"), ("front-0", "the front")])
