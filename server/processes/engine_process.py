@@ -14,10 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -26,25 +23,23 @@ from moe.checkpoint import CheckpointError
 from moe.expert_weights import read_slot
 from moe.families import UnsupportedModelError
 from scheduler.assembly import Assembled, assemble
-from scheduler.config import ConfigError, EngineConfig
+from scheduler.config import ConfigError
 from scheduler.doorbell import StoreDoorbell
 from scheduler.limits import SchedulerLimitsError
-from scheduler.lockstep import DispatchMode, HalfThresholds, LockStepError
+from scheduler.lockstep import LockStepError
 from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import RankStats, RequestOutput
-from scheduler.sizing import KVMemoryError, cache_budget, gpu_cache_budget
+from scheduler.sizing import KVMemoryError
 from scheduler.structure import StructureError
 from scheduler.structure_vocabulary import Vocabulary
 from server.options.command_line import Options
-from server.preflight.machine import available_bytes
-from server.preflight.rank_memory import rank_bytes, spare_bytes
+from server.processes.engine_settings import engine_config
+from server.processes.engine_words import Progress, SupervisorPipe, silent
 from server.processes.parent_death import die_with_parent
 from server.processes.rendezvous import Place, place_from
 from server.rank_streams.rank_link import LinkError, RankLink
 from server.rank_streams.wire import RankFacts
 
-KV_SHARE = 0.25  # of free memory over the local ranks, where the user says nothing
-GPU_SHARE = 0.9  # of a GPU's free memory, likewise
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
 STATS_EVERY = 50  # steps without outputs between reports
 FRONT_KEY = "front"
@@ -69,12 +64,14 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
     store = PrefixStore(f"wideep/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(place))
     front = _front(store, environment)
-    supervisor = _Supervisor(environment)
+    supervisor = SupervisorPipe(environment)
     supervisor.tell(http=front["http"])
     _join(place, store)
     doorbell = StoreDoorbell(*(PrefixStore("doorbell", _store(place)) for _ in range(2)))
-    progress = _Progress() if place.rank == 0 else _silent
-    built = assemble(_config(options, place), doorbell, progress, lambda: _load_vocabulary(options.model))
+    progress = Progress() if place.rank == 0 else silent
+    built = assemble(
+        engine_config(options, place), doorbell, progress, lambda: _load_vocabulary(options.model)
+    )
     if place.rank == 0:
         print(f"Dispatch: {built.transport}; {built.dispatch}", file=sys.stderr, flush=True)
     _walk(built, options, place, front, supervisor)
@@ -97,7 +94,7 @@ def _join(place: Place, store: Store) -> None:
 
 
 def _walk(
-    built: Assembled, options: Options, place: Place, front: dict[str, str], supervisor: "_Supervisor"
+    built: Assembled, options: Options, place: Place, front: dict[str, str], supervisor: SupervisorPipe
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
     link = _make_link(built, options, place, front)
@@ -180,50 +177,6 @@ def _send_report(report: PlacementReport, built: Assembled, link: RankLink) -> N
     link.send_placement(report)
 
 
-def _config(options: Options, place: Place) -> EngineConfig:
-    assert options.max_num_seqs and options.max_num_batched_tokens, "the supervisor fills limits in"
-    return EngineConfig(
-        directory=Path(options.model),
-        rank=place.rank,
-        world_size=place.world_size,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        device=f"cuda:{place.local_rank}" if options.device == "cuda" else "cpu",
-        dtype=options.dtype,
-        enforce_eager=options.enforce_eager,
-        compiler="inductor" if options.enable_torch_compile else "",
-        halves=_halves(options),
-        batch_invariant=options.batch_invariant,
-        kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),
-        enable_prefix_caching=options.enable_prefix_caching,
-        all2all_backend=options.all2all_backend,
-        dispatch_mode=DispatchMode(options.dispatch_mode),
-        dispatch_dtype=options.dispatch_dtype,
-        dispatch_node_size=options.dispatch_node_size,
-        eplb=options.eplb_config,
-        placement_file=Path(options.expert_placement) if options.expert_placement else None,
-        threads=options.threads or 1,
-        timeout_s=options.distributed_timeout_s,
-    )
-
-
-def _halves(options: Options) -> HalfThresholds | None:
-    if not options.enable_dbo:
-        return None
-    return HalfThresholds(options.dbo_decode_token_threshold, options.dbo_prefill_token_threshold)
-
-
-def _default_cache_bytes(options: Options, place: Place) -> int:
-    """This rank's share of what is free, less what experts need that move."""
-    if options.device == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
-        gpu_share = options.gpu_memory_utilization or GPU_SHARE
-        return gpu_cache_budget(free_bytes, gpu_share, rank_bytes(options, place.world_size))
-    share = int(available_bytes() * (options.gpu_memory_utilization or KV_SHARE)) // place.local_world_size
-    return cache_budget(share, spare_bytes(options, place.world_size))
-
-
 def _load_vocabulary(model: str) -> Vocabulary:
     """Read the tokenizer, which a rank needs for structures only: until then it costs neither time nor memory.
 
@@ -256,38 +209,3 @@ def _front(store: Store, environment: Mapping[str, str]) -> dict[str, str]:
         store.set(FRONT_KEY, given)
         return json.loads(given)  # type: ignore[no-any-return]
     return json.loads(store.get(FRONT_KEY))  # type: ignore[no-any-return]
-
-
-class _Supervisor:
-    """The pipe on which this process tells its supervisor how far it is."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._fd = int(environment["WIDEEP_READY_FD"]) if "WIDEEP_READY_FD" in environment else None
-
-    def tell(self, **message: Any) -> None:
-        """Write one JSON line."""
-        if self._fd is not None:
-            os.write(self._fd, (json.dumps(message) + "\n").encode())
-
-
-class _Progress:
-    """Shows loading: on one line of a terminal, in a line per stage elsewhere."""
-
-    def __init__(self) -> None:
-        self._shown = ("", 0)
-
-    def __call__(self, stage: str, fraction: float) -> None:
-        """Show a stage's percentage when it changed."""
-        percent = int(100 * fraction)
-        if (stage, percent) == self._shown:
-            return
-        self._shown = (stage, percent)
-        if sys.stderr.isatty():
-            end = "\n" if percent == 100 else ""
-            print(f"\rLoading {stage}: {percent:3d} %", end=end, file=sys.stderr, flush=True)
-        elif percent == 100:
-            print(f"Loaded {stage}", file=sys.stderr, flush=True)
-
-
-def _silent(_stage: str, _fraction: float) -> None:
-    """Ranks other than the first load quietly."""
