@@ -1,8 +1,11 @@
 """A service over two nodes that share nothing but a network: real torchrun agents and engines in namespaces."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,22 @@ import pytest
 from tests.support.real_service import START_S, WIDEEP, RealService, write_tiny_model
 from tests.support.service_processes import wait_until
 
-ENDPOINT_NODE, HTTP_PORT = 1, 8000  # inside its namespace every port is free
+OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # inside its namespace every port is free
 URL = f"http://10.213.7.{ENDPOINT_NODE + 1}:{HTTP_PORT}"
 ASK = """
 import sys, httpx
 answer = httpx.request(sys.argv[1], sys.argv[2], content=sys.argv[3] or None, headers={'content-type': 'application/json'}, timeout=30)
 print(answer.text); sys.exit(answer.status_code != 200)
 """
+STREAM = """
+import sys, httpx
+with httpx.stream('POST', sys.argv[1], content=sys.argv[2], headers={'content-type': 'application/json'}, timeout=300) as answer:
+    for line in answer.iter_lines():
+        print(line, flush=True)
+"""
+PIECES = 10  # of every stream, before something happens
+NUM_STREAMS = 4  # over two ranks
+END_S = 180.0  # of a node that is cut off: keep-alive's 50 s, then 30 s of asking for the front
 
 
 def ask(namespace: str, method: str, path: str, body: dict[str, Any] | None = None) -> str | None:
@@ -28,9 +40,9 @@ def ask(namespace: str, method: str, path: str, body: dict[str, Any] | None = No
     return answer.stdout if answer.returncode == 0 else None
 
 
-@pytest.mark.slow
-def test_two_nodes_serve_together_over_gloo(namespaces: list[str], tmp_path: Path) -> None:
-    model, wideep = write_tiny_model(tmp_path / "tiny"), tmp_path / "wideep"
+def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealService:
+    """Start a service of one rank on each of two nodes."""
+    model, wideep = write_tiny_model(directory / "tiny"), directory / "wideep"
     wideep.write_text(f'#!/bin/sh\nGLOO_SOCKET_IFNAME=veth0 exec {" ".join(WIDEEP)} "$@"\n')
     wideep.chmod(0o755)
     commands = [
@@ -39,16 +51,106 @@ def test_two_nodes_serve_together_over_gloo(namespaces: list[str], tmp_path: Pat
             *("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--local-addr=10.213.7.{node + 1}"),
             *(f"--rdzv-endpoint=10.213.7.{ENDPOINT_NODE + 1}:29400", f"--rdzv-conf=is_host={node}"),
             *("--no-python", str(wideep), "worker", str(model), "--host", f"10.213.7.{ENDPOINT_NODE + 1}"),
-            *("--kv-cache-memory", "16M", "--all2all-backend", "gloo"),
+            *("--kv-cache-memory", "16M", "--all2all-backend", "gloo", *flags),
         ]
         for node, name in enumerate(namespaces)
     ]
+    return RealService(HTTP_PORT, commands, directory / "output.txt")
+
+
+def wait_until_healthy(service: RealService, namespaces: Sequence[str]) -> None:
+    healthy = lambda: ask(namespaces[ENDPOINT_NODE], "GET", "/health") is not None  # noqa: E731
+    wait_until(healthy, service.output, within_s=START_S)
+
+
+def stream_all(namespace: str, *, then: Callable[[], object] = lambda: None) -> list[str]:
+    """Stream completions from inside a namespace; `then` is called when all are under way. Returns their texts."""
+    fields = {"model": "tiny", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    bodies = [{**fields, "prompt": f"{number} the cat"} for number in range(NUM_STREAMS)]
+    inside = ["ip", "netns", "exec", namespace, sys.executable, "-c", STREAM, f"{URL}/v1/completions"]
+    clients = [
+        subprocess.Popen([*inside, json.dumps(body)], stdout=subprocess.PIPE, text=True) for body in bodies
+    ]
+    try:
+        lines: list[list[str]] = [[] for _ in clients]
+        for client, said in zip(clients, lines, strict=True):
+            assert client.stdout is not None
+            while sum(line.startswith("data: {") for line in said) < PIECES:
+                line = client.stdout.readline()
+                assert line, f"a stream ended early: {said}"
+                said.append(line)
+        then()
+        return [
+            _text([*said, *client.communicate(timeout=300)[0].splitlines()])
+            for client, said in zip(clients, lines, strict=True)
+        ]
+    finally:
+        for client in clients:
+            client.kill()
+            client.wait()
+
+
+def _text(lines: Sequence[str]) -> str:
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert not any("error" in event for event in events), events[-1]
+    assert any(line.startswith("data: [DONE]") for line in lines), "the stream broke"
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+def engine_of(service: RealService, namespace: str) -> int:
+    """The pid of a node's engine."""
+    for pid in service.engines().values():
+        answer = subprocess.run(["ip", "netns", "identify", str(pid)], capture_output=True, text=True)
+        if answer.stdout.strip() == namespace:
+            return pid
+    raise LookupError(f"no engine runs in {namespace}")
+
+
+def members(namespace: str) -> list[int]:
+    answer = ask(namespace, "GET", "/v1/fault_tolerance/status")
+    return json.loads(answer)["members"] if answer else []
+
+
+@pytest.mark.slow
+def test_two_nodes_serve_together_over_gloo(namespaces: list[str], tmp_path: Path) -> None:
     body = {"model": "tiny", "prompt": "the cat", "max_tokens": 16, "temperature": 0}
-    with RealService(HTTP_PORT, commands, tmp_path / "output.txt") as service:
-        healthy = lambda: ask(namespaces[0], "GET", "/health") is not None  # noqa: E731
-        wait_until(healthy, service.output, within_s=START_S)
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
         answers = [ask(name, "POST", "/v1/completions", body) for name in namespaces]
         texts = [json.loads(answer)["choices"][0]["text"] for answer in answers if answer]
         assert len(texts) == 2
         assert texts[0] == texts[1]
     assert service.output().count(URL) >= 2
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_on_another_node_comes_back_and_streams_go_on(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
+        here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
+        expected = stream_all(here)
+        victim = engine_of(service, other)
+        assert stream_all(other, then=lambda: os.kill(victim, signal.SIGKILL)) == expected
+        wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
+        assert engine_of(service, other) != victim
+        assert stream_all(here) == expected
+        assert [process.poll() for process in service.processes] == [None, None]
+
+
+@pytest.mark.slow
+def test_a_node_that_is_cut_off_ends_and_the_other_goes_on(namespaces: list[str], tmp_path: Path) -> None:
+    with start(namespaces, tmp_path, "--distributed-timeout-seconds=5") as service:
+        wait_until_healthy(service, namespaces)
+        here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
+        expected = stream_all(here)
+
+        def cut() -> None:
+            subprocess.run(["ip", "-n", other, "link", "set", "veth0", "down"], check=True, timeout=10)
+
+        assert stream_all(here, then=cut) == expected
+        assert len(members(here)) == 1
+        service.processes[OTHER_NODE].wait(END_S)
+        assert stream_all(here) == expected, "the end of the other node's torchrun does not end this one's"
+        assert service.processes[ENDPOINT_NODE].poll() is None

@@ -200,18 +200,6 @@ def test_sigterm_to_torchrun_lets_a_stream_end_too(model: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_killed_engine_ends_the_service_with_a_message(model: Path, tmp_path: Path) -> None:
-    with RealService.serve(model, tmp_path / "output.txt") as service:
-        service.wait_ready()
-        below = service.descendants()
-        os.kill(service.find("engine"), signal.SIGKILL)
-        assert service.wait_ended() == [1]
-        assert all(has_ended(pid, 2) for pid in below)
-        assert "engine" in service.output()
-        assert "SIGKILL" in service.output()
-
-
-@pytest.mark.slow
 def test_two_torchrun_agents_serve_together_and_both_print_the_address(model: Path, tmp_path: Path) -> None:
     port, rendezvous = free_port(), free_port()
     wideep = tmp_path / "wideep"

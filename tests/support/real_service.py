@@ -98,6 +98,20 @@ class RealService:
                 return pid
         raise LookupError(f"no process of the service has {word!r} in its command line")
 
+    def engines(self) -> dict[int, int]:
+        """The pids of the engines that run, by rank."""
+        found = {}
+        for pid in self.descendants():
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            except OSError:  # gone meanwhile
+                continue
+            if "engine" in words:
+                rank = next(word for word in environment if word.startswith("RANK="))
+                found[int(rank.removeprefix("RANK="))] = pid
+        return found
+
     def wait_ended(self) -> list[int]:
         """Wait until every command has ended; returns their statuses."""
         return [process.wait(STOP_S) for process in self.processes]

@@ -1,0 +1,197 @@
+"""What happens to open streams, and to the service, when engines are killed: real engines, real signals."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.real_service import START_S, RealService, write_tiny_model
+from tests.support.service_processes import has_ended, wait_until
+from tests.support.timed_streams import TimedStream, stream_all
+
+pytestmark = pytest.mark.slow
+
+NUM_RANKS = 3
+NUM_TOKENS = 160  # of most streams
+PIECES = 20  # that every stream has brought when a rank is killed
+END_S = 40.0
+STATUS = "/v1/fault_tolerance/status"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE with a tokenizer."""
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
+    """`wideep serve` on three ranks."""
+    log = tmp_path_factory.mktemp("service") / "output.txt"
+    with RealService.serve(model, log, f"-dp={NUM_RANKS}") as running:
+        yield running.wait_ready()
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Requests whose answers depend on all that has been said: each rank gets some of each kind."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0.8, "seed": 8, "presence_penalty": 0.7, "repetition_penalty": 1.2, "top_p": 0.9},
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 1.0, "seed": 9, "n": 2},
+        {"temperature": 1.0, "seed": 10, "structured_outputs": {"regex": "[a-z ]{150}"}},
+    ]
+    return [
+        {"model": "tiny", "prompt": f"{copy} the cat {kind}", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        | options
+        for copy in range(2)
+        for kind, options in enumerate(kinds)
+    ]
+
+
+def kill(service: RealService, *ranks: int) -> float:
+    """Kill the engines of ranks; returns when, on time.monotonic()."""
+    engines = service.engines()
+    for rank in ranks:
+        os.kill(engines[rank], signal.SIGKILL)
+    return time.monotonic()
+
+
+def status(service: RealService) -> dict[str, Any]:
+    """What the service says of its ranks."""
+    return dict(httpx.get(service.url + STATUS, timeout=30).json())
+
+
+def wait_until_whole(service: RealService) -> None:
+    """Wait until all ranks serve together."""
+    wait_until(
+        lambda: (now := status(service))["phase"] == "serving" and len(now["members"]) == NUM_RANKS,
+        lambda: f"a rank is away: {status(service)}\n{service.output()}",
+        within_s=START_S,
+    )
+
+
+def ranks_at_work(service: RealService) -> set[int]:
+    """Ranks that run requests now."""
+    name = "vllm:num_requests_running{"
+    lines = [line for line in httpx.get(f"{service.url}/metrics").text.splitlines() if line.startswith(name)]
+    return {int(line.partition('engine="')[2].partition('"')[0]) for line in lines if float(line.split()[-1])}
+
+
+def print_pauses(what: str, streams: list[TimedStream], killed_s: float) -> None:
+    """Say how long streams stood still: no test judges it."""
+    pauses = sorted(stream.pause_after(killed_s) for stream in streams)
+    print(f"{what}: next piece after {pauses[0]:.2f} s (first) to {pauses[-1]:.2f} s (last stream)")
+
+
+def test_streams_go_on_without_a_gap_and_the_rank_comes_back(service: RealService) -> None:
+    expected = [each.said for each in stream_all(service.url, bodies())]
+    killed_s: list[float] = []
+    streams = stream_all(service.url, bodies(), pieces=PIECES, then=lambda: killed_s.append(kill(service, 1)))
+    print_pauses("one of three ranks killed", streams, killed_s[0])
+    assert [each.said for each in streams] == expected
+    wait_until_whole(service)
+    at_work: list[set[int]] = []
+    streams = stream_all(
+        service.url, bodies(), pieces=PIECES, then=lambda: at_work.append(ranks_at_work(service))
+    )
+    assert [each.said for each in streams] == expected
+    assert at_work == [set(range(NUM_RANKS))], "the rank that came back serves again"
+
+
+def test_streams_go_on_when_two_ranks_die_at_once(service: RealService) -> None:
+    wait_until_whole(service)
+    expected = [each.said for each in stream_all(service.url, bodies())]
+    killed_s: list[float] = []
+    streams = stream_all(
+        service.url, bodies(), pieces=PIECES, then=lambda: killed_s.append(kill(service, 0, 2))
+    )
+    print_pauses("two of three ranks killed", streams, killed_s[0])
+    assert [each.said for each in streams] == expected
+    wait_until_whole(service)
+    assert [each.said for each in stream_all(service.url, bodies())] == expected
+
+
+def test_streams_go_on_while_a_rank_returns(service: RealService) -> None:
+    """The join is an epoch's end like any other: streams that run across it lose and repeat nothing."""
+    wait_until_whole(service)
+    long = [{**body, "max_tokens": 900} for body in bodies() if "structured_outputs" not in body]
+    expected = [each.said for each in stream_all(service.url, long)]
+    streams = stream_all(service.url, long, pieces=PIECES, then=lambda: kill(service, 2))
+    assert [each.said for each in streams] == expected
+    wait_until_whole(service)
+
+
+def test_all_ranks_die_at_once_and_streams_go_on_when_they_are_back(service: RealService) -> None:
+    wait_until_whole(service)
+    expected = [each.said for each in stream_all(service.url, bodies())]
+    killed_s: list[float] = []
+    streams = stream_all(
+        service.url, bodies(), pieces=PIECES, then=lambda: killed_s.append(kill(service, 0, 1, 2))
+    )
+    print_pauses("all three ranks killed", streams, killed_s[0])
+    assert [each.said for each in streams] == expected
+    wait_until_whole(service)
+
+
+def test_a_rank_that_dies_too_often_stays_away_and_the_service_stays_up(model: Path, tmp_path: Path) -> None:
+    with RealService.serve(model, tmp_path / "output.txt", "-dp=2") as service:
+        service.wait_ready()
+        expected = [each.said for each in stream_all(service.url, bodies())]
+        for restarts in range(1, 5):
+            kill(service, 1)
+            if restarts <= 3:
+                wait_until(
+                    lambda: service.output().count("rank 1 serves again") == restarts,  # noqa: B023
+                    service.output,
+                    within_s=START_S,
+                )
+        wait_until(lambda: "the service goes on without rank 1" in service.output(), service.output)
+        assert [each.said for each in stream_all(service.url, bodies())] == expected
+        assert status(service)["members"] == [0]
+        assert service.processes[0].poll() is None
+
+
+def test_the_only_engine_of_a_service_comes_back_to_its_streams(model: Path, tmp_path: Path) -> None:
+    with RealService.serve(model, tmp_path / "output.txt", "-dp=1") as service:
+        service.wait_ready()
+        expected = [each.said for each in stream_all(service.url, bodies())]
+        killed_s: list[float] = []
+        streams = stream_all(
+            service.url, bodies(), pieces=PIECES, then=lambda: killed_s.append(kill(service, 0))
+        )
+        print_pauses("the only rank killed", streams, killed_s[0])
+        assert [each.said for each in streams] == expected
+
+
+def test_sigterm_while_a_rank_is_away_lets_streams_end(model: Path, tmp_path: Path) -> None:
+    with RealService.serve(model, tmp_path / "output.txt", "-dp=2") as service:
+        service.wait_ready()
+        below = service.descendants()
+        expected = [each.said for each in stream_all(service.url, bodies())]
+
+        def kill_and_stop() -> None:
+            kill(service, 1)
+            service.processes[0].terminate()
+
+        streams = stream_all(service.url, bodies(), pieces=PIECES, then=kill_and_stop)
+        assert [each.said for each in streams] == expected
+        assert service.processes[0].wait(END_S) == 0, service.output()
+        assert all(has_ended(pid, 2) for pid in below)
+
+
+def test_a_killed_front_ends_the_service_with_a_message(model: Path, tmp_path: Path) -> None:
+    with RealService.serve(model, tmp_path / "output.txt") as service:
+        service.wait_ready()
+        below = service.descendants()
+        os.kill(service.find("front"), signal.SIGKILL)
+        assert service.wait_ended() == [1]
+        assert all(has_ended(pid, 2) for pid in below)
+        assert "the front" in service.output()
+        assert "SIGKILL" in service.output()

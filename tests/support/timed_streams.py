@@ -1,0 +1,98 @@
+"""Streams that note when every piece came, and something to do once all of them are under way."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 300.0  # of all streams, on a loaded machine
+
+
+@dataclass(kw_only=True)
+class TimedStream:
+    """What one streamed completion brought."""
+
+    body: dict[str, Any]
+    arrivals_s: list[float] = field(default_factory=list)  # time.monotonic()
+    text: dict[int, str] = field(default_factory=dict)  # by choice
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+
+    def take(self, line: str) -> None:
+        """Take a line of the stream."""
+        if not line.startswith("data: {"):
+            return
+        event = json.loads(line[6:])
+        assert "error" not in event, event
+        if event["choices"]:
+            self.arrivals_s.append(time.monotonic())
+        self.usage = event.get("usage") or self.usage
+        for choice in event["choices"]:
+            index = choice["index"]
+            self.text[index] = self.text.get(index, "") + choice["text"]
+            if choice.get("logprobs"):
+                self.logprobs.setdefault(index, []).extend(choice["logprobs"]["token_logprobs"])
+            if choice["finish_reason"]:
+                assert index not in self.finish_reasons, "a choice finishes once"
+                self.finish_reasons[index] = choice["finish_reason"]
+
+    @property
+    def said(self) -> tuple[object, ...]:
+        """All that must not depend on what happens to ranks."""
+        tokens = {key: self.usage and self.usage[key] for key in ("prompt_tokens", "completion_tokens")}
+        return self.text, self.logprobs, self.finish_reasons, tokens
+
+    def pause_after(self, moment_s: float) -> float:
+        """Seconds from a moment to the first piece after it."""
+        return next(at_s for at_s in self.arrivals_s if at_s > moment_s) - moment_s
+
+
+def stream_all(
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    pieces: int = 0,
+    then: Callable[[], object] = lambda: None,
+) -> list[TimedStream]:
+    """Stream completions at once and read them to their ends.
+
+    Args:
+        then: called once, when every stream has brought so many pieces.
+
+    Raises:
+        TimeoutError: a stream did not end.
+    """
+    streams = [TimedStream(body=body) for body in bodies]
+    asyncio.run(_stream_all(url, streams, pieces, then))
+    return streams
+
+
+async def _stream_all(url: str, streams: list[TimedStream], pieces: int, then: Callable[[], object]) -> None:
+    grown = asyncio.Condition()
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for stream in streams:
+            tasks.create_task(_stream(client, url, stream, grown))
+        async with grown:
+            await grown.wait_for(lambda: all(len(each.arrivals_s) >= pieces for each in streams))
+        await asyncio.to_thread(then)
+
+
+async def _stream(client: httpx.AsyncClient, url: str, stream: TimedStream, grown: asyncio.Condition) -> None:
+    body = {"stream": True, "stream_options": {"include_usage": True}, **stream.body}
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise AssertionError(f"{answer.status_code}: {(await answer.aread()).decode()}")
+        async for line in answer.aiter_lines():
+            stream.take(line)
+            async with grown:
+                grown.notify_all()
