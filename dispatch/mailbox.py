@@ -29,7 +29,11 @@ class Mailbox(Protocol):
     width: int
 
     def post(self, values: Sequence[int]) -> None:
-        """Give this rank's values for the next round. Does not block. The round before must be collected."""
+        """Give this rank's values for the next round. Does not block. The round before must be collected.
+
+        Raises:
+            PeerLost: a peer is known to be gone; the mailbox is then of no more use.
+        """
         ...
 
     def collect(self, timeout_s: float) -> list[list[int]]:
@@ -123,7 +127,10 @@ class GlooMailbox:
         """See `Mailbox`."""
         _check_turn(self._work is None, values, self.width)
         self._outgoing = torch.tensor(values, dtype=torch.int64)
-        self._work = dist.all_gather(self._incoming, self._outgoing, group=self._group, async_op=True)
+        try:
+            self._work = dist.all_gather(self._incoming, self._outgoing, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise PeerLost(self._peer, _first_line(error)) from error
 
     def collect(self, timeout_s: float) -> list[list[int]]:
         """See `Mailbox`. The rank that an error names is a guess with more than two ranks."""
@@ -132,7 +139,7 @@ class GlooMailbox:
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            text = str(error).split("\n")[0]
+            text = _first_line(error)
             if "imed out" in text or "imeout" in text:
                 raise DispatchTimeout(self._peer, timeout_s, "a round of the mailbox") from error
             raise PeerLost(self._peer, text) from error
@@ -140,8 +147,8 @@ class GlooMailbox:
         return [values.tolist() for values in self._incoming]
 
     def close(self) -> None:
-        """See `Mailbox`. The group stays its owner's to destroy."""
-        self._group = None
+        """See `Mailbox`. The group stays its owner's to destroy, and ends then, as nothing here holds it."""
+        self._group = self._work = None
 
 
 def open_mailbox(
@@ -167,6 +174,10 @@ def open_mailbox(
         if name == "shm":
             raise
         return GlooMailbox(group, width)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).split("\n")[0]
 
 
 def _check_turn(may_post: bool, values: Sequence[int], width: int) -> None:

@@ -63,6 +63,14 @@ class Slots(Protocol):
         """Let a slot serve `new`, of the same kind; returns what it served, whose small parts are undefined."""
         ...
 
+    def rearrange(self, parts: Sequence[Any]) -> None:
+        """Serve single slots of the same kind, in this order, in place of all so far; on a CPU more or fewer.
+
+        Raises:
+            NoSpareSlotError: the device cannot have another number of slots.
+        """
+        ...
+
 
 class Experts(Protocol):
     """This rank's part of one MoE layer: what the experts organ calls, and what moves experts."""
@@ -71,6 +79,7 @@ class Experts(Protocol):
     down: Any
     route: Route  # of the placement that serves
     num_experts: int
+    dispatcher: TokenDispatcher  # of the epoch
     counts: LayerCounts | None
     sample_TD: Tensor | None  # some real rows, which try out experts that arrive
     shared: Sequence[SharedExpert]  # computed while its rows travel
@@ -145,6 +154,12 @@ class Backend(Protocol):
             local_LS: [L, S] expert of each of this rank's slots, -1 where empty.
             num_spare: experts that may be on their way to this rank at once, where memory for them is reserved now.
         """
+        ...
+
+    def read_expert(
+        self, loader: Loader, name: str, module: Any, expert: int, into: tuple[Slots, Slots]
+    ) -> None:
+        """Read one expert of a module whose layer is loaded into memory that serves nothing: up and down of one slot."""
         ...
 
     def open_layer(

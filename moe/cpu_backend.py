@@ -75,6 +75,14 @@ class CpuBackend:
             report("experts", (index + 1) / len(modules))
         return layers
 
+    def read_expert(
+        self, loader: Loader, name: str, module: Any, expert: int, into: tuple[Slots, Slots]
+    ) -> None:
+        """Pack the expert into the slots' memory."""
+        for leaf, slots in zip(leaves(module), into, strict=True):
+            assert isinstance(slots, SlotTensors), "slots of another backend"
+            _put_expert(loader, module, f"{name}.{leaf}", expert, slots)
+
     def open_layer(
         self,
         slots: tuple[Slots, Slots],
@@ -157,6 +165,17 @@ def _load_slots(loader: Loader, module: Any, target: str, local_experts: np.ndar
             assert isinstance(bias, Tensor), f"{target}_bias is quantised"
             slots.bias_SN[slot] = bias
     return slots
+
+
+def _put_expert(loader: Loader, module: Any, target: str, expert: int, slots: SlotTensors) -> None:
+    """Read one weight (and its bias) of one expert into the first slot."""
+    only = np.array([expert])
+    for slot, tensor in loader.load_experts(target, only):
+        slots.put(slot, rows_of_outputs(loader, module, tensor))
+    if slots.bias_SN is not None:
+        for slot, bias in loader.load_experts(f"{target}_bias", only):
+            assert isinstance(bias, Tensor), f"{target}_bias is quantised"
+            slots.bias_SN[slot] = bias
 
 
 def rows_of_outputs(loader: Loader, module: Any, weight: Weight) -> Weight:

@@ -40,7 +40,7 @@ class SlotTensors:
     """One named weight of all slots of a layer, packed, with its scales where it is quantised and its optional bias."""
 
     out_dim: int
-    packed_S: Tensor  # [S, panels, in_dim, 16]: where slots are at first, and what their shape and dtype is
+    packed_S: Tensor  # [S, panels, in_dim, 16]: where slots are at first, and what one's shape and dtype is
     bias_SN: Tensor | None  # [S, out_dim] float32
     scales_S: Tensor | None = None  # [S, ...] as `pack_scales` has them; packed_S are codes then
     block: int = 0  # inputs under one scale
@@ -114,6 +114,14 @@ class SlotTensors:
             self.bias_SN[slot] = new.bias_SN[0]  # a few KB, and then `apply` needs no gathering
         return SlotTensors(self.out_dim, old[None], new.bias_SN, old_scales, self.block)
 
+    def rearrange(self, parts: Sequence["SlotTensors"]) -> None:
+        """Serve single slots in this order in place of all so far, more or fewer, without copying weights."""
+        self.rows = [part.rows[0] for part in parts]
+        self.scales = [part.scales[0] for part in parts if part.scales]
+        self.address_S, self.scale_address_S = _addresses(self.rows), _addresses(self.scales)
+        if self.bias_SN is not None:
+            self.bias_SN = torch.cat([part.bias_SN for part in parts if part.bias_SN is not None])
+
     def tensors(self) -> dict[str, Tensor]:
         """What belongs to the first slot, by name: "" is the weight; views."""
         named = {"": self.rows[0]}
@@ -157,8 +165,8 @@ class SlotTensors:
     @property
     def num_bytes(self) -> int:
         """Bytes reserved: all slots, empty ones and the padding of panels included."""
-        tensors = (self.packed_S, self.scales_S, self.bias_SN)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        tensors = [self.rows[0], *self.scales[:1], *([] if self.bias_SN is None else [self.bias_SN[0]])]
+        return len(self.rows) * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _addresses(tensors: list[Tensor]) -> np.ndarray:

@@ -6,6 +6,7 @@ packed batch [1, T] described by a `Step`; see `Model.forward`.
 Legend: T tokens (padded rows), V vocabulary, R rows whose logits are wanted.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,18 @@ from moe.backend import Backend, Experts
 from moe.checkpoint import Checkpoint
 from moe.cpu_backend import CPU
 from moe.current_step import CurrentStep
+from moe.expert_weights import ExpertWeights, read_slot
 from moe.families import build_on_meta, check_layout, experts_modules, read_config
 from moe.kept_body import KeptBody
+from moe.load_counts import LoadCounts
 from moe.load_plan import LoadPlan
 from moe.loader import Loader, Report
 from moe.quantisation import read_quantisation
 from moe.rehearsal import rehearse
 from moe.replicas import routes
 from moe.shared_experts import SharedExpert
+from moe.slot_changes import Held, change_slots
+from moe.spare_slots import SpareSlots
 from moe.stored_tensors import StoredTensors
 
 
@@ -104,14 +109,9 @@ class Model:
         }
         stored = StoredTensors(self.checkpoint, skeleton.quantisation)
         plan = LoadPlan(self._net, stored, parameters)
-        loader = Loader(self._net, stored, plan, dtype)
+        self._loader = loader = Loader(self._net, stored, plan, dtype)
         self._backend = skeleton.backend
-        self.load_counts = self._backend.make_counts(
-            placement.num_layers,
-            num_experts=placement.num_experts,
-            num_ranks=placement.num_ranks,
-            slots_per_rank=placement.slots_per_rank,
-        )
+        self.load_counts = self._make_counts()
         with torch.no_grad():
             loader.load_plain(self._backend.keep_with(self.current, loader.stored), report)
             self.layers = self._load_experts(loader, dispatcher, num_spare, report)
@@ -120,6 +120,48 @@ class Model:
         if dispatcher.world_size > 1 and not self._backend.is_compiled:
             self._lay_shared_beside()
         self._body = KeptBody(self._net)
+
+    def hold(self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int) -> None:
+        """Let this rank's slots hold other experts, reading those that it has not; local, while no step runs.
+
+        Args:
+            wanted: what they are to hold; of another length than `held` on a CPU only.
+            held: what they hold; kept true, whatever happens.
+            spare, most_spare: see `change_slots`.
+
+        Raises:
+            CheckpointError, OSError, SafetensorError: an expert could not be read.
+            NoSpareSlotError, RuntimeError: there is no room for it.
+        """
+        with torch.inference_mode():
+            for index, (name, module) in enumerate(self.skeleton.experts.items()):
+                read = partial(self._read_expert, name, module)
+                change_slots(self.layers[index], held[index], wanted[index], read, spare, most_spare)
+
+    def serve(self, placement: Placement, rank: int, dispatcher: TokenDispatcher) -> None:
+        """Go on among other ranks, with slots that hold this rank's part already; local, while no step runs.
+
+        Args:
+            rank: this one's place among them.
+            dispatcher: of the group whose ranks the placement speaks of.
+        """
+        self.placement, self._rank = placement, rank
+        self.load_counts = self._make_counts()
+        ways = zip(self.layers, routes(placement, rank), self.load_counts.layers, strict=True)
+        for layer, route, counts in ways:
+            layer.dispatcher, layer.route, layer.counts = dispatcher, route, counts
+
+    def _make_counts(self) -> LoadCounts:
+        placement = self.placement
+        return self._backend.make_counts(
+            placement.num_layers,
+            num_experts=placement.num_experts,
+            num_ranks=placement.num_ranks,
+            slots_per_rank=placement.slots_per_rank,
+        )
+
+    def _read_expert(self, name: str, module: Any, expert: int, into: ExpertWeights) -> None:
+        self._backend.read_expert(self._loader, name, module, expert, into)
 
     def _load_experts(
         self, loader: Loader, dispatcher: TokenDispatcher, num_spare: int, report: Report
@@ -200,6 +242,10 @@ class Model:
         """The output projection, [V, D]."""
         weight: Tensor = self._net.get_output_embeddings().weight
         return weight
+
+    def slot_bytes(self, layer: int) -> int:
+        """Bytes that one more slot of a layer would take."""
+        return read_slot(self.layers[layer], 0).num_bytes
 
     @property
     def expert_bytes(self) -> int:

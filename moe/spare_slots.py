@@ -32,6 +32,11 @@ class SpareSlots:
         """Return one."""
         self._free[_kind(weights)].append(weights)
 
+    def give_back(self, weights: ExpertWeights, most: int) -> None:
+        """Return one that is no longer needed: it is kept if fewer than `most` wait, or its memory is freed."""
+        if self.num_free < most:
+            self.give(weights)
+
     @property
     def num_free(self) -> int:
         """Spare slots that wait."""

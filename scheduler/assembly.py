@@ -4,14 +4,17 @@ Everything that may be wrong with settings, model or memory is found before weig
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import TransportUnavailable
+from dispatch.transports.segment import available_bytes
+from dispatch.unconnected import UnconnectedDispatcher
 from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
@@ -23,12 +26,14 @@ from scheduler.config import ConfigError, EngineConfig, model_length
 from scheduler.devices import backend_of, open_forward, open_sampler
 from scheduler.doorbell import Doorbell
 from scheduler.engine import Engine
+from scheduler.epochs import Epochs
 from scheduler.expert_transfer import Place
 from scheduler.load_report import ExpertMap
 from scheduler.lockstep import DispatchMode, describe_halves, describe_modes, why_no_halves
-from scheduler.peer_channel import ChannelError, Pace, open_channel
+from scheduler.peer_channel import ChannelError, NoPeers, Pace, PeerChannel, open_channel
 from scheduler.policy import Scheduler
 from scheduler.rank_links import can_replay, open_dispatchers, open_groups, open_lockstep
+from scheduler.regrouping import Lasting, Regrouping, Ties
 from scheduler.relocation import Relocation
 from scheduler.runner import Runner
 from scheduler.sizing import num_blocks
@@ -67,6 +72,10 @@ def assemble(
     doorbell: Doorbell,
     report: Report = lambda _stage, _fraction: None,
     load_vocabulary: LoadVocabulary = no_vocabulary,
+    *,
+    store: Store | None = None,
+    is_joining: bool = False,
+    available: Callable[[], int] = available_bytes,
 ) -> Assembled:
     """Build one rank's engine; collective over the default group where there is more than one rank.
 
@@ -75,6 +84,11 @@ def assemble(
         doorbell: wakes this job's ranks.
         report: called with (stage, fraction) while weights load.
         load_vocabulary: for requests that ask for a structure; called when the first comes.
+        store: the job's, on a connection that nobody else uses, where ranks meet in later epochs; None: they cannot,
+            and a rank that is lost ends the others.
+        is_joining: meet nobody now: the engine has its share of weights as at a first start, and waits for an order
+            to an epoch when it runs. Local then; needs a store.
+        available: bytes of memory that can be had, asked before the experts of a lost rank are taken over.
 
     Raises:
         UnsupportedModelError, ConfigError, KVMemoryError, SchedulerLimitsError, CheckpointError,
@@ -90,23 +104,30 @@ def assemble(
     length = model_length(skeleton.model.config, config.max_model_len)
     blocks = _num_blocks(config, skeleton, length)
     scheduler, step = _make_scheduler(config, length, blocks), _make_step(config, length, backend)
-    *groups, mailbox_group = open_groups(config)
-    placement = _agree_on_placement(config, skeleton, groups[0])
     turns = Turns(partial(_prepare_thread, config, backend))
-    dispatcher = open_dispatchers(config, backend, groups, placement.slots_per_rank, turns)
+    meet = _stay_alone if is_joining else _meet
+    placement, dispatcher, mailbox_group = meet(config, skeleton, turns)
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
     backend.warm_up(model, cache)
     other = _make_step(config, length, backend) if config.halves else None
     halves = TwoBatch(model, cache, turns, (step, other)) if other else None
     runner = _make_runner(config, model, cache, dispatcher, halves, report)
-    relocation = _open_relocation(config, placement, model, backend)
-    lockstep = open_lockstep(config, mailbox_group, placement.version)
+    channel = NoPeers() if is_joining else _channel(config)
+    relocation = _make_relocation(config, placement, model, channel, backend)
+    lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
-    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures)
+    telemetry = Telemetry(config.rank, model.load_counts, dispatcher, runner)
+    epochs = None
+    if store is not None:
+        lasting = Lasting(
+            config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
+            telemetry=telemetry, turns=turns, store=store, available=available,
+        )  # fmt: skip
+        epochs = Epochs(Regrouping(lasting, None if lockstep is None else Ties(dispatcher, lockstep)))
+    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures, epochs)
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
-    telemetry = Telemetry(config.rank, model.load_counts, dispatcher, runner)
     num_hidden_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
     experts = expert_map(placement, list(skeleton.experts), num_hidden_layers)
     return Assembled(
@@ -151,19 +172,37 @@ def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> St
     )
 
 
-def _agree_on_placement(
-    config: EngineConfig, skeleton: Skeleton, group: dist.ProcessGroup | None
-) -> Placement:
-    placement = start_placement(
+class _Start(NamedTuple):
+    """What a rank starts with of the others."""
+
+    placement: Placement
+    dispatcher: TokenDispatcher
+    mailbox_group: dist.ProcessGroup | None
+
+
+def _meet(config: EngineConfig, skeleton: Skeleton, turns: Turns) -> _Start:
+    *groups, mailbox_group = open_groups(config)
+    placement = _placement(config, skeleton, hosts_of(groups[0]))
+    check_agreed(placement, groups[0])
+    dispatcher = open_dispatchers(config, skeleton.backend, groups, placement.slots_per_rank, turns)
+    return _Start(placement, dispatcher, mailbox_group)
+
+
+def _stay_alone(config: EngineConfig, skeleton: Skeleton, turns: Turns) -> _Start:
+    """Without the others' hosts copies may be elsewhere than at their start: the order tells, and what differs is read."""
+    hosts = hosts_of(None) * config.world_size
+    return _Start(_placement(config, skeleton, hosts), UnconnectedDispatcher(config.world_size), None)
+
+
+def _placement(config: EngineConfig, skeleton: Skeleton, hosts: Sequence[str]) -> Placement:
+    return start_placement(
         len(skeleton.experts),
         skeleton.num_experts,
         config.world_size,
         eplb=config.eplb,
-        hosts=hosts_of(group),
+        hosts=hosts,
         file=config.placement_file,
     )
-    check_agreed(placement, group)
-    return placement
 
 
 def _load_model(
@@ -234,13 +273,16 @@ def _prepare_thread(config: EngineConfig, backend: Backend) -> None:
     backend.enter_thread()
 
 
-def _open_relocation(
-    config: EngineConfig, placement: Placement, model: Model, backend: Backend
-) -> Relocation:
+def _channel(config: EngineConfig) -> PeerChannel:
     try:
-        channel = open_channel(list(range(config.world_size)))
+        return open_channel(list(range(config.world_size)))
     except ChannelError as error:
         raise TransportUnavailable(f"rank {config.rank}: {error}") from error
+
+
+def _make_relocation(
+    config: EngineConfig, placement: Placement, model: Model, channel: PeerChannel, backend: Backend
+) -> Relocation:
     places = [Place(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
     pace = Pace(config.eplb.max_bytes_per_step)
     return Relocation(config.rank, placement, places, channel, pace, enter_thread=backend.enter_thread)

@@ -20,6 +20,7 @@ class EngineConfig:
     kv_cache_bytes: int  # this rank's
     rank: int = 0
     world_size: int = 1
+    num_local_ranks: int = 1  # of this rank's host, which share its memory
     max_model_len: int | None = None  # tokens; None: the model's
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

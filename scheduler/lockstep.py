@@ -29,6 +29,9 @@ class Mailbox(Protocol):
     def collect(self, timeout_s: float) -> list[list[int]]:
         """Return every rank's row of the same round."""
 
+    def close(self) -> None:
+        """Release what it holds; may be called twice."""
+
 
 class DispatchMode(Enum):
     """Which of `dispatch.mode`'s modes steps take; the values are the command line's."""
@@ -59,6 +62,7 @@ class Header(NamedTuple):
         int  # of a placement whose experts are here and verified; the one that serves if there is no other
     )
     num_prefill: int  # tokens of prompts that wait to run, at most a step's
+    ordered_epoch: int  # the newest that the front has ordered; the one that serves if there is no other
 
 
 class Decision(Enum):
@@ -66,6 +70,7 @@ class Decision(Enum):
 
     RUN = "run"
     SLEEP = "sleep"  # nobody has anything
+    REGROUP = "regroup"  # all have the order to meet in another epoch
     STOP = "stop"
 
 
@@ -95,6 +100,9 @@ def decide(headers: Sequence[Header]) -> Decision:
         )
     if any(header.is_stopping for header in headers):
         return Decision.STOP
+    ordered = {header.ordered_epoch for header in headers}
+    if len(ordered) == 1 and ordered != {headers[0].epoch}:
+        return Decision.REGROUP
     return Decision.RUN if any(header.has_work for header in headers) else Decision.SLEEP
 
 
@@ -184,12 +192,16 @@ class LockStep:
         max_num_batched_tokens: int = 0,
         placement_version: int = 0,
         halves: HalfThresholds | None = None,
+        step: int = 0,
     ) -> None:
-        """`timeout_s` bounds how long another rank's header may take; all but it are equal on all ranks."""
-        self._mailbox, self._epoch, self._timeout_s = mailbox, epoch, timeout_s
+        """`timeout_s` bounds how long another rank's header may take; all but it are equal on all ranks.
+
+        `step` is the first one's number: numbers go on from epoch to epoch, so that none comes twice.
+        """
+        self._mailbox, self.epoch, self._timeout_s = mailbox, epoch, timeout_s
         self._mode, self._max_num_batched_tokens = mode, max_num_batched_tokens
         self.placement_version, self._halves = placement_version, halves
-        self.step = 0
+        self.step = step
 
     def post(
         self,
@@ -200,12 +212,15 @@ class LockStep:
         num_decodes: int,
         ready_version: int | None = None,
         num_prefill: int = 0,
+        ordered_epoch: int | None = None,
     ) -> None:
-        """Say what this rank will have to do in the next step, and which placement it could switch to."""
+        """Say what this rank will have to do in the next step, which placement it could switch to, and which epoch
+        it was ordered to, if another one."""
         flags = int(has_work), int(is_stopping), int(has_prefill)
         ready = self.placement_version if ready_version is None else ready_version
-        place = self.step, self._epoch, self.placement_version
-        self._mailbox.post(Header(*place, *flags, num_decodes, ready, num_prefill))
+        ordered = self.epoch if ordered_epoch is None else ordered_epoch
+        place = self.step, self.epoch, self.placement_version
+        self._mailbox.post(Header(*place, *flags, num_decodes, ready, num_prefill, ordered))
 
     def agree(self) -> Agreement:
         """Read everybody's header of this step and move to the next; collective."""
@@ -213,8 +228,14 @@ class LockStep:
         self.step += 1
         headers = [Header(*row[: len(Header._fields)]) for row in rows]
         decision, switch_to = decide(headers), agree_on_switch(headers)
+        if decision is Decision.REGROUP:
+            switch_to = None  # the order says what serves next
         if switch_to is not None:
             self.placement_version = switch_to
         tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens)
         has_prefill = any(header.has_prefill for header in headers)
         return Agreement(decision, tokens, switch_to, has_prefill, agree_on_halves(headers, self._halves))
+
+    def close(self) -> None:
+        """Let ranks that wait for this one's header know that none will come. May be called twice."""
+        self._mailbox.close()

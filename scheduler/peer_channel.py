@@ -47,6 +47,7 @@ class GlooChannel:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
+        self._closing = threading.Lock()  # by the mover and by the step loop
 
     def send(self, data: Tensor, peer: int) -> None:
         """See `PeerChannel`.
@@ -71,10 +72,12 @@ class GlooChannel:
             raise ChannelError(f"nothing more came from rank {peer}: {error}") from error
 
     def close(self) -> None:
-        """See `PeerChannel`. Destroying the group closes its connections, which is all that wakes a peer of gloo's."""
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+        """See `PeerChannel`; from any thread. Destroying the group closes its connections, which is all that wakes a peer
+        of gloo's, once no thread of this process is amid a call."""
+        with self._closing:
+            group, self._group = self._group, None
+            if group is not None:
+                dist.destroy_process_group(group)
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:

@@ -56,8 +56,10 @@ def open_dispatchers(
     return AlternatingDispatcher(first, others[0], turns) if others else first
 
 
-def open_lockstep(config: EngineConfig, group: dist.ProcessGroup | None, placement_version: int) -> LockStep:
-    """Open this rank's part in what ranks agree on before each step. Collective."""
+def open_lockstep(
+    config: EngineConfig, group: dist.ProcessGroup | None, placement_version: int, step: int = 0
+) -> LockStep:
+    """Open this rank's part in what ranks agree on before each step, of which `step` is the first. Collective."""
     width = len(Header._fields)
     mailbox = open_mailbox(config.all2all_backend, group, width=width, timeout_s=config.timeout_s)
     return LockStep(
@@ -68,6 +70,7 @@ def open_lockstep(config: EngineConfig, group: dist.ProcessGroup | None, placeme
         max_num_batched_tokens=config.max_num_batched_tokens,
         placement_version=placement_version,
         halves=config.halves,
+        step=step,
     )
 
 

@@ -5,6 +5,7 @@ switch, which is exchanging addresses. What goes wrong there, a bug of ours too,
 and where others wait for bytes that will not come the channel is closed, which tells them. The step loop asks for the version to tell the others (`version_to_post`), and
 calls `switch` when all told the same one: a rank that told a version can no longer take it back in that round, so a
 wish to drop one waits until the round is over. Until the switch, whatever fails or dies, the old placement is whole.
+A change belongs to an epoch and is given up with it, without a word: the front knows that the epoch is over.
 """
 
 import threading
@@ -23,8 +24,10 @@ from moe.expert_weights import ExpertWeights, exchange_slot
 from moe.replicas import Route, routes
 from moe.spare_slots import SpareSlots
 from scheduler.expert_transfer import MoveError, Place, copy_expert, receive_expert, send_expert
-from scheduler.peer_channel import ChannelError, Pace, PeerChannel
+from scheduler.peer_channel import ChannelError, NoPeers, Pace, PeerChannel
 from scheduler.placement_report import Cause, MoveState, PlacementReport
+
+CLOSE_TIMEOUT_S = 5.0  # what moves ends when its channel is closed, which is before
 
 
 @dataclass
@@ -32,6 +35,8 @@ class _Staged:
     """What has come for a placement that does not serve yet."""
 
     target: Placement
+    current: Placement  # that serves meanwhile
+    channel: PeerChannel  # of its epoch
     weights: dict[tuple[int, int], ExpertWeights] = field(
         default_factory=dict
     )  # by layer and this rank's slot
@@ -73,7 +78,10 @@ class Relocation:
         self.on_report: Callable[[PlacementReport], None] = lambda _report: None
         self.on_news: Callable[[], None] = lambda: None
         self._rank, self._places, self._channel, self._clock = rank, places, channel, clock
-        self._spare, self._enter_thread = SpareSlots(), enter_thread
+        self._enter_thread = enter_thread
+        self._place = rank  # in the epoch
+        self.spare = SpareSlots()
+        self._is_closed = False
         self._lock = threading.Condition()
         self._wanted: deque[Placement] = deque()
         self._ready: _Staged | None = None
@@ -90,6 +98,32 @@ class Relocation:
             if self._mover is None:
                 self._mover = threading.Thread(target=self._move_forever, name="expert-mover", daemon=True)
                 self._mover.start()
+
+    def end_epoch(self) -> None:
+        """Give up what is under way and let go of the channel; nothing is prepared until the next epoch begins."""
+        with self._lock:
+            channel, self._channel = self._channel, NoPeers()
+            staged, self._ready, self._dropped_version = self._ready, None, None
+            self._wanted.clear()
+            if staged is not None:
+                self._discard(staged)
+        channel.close()
+        self.pace.rest()
+
+    def begin_epoch(self, place: int, placement: Placement, channel: PeerChannel) -> None:
+        """Go on in an epoch in which this rank has a place, and serves its part of a placement already."""
+        with self._lock:
+            self._place, self.placement, self._channel = place, placement, channel
+            self._posted_version, self._why_broken = placement.version, None
+
+    def close(self) -> None:
+        """End the thread that moves, after `end_epoch`."""
+        with self._lock:
+            self._is_closed = True
+            mover = self._mover
+            self._lock.notify_all()
+        if mover is not None:
+            mover.join(CLOSE_TIMEOUT_S)
 
     def drop(self, version: int) -> None:
         """Give a placement up that has not been switched to; later ones may be prepared. Too late is ignored."""
@@ -126,7 +160,7 @@ class Relocation:
             staged, self._ready = self._ready, None
             assert staged is not None and staged.target.version == version, f"{version} was not told"
             for (layer, slot), weights in staged.weights.items():
-                self._spare.give(exchange_slot(self._places[layer].layer, slot, weights))
+                self.spare.give(exchange_slot(self._places[layer].layer, slot, weights))
             for place, route in zip(self._places, staged.routes, strict=True):
                 place.layer.route = route
             self.placement = staged.target
@@ -137,7 +171,7 @@ class Relocation:
 
     def _discard(self, staged: _Staged) -> None:
         for weights in staged.weights.values():
-            self._spare.give(weights)
+            self.spare.give(weights)
         staged.weights.clear()
 
     def _move_forever(self) -> None:
@@ -145,12 +179,17 @@ class Relocation:
         self._enter_thread()
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: bool(self._wanted))
+                self._lock.wait_for(lambda: bool(self._wanted) or self._is_closed)
+                if self._is_closed:
+                    return
                 target, previous = self._wanted.popleft(), self._ready
-            staged = _Staged(target, begun_s=self._clock())
+                staged = _Staged(target, self.placement, self._channel, begun_s=self._clock())
             problem = self._attempt(staged, previous)
             staged.seconds = self._clock() - staged.begun_s
             with self._lock:
+                if staged.channel is not self._channel:  # its epoch is over
+                    self._discard(staged)
+                    continue
                 if problem is None:
                     self._ready = staged
                 else:
@@ -164,14 +203,16 @@ class Relocation:
     def _attempt(self, staged: _Staged, previous: _Staged | None) -> _Problem | None:
         """Move and verify; returns what went wrong."""
         try:
-            return self._why_not(staged.target, previous) or self._move(staged)
+            return self._why_not(staged, previous) or self._move(staged)
         except Exception as error:  # noqa: BLE001 - without a report the front and all ranks would wait for ever
+            if staged.channel is not self._channel:
+                return _Problem(Cause.CHANNEL, f"the epoch ended: {error}")
             traceback.print_exc()
             return _Problem(Cause.BUG, f"{type(error).__name__}: {error} (a bug; the rank's log says where)")
 
-    def _why_not(self, target: Placement, previous: _Staged | None) -> _Problem | None:
+    def _why_not(self, staged: _Staged, previous: _Staged | None) -> _Problem | None:
         """What forbids a move, seen alike by all ranks: nobody begins what another one refuses."""
-        current = self.placement
+        target, current = staged.target, staged.current
         if self._why_broken is not None:
             return self._why_broken
         sizes = [(*p.slot_expert.shape, p.num_experts, p.num_ranks) for p in (target, current)]
@@ -188,47 +229,50 @@ class Relocation:
     def _move(self, staged: _Staged) -> _Problem | None:
         """Go through all transfers of this rank; returns what went wrong, to the end where others depend on it."""
         problem: _Problem | None = None
-        for transfer in transfers_between(self.placement, staged.target):
+        for transfer in transfers_between(staged.current, staged.target):
             try:
                 self._carry(transfer, staged)
             except MoveError as error:
                 problem = problem or _Problem(error.cause, str(error))
             except ChannelError as error:
-                return self._give_channel_up(str(error))
+                return self._give_channel_up(staged.channel, str(error))
             except BaseException as error:
-                self._give_channel_up(f"{type(error).__name__} amid a transfer: {error}")
+                self._give_channel_up(staged.channel, f"{type(error).__name__} amid a transfer: {error}")
                 raise
         if problem is None:
             before = next((place.layer.route.choice for place in self._places), None)
-            staged.routes = routes(staged.target, self._rank, before)
+            staged.routes = routes(staged.target, self._place, before)
             staged.target.digest()  # kept there: the step loop will not wait for it
         return problem
 
-    def _give_channel_up(self, reason: str) -> _Problem:
+    def _give_channel_up(self, channel: PeerChannel, reason: str) -> _Problem:
         """Let no peer wait for what will not come; nothing moves any more."""
-        self._why_broken = _Problem(
+        problem = _Problem(
             Cause.CHANNEL, f"{reason}; no expert moves any more until the service starts again"
         )
-        self._channel.close()
-        return self._why_broken
+        with self._lock:
+            if channel is self._channel:
+                self._why_broken = problem
+        channel.close()
+        return problem
 
     def _carry(self, transfer: Transfer, staged: _Staged) -> None:
-        width = self.placement.slots_per_rank
+        width = staged.current.slots_per_rank
         (source_rank, source), (target_rank, target) = (
             divmod(slot, width) for slot in (transfer.source, transfer.target)
         )
         place = self._places[transfer.layer]
-        if target_rank != self._rank:
-            if source_rank == self._rank:
-                send_expert(place, source, transfer, self._channel, target_rank, self.pace)
+        if target_rank != self._place:
+            if source_rank == self._place:
+                send_expert(place, source, transfer, staged.channel, target_rank, self.pace)
             return
-        weights = self._spare.take(place.layer)
+        weights = self.spare.take(place.layer)
         staged.weights[transfer.layer, target] = weights
-        if source_rank == self._rank:
+        if source_rank == self._place:
             staged.num_bytes += copy_expert(place, source, weights, transfer, self.pace)
         else:
             staged.num_bytes += receive_expert(
-                place, weights, transfer, self._channel, source_rank, self.pace
+                place, weights, transfer, staged.channel, source_rank, self.pace
             )
 
     def _report(

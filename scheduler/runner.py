@@ -45,10 +45,18 @@ class Runner:
         self._model, self._cache = model, cache
         self._forward: Forward = forward or model.forward
         self._sampler, self._check, self._halves = sampler or HostSampler(), check, halves
-        self.num_steps = self.busy_ns = 0  # counters, as is the next
+        self._clear_counters()
+
+    def _clear_counters(self) -> None:
+        self.num_steps = self.busy_ns = 0  # as is the next, of the epoch
         self.num_tokens = [0] * NUM_PHASES  # prefill, decode
         self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
         self.prefill_experts_s = 0.0
+
+    def begin_epoch(self, forward: Forward, check: Callable[[], None]) -> None:
+        """Go on among other ranks, and count anew; the arguments are those of the start."""
+        self._forward, self._check = forward, check
+        self._clear_counters()
 
     @property
     def cache(self) -> PagedCache:

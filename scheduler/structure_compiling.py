@@ -78,6 +78,10 @@ class StructureCompiler:
             self._waiting.discard(request_id)
         return waits
 
+    def close(self) -> None:
+        """End the thread once it has compiled what waits; nothing may be submitted any more."""
+        self._thread.shutdown()
+
     def _prepare(self, request: Request, on_ready: OnReady) -> None:
         ready: Structured | RequestOutput
         try:

@@ -25,8 +25,13 @@ class Telemetry:
     """One rank's reporter. Called by the thread that runs steps."""
 
     def __init__(self, rank: int, counts: LoadCounts, dispatcher: TokenDispatcher, runner: Runner) -> None:
-        self._rank, self._counts, self._dispatcher, self._runner = rank, counts, dispatcher, runner
+        self._rank, self._runner = rank, runner
         self._due_s = 0.0
+        self.begin_epoch(0, counts, dispatcher)
+
+    def begin_epoch(self, epoch: int, counts: LoadCounts, dispatcher: TokenDispatcher) -> None:
+        """Read the counters of another epoch from now on; the runner's begin anew as well."""
+        self._epoch, self._counts, self._dispatcher = epoch, counts, dispatcher
         self._reported_steps = -1
         bytes_of_all = 4 * counts.table.size * dispatcher.world_size
         self.every_s = max(REPORT_EVERY_S, bytes_of_all / FRONT_BYTES_PER_S)
@@ -65,7 +70,15 @@ class Telemetry:
             prefill_steps=self._runner.num_prefill_steps,
             prefill_experts_s=self._runner.prefill_experts_s,
             prefill_step_s=self._runner.prefill_busy_ns * 1e-9,
+            epoch=self._epoch,
         )
+
+
+def remapped(experts: ExpertMap, placement: Placement) -> ExpertMap:
+    """Say where the same model's experts are under another placement."""
+    return experts._replace(
+        version=placement.version, num_ranks=placement.num_ranks, slot_expert=placement.slot_expert
+    )
 
 
 def expert_map(placement: Placement, module_names: Sequence[str], num_hidden_layers: int) -> ExpertMap:

@@ -118,8 +118,10 @@ class GlooTransport:
             self._raise_for(longest)
 
     def close(self) -> None:
-        """See `Transport`. The group stays its owner's to destroy."""
-        self._wires = None
+        """See `Transport`. The group stays its owner's to destroy, and ends then, as nothing here holds it."""
+        wires, self._wires = self._wires, None
+        if wires is not None:
+            wires.close()
 
     def _open_windows(self, send_bytes: RankTable, text_bytes: int) -> None:
         if self._wires is None:

@@ -60,6 +60,13 @@ class _Wires:
         for peer, work in zip(peers, works, strict=True):
             self._finish(work, peer, suspect)
 
+    def close(self) -> None:
+        """Be of no more use: let go of the group and of all that is under way, which keeps connections open.
+
+        An error that was raised here holds this object for as long as anybody looks at it.
+        """
+        vars(self).clear()
+
     @property
     def _only_peer(self) -> int | None:
         return self._peers[0] if self._world_size == 2 else None

@@ -72,6 +72,7 @@ class GpuBackend:
         self.attention = attention_operator.NAME if compiler else attention_organ.NAME
         self.experts = operators.NAME if compiler else experts_organ.NAME
         self.is_compiled = bool(compiler)
+        self._loading: ExpertLoading | None = None  # of the model that it loaded
 
     def register(self) -> None:
         """Make the organs known."""
@@ -119,7 +120,7 @@ class GpuBackend:
         num_spare: int = 0,
     ) -> list[tuple[Slots, Slots]]:
         """Copy each expert to its place as it is read."""
-        loading = ExpertLoading(
+        self._loading = loading = ExpertLoading(
             loader,
             modules,
             slots_per_layer=local_LS.shape[1],
@@ -133,6 +134,15 @@ class GpuBackend:
             layers.append((up, down))
             report("experts", (index + 1) / len(modules))
         return layers
+
+    def read_expert(
+        self, loader: Loader, name: str, module: Any, expert: int, into: tuple[Slots, Slots]
+    ) -> None:
+        """Copy the expert to its place."""
+        assert self._loading is not None, "the model was loaded"
+        for leaf, slots in zip(leaves(module), into, strict=True):
+            assert isinstance(slots, DeviceSlots), "slots of another backend"
+            self._loading.read(name, leaf, expert, slots)
 
     def open_layer(
         self,

@@ -74,6 +74,15 @@ class ExpertLoading:
             slots.put(slot, self._parts(name, leaf, weight, biases.get(slot)))
         return slots
 
+    def read(self, name: str, leaf: str, expert: int, slots: DeviceSlots) -> None:
+        """Read one weight of one expert into the first slot; the modules' parameters need not be there any more."""
+        only = np.array([expert])
+        biases: dict[int, Weight] = {}
+        if self._modules[name].has_bias:
+            biases = dict(self._loader.load_experts(f"{name}.{leaf}_bias", only))
+        for slot, weight in self._loader.load_experts(f"{name}.{leaf}", only):
+            slots.put(slot, self._parts(name, leaf, weight, biases.get(slot)))
+
     def _gate(self, name: str) -> Gate:
         module = self._modules[name]
         target = f"{name}.{leaves(module)[0]}"

@@ -123,6 +123,20 @@ class DeviceSlots:
         """
         return DeviceSlots(self.store, [self.store.take()])
 
+    def rearrange(self, parts: Sequence["DeviceSlots"]) -> None:
+        """Serve the places of single slots, in this order, from the next launch on.
+
+        Raises:
+            NoSpareSlotError: that would be another number of slots.
+        """
+        if len(parts) != len(self._places):
+            raise NoSpareSlotError(
+                f"a layer would have {len(parts)} slots on this GPU; their number was fixed to {len(self._places)} "
+                f"at the start"
+            )
+        self._places = [part._places[0] for part in parts]
+        self.places_S.copy_(torch.tensor(self._places, dtype=torch.int32))
+
     def exchange(self, slot: int, new: "DeviceSlots") -> "DeviceSlots":
         """Let a slot serve the place of `new`, from the next launch on; returns the place that it had."""
         assert new.store is self.store, "an expert of another kind"

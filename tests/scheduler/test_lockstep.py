@@ -27,7 +27,7 @@ from tests.support.serving import request
 
 
 def header(*, step: int = 1, work: int = 1, stopping: int = 0, prefill: int = 0, decodes: int = 0) -> Header:
-    return Header(step, 0, 0, work, stopping, int(prefill > 0), decodes, 0, prefill)
+    return Header(step, 0, 0, work, stopping, int(prefill > 0), decodes, 0, prefill, 0)
 
 
 class FakeMailbox:

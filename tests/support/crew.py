@@ -1,0 +1,308 @@
+"""Ranks that may be lost and come back, each a real process with the real step loop, and a front's stand-in for orders.
+
+The stand-in runs in the test: it hosts the store, counts epochs, hands out orders and requests, submits those of a lost
+rank again elsewhere with the tokens they had delivered, and notes all that ranks say.
+
+    with Crew(checkpoint, 3) as crew:
+        crew.submit(0, requests)
+        crew.until(lambda: crew.is_done("0"))
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from expert_placement.placement import Placement
+from expert_placement.survivors import surviving
+from scheduler.assembly import Assembled, assemble
+from scheduler.config import EngineConfig
+from scheduler.doorbell import StoreDoorbell
+from scheduler.membership import Order
+from scheduler.placement_report import PlacementReport
+from scheduler.request import RankStats, Request, RequestOutput
+from tests.support.ranks import GROUP_TIMEOUT_S, PR_SET_PDEATHSIG
+
+TIMEOUT_S = 90.0
+
+
+class Fault(NamedTuple):
+    """A rank's word that it waits for an order."""
+
+    epoch: int
+    reason: str
+    is_final: bool
+
+
+class End(NamedTuple):
+    """What a rank leaves behind when it was asked to stop."""
+
+    threads: list[str]
+    shared_files: list[str]  # mapped memory of exchanges
+    sockets: int  # open ones beyond those to the store
+    held_experts: list[list[int]]
+
+
+class Doom(NamedTuple):
+    """Where a rank kills itself: in the middle of a step."""
+
+    steps: int  # that it completes before
+    layer: int = 1
+
+
+class Crew:
+    """A service's ranks as processes. A context manager; `members` are those of the newest order."""
+
+    def __init__(
+        self, directory: Path, world_size: int, *, dooms: dict[int, Doom] | None = None, **settings: Any
+    ) -> None:
+        self._directory, self._settings, self._dooms = directory, settings, dooms or {}
+        self.world_size, self.members, self.epoch = world_size, tuple(range(world_size)), 0
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: dict[int, Any] = {}
+        self._pipes: dict[int, Connection] = {}
+        self.ready: set[int] = set()
+        self.lost: list[int] = []
+        self.serves: dict[int, int] = {}  # rank: epoch
+        self.faults: list[tuple[int, Fault]] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}  # reasons, by request
+        self.stats: dict[int, RankStats] = {}
+        self.reports: list[PlacementReport] = []
+        self.left: dict[int, End] = {}
+        self._requests: dict[str, tuple[int, Request]] = {}
+        self.home: Placement | None = None
+        for rank in range(world_size):
+            self.start(rank)
+        self.until(lambda: len(self.ready) == world_size)
+
+    def start(self, rank: int, *, is_joining: bool = False, **settings: Any) -> None:
+        """Start a rank's process, which loads its share; `ready` has it once it could serve."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.preload"])
+        ours, theirs = context.Pipe()
+        config = {**self._settings, **settings, "rank": rank, "world_size": self.world_size}
+        doom = None if is_joining else self._dooms.get(rank)
+        arguments = (theirs, self.store.port, self._directory, config, is_joining, doom)
+        process = context.Process(target=_serve_rank, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        self.processes[rank], self._pipes[rank] = process, ours
+
+    def submit(self, rank: int, requests: Sequence[Request]) -> None:
+        """Give requests to a rank."""
+        for request in requests:
+            self._requests[request.request_id] = rank, request
+            self.tokens.setdefault(request.request_id, [])
+            self._send(rank, "submit", request)
+
+    def kill(self, rank: int) -> None:
+        """End a rank's process at once, and note that."""
+        self.processes[rank].kill()
+        self.until(lambda: rank in self.lost)
+
+    def order(self, members: Sequence[int], *, to: Sequence[int] | None = None) -> None:
+        """Order the next epoch; `to`: told to these ranks only."""
+        assert self.home is not None, "a rank says where experts are before it is ready"
+        self.epoch, self.members = self.epoch + 1, tuple(members)
+        placement = surviving(self.home, members).with_version(100 + self.epoch)
+        order = Order(self.epoch, self.members, placement)
+        for rank in self.members if to is None else to:
+            self._send(rank, "order", order)
+
+    def move(self, target: Placement) -> None:
+        """Begin a change of placement on all members."""
+        for rank in self.members:
+            self._send(rank, "move", target)
+
+    def replay(self, lost: int, to: int) -> None:
+        """Submit a lost rank's open requests again, with what they had delivered."""
+        for key, (rank, request) in list(self._requests.items()):
+            if rank == lost and key not in self.ends:
+                known = {name: getattr(request, name) for name in ("request_id", "prompt_ids", "params")}
+                again = Request(**known, arrival_s=0.0, replayed_ids=tuple(self.tokens[key]))
+                self._requests[key] = to, request
+                self._send(to, "submit", again)
+
+    def is_done(self, *keys: str) -> bool:
+        """Whether requests have ended; without keys all of them."""
+        return all(key in self.ends for key in keys or self._requests)
+
+    def serve_in(self, epoch: int) -> bool:
+        """Whether all members serve in an epoch."""
+        return all(self.serves.get(rank) == epoch for rank in self.members)
+
+    def stop(self) -> None:
+        """Let all members end in order, and wait for what they leave behind."""
+        for rank in self.members:
+            self._send(rank, "stop", None)
+        self.until(lambda: all(rank in self.left for rank in self.members))
+
+    def until(self, is_true: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        """Take what ranks say until something is true."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_true():
+            ranks = {pipe: rank for rank, pipe in self._pipes.items()}
+            ready = wait(list(ranks), timeout=max(0.0, deadline_s - time.monotonic()))
+            assert ready, f"nothing came; {vars(self)}"
+            for pipe in ready:
+                self._take(ranks[pipe])  # type: ignore[index]
+
+    def close(self) -> None:
+        """End every process."""
+        for process in self.processes.values():
+            process.kill()
+            process.join(10)
+        for pipe in self._pipes.values():
+            pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _send(self, rank: int, verb: str, what: Any) -> None:
+        self._pipes[rank].send((verb, what))
+
+    def _take(self, rank: int) -> None:
+        try:
+            verb, what = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self._pipes.pop(rank).close()
+            self.processes[rank].join(10)
+            self.ready.discard(rank)
+            self.serves.pop(rank, None)
+            self.lost.append(rank)
+            return
+        print(
+            f"{time.monotonic() % 1000:.3f}", rank, verb, what if verb in ("fault", "regrouped") else ""
+        ) if verb != "step" else None
+        if verb == "ready":
+            self.ready.add(rank)
+            self.home = self.home or what
+        elif verb == "step":
+            outputs, self.stats[rank] = what
+            for output in outputs:
+                self._note(output)
+        elif verb == "fault":
+            self.faults.append((rank, what))
+        elif verb == "regrouped":
+            self.serves[rank] = what
+        elif verb == "report":
+            self.reports.append(what)
+        else:
+            self.left[rank] = what
+
+    def _note(self, output: RequestOutput) -> None:
+        assert output.request_id not in self.ends, f"{output.request_id} goes on after its end"
+        self.tokens[output.request_id] += output.token_ids
+        if output.finish_reason is not None:
+            self.ends[output.request_id] = output.finish_reason.value + output.error
+
+
+def _serve_rank(
+    pipe: Connection, port: int, directory: Path, config: dict[str, Any], is_joining: bool, doom: Doom | None
+) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    threads = {thread.name for thread in threading.enumerate()}
+    connections = [TCPStore("127.0.0.1", port, None, False, wait_for_workers=False) for _ in range(4)]
+    sockets = _sockets()
+    if not is_joining and config["world_size"] > 1:
+        dist.init_process_group(
+            "gloo", store=PrefixStore("group", connections[0]), rank=config["rank"],
+            world_size=config["world_size"], timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+        )  # fmt: skip
+    memory = {"available": lambda: config.pop("available_bytes")} if "available_bytes" in config else {}
+    known = {key: value for key, value in config.items() if key != "available_bytes"}
+    built = assemble(
+        EngineConfig(**{"directory": directory, "kv_cache_bytes": 8 << 20, "max_model_len": 320, **known}),
+        StoreDoorbell(connections[1], connections[2]),
+        store=connections[3],
+        is_joining=is_joining,
+        **memory,  # type: ignore[arg-type]
+    )
+    _run(built, pipe, doom)
+    built.engine.close()
+    built.engine.close()  # may be called twice
+    remaining = sorted(t.name for t in threading.enumerate() if t.name not in {*threads, "commands"})
+    held: Any = built.engine._epochs
+    pipe.send(("end", End(remaining, _shared_files(), _sockets() - sockets, held._regrouping._held)))
+
+
+def _run(built: Assembled, pipe: Connection, doom: Doom | None) -> None:
+    engine, sending = built.engine, threading.Lock()
+
+    def say(verb: str, what: Any) -> None:
+        with sending:
+            pipe.send((verb, what))
+
+    engine.tell_membership(
+        lambda epoch, reason, *, is_final=False: say("fault", Fault(epoch, reason, is_final)),
+        lambda epoch: say("regrouped", epoch),
+    )
+    built.relocation.on_report = lambda report: say("report", report)
+    if doom is not None:
+        _doom(built, doom)
+    say("ready", built.relocation.placement)
+    verbs: dict[str, Callable[[Any], None]] = {
+        "submit": engine.submit, "order": engine.regroup, "move": built.relocation.prepare,
+        "stop": lambda _: engine.stop(),
+    }  # fmt: skip
+
+    def take() -> None:
+        verb = ""
+        while verb != "stop":
+            try:
+                verb, what = pipe.recv()
+            except (EOFError, OSError):
+                return
+            verbs[verb](what)
+
+    threading.Thread(target=take, name="commands", daemon=True).start()
+    engine.run(lambda outputs, stats: say("step", (outputs, stats)))
+
+
+def _doom(built: Assembled, doom: Doom) -> None:
+    """Let the rank kill itself in a layer of a step."""
+    layer: Any = built.model.layers[doom.layer]
+    run = layer.run
+
+    def run_or_die(*arguments: Any) -> Any:
+        if built.runner.num_steps >= doom.steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(*arguments)
+
+    layer.run = run_or_die
+
+
+def _sockets() -> int:
+    links = (os.readlink(f"/proc/self/fd/{name}") for name in _descriptors())
+    return sum(link.startswith("socket:") for link in links)
+
+
+def _descriptors() -> list[str]:
+    return [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
+
+
+def _shared_files() -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split(maxsplit=5)[-1] for line in lines if "wideep-dispatch" in line})
