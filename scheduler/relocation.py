@@ -75,11 +75,11 @@ class Relocation:
             enter_thread: called first on the thread that moves: which GPU is meant is a thread's own setting.
         """
         self.placement, self.pace = placement, pace
+        self.place = rank  # in the epoch
         self.on_report: Callable[[PlacementReport], None] = lambda _report: None
         self.on_news: Callable[[], None] = lambda: None
         self._rank, self._places, self._channel, self._clock = rank, places, channel, clock
         self._enter_thread = enter_thread
-        self._place = rank  # in the epoch
         self.spare = SpareSlots()
         self._is_closed = False
         self._lock = threading.Condition()
@@ -113,7 +113,7 @@ class Relocation:
     def begin_epoch(self, place: int, placement: Placement, channel: PeerChannel) -> None:
         """Go on in an epoch in which this rank has a place, and serves its part of a placement already."""
         with self._lock:
-            self._place, self.placement, self._channel = place, placement, channel
+            self.place, self.placement, self._channel = place, placement, channel
             self._posted_version, self._why_broken = placement.version, None
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class Relocation:
                 raise
         if problem is None:
             before = next((place.layer.route.choice for place in self._places), None)
-            staged.routes = routes(staged.target, self._place, before)
+            staged.routes = routes(staged.target, self.place, before)
             staged.target.digest()  # kept there: the step loop will not wait for it
         return problem
 
@@ -262,13 +262,13 @@ class Relocation:
             divmod(slot, width) for slot in (transfer.source, transfer.target)
         )
         place = self._places[transfer.layer]
-        if target_rank != self._place:
-            if source_rank == self._place:
+        if target_rank != self.place:
+            if source_rank == self.place:
                 send_expert(place, source, transfer, staged.channel, target_rank, self.pace)
             return
         weights = self.spare.take(place.layer)
         staged.weights[transfer.layer, target] = weights
-        if source_rank == self._place:
+        if source_rank == self.place:
             staged.num_bytes += copy_expert(place, source, weights, transfer, self.pace)
         else:
             staged.num_bytes += receive_expert(

@@ -43,6 +43,9 @@ class FakeMailbox:
     def collect(self, timeout_s: float) -> list[list[int]]:
         return [self.posted, list(self.other)]
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 def test_all_run_when_one_has_work_and_sleep_when_none_has() -> None:
     assert decide([header(work=0), header()]) is Decision.RUN
@@ -156,3 +159,25 @@ def test_a_switch_is_agreed_on_once_and_later_headers_speak_of_the_new_placement
         switches.append(lockstep.agree().switch_to)
     assert switches == [None, 7, None, None]
     assert lockstep.placement_version == 7
+
+
+def test_ranks_regroup_when_all_have_the_same_order_and_stopping_goes_before() -> None:
+    def told(*ordered: int, stopping: int = 0) -> Decision:
+        return decide([header(work=0, stopping=stopping)._replace(epoch=3, ordered_epoch=v) for v in ordered])
+
+    assert told(3, 3) is Decision.SLEEP
+    assert told(4, 3) is Decision.SLEEP
+    assert told(5, 4) is Decision.SLEEP
+    assert told(5, 5) is Decision.REGROUP
+    assert told(5, 5, stopping=1) is Decision.STOP
+
+
+def test_no_placement_is_switched_to_at_the_step_at_which_ranks_regroup() -> None:
+    mailbox = open_mailbox("local", None, width=len(Header._fields))
+    lockstep = LockStep(mailbox, epoch=2, timeout_s=1.0, step=70)
+    lockstep.post(
+        has_work=True, is_stopping=False, has_prefill=False, num_decodes=1, ready_version=1, ordered_epoch=3
+    )
+    agreement = lockstep.agree()
+    assert (agreement.decision, agreement.switch_to) == (Decision.REGROUP, None)
+    assert (lockstep.step, lockstep.placement_version) == (71, 0)

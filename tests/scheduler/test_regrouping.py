@@ -1,14 +1,20 @@
 """Ranks are killed and come back while requests run: the same tokens, no request lost, nothing left behind."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from expert_placement.eplb_config import EplbConfig
+from scheduler.lockstep import DispatchMode, HalfThresholds
+from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import Request
 from tests.support.crew import Crew, Doom
 from tests.support.families import VOCABULARY, write_checkpoint
+from tests.support.moves import targets
 from tests.support.serving import build, request, serve
 
 WAYS: list[dict[str, Any]] = [
@@ -74,3 +80,241 @@ def test_a_rank_dies_amid_a_step_and_comes_back_and_all_requests_have_their_toke
     assert set(crew.ends.values()) <= {"length", "stop"}
     assert crew.home is not None
     assert all(crew.left[rank].held_experts == crew.home.local(rank).tolist() for rank in range(3))
+
+
+def test_a_sleeping_rank_is_left_alone_serves_alone_and_is_joined_while_it_serves(checkpoint: Path) -> None:
+    wanted = requests(0, 8, max_tokens=40)
+    with Crew(checkpoint, 2) as crew:
+        crew.kill(1)
+        crew.order([0])
+        crew.until(lambda: crew.serve_in(1))
+        crew.submit(0, wanted[:4])
+        crew.start(1, is_joining=True)
+        crew.until(lambda: 1 in crew.ready)
+        crew.submit(0, wanted[4:6])
+        crew.order([0, 1])
+        crew.until(lambda: crew.serve_in(2))
+        crew.submit(1, wanted[6:])
+        crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+def lose_and_gain(crew: Crew, wanted: list[Request]) -> None:
+    """3 -> 2 -> 1 -> 2 -> 3, with requests all the time."""
+    for rank in range(3):
+        crew.submit(rank, wanted[rank::6])
+    crew.until(lambda: all(crew.tokens[request.request_id] for request in wanted[:3]))
+    for members, lost in (((0, 2), 1), ((2,), 0)):
+        crew.kill(lost)
+        crew.order(members)
+        crew.replay(lost, to=2)
+        crew.until(lambda: crew.serve_in(crew.epoch))
+    for members, back in (((0, 2), 0), ((0, 1, 2), 1)):
+        crew.start(back, is_joining=True)
+        crew.until(lambda back=back: back in crew.ready)  # type: ignore[misc]
+        crew.submit(2, wanted[back + 3 :: 6])
+        crew.order(members)
+        crew.until(lambda: crew.serve_in(crew.epoch))
+    crew.submit(1, wanted[5::6])
+    crew.until(crew.is_done)
+    check_left(crew)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"all2all_backend": "gloo"},
+        {"dispatch_mode": DispatchMode.LOW_LATENCY},
+        {"dispatch_mode": DispatchMode.NORMAL, "all2all_backend": "gloo"},
+        {"halves": HalfThresholds(2, 6)},
+        {"halves": HalfThresholds(2, 6), "all2all_backend": "gloo"},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+    ],
+)
+def test_ranks_are_lost_one_by_one_and_come_back(checkpoint: Path, settings: dict[str, Any]) -> None:
+    wanted = requests(0, 18, max_tokens=80)
+    with Crew(checkpoint, 3, **settings) as crew:
+        lose_and_gain(crew, wanted)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
+def test_families_with_shared_experts_and_other_sizes_keep_their_tokens(family: str, tmp_path: Path) -> None:
+    write_checkpoint(family, tmp_path)
+    wanted = requests(0, 12)
+    with Crew(tmp_path, 3) as crew:
+        lose_and_gain(crew, wanted)
+    assert crew.tokens == undisturbed(tmp_path, wanted)
+
+
+@pytest.mark.slow
+def test_rows_travel_flat_while_a_node_is_not_whole(checkpoint: Path) -> None:
+    wanted = requests(0, 12)
+    with Crew(checkpoint, 4, dooms={2: Doom(8)}, dispatch_node_size=2, all2all_backend="gloo") as crew:
+        for rank in range(4):
+            crew.submit(rank, wanted[:8][rank::4])
+        crew.until(lambda: crew.lost == [2])
+        crew.order([0, 1, 3])
+        crew.replay(2, to=3)
+        crew.start(2, is_joining=True)
+        crew.until(lambda: 2 in crew.ready and crew.serve_in(1))
+        crew.order([0, 1, 2, 3])
+        crew.until(lambda: crew.serve_in(2))
+        crew.submit(2, wanted[8:])
+        crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+@pytest.mark.slow
+def test_a_member_that_dies_before_it_meets_is_passed_over_by_a_newer_order(checkpoint: Path) -> None:
+    wanted = requests(0, 6)
+    with Crew(checkpoint, 3) as crew:
+        for rank in range(3):
+            crew.submit(rank, wanted[rank::3])
+        crew.kill(1)
+        crew.order([0, 2], to=[0])  # rank 0 waits for rank 2 in vain
+        crew.kill(2)
+        crew.order([0])
+        for lost in (1, 2):
+            crew.replay(lost, to=0)
+        crew.until(crew.is_done)
+        assert crew.serves == {0: 2}
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["open_groups", "check_agreed", "open_lockstep"])
+def test_a_member_that_dies_while_it_meets_the_others_is_one_more_fault(
+    checkpoint: Path, function: str
+) -> None:
+    wanted = requests(0, 6)
+    with Crew(checkpoint, 3, dooms={2: Doom(function=function)}) as crew:
+        for rank in range(3):
+            crew.submit(rank, wanted[rank::3])
+        crew.kill(1)
+        crew.order([0, 2])
+        crew.until(lambda: any(fault.epoch == 1 for rank, fault in crew.faults if rank == 0))
+        crew.until(lambda: 2 in crew.lost)
+        crew.order([0])
+        for lost in (1, 2):
+            crew.replay(lost, to=0)
+        crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+@pytest.mark.slow
+def test_a_rank_without_room_for_lost_experts_waits_for_the_rank_to_come_back(checkpoint: Path) -> None:
+    wanted = requests(0, 6)
+    with Crew(checkpoint, 2, without_room=[0]) as crew:
+        crew.submit(0, wanted[:3])
+        crew.submit(1, wanted[3:])
+        crew.kill(1)
+        crew.order([0])
+        crew.until(lambda: any(fault.is_final for _, fault in crew.faults))
+        said = next(fault.reason for _, fault in crew.faults if fault.is_final)
+        assert "rank 0 would take over 12 experts" in said and "0.0 MiB are available" in said
+        crew.start(1, is_joining=True)
+        crew.until(lambda: 1 in crew.ready)
+        crew.order([0, 1])
+        crew.replay(1, to=1)
+        crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+@pytest.mark.slow
+def test_all_ranks_die_and_those_that_come_back_serve_from_the_prompts(checkpoint: Path) -> None:
+    wanted = requests(0, 6)
+    with Crew(checkpoint, 2) as crew:
+        crew.submit(0, wanted[:3])
+        crew.submit(1, wanted[3:])
+        crew.until(lambda: all(crew.tokens.values()))
+        for rank in (0, 1):
+            crew.kill(rank)
+        for rank in (0, 1):
+            crew.start(rank, is_joining=True)
+        crew.until(lambda: crew.ready == {0, 1})
+        crew.order([0, 1])
+        for rank in (0, 1):
+            crew.replay(rank, to=1 - rank)
+        crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+@pytest.mark.slow
+def test_requests_may_be_aborted_and_ranks_asked_to_stop_while_no_epoch_serves(checkpoint: Path) -> None:
+    wanted = requests(0, 4, max_tokens=200)
+    with Crew(checkpoint, 3) as crew:
+        crew.submit(0, wanted)
+        crew.until(lambda: all(crew.tokens.values()))
+        crew.kill(1)
+        crew.until(lambda: {rank for rank, _ in crew.faults} == {0, 2})
+        crew.abort("0")
+        crew.order([0, 2])
+        crew.until(lambda: crew.is_done("0"))
+        assert crew.ends["0"] == "abort" or len(crew.tokens["0"]) == 200
+        crew.kill(2)
+        crew.until(lambda: crew.faults[-1][1].epoch == 1)
+        crew.members = (0,)
+        crew.stop()
+        assert crew.left[0].threads == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_a_fault_once_the_time_is_out(checkpoint: Path) -> None:
+    wanted = requests(0, 6, max_tokens=100)
+    with Crew(checkpoint, 3, timeout_s=3.0) as crew:
+        for rank in range(3):
+            crew.submit(rank, wanted[rank::3])
+        crew.until(lambda: all(crew.tokens.values()))
+        os.kill(crew.processes[1].pid, signal.SIGSTOP)
+        crew.until(lambda: {rank for rank, _ in crew.faults} == {0, 2})
+        crew.kill(1)
+        crew.order([0, 2])
+        crew.replay(1, to=0)
+        crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+@pytest.mark.slow
+def test_experts_that_are_on_the_move_when_an_epoch_ends_stay_and_move_in_a_later_one(
+    checkpoint: Path,
+) -> None:
+    wanted = requests(0, 18, max_tokens=120)
+    eplb = EplbConfig(num_redundant_experts=10, max_bytes_per_step=1 << 14)
+    with Crew(checkpoint, 3, eplb=eplb) as crew:
+        assert crew.home is not None
+        for rank in range(3):
+            crew.submit(rank, wanted[rank:9:3])
+        moved, again = targets(crew.home, 2)
+        crew.move(moved.with_version(1))
+        crew.until(lambda: {report.rank for report in crew.reports if serves(report, 1)} == {0, 1, 2})
+        crew.home = moved
+        crew.move(again.with_version(2))
+        crew.kill(1)
+        crew.order([0, 2])
+        crew.replay(1, to=2)
+        crew.start(1, is_joining=True)
+        crew.until(lambda: 1 in crew.ready)
+        crew.order([0, 1, 2])
+        crew.until(lambda: crew.serve_in(2))
+        crew.submit(1, wanted[9:])
+        crew.move(again.with_version(200))
+        crew.until(lambda: {report.rank for report in crew.reports if serves(report, 200)} == {0, 1, 2})
+        crew.until(crew.is_done)
+        check_left(crew)
+        assert all(crew.left[rank].held_experts == again.local(rank).tolist() for rank in range(3))
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+def serves(report: PlacementReport, version: int) -> bool:
+    """Whether a rank says that it has switched."""
+    return report.state is MoveState.SERVING and report.version == version

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from expert_placement.placement import Placement
 from expert_placement.survivors import surviving
+from scheduler import regrouping
 from scheduler.assembly import Assembled, assemble
 from scheduler.config import EngineConfig
 from scheduler.doorbell import StoreDoorbell
@@ -57,19 +58,33 @@ class End(NamedTuple):
 
 
 class Doom(NamedTuple):
-    """Where a rank kills itself: in the middle of a step."""
+    """Where a rank kills itself: in the middle of a step, or of following an order."""
 
-    steps: int  # that it completes before
+    steps: int = 0  # that it completes before
     layer: int = 1
+    function: str = ""  # of `scheduler.regrouping`, whose call it does not survive
 
 
 class Crew:
     """A service's ranks as processes. A context manager; `members` are those of the newest order."""
 
     def __init__(
-        self, directory: Path, world_size: int, *, dooms: dict[int, Doom] | None = None, **settings: Any
+        self,
+        directory: Path,
+        world_size: int,
+        *,
+        dooms: dict[int, Doom] | None = None,
+        without_room: Sequence[int] = (),
+        **settings: Any,
     ) -> None:
+        """Start all ranks.
+
+        Args:
+            without_room: ranks that at first have no memory to take experts over.
+            settings: of the engines.
+        """
         self._directory, self._settings, self._dooms = directory, settings, dooms or {}
+        self._without_room = set(without_room)
         self.world_size, self.members, self.epoch = world_size, tuple(range(world_size)), 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: dict[int, Any] = {}
@@ -96,7 +111,8 @@ class Crew:
         ours, theirs = context.Pipe()
         config = {**self._settings, **settings, "rank": rank, "world_size": self.world_size}
         doom = None if is_joining else self._dooms.get(rank)
-        arguments = (theirs, self.store.port, self._directory, config, is_joining, doom)
+        has_room = rank not in self._without_room
+        arguments = (theirs, self.store.port, self._directory, config, is_joining, has_room, doom)
         process = context.Process(target=_serve_rank, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -136,6 +152,10 @@ class Crew:
                 again = Request(**known, arrival_s=0.0, replayed_ids=tuple(self.tokens[key]))
                 self._requests[key] = to, request
                 self._send(to, "submit", again)
+
+    def abort(self, request_id: str) -> None:
+        """End a request early."""
+        self._send(self._requests[request_id][0], "abort", request_id)
 
     def is_done(self, *keys: str) -> bool:
         """Whether requests have ended; without keys all of them."""
@@ -190,9 +210,6 @@ class Crew:
             self.serves.pop(rank, None)
             self.lost.append(rank)
             return
-        print(
-            f"{time.monotonic() % 1000:.3f}", rank, verb, what if verb in ("fault", "regrouped") else ""
-        ) if verb != "step" else None
         if verb == "ready":
             self.ready.add(rank)
             self.home = self.home or what
@@ -217,7 +234,13 @@ class Crew:
 
 
 def _serve_rank(
-    pipe: Connection, port: int, directory: Path, config: dict[str, Any], is_joining: bool, doom: Doom | None
+    pipe: Connection,
+    port: int,
+    directory: Path,
+    config: dict[str, Any],
+    is_joining: bool,
+    has_room: bool,
+    doom: Doom | None,
 ) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -231,14 +254,13 @@ def _serve_rank(
             "gloo", store=PrefixStore("group", connections[0]), rank=config["rank"],
             world_size=config["world_size"], timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )  # fmt: skip
-    memory = {"available": lambda: config.pop("available_bytes")} if "available_bytes" in config else {}
-    known = {key: value for key, value in config.items() if key != "available_bytes"}
+    room = iter([] if has_room else [0])
     built = assemble(
-        EngineConfig(**{"directory": directory, "kv_cache_bytes": 8 << 20, "max_model_len": 320, **known}),
+        EngineConfig(**{"directory": directory, "kv_cache_bytes": 8 << 20, "max_model_len": 320, **config}),
         StoreDoorbell(connections[1], connections[2]),
         store=connections[3],
         is_joining=is_joining,
-        **memory,  # type: ignore[arg-type]
+        available=lambda: next(room, 1 << 40),
     )
     _run(built, pipe, doom)
     built.engine.close()
@@ -264,7 +286,8 @@ def _run(built: Assembled, pipe: Connection, doom: Doom | None) -> None:
         _doom(built, doom)
     say("ready", built.relocation.placement)
     verbs: dict[str, Callable[[Any], None]] = {
-        "submit": engine.submit, "order": engine.regroup, "move": built.relocation.prepare,
+        "submit": engine.submit, "abort": engine.abort, "order": engine.regroup,
+        "move": built.relocation.prepare,
         "stop": lambda _: engine.stop(),
     }  # fmt: skip
 
@@ -282,7 +305,10 @@ def _run(built: Assembled, pipe: Connection, doom: Doom | None) -> None:
 
 
 def _doom(built: Assembled, doom: Doom) -> None:
-    """Let the rank kill itself in a layer of a step."""
+    """Let the rank kill itself."""
+    if doom.function:
+        setattr(regrouping, doom.function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        return
     layer: Any = built.model.layers[doom.layer]
     run = layer.run
 

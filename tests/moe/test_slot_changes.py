@@ -1,0 +1,123 @@
+"""Slots get other experts: what is there is not read again, nothing is in two places, and a failed read breaks nothing."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expert_placement.placement import EMPTY
+from moe.checkpoint import CheckpointError
+from moe.expert_weights import ExpertWeights, spare_slot
+from moe.experts import SlotTensors
+from moe.slot_changes import change_slots, num_to_read
+from moe.spare_slots import SpareSlots
+
+OUT, IN = 20, 3
+
+
+def make_layer(held: list[int]) -> Any:
+    """A layer whose every tensor says which expert it is of."""
+    sides = []
+    for _ in range(2):
+        slots = SlotTensors.empty(len(held), OUT, IN, torch.float32)
+        slots.bias_SN = torch.zeros(len(held), OUT)
+        sides.append(slots)
+    layer = SimpleNamespace(up=sides[0], down=sides[1])
+    for slot, expert in enumerate(held):
+        write(expert, ExpertWeights(layer.up.at(slot), layer.down.at(slot)))
+    return layer
+
+
+def write(expert: int, into: ExpertWeights) -> None:
+    for tensor in into.tensors().values():
+        tensor.fill_(float(expert))
+
+
+def found(layer: Any) -> list[set[float]]:
+    """What each slot's tensors say."""
+    sides = (layer.up, layer.down)
+    return [
+        {value for side in sides for t in side.at(slot).tensors().values() for value in t.unique().tolist()}
+        for slot in range(len(layer.up.rows))
+    ]
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[int]:
+    experts = draw(st.lists(st.integers(0, 7), min_size=0, max_size=5, unique=True))
+    row = experts + [EMPTY] * draw(st.integers(0 if experts else 1, 2))
+    return draw(st.permutations(row))
+
+
+@given(st.lists(rows(), min_size=2, max_size=4), st.integers(0, 3))
+@settings(max_examples=80, deadline=None)
+def test_slots_hold_what_is_wanted_whatever_they_held_and_only_what_is_new_is_read(
+    wishes: list[list[int]], most_spare: int
+) -> None:
+    held, spare = list(wishes[0]), SpareSlots()
+    layer = make_layer(held)
+    for wanted in wishes[1:]:
+        read: list[int] = []
+        num_new = num_to_read(held, wanted)
+
+        def take(expert: int, into: ExpertWeights, read: list[int] = read) -> None:
+            read.append(expert)
+            write(expert, into)
+
+        change_slots(layer, held, wanted, take, spare, most_spare)
+        assert held == wanted and len(read) == num_new and set(read) <= set(wanted)
+        for expert, values in zip(wanted, found(layer), strict=True):
+            assert expert == EMPTY or values == {float(expert)}
+        addresses = [*layer.up.address_S, *layer.down.address_S]
+        assert addresses == [row.data_ptr() for side in (layer.up, layer.down) for row in side.rows]
+        free = [each.data_ptr() for kind in spare._free.values() for w in kind for each in w.up.rows]
+        assert len({*addresses, *free}) == 2 * len(wanted) + len(free), "memory is in one place"
+        assert spare.num_free <= max(most_spare, 0)
+
+
+def test_grown_slots_multiply_as_if_they_had_been_there_from_the_start() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weights = {expert: torch.randn(OUT, IN, generator=generator) for expert in range(4)}
+    biases = {expert: torch.randn(OUT, generator=generator) for expert in range(4)}
+
+    def put(expert: int, into: ExpertWeights) -> None:
+        for side in into:
+            side.put(0, weights[expert])
+            side.bias_SN[0] = biases[expert]
+
+    layers, held = [make_layer([EMPTY] * 4), make_layer([EMPTY, EMPTY])], [EMPTY, EMPTY]
+    change_slots(layers[0], [EMPTY] * 4, [3, 1, 0, 2], put, SpareSlots(), 0)
+    change_slots(layers[1], held, [1, 0], put, SpareSlots(), 0)
+    change_slots(layers[1], held, [3, 1, 0, 2], put, SpareSlots(), 0)
+    x_PK, offsets = torch.randn(9, IN, generator=generator), torch.tensor([0, 2, 2, 5, 9])
+    first, second = (layer.up.apply(x_PK, offsets, parallel=False) for layer in layers)
+    assert torch.equal(first, second)
+    assert torch.allclose(first[2:5], x_PK[2:5] @ weights[0].T + biases[0], atol=1e-6)
+    assert layers[0].up.num_bytes == layers[1].up.num_bytes
+
+
+def test_a_read_that_fails_leaves_what_serves_and_says_what_is_held() -> None:
+    held, layer = [4, 5, 6], make_layer([4, 5, 6])
+
+    def fail(expert: int, into: ExpertWeights) -> None:
+        write(99, into)
+        raise CheckpointError("the disk is gone")
+
+    with pytest.raises(CheckpointError):
+        change_slots(layer, held, [6, 7, 4], fail, SpareSlots(), 0)
+    assert held == [4, EMPTY, 6] and found(layer) == [{4.0}, {99.0}, {6.0}]
+    change_slots(layer, held, [6, 7, 4], write, SpareSlots(), 0)
+    assert held == [6, 7, 4] and found(layer) == [{6.0}, {7.0}, {4.0}]
+
+
+def test_spare_memory_is_used_before_new_and_kept_up_to_a_bound() -> None:
+    held, layer, spare = [0, 1], make_layer([0, 1]), SpareSlots()
+    waiting = spare_slot(layer)
+    spare.give(waiting)
+    change_slots(layer, held, [0, 1, 2], write, spare, 0)
+    assert layer.up.address_S[2] == waiting.up.address_S[0] and spare.num_free == 0
+    change_slots(layer, held, [2], write, spare, 1)
+    assert spare.num_free == 1 and found(layer) == [{2.0}]
