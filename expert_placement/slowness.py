@@ -10,6 +10,7 @@ From what each rank did in a window:
 The largest is named if it is worth FLOOR of the steps' time.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +29,15 @@ class Slowness(NamedTuple):
     sentence: str
 
 
-def explain(figures: RankFigures, rank_tokens: np.ndarray) -> Slowness:
+def explain(figures: RankFigures, rank_tokens: np.ndarray, names: Sequence[int] | None = None) -> Slowness:
     """Name what ranks wait for most.
 
     Args:
         figures: of a window.
         rank_tokens: [ranks] tokens that each rank's experts got in it.
+        names: [ranks] what the ranks are called where some are away; by default 0 and on.
     """
+    names = range(len(rank_tokens)) if names is None else names
     step_s = float(figures.step_s.max(initial=0.0))
     if step_s <= 0 or len(rank_tokens) < 2:
         return Slowness("none", None, 0.0, "there is nobody to wait for" if step_s else "no step has run yet")
@@ -45,9 +48,9 @@ def explain(figures: RankFigures, rank_tokens: np.ndarray) -> Slowness:
     uneven_s = max(0.0, float(figures.dispatch_wait_s.min() + figures.combine_wait_s.min()) - wire_s)
     hot, slow = int(expected_s.argmax()), int(own_s.argmax())
     causes = (
-        _hot(hot, _excess(expected_s) / step_s, tokens),
-        Slowness("slow rank", slow, _excess(own_s) / step_s, f"rank {slow} takes longest for the same work"),
-        Slowness("slow link", None, wire_s / step_s, _busiest(figures)),
+        _hot(names[hot], _excess(expected_s) / step_s, tokens[hot] / max(tokens.mean(), 1.0)),
+        _slow(names[slow], _excess(own_s) / step_s),
+        Slowness("slow link", None, wire_s / step_s, _busiest(figures, names)),
         Slowness("uneven ranks", None, uneven_s / step_s, "now one rank is late and now another"),
     )
     worst = max(causes, key=lambda cause: cause.share)
@@ -60,12 +63,15 @@ def _excess(seconds: np.ndarray) -> float:
     return float(seconds.max() - seconds.mean())
 
 
-def _hot(rank: int, share: float, tokens: np.ndarray) -> Slowness:
-    ratio = tokens[rank] / max(tokens.mean(), 1.0)
+def _slow(rank: int, share: float) -> Slowness:
+    return Slowness("slow rank", rank, share, f"rank {rank} takes longest for the same work")
+
+
+def _hot(rank: int, share: float, ratio: float) -> Slowness:
     return Slowness("hot expert", rank, share, f"rank {rank}'s experts get {ratio:.2f} times the mean tokens")
 
 
-def _busiest(figures: RankFigures) -> str:
+def _busiest(figures: RankFigures, names: Sequence[int]) -> str:
     sent = figures.dispatch_bytes + figures.combine_bytes
-    source, to = np.unravel_index(int(sent.argmax()), sent.shape)
-    return f"all ranks wait for wires (most bytes go from rank {source} to rank {to})"
+    source, to = divmod(int(sent.argmax()), len(sent))
+    return f"all ranks wait for wires (most bytes go from rank {names[source]} to rank {names[to]})"

@@ -21,9 +21,8 @@ class Cause(Enum):
     MANIFEST = "manifest"  # other tensors came than the layer has
     CHECK_SUM = "check_sum"  # bytes changed on the way
     ANSWER = "answer"  # the expert does not answer as it does where it came from
-    CHANNEL = (
-        "channel"  # a rank or a connection is gone; nothing moves any more until the service starts again
-    )
+    CHANNEL = "channel"  # a rank or a connection is gone; nothing moves any more in this epoch
+    EPOCH = "epoch"  # ranks came or went; nothing of it serves
     BUG = "bug"  # an error that nobody thought of
 
 

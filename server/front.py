@@ -1,8 +1,8 @@
 """The front process: one event loop with the HTTP server, the ranks' gRPC server and the journal between them.
 
 Both sockets are bound and announced before anything slow happens, so that ranks and clients find a door while the
-tokenizer loads. torch stays out: this process only tokenizes, and would pay 180 MB for it. A rank that is lost
-ends the front for now, after every open request got its outcome.
+tokenizer loads. torch stays out: this process only tokenizes, and would pay 180 MB for it. A rank that is lost while
+others are left, or until one comes back, is a matter for `membership.leader`; one that is lost at the start ends all.
 
 SIGTERM ends it gently: /health is 503, new requests are refused, open ones end by themselves for as long as
 --shutdown-timeout-seconds says. SIGINT, and a second SIGTERM, end it at once.
@@ -22,8 +22,11 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from expert_placement.survivors import surviving
 from scheduler.request import RequestOutput
 from server.errors import ApiError
+from server.membership.epochs import Epochs
+from server.membership.leader import Leader
 from server.observability.logs import logging_to
 from server.observability.metrics import Metrics
 from server.options.checks import OptionsError
@@ -75,6 +78,7 @@ class _Front:
         self._options = options
         self._metrics = Metrics(options.served_model_names[0], num_ranks)
         self._token = secrets.token_urlsafe(32)
+        self._epochs = Epochs(num_ranks, recovery_timeout_s=options.rank_recovery_timeout_s)
         self._ranks = Ranks(
             num_ranks,
             self._token,
@@ -85,6 +89,15 @@ class _Front:
             on_load=lambda load: self._tell_load(lambda experts: experts.take_load(load)),
             on_experts=lambda known: self._tell_load(lambda experts: experts.take_experts(known)),
             on_placement=self._take_placement,
+            on_regrouped=lambda rank, epoch: self._leader.take_regrouped(rank, epoch),
+            on_fault=lambda word: self._leader.take_fault(word),
+        )
+        self._leader = Leader(
+            self._epochs,
+            self._ranks,
+            surviving=surviving,
+            on_order=lambda order: self._tell_load(lambda experts: experts.regroup(order)),
+            on_failure=self._fail,
         )
         self._placement: PlacementControl | None = None  # as the next: once the slow half is imported
         self._early_words: list[PlacementWord] = []
@@ -113,7 +126,12 @@ class _Front:
             options = self._options
             tokenizer = await asyncio.to_thread(slow.Tokenizer, options.model, options.chat_template)
             http = slow.HttpService(
-                options, tokenizer, ranks=self._ranks, journal=Journal(), metrics=self._metrics
+                options,
+                tokenizer,
+                ranks=self._ranks,
+                epochs=self._epochs,
+                journal=Journal(),
+                metrics=self._metrics,
             )
         except ValueError as error:  # TokenizerError: its class came with the slow import
             return _complain(str(error))
@@ -135,11 +153,13 @@ class _Front:
         self._placement = http.placement
         for word in self._early_words:
             http.placement.take_word(word)
+        self._leader.take_service(http.requests, http.placement)
 
     async def _close(self, http: "HttpService", serving: "asyncio.Task[None]") -> None:
         """End requests, answers and ranks. Gently: one after the other; else all at the same time."""
         grace_s = await self._drain(http)
         self._is_closing = True
+        self._leader.close()
         if self._ending_now.is_set():
             self._ranks.stop()
         http.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
@@ -185,6 +205,7 @@ class _Front:
     def _attach(self, facts: RankFacts) -> None:
         self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
         self._tell_load(lambda experts: experts.note_rank(facts.rank, facts.host))
+        self._leader.attach(facts.rank)
 
     def _tell_load(self, tell: "Callable[[ExpertsLoad], None]") -> None:
         if self._experts_load is None:
@@ -203,9 +224,17 @@ class _Front:
         self._requests.deliver(rank, outputs)
 
     def _lose(self, rank: int, reason: str) -> None:
-        """A rank is gone: the first one says why the service ends."""
+        """A rank is gone: an end that has begun goes on, else others go on with its requests."""
+        self._metrics.note_lost(rank)
+        if self._is_closing or self._ending_now.is_set():
+            self._fail(f"rank {rank} is lost: {reason}")
+        else:
+            self._leader.lose(rank, reason)
+
+    def _fail(self, reason: str) -> None:
+        """The service cannot go on: the first reason is why it ends."""
         if self._fatal is None and not self._ending_now.is_set():
-            self._fatal = f"rank {rank} is lost: {reason}"
+            self._fatal = reason
         if self._requests is not None:
             self._requests.fail_all(ApiError(503, f"The service is ending: {self._fatal}."))
         self._ending.set()

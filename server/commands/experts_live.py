@@ -111,10 +111,10 @@ def _rank_lines(load: Mapping[str, Any], rows: int) -> list[str]:
         f"{'rank':>5} {'host':16} {'tokens':>10} {'experts got':>12} {'experts s':>10} {'dispatch wait s':>16} "
         f"{'combine wait s':>15} {'sent MB':>9}"
     ]
-    for rank in sorted(load["ranks"], key=lambda rank: -got[rank["rank"]])[:rows]:
+    for rank, num_got in sorted(zip(load["ranks"], got, strict=True), key=lambda each: -each[1])[:rows]:
         sent = (sum(rank["dispatch_bytes"]) + sum(rank["combine_bytes"])) / 1e6
         lines.append(
-            f"{rank['rank']:5} {(rank['host'] or '?')[:16]:16} {rank['tokens']:10,} {got[rank['rank']]:12,} "
+            f"{rank['rank']:5} {(rank['host'] or '?')[:16]:16} {rank['tokens']:10,} {num_got:12,} "
             f"{rank['experts_s']:10.2f} {rank['dispatch_wait_s']:16.2f} {rank['combine_wait_s']:15.2f} {sent:9.1f}"
         )
     return [*lines, *_more(len(load["ranks"]), rows, "ranks")]

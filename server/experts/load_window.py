@@ -1,19 +1,21 @@
 """The front's picture of its experts' load: what ranks report, in a sliding window, as JSON and for the recorder.
 
-It takes differences between a rank's counters, so a report that was lost or merged changes nothing. Lives in the
-front's event loop; knows no HTTP.
+It takes differences between a rank's counters, so a report that was lost or merged changes nothing. The window is of
+the present epoch and has a place for each member; what runs from the start (totals, the recorder) has one for each rank
+of the service. Lives in the front's event loop; knows no HTTP.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from expert_placement.load import PHASES, LoadWindow, RankFigures, no_figures
 from scheduler.load_report import ExpertMap, LoadReport
+from scheduler.membership import Order
 from server.experts.change_counts import ChangeCounts
 from server.experts.recorder import LoadRecorder
 from server.experts.series import LoadSeries
@@ -21,9 +23,10 @@ from server.experts.snapshot import LoadSnapshot
 
 WINDOW_STEPS = 1000  # vLLM's default
 HISTORY = 200  # rebalances that are shown
+_BETWEEN_RANKS = ("dispatch_bytes", "combine_bytes")
 _ADDED = (
     "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "prefill_steps", "prefill_experts_s",
-    "prefill_step_s", "dispatch_bytes", "combine_bytes",
+    "prefill_step_s", *_BETWEEN_RANKS,
 )  # fmt: skip
 
 
@@ -46,6 +49,9 @@ class ExpertsLoad:
         self.totals: RankFigures | None = None  # since the start, for Prometheus' counters
         self.total_rank_tokens: np.ndarray | None = None  # [phases, ranks], likewise
         self._window_steps, self._clock = window_steps, clock
+        self.members: tuple[int, ...] = ()  # ranks, by place
+        self._epoch = 0
+        self._num_ranks = 0  # of the service
         self._last: dict[int, LoadReport] = {}
         self._early: list[LoadReport] = []  # came before the experts
         self._changed = asyncio.Event()
@@ -57,20 +63,42 @@ class ExpertsLoad:
         self._last.pop(rank, None)
 
     def take_experts(self, experts: ExpertMap) -> None:
-        """Take which experts there are and where, at the start and after a switch of placement."""
+        """Take which experts there are and where, at the start and after a switch of placement; others are outdated."""
+        if self.experts is not None and experts.version <= self.experts.version:
+            return
         self.experts = experts
         self.revision += 1
         if self.window is None:
-            sizes = len(experts.layers), experts.num_experts, experts.num_ranks
-            self.window = LoadWindow(*sizes, self._window_steps)
+            self._num_ranks = experts.num_ranks
+            self.members = tuple(range(experts.num_ranks))
             self.totals = no_figures(experts.num_ranks)
             self.total_rank_tokens = np.zeros((len(PHASES), experts.num_ranks), dtype=np.int64)
+            self._open_window(experts)
         early, self._early = self._early, []
         for report in early:
             self.take_load(report)
 
+    def regroup(self, order: Order) -> None:
+        """Take that an epoch begins: its members count from 0, in a window of their own."""
+        self._epoch, self.members = order.epoch, order.members
+        self._last.clear()
+        self._early.clear()
+        self.revision += 1
+        if self.experts is not None:
+            slots, num_places = order.placement.slot_expert, len(order.members)
+            self.experts = self.experts._replace(
+                version=order.placement.version, num_ranks=num_places, slot_expert=slots
+            )
+            self._open_window(self.experts)
+
+    def _open_window(self, experts: ExpertMap) -> None:
+        sizes = len(experts.layers), experts.num_experts, experts.num_ranks
+        self.window = LoadWindow(*sizes, self._window_steps)
+
     def take_load(self, report: LoadReport) -> None:
-        """Take a rank's counters."""
+        """Take a rank's counters; those of an epoch that is over are left out."""
+        if report.epoch != self._epoch:
+            return
         if self.window is None or self.totals is None or self.experts is None:
             self._early.append(report)
             return
@@ -79,16 +107,23 @@ class ExpertsLoad:
             report.counts if last is None else report.counts - last.counts
         )  # modulo 2^32, as the counters
         counts = counts.astype(np.int64)
-        figures = _difference(report, last, self.experts.num_ranks)
+        place = self.members.index(report.rank)
+        figures = _difference(report, last, place, len(self.members))
         self._last[report.rank] = report
         self.window.add(report.step, counts, figures)
         self.series.note(self._clock(), self.window)
         self.revision += 1
+        counts = _by_rank(counts, self.members, self._num_ranks)
         self.recorder.add(self._clock(), report.step, report.placement_version, counts)
         self.total_rank_tokens += counts[:, :, self.experts.num_experts :].sum(axis=0)
-        for total, field in zip(self.totals, figures, strict=True):
-            total += field
+        self._add_to_totals(figures)
         self._changed.set()
+
+    def _add_to_totals(self, figures: RankFigures) -> None:
+        members = np.array(self.members)
+        assert self.totals is not None, "there is a window"
+        for name, total, field in zip(RankFigures._fields, self.totals, figures, strict=True):
+            total[np.ix_(members, members) if name in _BETWEEN_RANKS else members] += field
 
     def note_change(self, entry: dict[str, Any]) -> None:
         """Take the history's entry about a change that has ended."""
@@ -120,6 +155,7 @@ class ExpertsLoad:
         return LoadSnapshot(
             model=self.model,
             experts=experts,
+            members=self.members,
             hosts=dict(self.hosts),
             expert_tokens={phase: window.expert_tokens(phase) for phase in PHASES},
             rank_tokens={phase: window.rank_tokens(phase) for phase in PHASES},
@@ -129,16 +165,25 @@ class ExpertsLoad:
         )
 
 
-def _difference(report: LoadReport, last: LoadReport | None, num_ranks: int) -> RankFigures:
+def _by_rank(counts: np.ndarray, members: Sequence[int], num_ranks: int) -> np.ndarray:
+    """Counts of experts and then of places, as of experts and then of all ranks: [layers, phases, experts + ranks]."""
+    num_experts = counts.shape[2] - len(members)
+    made = np.zeros((*counts.shape[:2], num_experts + num_ranks), dtype=counts.dtype)
+    made[:, :, :num_experts] = counts[:, :, :num_experts]
+    made[:, :, num_experts + np.array(members)] = counts[:, :, num_experts:]
+    return made
+
+
+def _difference(report: LoadReport, last: LoadReport | None, place: int, num_places: int) -> RankFigures:
     """One rank's figures since its last report, among zeros for the others."""
 
     def since(name: str) -> Any:
         value = np.asarray(getattr(report, name))
         return value if last is None else value - np.asarray(getattr(last, name))
 
-    made, rank = no_figures(num_ranks), report.rank
-    made.steps[rank] = since("num_steps")
-    made.tokens[rank] = since("prefill_tokens"), since("decode_tokens")
+    made = no_figures(num_places)
+    made.steps[place] = since("num_steps")
+    made.tokens[place] = since("prefill_tokens"), since("decode_tokens")
     for name in _ADDED:
-        getattr(made, name)[rank] = since(name)
+        getattr(made, name)[place] = since(name)
     return made

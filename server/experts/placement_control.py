@@ -3,6 +3,9 @@
 Lives in the front's event loop; planning runs in a thread. A change is cut into stages that the ranks' spare slots
 can take; each is told to all ranks, which move, verify and switch by themselves at one step. One that fails on any
 rank is dropped on all; the stages before it stay, since each is a whole placement. Versions are never used twice.
+
+`home` is the placement of all ranks. While one is away the others serve with another one, made of it, and nothing is
+changed; a change that was under way then is given up.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from expert_placement.node_rules import rules_for_repair
 from expert_placement.placement import Placement
 from expert_placement.proposal import Proposal, Situation
 from expert_placement.transfers import stages
+from scheduler.membership import Order
 from scheduler.placement_report import Cause
 from server.errors import ApiError, bad_request, not_ready
 from server.experts.load_window import ExpertsLoad
@@ -41,9 +45,15 @@ class PlacementControl:
         history: History,
         *,
         clock: Callable[[], float] = time.time,
+        why_no_change: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Start without a placement; rank 0 says which serves."""
-        self.current: Placement | None = None
+        """Start without a placement; rank 0 says which serves.
+
+        Args:
+            why_no_change: why nothing may be changed now, None if it may: not all ranks serve.
+        """
+        self.current: Placement | None = None  # over the places of the members
+        self.home: Placement | None = None  # over all ranks
         self.history = history
         load.history.extend(_shown(history))
         self._load, self._config, self._clock = load, config, clock
@@ -53,13 +63,13 @@ class PlacementControl:
         self._left_out: tuple[str, ...] = ()  # wishes that were said to be left out
         self._last_version = self._switched_at = self._decided_at = 0  # the latter in steps
         self._changing = asyncio.Lock()
+        self._why_no_change = why_no_change
 
     def take_word(self, word: PlacementWord) -> None:
         """Take what a rank says."""
-        if word.placement is not None:
-            if self.current is None:
-                self._go_on_from(word.placement)
-            self.current = word.placement
+        if word.placement is not None and self.home is None:  # a rank that came back says what it began with
+            self._go_on_from(word.placement)
+            self.current = self.home = word.placement
             self._last_version = word.placement.version
             self._expert_bytes = word.expert_bytes
         self._stages.take_report(word.report)
@@ -82,6 +92,23 @@ class PlacementControl:
             raise not_ready("rank 0 has not said yet where the experts are")
         return self.current
 
+    def next_version(self) -> int:
+        """A version that no placement has had."""
+        self._last_version += 1
+        return self._last_version
+
+    def regroup(self, order: Order, reason: str) -> None:
+        """Take that an epoch begins, whose members serve with another placement.
+
+        Args:
+            reason: who is away and why; empty when nobody is.
+        """
+        self._stages.end_epoch(f"the epoch ended ({reason})" if reason else "the epoch ended")
+        self.current = order.placement
+        if len(order.members) == self._num_ranks:
+            self.home = order.placement
+        self._switched_at = self._steps()
+
     async def propose(self, kind: str, config: EplbConfig) -> Proposal:
         """Plan by the load seen; nothing changes.
 
@@ -91,6 +118,7 @@ class PlacementControl:
         Raises:
             ApiError: no load was seen yet, or there are too few slots for what is wished.
         """
+        self._check_whole()
         situation = self.situation()
         if not situation.experts_s:
             raise bad_request("No token was served in the window yet, so there is nothing to plan by.")
@@ -104,8 +132,9 @@ class PlacementControl:
         """Make a placement serve; returns the history's entry.
 
         Raises:
-            ApiError: another change is under way, or the placement does not fit this service.
+            ApiError: another change is under way, a rank is away, or the placement does not fit this service.
         """
+        self._check_whole()
         if self._changing.locked():
             raise ApiError(409, "Another change of placement is under way; try again when it has ended.")
         async with self._changing:
@@ -118,7 +147,7 @@ class PlacementControl:
             except ValueError as error:
                 raise bad_request(f"The placement does not fit this service: {error}.") from error
             entry = await self._carry_out(todo, kind, reason, gain)
-            if self.current is not before:
+            if entry["stages"][0]:
                 self._unmeasured = _Change(entry, before)
                 if kind != "rollback":
                     self._keep(lambda: self.history.push(before))
@@ -145,6 +174,8 @@ class PlacementControl:
         while True:
             await asyncio.sleep(POLL_S)
             if self.current is None or self._load.totals is None or self._changing.locked():
+                continue
+            if self._why_no_change() is not None:
                 continue
             if self._steps() - self._decided_at >= self._config.step_interval:
                 self._decided_at = self._steps()
@@ -206,6 +237,11 @@ class PlacementControl:
             hosts=tuple(self._load.hosts.get(rank, "?") for rank in range(self._num_ranks)),
         )
 
+    def _check_whole(self) -> None:
+        """Refuse to plan and to change while not all ranks serve."""
+        if (reason := self._why_no_change()) is not None:
+            raise ApiError(409, f"No placement is changed now: {reason}; try again when all ranks serve.")
+
     def _say_left_out(self, situation: Situation) -> None:
         """Say once which wishes about nodes cannot be granted here."""
         left_out = rules_for_repair(self._config, situation.hosts, situation.current).left_out
@@ -228,14 +264,16 @@ class PlacementControl:
             if failed is not None:
                 _log(f"placement {stage.version} was dropped, because of {failed}")
                 break
-            self.current, done = stage, done + 1
+            self.current = self.home = stage
+            done += 1
             moves, num_bytes = moves + stage_moves, num_bytes + stage_bytes
         self._load.changes.is_under_way = False
         self._switched_at = self._steps()
+        assert self.home is not None, "a change begins at home"
         entry = {
             "kind": kind,
-            "version": self.serving().version,
-            "digest": self.serving().digest(),
+            "version": self.home.version,
+            "digest": self.home.digest(),
             "reason": reason,
             "predicted_gain": gain,
             "measured_gain": None,
@@ -247,7 +285,7 @@ class PlacementControl:
             "cause": cause.value,
             "imbalance_before": imbalance_before,
         }
-        return self._note(entry, self.serving() if done else None)
+        return self._note(entry, self.home if done else None)
 
     def _measured_imbalance(self) -> float | None:
         """Fullest rank over mean rank, of the tokens that ranks really got in the window; None without any."""

@@ -1,6 +1,6 @@
 """What GET /experts/load answers, made of a copy of the window, so that a thread can do it beside the event loop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ class LoadSnapshot(NamedTuple):
 
     model: str
     experts: ExpertMap
+    members: Sequence[int]  # ranks, by place
     hosts: Mapping[int, str]
     expert_tokens: Mapping[str, np.ndarray]  # by phase: [layers, experts]
     rank_tokens: Mapping[str, np.ndarray]  # by phase: [layers, ranks]
@@ -26,7 +27,8 @@ class LoadSnapshot(NamedTuple):
 def answer(snapshot: LoadSnapshot) -> dict[str, Any]:
     """Return the answer, with arrays where JSON has lists; see `json_parts`."""
     experts, figures = snapshot.experts, snapshot.figures
-    why = explain(figures, sum(tokens.sum(axis=0) for tokens in snapshot.rank_tokens.values()))
+    rank_tokens = sum(tokens.sum(axis=0) for tokens in snapshot.rank_tokens.values())
+    why = explain(figures, rank_tokens, snapshot.members)
     return {
         "model": snapshot.model,
         "num_layers": len(experts.layers),
@@ -38,7 +40,10 @@ def answer(snapshot: LoadSnapshot) -> dict[str, Any]:
         "layers": list(experts.layers),
         "phases": {phase: _phase(snapshot, phase) for phase in PHASES},
         "rank_tokens": dict(snapshot.rank_tokens),
-        "ranks": [_rank(rank, snapshot.hosts.get(rank), figures) for rank in range(experts.num_ranks)],
+        "ranks": [
+            _rank(rank, place, snapshot.hosts.get(rank), figures)
+            for place, rank in enumerate(snapshot.members)
+        ],
         "why": why._asdict(),
         "placement": experts.slot_expert,
         "history": snapshot.history,
@@ -51,25 +56,25 @@ def _phase(snapshot: LoadSnapshot, phase: str) -> dict[str, Any]:
     return {"tokens": snapshot.expert_tokens[phase], "balancedness": balancedness_json(even)}
 
 
-def _rank(rank: int, host: str | None, figures: RankFigures) -> dict[str, Any]:
-    tokens = figures.tokens[rank]
+def _rank(rank: int, place: int, host: str | None, figures: RankFigures) -> dict[str, Any]:
+    tokens = figures.tokens[place]
     return {
         "rank": rank,
         "host": host,
-        "steps": int(figures.steps[rank]),
-        "prefill_steps": int(figures.prefill_steps[rank]),
+        "steps": int(figures.steps[place]),
+        "prefill_steps": int(figures.prefill_steps[place]),
         "tokens": int(tokens.sum()),
         "prefill_tokens": int(tokens[0]),
         "decode_tokens": int(tokens[1]),
-        "dispatch_bytes": figures.dispatch_bytes[rank].astype(np.int64),
-        "combine_bytes": figures.combine_bytes[rank].astype(np.int64),
-        "dispatch_wait_s": round(float(figures.dispatch_wait_s[rank]), 6),
-        "combine_wait_s": round(float(figures.combine_wait_s[rank]), 6),
-        "wire_s": round(float(figures.wire_s[rank]), 6),
-        "experts_s": round(float(figures.experts_s[rank]), 6),
-        "prefill_experts_s": round(float(figures.prefill_experts_s[rank]), 6),
-        "step_s": round(float(figures.step_s[rank]), 6),
-        "prefill_step_s": round(float(figures.prefill_step_s[rank]), 6),
+        "dispatch_bytes": figures.dispatch_bytes[place].astype(np.int64),
+        "combine_bytes": figures.combine_bytes[place].astype(np.int64),
+        "dispatch_wait_s": round(float(figures.dispatch_wait_s[place]), 6),
+        "combine_wait_s": round(float(figures.combine_wait_s[place]), 6),
+        "wire_s": round(float(figures.wire_s[place]), 6),
+        "experts_s": round(float(figures.experts_s[place]), 6),
+        "prefill_experts_s": round(float(figures.prefill_experts_s[place]), 6),
+        "step_s": round(float(figures.step_s[place]), 6),
+        "prefill_step_s": round(float(figures.prefill_step_s[place]), 6),
     }
 
 

@@ -41,6 +41,7 @@ class StageRunner:
         self._version: int | None = None  # of the stage under way
         self._reports: dict[int, PlacementReport] = {}  # on it
         self._reported = asyncio.Event()
+        self._why_ended: str | None = None  # early
 
     def take_report(self, report: PlacementReport) -> None:
         """Take what a rank says; other stages than that under way are over."""
@@ -48,19 +49,26 @@ class StageRunner:
             self._reports[report.rank] = report
             self._reported.set()
 
+    def end_epoch(self, reason: str) -> None:
+        """Give up the stage under way: the ranks go on with another placement."""
+        self._why_ended = reason
+        self._reported.set()
+
     async def run(self, stage: Placement) -> StageResult:
         """Let all ranks move and switch, or drop it."""
-        self._version = stage.version
+        self._version, self._why_ended = stage.version, None
         self._reports.clear()
         self._ranks.prepare(stage)
         is_dropped = False
-        while not self._have_all_ended():
+        while self._why_ended is None and not self._have_all_ended():
             self._reported.clear()
             await self._reported.wait()
             if not is_dropped and self._failure() is not None:
                 self._ranks.drop_placement(stage.version)
                 is_dropped = True
         self._version = None
+        if self._why_ended is not None:  # even if all had switched: what serves now was made without knowing
+            return StageResult(0, 0, self._why_ended, Cause.EPOCH)
         if (failure := self._failure()) is not None:
             return StageResult(0, 0, f"rank {failure.rank}: {failure.reason}", failure.cause)
         reports = self._reports.values()

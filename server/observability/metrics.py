@@ -35,6 +35,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._families = Families(self._registry, model_name, num_ranks)
         self._last: dict[int, RankStats] = {}
+        self._cache_labels: dict[int, tuple[str, ...]] = {}
         self.http = HttpMetrics(self._registry)
         ProcessCollector(registry=self._registry)  # the front's own: processor time, memory, descriptors
         self._make_rank_families(self._families)
@@ -117,10 +118,23 @@ class Metrics:
 
     def note_rank(self, facts: RankFacts, *, enable_prefix_caching: bool) -> None:
         """Take an attached rank's facts."""
-        self._cache_config.labels(
+        labels = (
             *(self._families.model_name, str(facts.rank), str(facts.block_tokens), str(facts.num_blocks)),
             str(enable_prefix_caching),
-        ).set(1)
+        )
+        self._cache_labels[facts.rank] = labels
+        self._cache_config.labels(*labels).set(1)
+
+    def note_lost(self, rank: int) -> None:
+        """Take that a rank is gone: it runs nothing and holds nothing, and an engine after it counts from 0."""
+        name = str(rank)
+        for gauge in (self._num_running[name], self._num_waiting[name], self._kv_usage[name]):
+            gauge.set(0)
+        self._waiting_by_reason[name, _CAPACITY].set(0)
+        self._last.pop(rank, None)
+        labels = self._cache_labels.pop(rank, None)
+        if labels is not None:
+            self._cache_config.remove(*labels)
 
     def note_stats(self, stats: RankStats) -> None:
         """Take a rank's state after a step."""
@@ -138,7 +152,7 @@ class Metrics:
             (self._preemptions, "num_preemptions"),
         ):
             grown = getattr(stats, field) - (getattr(last, field) if last else 0)
-            counter[rank].inc(max(0, grown))  # a restarted engine counts from 0 again
+            counter[rank].inc(max(0, grown))
         self._last[stats.rank] = stats
 
     def note_request(self, n: int, max_tokens: int) -> None:

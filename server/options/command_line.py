@@ -69,6 +69,7 @@ class Options:
     eplb_config: EplbConfig
     expert_placement: str | None  # file of the placement to start with
     request_timeout_s: float  # 0 is none
+    rank_recovery_timeout_s: float  # how long no rank may serve until the service ends
     tool_call_parser: str | None  # one of the names; None: by the model's chat template, as is the next
     reasoning_parser: str | None
     chat_template: str | None  # a file, absolute; None: the model's own
@@ -119,6 +120,7 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         eplb_config=_eplb_config(args.eplb_config),
         expert_placement=args.expert_placement,
         request_timeout_s=args.request_timeout,
+        rank_recovery_timeout_s=args.rank_recovery_timeout,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         chat_template=_template_file(args.chat_template),
@@ -162,8 +164,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise OptionsError(
             f"--distributed-timeout-seconds is {timeout_s}; it must be above 0 and at most 86400 (a day)"
         )
-    if not (args.request_timeout >= 0 and math.isfinite(args.request_timeout)):
-        raise OptionsError(f"--request-timeout is {args.request_timeout}; it must be 0 or more seconds")
+    for name in ("request_timeout", "rank_recovery_timeout"):
+        value = getattr(args, name)
+        if not (value >= 0 and math.isfinite(value)):
+            raise OptionsError(f"--{name.replace('_', '-')} is {value}; it must be 0 or more seconds")
 
 
 def check_limits(max_num_seqs: int | None, max_num_batched_tokens: int | None) -> None:
@@ -217,6 +221,7 @@ def arguments_from(options: Options) -> list[str]:
         "--max-num-seqs": options.max_num_seqs,
         "--max-num-batched-tokens": options.max_num_batched_tokens,
         "--request-timeout": options.request_timeout_s,
+        "--rank-recovery-timeout": options.rank_recovery_timeout_s,
         "--tool-call-parser": options.tool_call_parser,
         "--reasoning-parser": options.reasoning_parser,
         "--chat-template": options.chat_template,

@@ -200,6 +200,14 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="deadline of a request; 0 is none (default: none)",
     )
+    add(
+        "--rank-recovery-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="when no rank serves any more, how long requests wait for one to come back until the service ends "
+        "(default: %(default)g)",
+    )
 
 
 def _add_memory_arguments(group: argparse._ArgumentGroup) -> None:

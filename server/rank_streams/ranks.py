@@ -5,7 +5,6 @@ callbacks it was given; it does not know requests' clients, nor choose ranks. Th
 """
 
 import asyncio
-import contextlib
 import hmac
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -35,6 +34,7 @@ class AttachedRank:
         self.stats: RankStats | None = None
         self.asked_to_stop = False
         self.said_goodbye: str | None = None
+        self.ended = asyncio.Event()  # set by this side; the other's end is the stream's
         self._outbox: asyncio.Queue[pb.ToRank] = asyncio.Queue(MAX_OUTBOX)
 
     def post(self, message: pb.ToRank) -> None:
@@ -83,10 +83,6 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         self._on_regrouped = on_regrouped
         self._on_fault = on_fault
 
-    def missing(self) -> list[int]:
-        """Return the ranks that are not attached yet."""
-        return [rank for rank in range(self.num_ranks) if rank not in self.attached]
-
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         """Give a request to a rank."""
         self._post(rank, pb.ToRank(submit=wire.submit_from(request, now_s=now_s)))
@@ -108,11 +104,17 @@ class Ranks(FrontServicer):  # type: ignore[misc]
             self._post(rank, pb.ToRank(drop=pb.DropPlacement(version=version)))
 
     def regroup(self, order: Order) -> None:
-        """Tell an order to its members."""
+        """Tell an order to its members; what they said of their steps before is over."""
         message = pb.ToRank(regroup=membership_wire.order_to_wire(order))
         for rank in order.members:
             if rank in self.attached:
+                self.attached[rank].stats = None
                 self._post(rank, message)
+
+    def give_up(self, rank: int, reason: str) -> None:
+        """Close a rank's stream; a rank that is gone has closed it."""
+        if rank in self.attached:
+            self._lose(self.attached[rank], reason)
 
     def stop(self) -> None:
         """Ask every rank to end in an orderly way."""
@@ -130,27 +132,35 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         try:
             self.attached[rank].post(message)
         except asyncio.QueueFull:
-            self._lose(rank, f"it does not read: {MAX_OUTBOX} messages are waiting")
+            self._lose(self.attached[rank], f"it does not read: {MAX_OUTBOX} messages are waiting")
 
     async def Attach(self, messages: AsyncIterator[pb.FromRank], context: grpc.aio.ServicerContext) -> None:
         """Serve one rank's stream until it ends."""
         stream = await self._greet(messages, context)
-        rank = stream.facts.rank
-        writer = asyncio.create_task(_write(stream, context))
+        reader = asyncio.create_task(self._read(stream, messages))
+        others = [asyncio.create_task(_write(stream, context)), asyncio.create_task(stream.ended.wait())]
+        try:
+            await asyncio.wait([reader, others[1]], return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()  # raises what went wrong here
+        finally:
+            for task in (reader, *others):
+                task.cancel()
+            await asyncio.gather(reader, *others, return_exceptions=True)
+            self._lose(stream, "its connection closed")
+
+    async def _read(self, stream: AttachedRank, messages: AsyncIterator[pb.FromRank]) -> None:
+        """Take what a rank says until it has no more to say."""
         reason = "its connection closed"
         try:
             async for message in messages:
-                self._take(rank, stream, message)
+                self._take(stream.facts.rank, stream, message)
                 if stream.said_goodbye is not None:
                     reason = stream.said_goodbye or "it left without being asked"
                     break
         except grpc.RpcError as error:
             reason = f"its connection broke ({error})"
-        finally:
-            writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await writer
-            self._lose(rank, reason)
+        self._lose(stream, reason)
 
     async def _greet(
         self, messages: AsyncIterator[pb.FromRank], context: grpc.aio.ServicerContext
@@ -168,7 +178,10 @@ class Ranks(FrontServicer):  # type: ignore[misc]
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"rank {facts.rank} of {facts.world_size} does not belong to this service of {self.num_ranks}",
             )
-        if facts.rank in self.attached:
+        before = self.attached.get(facts.rank)
+        if before is not None and before.facts.num_restarts < facts.num_restarts:
+            self._lose(before, "its engine was started again")
+        elif before is not None:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {facts.rank} is already attached")
         stream = AttachedRank(facts)
         stream.post(pb.ToRank(welcome=pb.Welcome()))
@@ -177,6 +190,8 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         return stream
 
     def _take(self, rank: int, stream: AttachedRank, message: pb.FromRank) -> None:
+        if stream.ended.is_set():
+            return
         kind = message.WhichOneof("kind")
         if kind == "output":
             if message.output.HasField("stats"):
@@ -197,10 +212,15 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         elif kind == "goodbye":
             stream.said_goodbye = message.goodbye.reason
 
-    def _lose(self, rank: int, reason: str) -> None:
-        stream = self.attached.pop(rank, None)
+    def _lose(self, stream: AttachedRank, reason: str) -> None:
+        """End a stream once; its rank may be attached again by then."""
+        if stream.ended.is_set():
+            return
+        stream.ended.set()
+        rank = stream.facts.rank
+        del self.attached[rank]
         self._left.set()
-        if stream is not None and not stream.asked_to_stop:
+        if not stream.asked_to_stop:
             self._on_lost(rank, reason)
 
 

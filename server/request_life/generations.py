@@ -54,7 +54,8 @@ class Generation:
         self.rank = rank
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        self.queued_s = 0.0  # before its rank first ran it
+        self.submitted_s = ask.request.arrival_s  # to the rank that it is at
+        self.queued_s = 0.0  # from arrival until a rank ran it that came to its first token
         self.prompt_logprobs: list[Logprobs] = []  # of prompt tokens 1 and on; come with the first token
         self.first_token_s: float | None = None
         self.last_token_s = ask.request.arrival_s
@@ -72,10 +73,9 @@ class Generation:
 
         A stop string ends it here, before the rank knows.
         """
+        if not self.num_tokens:
+            self._take_beginning(output)
         self.num_tokens += len(output.token_ids)
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self.queued_s = max(self.queued_s, output.queued_s)
-        self.prompt_logprobs += output.prompt_logprobs
         piece = self._piece
         piece.token_ids += output.token_ids
         piece.logprobs += output.logprobs
@@ -94,6 +94,18 @@ class Generation:
         if output.finish_reason is not None:
             piece.text += self._screen.flush()
         return output.finish_reason
+
+    def _take_beginning(self, output: RequestOutput) -> None:
+        """Take what comes with the first token, which another rank's first one, after a replay, is not."""
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        before_s = self.submitted_s - self.ask.request.arrival_s
+        self.queued_s = max(self.queued_s, before_s + output.queued_s)
+        self.prompt_logprobs += output.prompt_logprobs
+
+    def move(self, rank: int, now_s: float) -> None:
+        """Go on at another rank, which has not seen it yet."""
+        self.rank = rank
+        self.submitted_s = now_s
 
     def end(self, reason: FinishReason, failure: ApiError | None = None) -> None:
         """Close the choice; `failure` is what the client is told instead of an answer."""

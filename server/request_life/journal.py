@@ -7,7 +7,7 @@ the front's own death ends the service (README, Limits).
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler.request import FinishReason, Request
 
@@ -21,6 +21,7 @@ class Entry:
     request: Request
     rank: int
     accepted_s: float  # time.monotonic()
+    num_replays: int = 0
     delivered_ids: list[int] = field(default_factory=list)
 
 
@@ -45,6 +46,7 @@ class Journal:
         self._open: dict[str, Entry] = {}
         self._outcomes: deque[Outcome] = deque(maxlen=history)
         self._num_accepted = 0
+        self._num_replayed = 0
         self._ended: Counter[FinishReason] = Counter()
 
     @property
@@ -63,6 +65,11 @@ class Journal:
         return self._num_accepted
 
     @property
+    def num_replayed(self) -> int:
+        """How often a request was taken from a lost rank since the start."""
+        return self._num_replayed
+
+    @property
     def num_ended(self) -> Counter[FinishReason]:
         """Outcomes since the start, by reason; with the open entries they make up `num_accepted`."""
         return Counter(self._ended)
@@ -72,6 +79,20 @@ class Journal:
         assert request.request_id not in self._open, f"request {request.request_id} is in the journal already"
         self._open[request.request_id] = Entry(request=request, rank=rank, accepted_s=now_s)
         self._num_accepted += 1
+
+    def replay(self, request_id: str) -> None:
+        """Note that a request's rank is lost, so that it goes on elsewhere."""
+        self._open[request_id].num_replays += 1
+        self._num_replayed += 1
+
+    def request_so_far(self, request_id: str) -> Request:
+        """The request with the tokens that the client was sent already: what another rank needs to go on with it."""
+        entry = self._open[request_id]
+        return replace(entry.request, replayed_ids=tuple(entry.delivered_ids))
+
+    def move(self, request_id: str, rank: int) -> None:
+        """Note that a request is at another rank now."""
+        self._open[request_id].rank = rank
 
     def deliver(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Note tokens that the rank yielded and the client is being sent."""

@@ -1,11 +1,14 @@
 """The requests that the front has accepted: routed, journaled, submitted, fed, and ended exactly once.
 
 The one place where journal, router, ranks and metrics meet; everything here runs in the front's event loop.
+
+A rank that is lost leaves its requests to the others: prompt, parameters with their seed, and the tokens that were
+delivered make the rest of the answer what it would have been. With nobody to go to they wait, and their time runs on.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from scheduler.request import FinishReason, RequestOutput
@@ -20,6 +23,7 @@ from server.request_life.timing import timing_of
 from server.text.detokenizer import Decoder
 from server.web.exchanges import current_exchange
 
+_NO_RANK_YET = 0  # any one: until it is submitted
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does, this much later
 
 
@@ -36,8 +40,12 @@ class Requests:
         metrics: Metrics,
         timeout_s: float,
         on_ask: Callable[[Ask], None] = lambda _ask: None,
+        why_not_ready: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Args: timeout_s is each request's deadline, 0 is none; on_ask is told of every choice that is accepted."""
+        """Args: timeout_s is each request's deadline, 0 is none; on_ask is told of every choice that is accepted.
+
+        why_not_ready says why no request can be taken now, None if it can.
+        """
         self._decoder = decoder
         self._ranks = ranks
         self._router = router
@@ -46,7 +54,9 @@ class Requests:
         self._timeout_s = timeout_s
         self._open: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
         self._on_ask = on_ask
+        self._why_not_ready = why_not_ready
         self._closed: ApiError | None = None
         self._num_answers = 0
         self._is_empty = asyncio.Event()
@@ -70,15 +80,14 @@ class Requests:
         """
         if self._closed is not None:
             raise self._closed
-        missing = self._ranks.missing()
-        if missing:
-            raise errors.not_ready(f"waiting for rank {', '.join(map(str, missing))}")
+        if (reason := self._why_not_ready()) is not None:
+            raise errors.not_ready(reason)
         answer = Answer(request_id, self._close)
         exchange = current_exchange()
         if exchange is not None:
             exchange.answers.append(answer)
         for ask in asks:
-            if self._closed is not None:  # a rank was lost while it was given a choice
+            if self._closed is not None:  # the service ended while a rank was given a choice
                 raise self._closed
             self._start(answer, ask)
         self._num_answers += 1
@@ -90,8 +99,31 @@ class Requests:
         now_s = time.monotonic()
         for output in outputs:
             generation = self._open.get(output.request_id)
-            if generation is not None and generation.rank == rank:
+            if generation is not None and generation.rank == rank and output.request_id not in self._parked:
                 self._feed(generation, output, now_s)
+
+    @property
+    def num_parked(self) -> int:
+        """Accepted choices that wait for a rank to come back."""
+        return len(self._parked)
+
+    def enter(self, rank: int) -> None:
+        """Let a rank be given requests; those that wait for one are."""
+        self._router.enter(rank)
+        parked, self._parked = self._parked, {}
+        for generation in parked.values():
+            self._submit(generation, time.monotonic())
+
+    def leave(self, ranks: Collection[int]) -> None:
+        """Take the requests of lost ranks from them, and give them to others."""
+        for rank in ranks:
+            self._router.leave(rank)
+        for request_id, generation in list(self._open.items()):
+            is_there = request_id not in self._parked and not generation.finished
+            if is_there and generation.rank in ranks:
+                self._journal.replay(request_id)
+                self._router.retire(request_id)
+                self._submit(generation, time.monotonic())
 
     def refuse(self, failure: ApiError) -> None:
         """Refuse new requests with `failure`; open ones go on."""
@@ -111,13 +143,11 @@ class Requests:
         now_s = time.monotonic()
         deadline_s = now_s + self._timeout_s if self._timeout_s else None
         request = replace(ask.request, arrival_s=now_s, deadline_s=deadline_s)
-        rank = self._router.pick(request.prompt_ids)
-        generation = answer.add(replace(ask, request=request), rank, self._decoder)
+        generation = answer.add(replace(ask, request=request), _NO_RANK_YET, self._decoder)
         self._open[request.request_id] = generation
         self._is_empty.clear()
         self._on_ask(ask)
-        self._journal.accept(request, rank, now_s=now_s)
-        self._router.admit(request.request_id, rank, request.prompt_ids, request.params.max_tokens)
+        self._journal.accept(request, _NO_RANK_YET, now_s=now_s)
         if deadline_s is not None:
             self._timers[request.request_id] = asyncio.get_running_loop().call_later(
                 self._timeout_s + RANK_GRACE_S,
@@ -126,6 +156,21 @@ class Requests:
                 FinishReason.DEADLINE,
                 errors.timed_out(self._timeout_s),
             )
+        self._submit(generation, now_s)
+
+    def _submit(self, generation: Generation, now_s: float) -> None:
+        """Give a choice to the best rank, with what the client was sent of it already; let it wait if there is none."""
+        request_id, params = generation.ask.request.request_id, generation.ask.request.params
+        if not self._router.has_ranks:
+            self._parked[request_id] = generation
+            return
+        request = self._journal.request_so_far(request_id)
+        token_ids = [*request.prompt_ids, *request.replayed_ids]
+        rank = self._router.pick(token_ids)
+        self._journal.move(request_id, rank)
+        generation.move(rank, now_s)
+        num_more = max(0, params.max_tokens - len(request.replayed_ids))
+        self._router.admit(request_id, rank, token_ids, num_more)
         self._ranks.submit(rank, request, now_s=now_s)
 
     def _feed(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
@@ -165,7 +210,8 @@ class Requests:
 
     def _abort(self, generation: Generation, reason: FinishReason, failure: ApiError | None = None) -> None:
         """End a request that its rank still runs."""
-        self._ranks.abort(generation.rank, generation.ask.request.request_id)
+        if generation.ask.request.request_id not in self._parked:
+            self._ranks.abort(generation.rank, generation.ask.request.request_id)
         self._end(generation, reason, failure, failure.message if failure else "")
 
     def _end(
@@ -174,6 +220,7 @@ class Requests:
         now_s = time.monotonic()
         request = generation.ask.request
         del self._open[request.request_id]
+        self._parked.pop(request.request_id, None)
         if not self._open:
             self._is_empty.set()
         timer = self._timers.pop(request.request_id, None)

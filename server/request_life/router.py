@@ -32,6 +32,7 @@ class Router:
         assert num_ranks >= 1, "a service has at least one rank"
         self._outstanding = [0] * num_ranks
         self._num_admitted = [0] * num_ranks
+        self._available = set(range(num_ranks))
         self._loads: dict[str, _Load] = {}
         self._holders: OrderedDict[int, set[int]] = OrderedDict()  # chain hash of a prefix -> ranks
 
@@ -40,14 +41,30 @@ class Router:
         """Tokens each rank still has to run, as far as the front knows."""
         return tuple(self._outstanding)
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether there is any rank to pick."""
+        return bool(self._available)
+
+    def enter(self, rank: int) -> None:
+        """Let a rank be picked."""
+        self._available.add(rank)
+
+    def leave(self, rank: int) -> None:
+        """Pick a rank no more, and forget what it held."""
+        self._available.discard(rank)
+        self._num_admitted[rank] = 0
+        for holders in self._holders.values():
+            holders.discard(rank)
+
     def pick(self, prompt_ids: Sequence[int]) -> int:
-        """Return the rank that would reach this prompt's first token after the fewest tokens.
+        """Return the rank that would reach this prompt's first token after the fewest tokens; there must be one.
 
         Ties go to the rank that was given the fewest requests so far, then to the lowest number.
         """
         held = self._held_tokens(prompt_ids)
         return min(
-            range(len(self._outstanding)),
+            self._available,
             key=lambda rank: (self._outstanding[rank] - held[rank], self._num_admitted[rank], rank),
         )
 

@@ -29,6 +29,10 @@ from server.experts.load_window import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.experts.placement_control import PlacementControl
 from server.experts.placement_routes import placement_routes
+from server.membership.epochs import Epochs
+from server.membership.metrics import MembershipMetrics
+from server.membership.readiness import why_no_change, why_not_ready
+from server.membership.routes import membership_routes
 from server.observability.front_metrics import FrontMetrics
 from server.observability.logs import AccessLog, RequestLog
 from server.observability.metrics import Metrics
@@ -75,12 +79,13 @@ class HttpService:
         tokenizer: Tokenizer,
         *,
         ranks: Ranks,
+        epochs: Epochs,
         journal: Journal,
         metrics: Metrics,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """Put the application together."""
-        self._ranks = ranks
+        self._ranks, self._epochs, self._journal = ranks, epochs, journal
         self._is_draining = False
         router = Router(ranks.num_ranks)
         self.requests = Requests(
@@ -91,15 +96,19 @@ class HttpService:
             metrics=metrics,
             timeout_s=options.request_timeout_s,
             on_ask=RequestLog(tokenizer).note if options.log.requests else _ignore,
+            why_not_ready=lambda: why_not_ready(epochs),
         )
         self.model = _served_model(options, tokenizer, ranks)
         eplb = options.eplb_config
         self.experts_load = ExpertsLoad(options.served_model_names[0], window_steps=eplb.window_size)
         history = History(Path(eplb.history_file) if eplb.history_file else None)
-        self.placement = PlacementControl(ranks, self.experts_load, eplb, history)
+        self.placement = PlacementControl(
+            ranks, self.experts_load, eplb, history, why_no_change=lambda: why_no_change(epochs)
+        )
         self._balances = options.enable_eplb
         metrics.add(ExpertsMetrics(self.experts_load, options.served_model_names[0]))
         metrics.add(FrontMetrics(self.requests, router, options.served_model_names[0]))
+        metrics.add(MembershipMetrics(epochs, journal, self._num_parked, options.served_model_names[0]))
         version = _version()
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
         app = build_app(
@@ -126,6 +135,7 @@ class HttpService:
             model_routes(self.model),
             placement_routes(self.placement, options.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),
+            membership_routes(self._epochs, self._journal, self._num_parked),
             dashboard_routes(),
             experts_routes(
                 self.experts_load,
@@ -160,9 +170,12 @@ class HttpService:
         self._server.force_exit = self._server.should_exit and grace_s == 0
         self._server.should_exit = True
 
+    def _num_parked(self) -> int:
+        return self.requests.num_parked
+
     def why_not_ready(self) -> str | None:
         """Return what the service waits for, None when it is ready."""
-        return "it is shutting down" if self._is_draining else why_not_ready(self._ranks)
+        return "it is shutting down" if self._is_draining else why_not_ready(self._epochs)
 
 
 class _Server(uvicorn.Server):
@@ -202,15 +215,6 @@ def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Calla
     """Who is told of every exchange."""
     observers: list[Callable[[Exchange], None]] = [metrics.http.note, traces.note]
     return [*observers, AccessLog(options.log.quiet_paths).note] if options.log.access else observers
-
-
-def why_not_ready(ranks: Ranks) -> str | None:
-    """Return what the service waits for, None when it is ready."""
-    missing = ranks.missing()
-    if not missing:
-        return None
-    numbers = ", ".join(map(str, missing))
-    return f"waiting for rank{'s' if len(missing) > 1 else ''} {numbers} of {ranks.num_ranks}"
 
 
 def _steps(ranks: Ranks) -> dict[int, int]:

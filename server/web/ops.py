@@ -16,12 +16,12 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
     """Return the routes.
 
     Args:
-        why_not_ready: None once every rank serves, else the reason.
+        why_not_ready: None while some rank serves, else the reason.
     """
     router = APIRouter()
 
     async def show_health() -> Response:
-        """200 when every rank is attached, else 503 with the reason."""
+        """200 while some rank serves (from the start on: all), else 503 with the reason."""
         reason = why_not_ready()
         return error_response(errors.not_ready(reason)) if reason else JSONResponse({"status": "ready"})
 

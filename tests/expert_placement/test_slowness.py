@@ -17,6 +17,7 @@ def steps(
     slow_experts: list[float] | None = None,
     wire_s: float = 0.0,
     jitter_s: float = 0.0,
+    names: list[int] | None = None,
 ) -> Slowness:
     """Walk one dispatch and one combine: everybody waits for the last, and for the wire."""
     figures = no_figures(RANKS)
@@ -29,7 +30,7 @@ def steps(
     figures.dispatch_wait_s[:] += jitter_s
     figures.step_s[:] += jitter_s
     figures.dispatch_bytes[2, 1] = 7
-    return explain(figures, tokens)
+    return explain(figures, tokens, names)
 
 
 def test_even_ranks_wait_for_nothing() -> None:
@@ -46,6 +47,13 @@ def test_a_hot_expert_is_told_from_its_ranks_tokens() -> None:
 def test_a_rank_that_is_slow_outside_its_experts_is_named() -> None:
     found = steps(EVEN, attention_s=[0.2, 0.2, 0.2, 0.4])
     assert (found.kind, found.rank) == ("slow rank", 3)
+
+
+def test_ranks_keep_their_names_while_others_are_away() -> None:
+    found = steps(EVEN, attention_s=[0.2, 0.2, 0.2, 0.4], names=[0, 2, 3, 5])
+    assert found.rank == 5 and "rank 5" in found.sentence
+    found = steps(EVEN, attention_s=[0.2] * RANKS, wire_s=0.1, names=[0, 2, 3, 5])
+    assert "from rank 3 to rank 2" in found.sentence
 
 
 def test_a_rank_whose_experts_are_slow_is_no_hot_expert() -> None:

@@ -1,14 +1,20 @@
 """A scripted rank: RankLink and a thread, deterministic tokens, no model.
 
 What it answers is looked up by the prompt's text: the test registers a `Script` under a word that the prompt holds.
-A script may wait for a gate, so that a test decides when a token comes. Everything it is told lands in `requests` and
-`aborted`, which tests wait on.
+A script may wait for a gate, so that a test decides when a token comes. Everything it is told lands in `requests`,
+`aborted` and `orders`, which tests wait on. A request that another rank has begun goes on in its script where that rank
+left off; `wrong_replays` are those whose beginning is not the script's. An order is answered at once, unless a test says
+what with.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from expert_placement.placement import Placement
+from scheduler.load_report import ExpertMap
+from scheduler.membership import Order
+from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
 from server.rank_streams.rank_link import RankLink
 from server.rank_streams.wire import RankFacts
@@ -42,18 +48,22 @@ class FakeRank:
         *,
         decode: Callable[[Sequence[int]], str],
         max_model_len: int,
+        num_restarts: int = 0,
     ) -> None:
         self.rank = rank
         self.scripts: dict[str, Script] = {}
         self.requests: list[Request] = []
         self.aborted: list[str] = []
+        self.orders: list[Order] = []
+        self.wrong_replays: list[Request] = []
+        self.on_order: Callable[[Order], None] = lambda order: self.link.send_regrouped(order.epoch)
         self.stopped = threading.Event()
         self.lost: list[str] = []
         self._decode = decode
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._step = 0
-        self._ended = False
+        self._ended = self._is_killed = False
         facts = RankFacts(
             rank=rank,
             world_size=world_size,
@@ -63,6 +73,7 @@ class FakeRank:
             num_blocks=NUM_BLOCKS,
             block_tokens=BLOCK_TOKENS,
             max_num_seqs=64,
+            num_restarts=num_restarts,
         )
         self.link = RankLink(
             address,
@@ -72,6 +83,7 @@ class FakeRank:
             on_abort=self._abort,
             on_stop=self._stop,
             on_lost=self._lose,
+            on_regroup=self._regroup,
         )
 
     def open(self) -> "FakeRank":
@@ -90,6 +102,30 @@ class FakeRank:
         self.link.close(reason)
         for thread in self._threads:
             thread.join(TIMEOUT_S)
+
+    def begin(self, placement: Placement) -> None:
+        """Say what serves at the start, as rank 0 does."""
+        layers = tuple(range(placement.num_layers))
+        self.link.send_experts(
+            ExpertMap(
+                placement.version,
+                placement.num_experts,
+                placement.num_ranks,
+                layers,
+                len(layers),
+                placement.slot_expert,
+            )
+        )
+        report = PlacementReport(rank=self.rank, version=placement.version, state=MoveState.SERVING)
+        self.link.send_placement(report, placement, expert_bytes=1000)
+
+    def kill(self) -> None:
+        """End as an engine does that is killed: in the middle of everything, without a word."""
+        with self._changed:
+            self._is_killed = self._ended = True
+            self._changed.notify_all()
+        self.link._end_expected = True
+        self.link._shut()
 
     def wait_for(self, condition: Callable[["FakeRank"], bool]) -> None:
         """Wait until the rank has been told what makes `condition` true."""
@@ -116,6 +152,12 @@ class FakeRank:
             self.aborted.append(request_id)
             self._changed.notify_all()
 
+    def _regroup(self, order: Order) -> None:
+        with self._changed:
+            self.orders.append(order)
+            self._changed.notify_all()
+        self.on_order(order)
+
     def _stop(self) -> None:
         self.stopped.set()
         self.link.close()  # on the link's own thread, which close allows
@@ -139,7 +181,9 @@ class FakeRank:
         params = request.params
         token_ids = list(script.token_ids)[: params.max_tokens]
         finish = script.finish if len(token_ids) == len(script.token_ids) else FinishReason.LENGTH
-        at = 0
+        at = begun = len(request.replayed_ids)
+        if tuple(token_ids[:at]) != request.replayed_ids:
+            self.wrong_replays.append(request)
         while at < len(token_ids):
             if not self._may_go_on(request, script, at):
                 return
@@ -154,7 +198,7 @@ class FakeRank:
                     logprobs=[]
                     if params.num_logprobs is None
                     else [_logprobs(t, params.num_logprobs) for t in step],
-                    prompt_logprobs=_of_prompt(request) if at == len(step) else [],
+                    prompt_logprobs=_of_prompt(request) if at == len(step) and not begun else [],
                     num_cached_tokens=script.num_cached_tokens,
                     finish_reason=finish if ends else None,
                     error=script.error if ends else "",
@@ -183,6 +227,8 @@ class FakeRank:
 
     def _send(self, output: RequestOutput) -> None:
         with self._changed:
+            if self._is_killed:
+                return
             self._step += 1
             stats = RankStats(
                 rank=self.rank,

@@ -37,6 +37,7 @@ class FrontProcess:
         self._max_len = max_len
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.ranks: list[FakeRank] = []
+        self._scripts: dict[str, Script] = {}
         read_fd, write_fd = os.pipe()
         command = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front", str(model)]
         command += ["--port", "0", "--ranks", str(num_ranks), "--ready-fd", str(write_fd), *flags]
@@ -60,8 +61,8 @@ class FrontProcess:
         for line in stream:  # type: ignore[attr-defined]
             self._stderr.append(line)
 
-    def attach(self, rank: int) -> FakeRank:
-        """Attach one rank."""
+    def attach(self, rank: int, *, num_restarts: int = 0) -> FakeRank:
+        """Attach one rank, which knows all scripts."""
         fake = FakeRank(
             rank,
             self.num_ranks,
@@ -69,7 +70,9 @@ class FrontProcess:
             self.token,
             decode=self.decode,
             max_model_len=self._max_len,
+            num_restarts=num_restarts,
         )
+        fake.scripts.update(self._scripts)
         self.ranks.append(fake.open())
         return fake
 
@@ -82,6 +85,7 @@ class FrontProcess:
 
     def forget(self) -> None:
         """Let every rank forget its scripts and what it was told, for tests that come next."""
+        self._scripts.clear()
         for rank in self.ranks:
             rank.forget()
 
@@ -93,7 +97,7 @@ class FrontProcess:
     def script(self, word: str, answer: str | Sequence[int], **how: object) -> Script:
         """Let every rank answer prompts that hold `word`."""
         token_ids = self.encode(answer) if isinstance(answer, str) else answer
-        script = Script(token_ids, **how)  # type: ignore[arg-type]
+        script = self._scripts[word] = Script(token_ids, **how)  # type: ignore[arg-type]
         for rank in self.ranks:
             rank.scripts[word] = script
         return script

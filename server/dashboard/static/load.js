@@ -54,8 +54,8 @@ export function overMean(matrix) {
 }
 
 /** Bytes of each pair of ranks over the mean pair; a rank and itself are no pair unless bytes went that way. */
-export function overMeanPair(bytes, ranks) {
-  const isPair = (row, to) => ranks[row] !== to || bytes[row][to] > 0;
+export function overMeanPair(bytes) {
+  const isPair = (from, to) => from !== to || bytes[from][to] > 0;
   const known = bytes.flatMap((row, from) => row.filter((_, to) => isPair(from, to)));
   const mean = add(known) / known.length;
   return bytes.map((row, from) => row.map((value, to) => (mean > 0 && isPair(from, to) ? value / mean : null)));
@@ -76,25 +76,25 @@ export function hottest(ratios) {
 export function ranksOf(load, layer, expert) {
   const row = load.placement[layer] ?? [];
   const slots = row.length / load.num_ranks;
-  return row.flatMap((held, slot) => (held === expert ? [Math.floor(slot / slots)] : []));
+  return row.flatMap((held, slot) => (held === expert ? [load.ranks[Math.floor(slot / slots)].rank] : []));
 }
 
-/** The experts that a rank holds in a layer, ascending. */
-export function expertsOf(load, layer, rank) {
+/** The experts that the rank in a place holds in a layer, ascending; places are ranks where none is away. */
+export function expertsOf(load, layer, place) {
   const row = load.placement[layer] ?? [];
   const slots = row.length / load.num_ranks;
-  return row.slice(rank * slots, (rank + 1) * slots).filter((held) => held >= 0).sort((a, b) => a - b);
+  return row.slice(place * slots, (place + 1) * slots).filter((held) => held >= 0).sort((a, b) => a - b);
 }
 
 /** What a rank did in the window, per step and per token where that says more. */
 export function rankFigures(load) {
   const served = new Array(load.num_ranks).fill(0);
   for (const phase of PHASES)
-    for (const row of load.rank_tokens[phase]) row.forEach((value, rank) => (served[rank] += value));
-  return load.ranks.map((rank) => ({
+    for (const row of load.rank_tokens[phase]) row.forEach((value, place) => (served[place] += value));
+  return load.ranks.map((rank, place) => ({
     ...rank,
-    served: served[rank.rank],
-    perTokenUs: served[rank.rank] ? (rank.experts_s / served[rank.rank]) * 1e6 : null,
+    served: served[place],
+    perTokenUs: served[place] ? (rank.experts_s / served[place]) * 1e6 : null,
     dispatchMs: rank.steps ? (rank.dispatch_wait_s / rank.steps) * 1e3 : null,
     combineMs: rank.steps ? (rank.combine_wait_s / rank.steps) * 1e3 : null,
   }));

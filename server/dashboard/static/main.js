@@ -125,11 +125,12 @@ function showExperts(view) {
 
 function showRanks(view) {
   const ratios = overMean(view.rankTokens);
-  const describe = (row, rank) => {
-    const held = expertsOf(load, row, rank);
+  const describe = (row, place) => {
+    const held = expertsOf(load, row, place);
+    const { rank } = load.ranks[place];
     const lines = [
       `layer ${load.layers[row]}, rank ${rank}` + hostOf(rank),
-      `${exact(view.rankTokens[row][rank])} tokens, ${times(ratios[row][rank])} the layer's mean`,
+      `${exact(view.rankTokens[row][place])} tokens, ${times(ratios[row][place])} the layer's mean`,
       `holds ${counted(held.length, "expert")}: ${list(held)}`,
       `balancedness of the layer ${balance(view.perLayer[row])}`,
     ];
@@ -142,13 +143,11 @@ function showRanks(view) {
 
 function showTraffic() {
   const bytes = load.ranks.map((rank) => rank.dispatch_bytes);
-  const ratios = overMeanPair(
-    bytes,
-    load.ranks.map((rank) => rank.rank),
-  );
-  const describe = (row, to) => {
-    const from = load.ranks[row];
-    return `from rank ${from.rank}${hostOf(from.rank)}\nto rank ${to}${hostOf(to)}\n${exact(bytes[row][to])} bytes, ${times(ratios[row][to])} the mean`;
+  const ratios = overMeanPair(bytes);
+  const describe = (row, place) => {
+    const from = load.ranks[row].rank;
+    const to = load.ranks[place].rank;
+    return `from rank ${from}${hostOf(from)}\nto rank ${to}${hostOf(to)}\n${exact(bytes[row][place])} bytes, ${times(ratios[row][place])} the mean`;
   };
   traffic.show({ ratios, rows: load.ranks.map((rank) => rank.rank), describe });
   at("traffic-note").textContent = `From each rank to each rank, over the mean pair.` + shared(traffic, "pairs");

@@ -5,8 +5,11 @@ import json
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
+from expert_placement.placement import linear_placement
+from scheduler.membership import Order
 from server.cli import main
 from server.commands import experts_live
 from server.commands.experts_client import ExpertsClient, ServiceError
@@ -35,6 +38,16 @@ def test_the_table_shows_phases_ranks_layers_and_experts() -> None:
     assert "... and 1 more layers (--rows)" in text
     hot = [line.split() for line in lines[-2:]]
     assert float(hot[0][3]) >= float(hot[1][3]) > 1.0
+
+
+def test_the_table_names_the_ranks_that_are_left() -> None:
+    load = ExpertsLoad("m")
+    load.take_experts(expert_map())
+    load.note_rank(1, "host1")
+    load.regroup(Order(1, (1,), linear_placement(3, 6, 1).with_version(1)))
+    alone = np.full((3, 2, 7), 5)
+    load.take_load(report(1, 4, alone, epoch=1, dispatch_bytes=(0,), combine_bytes=(0,)))
+    assert "    1 host1" in experts_live.load_table(told(load), rows=2)
 
 
 def test_layers_are_called_by_their_number_in_the_model() -> None:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from expert_placement.placement import linear_placement
 from scheduler.load_report import LoadReport
+from scheduler.membership import Order
 from server.experts.load_window import ExpertsLoad
 from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
 from server.experts.snapshot import balancedness_json
@@ -77,6 +79,56 @@ def test_a_rank_that_attaches_again_counts_from_zero() -> None:
     load.take_load(report(1, 21, counts(5)))
     after = np.array(told(load)["phases"]["prefill"]["tokens"])
     np.testing.assert_array_equal(after - before, counts(5)[:, 0, :EXPERTS])
+
+
+def test_an_epoch_has_a_window_of_its_own_with_a_place_for_each_member() -> None:
+    load = loaded()
+    rank_tokens = metrics_of(load)
+    load.regroup(Order(1, (1,), linear_placement(LAYERS, EXPERTS, 1).with_version(4)))
+    assert told(load)["window"] == {"steps": 0, "seconds": 0.0}
+    load.take_load(report(0, 21, counts(9)))  # of the epoch that is over, as the next
+    load.take_load(report(1, 21, counts(9)))
+    alone = np.concatenate(
+        (counts(5)[..., :EXPERTS], counts(5)[..., :EXPERTS].sum(axis=2)[..., None]), axis=2
+    )
+    bytes_sent = {"dispatch_bytes": (7,), "combine_bytes": (9,)}
+    load.take_load(report(1, 3, alone, epoch=1, **bytes_sent))
+    answer = told(load)
+    assert answer["phases"]["prefill"]["tokens"] == counts(5)[:, 0, :EXPERTS].tolist()
+    assert (answer["num_ranks"], answer["placement_version"], answer["slots_per_rank"]) == (1, 4, EXPERTS)
+    (rank,) = answer["ranks"]
+    assert (rank["rank"], rank["host"], rank["steps"], rank["dispatch_bytes"]) == (1, "host1", 3, [7])
+    now = metrics_of(load)
+    grown = {name: now[name] - rank_tokens[name] for name in rank_tokens if now[name] != rank_tokens[name]}
+    prefill = [value for name, value in grown.items() if "tokens_per_rank" in name and "prefill" in name]
+    assert prefill == [alone[:, 0, EXPERTS:].sum()], "counters go on, and only those of the rank that served"
+    assert all('engine="0"' not in name for name in grown)
+
+
+def test_a_recording_goes_on_while_a_rank_is_away() -> None:
+    load = loaded()
+    load.recorder.start()
+    load.regroup(Order(1, (1,), linear_placement(LAYERS, EXPERTS, 1).with_version(4)))
+    alone = np.concatenate(
+        (counts(5)[..., :EXPERTS], counts(5)[..., :EXPERTS].sum(axis=2)[..., None]), axis=2
+    )
+    load.take_load(report(1, 3, alone, epoch=1, dispatch_bytes=(0,), combine_bytes=(0,)))
+    load.regroup(Order(2, (0, 1), linear_placement(LAYERS, EXPERTS, 2).with_version(5)))
+    load.take_load(report(0, 2, counts(6), epoch=2))
+    assert load.experts is not None
+    recorded = load.recorder.take("m", load.experts).counts.sum(axis=0)
+    np.testing.assert_array_equal(recorded[..., :EXPERTS], alone[..., :EXPERTS] + counts(6)[..., :EXPERTS])
+    np.testing.assert_array_equal(recorded[..., EXPERTS], counts(6)[..., EXPERTS])
+    np.testing.assert_array_equal(
+        recorded[..., EXPERTS + 1], alone[..., EXPERTS] + counts(6)[..., EXPERTS + 1]
+    )
+
+
+def test_what_a_rank_began_with_does_not_replace_what_serves() -> None:
+    load = loaded()
+    load.regroup(Order(1, (0, 1), linear_placement(LAYERS, EXPERTS, 2).with_version(4)))
+    load.take_experts(expert_map(version=0))
+    assert told(load)["placement_version"] == 4
 
 
 def test_reports_that_come_before_the_experts_are_kept() -> None:

@@ -13,7 +13,9 @@ from expert_placement.eplb_config import EplbConfig
 from expert_placement.history import History
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.placement_file import from_json
+from expert_placement.survivors import surviving
 from scheduler.load_report import ExpertMap, LoadReport
+from scheduler.membership import Order
 from scheduler.placement_report import MoveState, PlacementReport
 from server.errors import ApiError
 from server.experts import placement_control
@@ -64,10 +66,16 @@ class PlayedRanks:
 
 
 def control_of(
-    ranks: PlayedRanks, config: EplbConfig = CONFIG, file: Path | None = None, start: Placement = START
+    ranks: PlayedRanks,
+    config: EplbConfig = CONFIG,
+    file: Path | None = None,
+    start: Placement = START,
+    why_no_change: Callable[[], str | None] = lambda: None,
 ) -> tuple[PlacementControl, ExpertsLoad]:
     load = ExpertsLoad("m", window_steps=config.window_size)
-    ranks.control = control = PlacementControl(ranks, load, config, History(file), clock=lambda: 1.0)
+    ranks.control = control = PlacementControl(
+        ranks, load, config, History(file), clock=lambda: 1.0, why_no_change=why_no_change
+    )
     load.take_experts(ExpertMap(start.version, 8, 2, (0, 1, 2), 3, start.slot_expert))
     report = PlacementReport(rank=0, version=start.version, state=MoveState.SERVING)
     control.take_word(PlacementWord(report, start, 1000))
@@ -194,6 +202,59 @@ def test_decisions_are_made_every_interval_noted_with_their_reasons_and_measured
 
     play(test)
     assert "did nothing, because" in capfd.readouterr().err
+
+
+class SilentRanks(PlayedRanks):
+    """Begin to move, and say no more."""
+
+    def prepare(self, placement: Placement) -> None:
+        self.told.append(("prepare", placement.version))
+        self._say(0, placement.version, MoveState.VERIFIED)
+
+
+def test_a_change_is_given_up_when_the_epoch_ends_and_home_stays() -> None:
+    async def test() -> None:
+        ranks = SilentRanks()
+        control, load = control_of(ranks)
+        seen(load, 20)
+        changing = asyncio.create_task(control.apply(OTHER, "apply", "as asked", None))
+        while not ranks.told:
+            await asyncio.sleep(0)
+        version = control.next_version()
+        order = Order(1, (0,), surviving(START, (0,)).with_version(version))
+        control.regroup(order, "rank 1 is lost: killed")
+        entry = await changing
+        assert entry["failed"] == "the epoch ended (rank 1 is lost: killed)" and entry["cause"] == "epoch"
+        assert entry["digest"] == START.digest() and entry["stages"][0] == 0
+        assert control.serving() is order.placement and control.home is START
+        assert version > ranks.told[0][1], "versions are never used twice"
+        assert not any(verb == "drop" for verb, _ in ranks.told), "ranks follow the order"
+        whole = START.with_version(control.next_version())
+        control.regroup(Order(2, (0, 1), whole), "")
+        assert control.home is whole and control.serving() is whole
+
+    play(test)
+
+
+def test_a_rank_that_came_back_does_not_say_what_serves() -> None:
+    control, _ = control_of(PlayedRanks())
+    report = PlacementReport(rank=0, version=0, state=MoveState.SERVING)
+    control.take_word(PlacementWord(report, OTHER, 1000))
+    assert control.serving() is START and control.home is START
+
+
+def test_nothing_is_planned_or_changed_while_a_rank_is_away() -> None:
+    async def test() -> None:
+        ranks = PlayedRanks()
+        control, load = control_of(ranks, why_no_change=lambda: "rank 1 is lost: killed")
+        seen(load, 20)
+        for change in (control.propose("repair", CONFIG), control.apply(OTHER, "apply", "as asked", None)):
+            with pytest.raises(ApiError, match="rank 1 is lost: killed; try again") as caught:
+                await change
+            assert caught.value.status == 409
+        assert ranks.told == []
+
+    play(test)
 
 
 def test_over_http_plans_change_nothing_and_applying_does() -> None:

@@ -45,9 +45,6 @@ class EngineRanks:
         self._waiting: list[Request] = []
         self.requests: Requests | None = None
 
-    def missing(self) -> list[int]:
-        return []
-
     def abort(self, rank: int, request_id: str) -> None:
         raise AssertionError("nothing is aborted here")
 

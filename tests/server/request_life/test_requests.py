@@ -1,91 +1,13 @@
 """Accepted requests against stub ranks: each gets exactly one outcome, whatever happens (I3)."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
 
 import pytest
 
-from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
+from scheduler.request import FinishReason
 from server.errors import ApiError
-from server.observability.metrics import Metrics
-from server.request_life.generations import Answer, Ask, ClientGone
-from server.request_life.journal import Journal
-from server.request_life.requests import Requests
-from server.request_life.router import Router
-
-
-class Bytes:
-    """Token i is byte i."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return bytes(token_ids).decode(errors="replace")
-
-
-class StubRanks:
-    """What `Requests` needs of `Ranks`, remembering what it is told."""
-
-    def __init__(self) -> None:
-        self.submitted: list[tuple[int, Request]] = []
-        self.aborted: list[tuple[int, str]] = []
-        self.absent: list[int] = []
-
-    def missing(self) -> list[int]:
-        return self.absent
-
-    def submit(self, rank: int, request: Request, *, now_s: float) -> None:
-        self.submitted.append((rank, request))
-
-    def abort(self, rank: int, request_id: str) -> None:
-        self.aborted.append((rank, request_id))
-
-
-class Desk:
-    """`Requests` with everything around it within reach."""
-
-    def __init__(self, timeout_s: float = 0.0) -> None:
-        self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(2)
-        self.requests = Requests(
-            decoder=Bytes(),
-            ranks=self.ranks,  # type: ignore[arg-type]
-            router=self.router,
-            journal=self.journal,
-            metrics=Metrics("m", 2),
-            timeout_s=timeout_s,
-        )
-
-    def open(self, *names: str, **how: Any) -> Answer:
-        asks = [
-            Ask(
-                request=Request(
-                    request_id=name, prompt_ids=(65,), params=SamplingParams(max_tokens=9), arrival_s=0.0
-                ),
-                **how,
-            )
-            for name in names
-        ]
-        return self.requests.open("answer", asks)
-
-    def deliver(self, name: str, text: str = "", finish: FinishReason | None = None, error: str = "") -> None:
-        rank = next(rank for rank, request in self.ranks.submitted if request.request_id == name)
-        output = RequestOutput(
-            request_id=name, token_ids=list(text.encode()), finish_reason=finish, error=error
-        )
-        self.requests.deliver(rank, [output])
-
-    def reasons(self) -> list[FinishReason]:
-        """The outcomes so far, with nothing left open anywhere."""
-        assert not self.journal.open_entries and self.router.outstanding_tokens == (0, 0)
-        assert self.journal.num_ended.total() == self.journal.num_accepted
-        return [outcome.reason for outcome in self.journal.outcomes]
-
-
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 20))
-
-    run.__name__ = test.__name__
-    return run
+from server.request_life.generations import Answer, ClientGone
+from tests.support.desk import Desk, in_loop
 
 
 @in_loop
@@ -197,9 +119,9 @@ async def test_when_the_service_ends_everything_open_fails_once_and_nothing_new_
 
 
 @in_loop
-async def test_nothing_is_accepted_before_every_rank_is_there() -> None:
+async def test_nothing_is_accepted_while_nobody_can_serve() -> None:
     desk = Desk()
-    desk.ranks.absent = [1]
+    desk.why_not_ready = "waiting for rank 1 of 2"
     with pytest.raises(ApiError, match="rank 1") as caught:
         desk.open("a")
     assert caught.value.status == 503 and "Retry-After" in caught.value.headers

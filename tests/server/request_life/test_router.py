@@ -17,6 +17,20 @@ def test_the_rank_with_the_fewest_outstanding_tokens_is_picked() -> None:
     assert router.pick([2]) == 1
 
 
+def test_a_rank_that_left_is_not_picked_and_what_it_held_is_forgotten() -> None:
+    router = Router(2)
+    router.admit("a", 1, LONG, 1)
+    router.retire("a")
+    assert router.pick(LONG) == 1
+    router.leave(1)
+    assert router.pick(LONG) == 0
+    router.leave(0)
+    assert not router.has_ranks
+    router.enter(1)
+    router.enter(0)
+    assert router.pick(LONG) == 0, "nobody holds the prefix any more"
+
+
 def test_equal_load_is_spread_over_the_ranks() -> None:
     router = Router(4)
     picked = []

@@ -14,8 +14,10 @@ import httpx
 import openai
 import pytest
 
+from expert_placement.placement import linear_placement
 from server.rank_streams.rank_link import LinkError
 from tests.support.front_process import ROOT, TIMEOUT_S, FrontProcess
+from tests.support.service_processes import wait_until
 
 FRONT = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front"]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -39,7 +41,7 @@ def test_it_is_ready_when_every_rank_is_and_checks_keys(model_dir: Path, fronts:
     fronts.append(front)
     response = front.get("/health")
     assert response.status_code == 503 and "ranks 0, 1" in response.json()["error"]["message"]
-    with client_of(front, "sesame") as client, pytest.raises(openai.InternalServerError, match="rank 0, 1"):
+    with client_of(front, "sesame") as client, pytest.raises(openai.InternalServerError, match="ranks 0, 1"):
         client.chat.completions.create(model="m", messages=HELLO)  # type: ignore[arg-type]
     front.attach(1)
     assert "rank 0" in front.get("/health").json()["error"]["message"]
@@ -78,11 +80,13 @@ def test_a_deadline_reaches_the_rank_and_then_the_client(model_dir: Path, fronts
     never.set()
 
 
-def test_a_lost_rank_fails_open_requests_cleanly_and_ends_the_front(
+def test_when_no_rank_comes_back_in_time_open_requests_fail_cleanly_and_the_front_ends(
     model_dir: Path, fronts: list[FrontProcess]
 ) -> None:
-    front = FrontProcess(model_dir, "--served-model-name", "m").attach_all()
+    front = FrontProcess(model_dir, "--served-model-name=m", "--rank-recovery-timeout=0.1").attach_all()
     fronts.append(front)
+    front.ranks[0].begin(linear_placement(1, 2, 2))
+    wait_until(lambda: front.get("/experts/history").status_code == 200, lambda: "nobody knows the placement")
     front.script("l-stream", "abc", gates={1: threading.Event()})
     front.script("l-whole", "abc", gates={0: threading.Event()})
     failures: list[Exception] = []
@@ -100,14 +104,24 @@ def test_a_lost_rank_fails_open_requests_cleanly_and_ends_the_front(
     with client_of(front) as client:
         stream = client.completions.create(model="m", prompt="l-stream", stream=True)
         next(iter(stream))
-        front.served("l-stream").link.close("out of memory")
-        with pytest.raises(openai.APIError, match="is lost"):
+        for rank in front.ranks:
+            rank.link.close("out of memory")
+        with pytest.raises(openai.APIError, match="no rank came back"):
             list(stream)
     whole.join(TIMEOUT_S)
     assert isinstance(failures[0], openai.InternalServerError) and failures[0].status_code == 503
     status, said = front.wait()
-    assert status == 1
-    assert said in [f"wideep front: rank {rank} is lost: out of memory\n" for rank in (0, 1)]
+    lost = "; ".join(f"rank {rank} is lost: out of memory" for rank in (0, 1))
+    assert status == 1 and said.endswith(f"wideep front: no rank came back for 0.1 s: {lost}\n")
+
+
+def test_a_rank_that_is_lost_before_the_service_has_begun_ends_the_front(
+    model_dir: Path, fronts: list[FrontProcess]
+) -> None:
+    front = FrontProcess(model_dir)
+    fronts.append(front)
+    front.attach(1).link.close("out of memory")
+    assert front.wait() == (1, "wideep front: rank 1 is lost: out of memory\n")
 
 
 def test_a_signal_ends_open_streams_with_an_event(model_dir: Path, fronts: list[FrontProcess]) -> None:

@@ -1,0 +1,243 @@
+"""Who serves together, epoch by epoch: the front's decisions, as a machine without clock, wires or placements.
+
+The front is the leader. It is the single point of failure anyway, so ranks need no consensus: what it orders, they
+follow, the newest order first. An event comes in with the time it happened at; what is to be done about it comes out.
+
+An epoch's members are the ranks that are attached; a rank that goes or comes begins the next epoch. A rank whose steps
+broke off says so (a fault): mostly another one is gone, whose stream ends a moment later, so the order waits for that.
+A fault that is final means that the rank cannot hold what it would take over: then nothing helps but a rank more.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+FAULT_GRACE_S = 1.0  # after a fault, for the stream's end that explains it
+REGROUP_TIMEOUT_S = 30.0  # from an order until its members have answered
+MAX_FAULTS, FAULTS_S = 5, 60.0  # epochs that faults may end within that time, until a rank is given up for it
+
+
+class Phase(Enum):
+    """How far the service is."""
+
+    STARTING = "starting"  # not all ranks have attached once
+    SERVING = "serving"
+    REGROUPING = "regrouping"  # requests are taken, and wait until members have met
+    WAITING = "waiting"  # for a rank to come back: nobody is left, or those left cannot hold all experts
+
+
+class Absence(NamedTuple):
+    """A rank that is away."""
+
+    reason: str
+    since_s: float
+
+
+class Epoch(NamedTuple):
+    """Its number, and the ranks that are to meet in it."""
+
+    number: int
+    members: tuple[int, ...]  # ascending
+
+
+class GivenUp(NamedTuple):
+    """A rank whose stream is to be closed, and why."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effects:
+    """What is to be done."""
+
+    order: Epoch | None = None  # tell its members
+    given_up: tuple[GivenUp, ...] = ()
+    failure: str | None = None  # the service ends
+
+
+class _Fault(NamedTuple):
+    rank: int
+    reason: str
+    at_s: float
+    is_final: bool
+
+
+_NOTHING = Effects()
+
+
+class Epochs:
+    """The membership of one service. Times are of one clock that only goes forward."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        recovery_timeout_s: float,
+        fault_grace_s: float = FAULT_GRACE_S,
+        regroup_timeout_s: float = REGROUP_TIMEOUT_S,
+    ) -> None:
+        """Args: recovery_timeout_s: how long nobody may serve until the service gives up."""
+        self.num_ranks = num_ranks
+        self.number = 0
+        self.members: tuple[int, ...] = ()
+        self.phase = Phase.STARTING
+        self.missing: dict[int, Absence] = {}  # ranks that were members and are away
+        self.num_losses = [0] * num_ranks  # counters by rank
+        self._recovery_timeout_s = recovery_timeout_s
+        self._fault_grace_s, self._regroup_timeout_s = fault_grace_s, regroup_timeout_s
+        self._attached: set[int] = set()
+        self._settled: set[int] = set()  # have served since they attached
+        self._met: set[int] = set()  # members that serve in this epoch
+        self._faults: dict[int, _Fault] = {}  # of this epoch
+        self._given_up: set[int] = set()  # whose streams have not ended yet
+        self._ordered_s: float | None = None  # until all members have answered
+        self._waiting_s = 0.0  # since when, in that phase
+        self._ended_by_faults: deque[float] = deque(maxlen=MAX_FAULTS)  # when epochs were
+
+    @property
+    def settled(self) -> frozenset[int]:
+        """Ranks that can be given requests: they serve, or will again when all have met."""
+        return frozenset(self._settled)
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks that are not attached."""
+        return [rank for rank in range(self.num_ranks) if rank not in self._attached]
+
+    @property
+    def faults(self) -> dict[int, str]:
+        """By rank, why its steps in this epoch broke off."""
+        return {fault.rank: fault.reason for fault in self._faults.values()}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks serve together."""
+        return self.phase is Phase.SERVING and len(self.members) == self.num_ranks
+
+    def attach(self, rank: int, now_s: float) -> Effects:
+        """Take a rank that is ready to serve."""
+        self._attached.add(rank)
+        if self.phase is not Phase.STARTING:
+            self.missing.pop(rank, None)
+            return self._order(now_s)
+        if len(self._attached) == self.num_ranks:  # they have met by themselves
+            self.members = tuple(range(self.num_ranks))
+            self._met, self._settled = set(self.members), set(self.members)
+            self.phase = Phase.SERVING
+        return _NOTHING
+
+    def lose(self, rank: int, reason: str, now_s: float) -> Effects:
+        """Take the end of a rank's stream."""
+        for ranks in (self._attached, self._settled, self._met, self._given_up):
+            ranks.discard(rank)
+        self.num_losses[rank] += 1
+        if self.phase is Phase.STARTING:
+            return Effects(failure=f"rank {rank} is lost: {reason}")
+        self.missing[rank] = Absence(reason, now_s)
+        self._faults.pop(rank, None)
+        if self._attached and not any(fault.is_final for fault in self._faults.values()):
+            return self._order(now_s)
+        self.members = tuple(sorted(self._attached))
+        self._wait(now_s)
+        return _NOTHING
+
+    def take_regrouped(self, rank: int, number: int) -> None:
+        """Take that a rank serves in an epoch; another one than the present is over."""
+        if number != self.number or rank not in self.members or rank in self._faults:
+            return
+        self._met.add(rank)
+        self._settled.add(rank)
+        if self._met == set(self.members):
+            self.phase = Phase.SERVING
+            self._ordered_s = None
+
+    def take_fault(self, rank: int, number: int, reason: str, *, is_final: bool, now_s: float) -> Effects:
+        """Take that a rank's steps in an epoch broke off; in another one than the present they are over anyway."""
+        if self.phase is Phase.STARTING:
+            return Effects(failure=f"rank {rank} cannot serve: {reason}")
+        if number != self.number or rank not in self.members:
+            return _NOTHING
+        self._met.discard(rank)
+        self._faults.setdefault(rank, _Fault(rank, reason, now_s, is_final))
+        if is_final:
+            self._faults[rank] = self._faults[rank]._replace(is_final=True, reason=reason)
+        if is_final and not self.missing:  # nobody can come to its help but it itself, started anew
+            return self._give_up([rank], reason)
+        if is_final:
+            self._wait(now_s)
+        elif self.phase is Phase.SERVING:
+            self.phase = Phase.REGROUPING
+        return _NOTHING
+
+    def tick(self, now_s: float) -> Effects:
+        """See what the time has brought; to be called when `next_due_s` has come."""
+        due_s = self.next_due_s()
+        if due_s is None or now_s < due_s:
+            return _NOTHING
+        if self.phase is Phase.WAITING:
+            return Effects(failure=f"no rank came back for {self._recovery_timeout_s:g} s: {self.describe()}")
+        if self._answer_due_s() == due_s:
+            silent = set(self.members) - self._met - set(self._faults) - self._given_up
+            reason = f"it did not answer the order of epoch {self.number} for {self._regroup_timeout_s:g} s"
+            return self._give_up(sorted(silent), reason)
+        return self._end_by_faults(now_s)
+
+    def next_due_s(self) -> float | None:
+        """When the time will bring something, if nothing happens before."""
+        if self.phase is Phase.WAITING:
+            return self._waiting_s + self._recovery_timeout_s
+        if self.phase is not Phase.REGROUPING:
+            return None
+        due = [self._answer_due_s(), self._faults_due_s()]
+        return min((each for each in due if each is not None), default=None)
+
+    def describe(self) -> str:
+        """Say who is away and why, and whose steps broke off for good."""
+        away = [f"rank {rank} is lost: {absence.reason}" for rank, absence in sorted(self.missing.items())]
+        final = [fault for fault in self._faults.values() if fault.is_final]
+        return "; ".join(
+            [*away, *(f"rank {fault.rank} cannot go on without it: {fault.reason}" for fault in final)]
+        )
+
+    def _order(self, now_s: float) -> Effects:
+        """Begin the next epoch with all that are attached."""
+        self.number += 1
+        self.members = tuple(sorted(self._attached))
+        self.phase = Phase.REGROUPING
+        self._met.clear()
+        self._faults.clear()
+        self._ordered_s = now_s
+        return Effects(order=Epoch(self.number, self.members))
+
+    def _end_by_faults(self, now_s: float) -> Effects:
+        """Let the same members try again; when that has not helped often enough, without the one that broke off first."""
+        often = len(self._ended_by_faults) == MAX_FAULTS and now_s - self._ended_by_faults[0] < FAULTS_S
+        first = min(self._faults.values(), key=lambda fault: (fault.at_s, fault.rank))
+        if often:
+            self._ended_by_faults.clear()
+            return self._give_up([first.rank], f"steps broke off {MAX_FAULTS + 1} times: {first.reason}")
+        self._ended_by_faults.append(now_s)
+        return self._order(now_s)
+
+    def _give_up(self, ranks: Iterable[int], reason: str) -> Effects:
+        given_up = tuple(GivenUp(rank, reason) for rank in ranks)
+        self._given_up.update(each.rank for each in given_up)
+        return Effects(given_up=given_up)
+
+    def _wait(self, now_s: float) -> None:
+        if self.phase is not Phase.WAITING:
+            self.phase, self._waiting_s = Phase.WAITING, now_s
+        self._ordered_s = None
+
+    def _answer_due_s(self) -> float | None:
+        silent = set(self.members) - self._met - set(self._faults) - self._given_up
+        return self._ordered_s + self._regroup_timeout_s if self._ordered_s is not None and silent else None
+
+    def _faults_due_s(self) -> float | None:
+        """A fault is explained by a stream that ends within the grace; one that is being closed will explain it."""
+        if not self._faults or self._given_up:
+            return None
+        return min(fault.at_s for fault in self._faults.values()) + self._fault_grace_s
