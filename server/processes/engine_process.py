@@ -2,14 +2,16 @@
 
 Started by the supervisor (`server.processes.worker`) with torchrun's environment. The front's address comes in WIDEEP_FRONT
 to the engine beside the front, which publishes it in the job's store; the others read it there. On WIDEEP_READY_FD
-the engine tells its supervisor the HTTP address and when it serves. An error here ends the process with one line:
-surviving it is the supervisors' business (D8 of the design).
+the engine tells its supervisor the HTTP address, how large its KV cache is, and when it serves.
+
+A rank that is lost ends the others' steps, not their processes: they meet again as the front orders. An error here ends
+this process with one line, and its supervisor starts it again, which WIDEEP_RESTARTS says: then it meets nobody at the
+start, attaches with its share loaded, and serves from its first order on (D8 of the design).
 """
 
 import importlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -20,25 +22,25 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dispatch.errors import DispatchError, TransportUnavailable
 from moe.checkpoint import CheckpointError
-from moe.expert_weights import read_slot
 from moe.families import UnsupportedModelError
 from scheduler.assembly import Assembled, assemble
-from scheduler.config import ConfigError
+from scheduler.config import ConfigError, EngineConfig
 from scheduler.doorbell import StoreDoorbell
 from scheduler.limits import SchedulerLimitsError
 from scheduler.lockstep import LockStepError
-from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import RankStats, RequestOutput
 from scheduler.sizing import KVMemoryError
 from scheduler.structure import StructureError
 from scheduler.structure_vocabulary import Vocabulary
 from server.options.command_line import Options
+from server.preflight.machine import available_bytes
+from server.processes.engine_link import make_link, send_report, send_start
 from server.processes.engine_settings import engine_config
 from server.processes.engine_words import Progress, SupervisorPipe, silent
+from server.processes.front_probe import FRONT_IS_GONE, front_answers
 from server.processes.parent_death import die_with_parent
 from server.processes.rendezvous import Place, place_from
-from server.rank_streams.rank_link import LinkError, RankLink
-from server.rank_streams.wire import RankFacts
+from server.rank_streams.rank_link import LinkError
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
 STATS_EVERY = 50  # steps without outputs between reports
@@ -49,12 +51,18 @@ FAILURES = (
 )  # fmt: skip
 
 
+class FrontGoneError(ConnectionError):
+    """An engine that was started again has nobody to serve for."""
+
+
 def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ) -> int:
     """Serve one rank until the front or the supervisor ends it; returns the exit status."""
     die_with_parent()
     place = place_from(environment)
     try:
         _serve(options, place, environment)
+    except FrontGoneError:
+        return FRONT_IS_GONE
     except FAILURES as error:
         print(f"rank {place.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
@@ -62,19 +70,42 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
 
 
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
-    store = PrefixStore(f"wideep/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(place))
+    num_restarts = int(environment.get("WIDEEP_RESTARTS", "0"))
+    store = _own_store(place, environment)
     front = _front(store, environment)
     supervisor = SupervisorPipe(environment)
     supervisor.tell(http=front["http"])
-    _join(place, store)
-    doorbell = StoreDoorbell(*(PrefixStore("doorbell", _store(place)) for _ in range(2)))
-    progress = Progress() if place.rank == 0 else silent
+    if num_restarts:
+        _check_front(front)
+    else:
+        _join(place, store)
+    config = engine_config(options, place)
+    supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
     built = assemble(
-        engine_config(options, place), doorbell, progress, lambda: _load_vocabulary(options.model)
+        config,
+        StoreDoorbell(*(PrefixStore("doorbell", _store(place)) for _ in range(2))),
+        Progress() if place.rank == 0 and not num_restarts else silent,
+        lambda: _load_vocabulary(options.model),
+        store=PrefixStore("membership", _own_store(place, environment)),
+        is_joining=num_restarts > 0,
+        available=available_bytes,
     )
-    if place.rank == 0:
+    if place.rank == 0 and not num_restarts:
         print(f"Dispatch: {built.transport}; {built.dispatch}", file=sys.stderr, flush=True)
-    _walk(built, options, place, front, supervisor)
+    try:
+        _walk(built, config, front, supervisor, num_restarts)
+    finally:
+        built.engine.close()
+
+
+def _check_front(front: dict[str, str]) -> None:
+    """Make sure that there is a service to come back to.
+
+    Raises:
+        FrontGoneError: there is none.
+    """
+    if not front_answers(front["ranks_address"]):
+        raise FrontGoneError
 
 
 def _join(place: Place, store: Store) -> None:
@@ -94,16 +125,32 @@ def _join(place: Place, store: Store) -> None:
 
 
 def _walk(
-    built: Assembled, options: Options, place: Place, front: dict[str, str], supervisor: SupervisorPipe
+    built: Assembled,
+    config: EngineConfig,
+    front: dict[str, str],
+    supervisor: SupervisorPipe,
+    num_restarts: int,
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
-    link = _make_link(built, options, place, front)
+    link = make_link(built, config, front, num_restarts)
+    is_ready = num_restarts == 0
+
+    def on_regrouped(epoch: int) -> None:
+        nonlocal is_ready
+        link.send_regrouped(epoch)
+        if not is_ready:
+            is_ready = True
+            supervisor.tell(ready=True)
+
+    built.engine.tell_membership(link.send_fault, on_regrouped)
+    built.relocation.on_report = lambda report: send_report(report, built, link)
+    if num_restarts:
+        _check_front(front)
     link.open(JOIN_TIMEOUT_S)
-    if place.rank == 0:
-        link.send_experts(built.experts)
-        _send_start(built, link)
-    supervisor.tell(ready=True)
-    built.relocation.on_report = lambda report: _send_report(report, built, link)
+    if is_ready:
+        if config.rank == 0:
+            send_start(built, link)
+        supervisor.tell(ready=True)
     idle_steps = 0
 
     def on_step(outputs: list[RequestOutput], stats: RankStats) -> None:
@@ -129,54 +176,6 @@ def _walk(
     link.close()
 
 
-def _make_link(built: Assembled, options: Options, place: Place, front: dict[str, str]) -> RankLink:
-    """Return what will join this rank to the front."""
-
-    def on_lost(reason: str) -> None:
-        # The step loop may be waiting for other ranks; the supervisors end the service all the same.
-        print(f"rank {place.rank}: {reason}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    facts = RankFacts(
-        rank=place.rank,
-        world_size=place.world_size,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        max_model_len=built.max_model_len,
-        num_blocks=built.num_blocks,
-        block_tokens=built.runner.step.block_tokens,
-        max_num_seqs=options.max_num_seqs or 0,
-    )
-    return RankLink(
-        front["ranks_address"],
-        front["token"],
-        facts,
-        on_submit=built.engine.submit,
-        on_abort=built.engine.abort,
-        on_stop=built.engine.stop,
-        on_lost=on_lost,
-        on_prepare=built.relocation.prepare,
-        on_drop=built.relocation.drop,
-    )
-
-
-def _send_start(built: Assembled, link: RankLink) -> None:
-    """Say what serves at the start."""
-    placement = built.relocation.placement
-    report = PlacementReport(
-        rank=0, version=placement.version, state=MoveState.SERVING, digest=placement.digest()
-    )
-    link.send_placement(report, placement, read_slot(built.model.layers[0], 0).num_bytes)
-
-
-def _send_report(report: PlacementReport, built: Assembled, link: RankLink) -> None:
-    """Say what became of a placement, and rank 0 also where experts are now."""
-    if report.state is MoveState.SERVING and report.rank == 0:
-        slots = built.relocation.placement.slot_expert
-        link.send_experts(built.experts._replace(version=report.version, slot_expert=slots))
-    link.send_placement(report)
-
-
 def _load_vocabulary(model: str) -> Vocabulary:
     """Read the tokenizer, which a rank needs for structures only: until then it costs neither time nor memory.
 
@@ -189,6 +188,11 @@ def _load_vocabulary(model: str) -> Vocabulary:
     except ValueError as error:  # TokenizerError: its class came with the slow import
         raise StructureError(str(error)) from error
     return vocabulary
+
+
+def _own_store(place: Place, environment: Mapping[str, str]) -> Store:
+    """A connection of its own to the store, below what this round of torchrun's workers has in it."""
+    return PrefixStore(f"wideep/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(place))
 
 
 def _store(place: Place) -> Store:

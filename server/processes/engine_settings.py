@@ -23,6 +23,7 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
         directory=Path(options.model),
         rank=place.rank,
         world_size=place.world_size,
+        num_local_ranks=place.local_world_size,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

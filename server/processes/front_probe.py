@@ -9,6 +9,7 @@ import errno
 import socket
 import time
 
+FRONT_IS_GONE = 3  # the exit status of an engine that has nobody left to serve for
 PATIENCE_S = 30.0  # of silence: as long as collectives wait
 _ATTEMPT_S = 2.0
 

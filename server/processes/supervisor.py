@@ -37,13 +37,13 @@ from server.processes.children import (
     stop_children,
 )
 from server.processes.error_file import ERROR_FILE, LAST, write_absence, write_failure
+from server.processes.front_probe import FRONT_IS_GONE
 from server.processes.rendezvous import Place
 from server.processes.restarts import RestartBudget
 
 UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which says itself what happens
 STOP_GRACE_S = 2.2  # from the wish to SIGKILL; serve has promised that all is over in 5 s
 DRAIN_GRACE_S = 3.0  # for the front and the ranks to end, after the time that open requests have
-FRONT_IS_GONE = 3  # an engine's exit status: there is nobody left to serve for
 
 
 @dataclass(frozen=True, kw_only=True)
