@@ -165,8 +165,7 @@ class _Front:
         http.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
         http.stop(grace_s)
         await serving
-        if any(not stream.asked_to_stop for stream in self._ranks.attached.values()):
-            self._ranks.stop()
+        self._ranks.stop()
 
     async def _drain(self, http: "HttpService") -> float:
         """Let open requests end, if there is time; returns the seconds left for answers still being sent."""
@@ -205,7 +204,10 @@ class _Front:
     def _attach(self, facts: RankFacts) -> None:
         self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
         self._tell_load(lambda experts: experts.note_rank(facts.rank, facts.host))
-        self._leader.attach(facts.rank)
+        if self._is_closing:
+            self._ranks.stop()  # it comes too late
+        else:
+            self._leader.attach(facts.rank)
 
     def _tell_load(self, tell: "Callable[[ExpertsLoad], None]") -> None:
         if self._experts_load is None:

@@ -58,7 +58,7 @@ class PlacementControl:
         load.history.extend(_shown(history))
         self._load, self._config, self._clock = load, config, clock
         self._num_ranks, self._stages = ranks.num_ranks, StageRunner(ranks)
-        self._expert_bytes = 0
+        self.expert_bytes = 0  # of one expert of one layer
         self._unmeasured: _Change | None = None  # the last one
         self._left_out: tuple[str, ...] = ()  # wishes that were said to be left out
         self._last_version = self._switched_at = self._decided_at = 0  # the latter in steps
@@ -71,7 +71,7 @@ class PlacementControl:
             self._go_on_from(word.placement)
             self.current = self.home = word.placement
             self._last_version = word.placement.version
-            self._expert_bytes = word.expert_bytes
+            self.expert_bytes = word.expert_bytes
         self._stages.take_report(word.report)
 
     def _go_on_from(self, start: Placement) -> None:
@@ -229,11 +229,11 @@ class PlacementControl:
             raise not_ready("rank 0 has not said yet which experts there are")
         figures = window.figures
         return Situation(
-            forecast=calibrated(step_kinds(window), current, self._expert_bytes),
+            forecast=calibrated(step_kinds(window), current, self.expert_bytes),
             current=current,
             num_steps=self._steps() - self._switched_at,
             step_s=float(figures.step_s.max()) / max(int(figures.steps.max()), 1),
-            expert_bytes=self._expert_bytes,
+            expert_bytes=self.expert_bytes,
             hosts=tuple(self._load.hosts.get(rank, "?") for rank in range(self._num_ranks)),
         )
 

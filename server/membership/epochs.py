@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple
 
 FAULT_GRACE_S = 1.0  # after a fault, for the stream's end that explains it
-REGROUP_TIMEOUT_S = 30.0  # from an order until its members have answered
+REGROUP_TIMEOUT_S = 30.0  # from an order that a rank leaves unanswered until it is given up
 MAX_FAULTS, FAULTS_S = 5, 60.0  # epochs that faults may end within that time, until a rank is given up for it
 
 
@@ -93,7 +93,7 @@ class Epochs:
         self._met: set[int] = set()  # members that serve in this epoch
         self._faults: dict[int, _Fault] = {}  # of this epoch
         self._given_up: set[int] = set()  # whose streams have not ended yet
-        self._ordered_s: float | None = None  # until all members have answered
+        self._silent: dict[int, float] = {}  # members that owe an answer to an order: when they are given up
         self._waiting_s = 0.0  # since when, in that phase
         self._ended_by_faults: deque[float] = deque(maxlen=MAX_FAULTS)  # when epochs were
 
@@ -133,6 +133,7 @@ class Epochs:
         """Take the end of a rank's stream."""
         for ranks in (self._attached, self._settled, self._met, self._given_up):
             ranks.discard(rank)
+        self._silent.pop(rank, None)
         self.num_losses[rank] += 1
         if self.phase is Phase.STARTING:
             return Effects(failure=f"rank {rank} is lost: {reason}")
@@ -144,20 +145,26 @@ class Epochs:
         self._wait(now_s)
         return _NOTHING
 
-    def take_regrouped(self, rank: int, number: int) -> None:
+    def grant(self, extra_s: float) -> None:
+        """Let the members that owe an answer take longer: there is much to read."""
+        for rank in self._silent:
+            self._silent[rank] += extra_s
+
+    def take_regrouped(self, rank: int, number: int, now_s: float) -> None:
         """Take that a rank serves in an epoch; another one than the present is over."""
+        self._hear(rank, number, now_s)
         if number != self.number or rank not in self.members or rank in self._faults:
             return
         self._met.add(rank)
         self._settled.add(rank)
         if self._met == set(self.members):
             self.phase = Phase.SERVING
-            self._ordered_s = None
 
     def take_fault(self, rank: int, number: int, reason: str, *, is_final: bool, now_s: float) -> Effects:
         """Take that a rank's steps in an epoch broke off; in another one than the present they are over anyway."""
         if self.phase is Phase.STARTING:
             return Effects(failure=f"rank {rank} cannot serve: {reason}")
+        self._hear(rank, number, now_s)
         if number != self.number or rank not in self.members:
             return _NOTHING
         self._met.discard(rank)
@@ -179,10 +186,9 @@ class Epochs:
             return _NOTHING
         if self.phase is Phase.WAITING:
             return Effects(failure=f"no rank came back for {self._recovery_timeout_s:g} s: {self.describe()}")
-        if self._answer_due_s() == due_s:
-            silent = set(self.members) - self._met - set(self._faults) - self._given_up
-            reason = f"it did not answer the order of epoch {self.number} for {self._regroup_timeout_s:g} s"
-            return self._give_up(sorted(silent), reason)
+        late = sorted(rank for rank, at_s in self._silent.items() if at_s <= now_s)
+        if late:
+            return self._give_up(late, f"it did not answer the order of epoch {self.number} in time")
         return self._end_by_faults(now_s)
 
     def next_due_s(self) -> float | None:
@@ -191,8 +197,10 @@ class Epochs:
             return self._waiting_s + self._recovery_timeout_s
         if self.phase is not Phase.REGROUPING:
             return None
-        due = [self._answer_due_s(), self._faults_due_s()]
-        return min((each for each in due if each is not None), default=None)
+        due = list(self._silent.values())
+        if self._faults and not self._given_up:  # a stream that is being closed will explain the fault
+            due.append(min(fault.at_s for fault in self._faults.values()) + self._fault_grace_s)
+        return min(due, default=None)
 
     def describe(self) -> str:
         """Say who is away and why, and whose steps broke off for good."""
@@ -202,42 +210,44 @@ class Epochs:
             [*away, *(f"rank {fault.rank} cannot go on without it: {fault.reason}" for fault in final)]
         )
 
-    def _order(self, now_s: float) -> Effects:
-        """Begin the next epoch with all that are attached."""
+    def _order(self, now_s: float, *, is_retry: bool = False) -> Effects:
+        """Begin the next epoch with all that are attached; a retry gives nobody more time to answer."""
+        if not is_retry:
+            self._silent.clear()
         self.number += 1
         self.members = tuple(sorted(self._attached))
         self.phase = Phase.REGROUPING
         self._met.clear()
         self._faults.clear()
-        self._ordered_s = now_s
+        for rank in self.members:
+            self._silent.setdefault(rank, now_s + self._regroup_timeout_s)
         return Effects(order=Epoch(self.number, self.members))
 
     def _end_by_faults(self, now_s: float) -> Effects:
-        """Let the same members try again; when that has not helped often enough, without the one that broke off first."""
+        """Let the same members try again; when that has not helped often enough, without the one that broke off first,
+        if no other one is so slow to answer that it explains it."""
         often = len(self._ended_by_faults) == MAX_FAULTS and now_s - self._ended_by_faults[0] < FAULTS_S
-        first = min(self._faults.values(), key=lambda fault: (fault.at_s, fault.rank))
-        if often:
+        if often and not self._silent:
+            first = min(self._faults.values(), key=lambda fault: (fault.at_s, fault.rank))
             self._ended_by_faults.clear()
             return self._give_up([first.rank], f"steps broke off {MAX_FAULTS + 1} times: {first.reason}")
         self._ended_by_faults.append(now_s)
-        return self._order(now_s)
+        return self._order(now_s, is_retry=True)
+
+    def _hear(self, rank: int, number: int, now_s: float) -> None:
+        """Note that a rank answers; to an older order: it owes an answer to the present one, but is alive."""
+        if rank in self._silent and number == self.number:
+            del self._silent[rank]
+        elif rank in self._silent:
+            self._silent[rank] = max(self._silent[rank], now_s + self._regroup_timeout_s)
 
     def _give_up(self, ranks: Iterable[int], reason: str) -> Effects:
         given_up = tuple(GivenUp(rank, reason) for rank in ranks)
         self._given_up.update(each.rank for each in given_up)
+        for rank, _ in given_up:
+            self._silent.pop(rank, None)
         return Effects(given_up=given_up)
 
     def _wait(self, now_s: float) -> None:
         if self.phase is not Phase.WAITING:
             self.phase, self._waiting_s = Phase.WAITING, now_s
-        self._ordered_s = None
-
-    def _answer_due_s(self) -> float | None:
-        silent = set(self.members) - self._met - set(self._faults) - self._given_up
-        return self._ordered_s + self._regroup_timeout_s if self._ordered_s is not None and silent else None
-
-    def _faults_due_s(self) -> float | None:
-        """A fault is explained by a stream that ends within the grace; one that is being closed will explain it."""
-        if not self._faults or self._given_up:
-            return None
-        return min(fault.at_s for fault in self._faults.values()) + self._fault_grace_s

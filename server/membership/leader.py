@@ -16,6 +16,7 @@ from server.membership.epochs import Effects, Epoch, Epochs, Phase
 from server.rank_streams.membership_wire import FaultWord
 
 _LOG = logging.getLogger("wideep.front")
+READ_BYTES_PER_S = 50e6  # from a slow disk
 
 
 class RankStreams(Protocol):
@@ -42,6 +43,7 @@ class PlacementHome(Protocol):
     """What is asked of `server.experts.placement_control.PlacementControl`."""
 
     home: Placement | None
+    expert_bytes: int  # of one expert of one layer
 
     def next_version(self) -> int:
         """A placement's version that was not used."""
@@ -98,12 +100,15 @@ class Leader:
 
     def take_regrouped(self, rank: int, number: int) -> None:
         """Take that a rank serves in an epoch."""
-        self.epochs.take_regrouped(rank, number)
+        self.epochs.take_regrouped(rank, number, self._clock())
         self._carry_out(Effects())
 
     def take_fault(self, word: FaultWord) -> None:
         """Take that a rank's steps broke off."""
-        _LOG.warning("rank %d stopped in epoch %d: %s", word.rank, word.epoch, word.reason)
+        if word.epoch == self.epochs.number and (
+            word.is_final or not self.epochs.faults
+        ):  # others follow suit
+            _LOG.warning("rank %d stopped in epoch %d: %s", word.rank, word.epoch, word.reason)
         self._carry_out(
             self.epochs.take_fault(
                 word.rank, word.epoch, word.reason, is_final=word.is_final, now_s=self._clock()
@@ -134,10 +139,17 @@ class Leader:
         assert self._placement is not None and self._placement.home is not None, "ranks come back only later"
         placement = self._surviving(self._placement.home, epoch.members)
         order = Order(epoch.number, epoch.members, placement.with_version(self._placement.next_version()))
+        self.epochs.grant(self._read_s(placement))
         self._begun_s = self._clock()
         self._placement.regroup(order, self.epochs.describe())
         self._on_order(order)
         self._ranks.regroup(order)
+
+    def _read_s(self, placement: Placement) -> float:
+        """How long a member may take to read what it takes over."""
+        assert self._placement is not None and self._placement.home is not None, "an order has a placement"
+        num_slots = placement.slots_per_rank - self._placement.home.slots_per_rank
+        return num_slots * placement.num_layers * self._placement.expert_bytes / READ_BYTES_PER_S
 
     def _share_requests(self) -> None:
         """Give requests to the ranks that can be given them, and take them from those that cannot any more."""

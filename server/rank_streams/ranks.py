@@ -117,10 +117,11 @@ class Ranks(FrontServicer):  # type: ignore[misc]
             self._lose(self.attached[rank], reason)
 
     def stop(self) -> None:
-        """Ask every rank to end in an orderly way."""
-        for rank, stream in self.attached.items():
-            stream.asked_to_stop = True
-            self._post(rank, pb.ToRank(stop=pb.Stop()))
+        """Ask every rank to end in an orderly way, once."""
+        for rank, stream in list(self.attached.items()):
+            if not stream.asked_to_stop:
+                stream.asked_to_stop = True
+                self._post(rank, pb.ToRank(stop=pb.Stop()))
 
     async def wait_until_empty(self) -> None:
         """Wait until every rank has left."""

@@ -9,7 +9,7 @@ from expert_placement.placement import Placement, linear_placement
 from expert_placement.survivors import surviving
 from scheduler.membership import Order
 from server.membership.epochs import REGROUP_TIMEOUT_S, Epochs, Phase
-from server.membership.leader import Leader
+from server.membership.leader import READ_BYTES_PER_S, Leader
 from server.rank_streams.membership_wire import FaultWord
 
 HOME = linear_placement(2, 6, 3)
@@ -21,7 +21,7 @@ class Service:
     def __init__(self, *, has_home: bool = True, recovery_timeout_s: float = 600.0) -> None:
         self.told: list[tuple[object, ...]] = []
         self.home: Placement | None = HOME if has_home else None
-        self.version, self.now_s = HOME.version, 0.0
+        self.version, self.now_s, self.expert_bytes = HOME.version, 0.0, 0
         self.epochs = Epochs(3, recovery_timeout_s=recovery_timeout_s)
         self.leader = Leader(
             self.epochs,
@@ -109,6 +109,17 @@ def test_a_silent_rank_is_given_up_by_the_timer_and_the_others_get_another_order
             ("ranks", 2, (0,)),
             ("leave", 2),
         ]
+        service.leader.close()
+
+    asyncio.run(test())
+
+
+def test_what_members_must_read_gives_them_time() -> None:
+    async def test() -> None:
+        service = Service()
+        service.expert_bytes = int(READ_BYTES_PER_S)  # a second each: one expert in each of two layers
+        service.leader.lose(1, "killed")
+        assert service.epochs.next_due_s() == REGROUP_TIMEOUT_S + 2.0
         service.leader.close()
 
     asyncio.run(test())

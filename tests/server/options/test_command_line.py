@@ -178,6 +178,8 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--request-timeout=-1"], "--request-timeout is -1.0"),
         (["--request-timeout=nan"], "--request-timeout is nan"),
         (["--request-timeout=inf"], "--request-timeout is inf"),
+        (["--rank-recovery-timeout=-1"], "--rank-recovery-timeout is -1.0; it must be 0 or more seconds"),
+        (["--rank-recovery-timeout=nan"], "--rank-recovery-timeout is nan"),
         (["--kv-cache-memory=lots"], "--kv-cache-memory is 'lots'; give a size such as 512M"),
         (["--api-key="], "--api-key is empty"),
         (["--api-key=a b"], "--api-key is empty or has white space"),
