@@ -38,6 +38,8 @@ def change_slots(
     Raises:
         whatever `read` raises; NoSpareSlotError: the device has no room for more slots.
     """
+    if held == list(wanted):
+        return
     memory = [read_slot(layer, slot) for slot in range(len(held))]
     sources = _sources(held, wanted)
     free = [slot for slot in range(len(held)) if slot not in sources]

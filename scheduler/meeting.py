@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
 
 from dispatch.errors import TransportUnavailable
 from scheduler.membership import IsOver, OvertakenError
@@ -61,6 +62,9 @@ def part() -> None:
     """Destroy all groups of this process, which wakes peers that wait for it in one; local."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Groups are named by a count, which one that did not come about has raised: among other members, whose count is
+    # another one, the next would be waited for under a name that nobody else knows.
+    distributed_c10d._world.group_count = 0
 
 
 def _await_all(

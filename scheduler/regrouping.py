@@ -184,7 +184,11 @@ class Regrouping:
                 f"{config.world_size} ranks only, and waits for those that are away"
             )
         width = len(wanted[0])
-        grown = [max(0, width - len(row)) * lasting.model.slot_bytes(at) for at, row in enumerate(self._held)]
+        grown = [
+            (width - len(row)) * lasting.model.slot_bytes(layer)
+            for layer, row in enumerate(self._held)
+            if len(row) < width
+        ]
         needed = sum(grown) * min(config.num_local_ranks, len(order.members))
         available = lasting.available()
         if needed > MOST_OF_AVAILABLE * available:

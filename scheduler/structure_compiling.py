@@ -79,8 +79,8 @@ class StructureCompiler:
         return waits
 
     def close(self) -> None:
-        """End the thread once it has compiled what waits; nothing may be submitted any more."""
-        self._thread.shutdown()
+        """End the thread once it has compiled what it is at; nothing may be submitted any more."""
+        self._thread.shutdown(cancel_futures=True)
 
     def _prepare(self, request: Request, on_ready: OnReady) -> None:
         ready: Structured | RequestOutput

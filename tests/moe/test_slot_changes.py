@@ -1,5 +1,6 @@
 """Slots get other experts: what is there is not read again, nothing is in two places, and a failed read breaks nothing."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ from hypothesis import strategies as st
 
 from expert_placement.placement import EMPTY
 from moe.checkpoint import CheckpointError
-from moe.expert_weights import ExpertWeights, spare_slot
+from moe.expert_weights import ExpertWeights, digest, read_slot, spare_slot
 from moe.experts import SlotTensors
 from moe.slot_changes import change_slots, num_to_read
 from moe.spare_slots import SpareSlots
+from tests.support.families import write_checkpoint
+from tests.support.quantise import write_quantised
+from tests.support.serving import build
 
 OUT, IN = 20, 3
 
@@ -121,3 +125,29 @@ def test_spare_memory_is_used_before_new_and_kept_up_to_a_bound() -> None:
     assert layer.up.address_S[2] == waiting.up.address_S[0] and spare.num_free == 0
     change_slots(layer, held, [2], write, spare, 1)
     assert spare.num_free == 1 and found(layer) == [{2.0}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "plain bf16", "mxfp4", "fp8"])
+def test_a_model_that_reads_experts_later_has_the_bytes_of_one_that_had_them_from_the_start(
+    kind: str, tmp_path: Path
+) -> None:
+    if kind == "mxfp4":
+        write_quantised("gpt_oss", tmp_path, block=None)
+    elif kind == "fp8":
+        write_quantised("qwen3_moe", tmp_path, block=(32, 32))
+    else:
+        write_checkpoint("gpt_oss", tmp_path)
+    dtype = "bfloat16" if kind == "plain bf16" else "auto"
+    built = build(tmp_path, max_model_len=160, dtype=dtype)
+    start = built.relocation.placement.local(0).tolist()
+    whole = [
+        {expert: digest(read_slot(layer, slot).tensors()) for slot, expert in enumerate(row)}
+        for layer, row in zip(built.model.layers, start, strict=True)
+    ]
+    held = [list(row) for row in start]
+    for wanted in ([5, 1], [7, 1, EMPTY, 5, 0], list(range(8))):
+        built.model.hold([wanted] * len(held), held, SpareSlots(), 0)
+        for layer, digests in zip(built.model.layers, whole, strict=True):
+            for slot, expert in enumerate(wanted):
+                assert expert == EMPTY or digest(read_slot(layer, slot).tensors()) == digests[expert]

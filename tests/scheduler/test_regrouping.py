@@ -188,21 +188,42 @@ def test_a_member_that_dies_before_it_meets_is_passed_over_by_a_newer_order(chec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["open_groups", "check_agreed", "open_lockstep"])
+@pytest.mark.parametrize("function", ["meet", "open_groups", "check_agreed", "open_lockstep"])
 def test_a_member_that_dies_while_it_meets_the_others_is_one_more_fault(
     checkpoint: Path, function: str
 ) -> None:
     wanted = requests(0, 6)
-    with Crew(checkpoint, 3, dooms={2: Doom(function=function)}) as crew:
+    with Crew(checkpoint, 3, dooms={2: Doom(function=f"scheduler.regrouping.{function}")}) as crew:
+        for rank in range(3):
+            crew.submit(rank, wanted[rank::3])
+        crew.kill(1)
+        crew.order([0, 2])
+        crew.until(lambda: 2 in crew.lost)
+        if function != "meet":  # else it waits as long as it is not told
+            crew.until(lambda: any(fault.epoch == 1 for rank, fault in crew.faults if rank == 0))
+        crew.order([0])
+        for lost in (1, 2):
+            crew.replay(lost, to=0)
+        crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+@pytest.mark.slow
+def test_after_a_meeting_that_failed_a_rank_meets_one_that_never_met(checkpoint: Path) -> None:
+    wanted = requests(0, 6)
+    doom = Doom(function="torch.distributed.init_process_group")
+    with Crew(checkpoint, 3, dooms={2: doom}) as crew:
         for rank in range(3):
             crew.submit(rank, wanted[rank::3])
         crew.kill(1)
         crew.order([0, 2])
         crew.until(lambda: any(fault.epoch == 1 for rank, fault in crew.faults if rank == 0))
-        crew.until(lambda: 2 in crew.lost)
-        crew.order([0])
+        crew.start(1, is_joining=True)
+        crew.until(lambda: crew.ready == {0, 1})
+        crew.order([0, 1])
         for lost in (1, 2):
-            crew.replay(lost, to=0)
+            crew.replay(lost, to=1)
         crew.until(crew.is_done)
         check_left(crew)
     assert crew.tokens == undisturbed(checkpoint, wanted)

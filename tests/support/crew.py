@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import multiprocessing
 import os
+import pkgutil
 import signal
 import threading
 import time
@@ -28,7 +29,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from expert_placement.placement import Placement
 from expert_placement.survivors import surviving
-from scheduler import regrouping
 from scheduler.assembly import Assembled, assemble
 from scheduler.config import EngineConfig
 from scheduler.doorbell import StoreDoorbell
@@ -62,7 +62,7 @@ class Doom(NamedTuple):
 
     steps: int = 0  # that it completes before
     layer: int = 1
-    function: str = ""  # of `scheduler.regrouping`, whose call it does not survive
+    function: str = ""  # whose call it does not survive, with its module
 
 
 class Crew:
@@ -307,7 +307,8 @@ def _run(built: Assembled, pipe: Connection, doom: Doom | None) -> None:
 def _doom(built: Assembled, doom: Doom) -> None:
     """Let the rank kill itself."""
     if doom.function:
-        setattr(regrouping, doom.function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        owner, _, name = doom.function.rpartition(".")
+        setattr(pkgutil.resolve_name(owner), name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         return
     layer: Any = built.model.layers[doom.layer]
     run = layer.run

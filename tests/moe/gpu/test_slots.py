@@ -40,6 +40,19 @@ def test_an_exchange_switches_by_one_number_and_gives_the_old_place_back() -> No
     assert slots.places_S.data_ptr() == address and slots.places_S.tolist() == [0, 3, 2]
 
 
+def test_slots_change_places_at_the_same_address_and_their_number_stays() -> None:
+    store = make_store()
+    slots = DeviceSlots(store, [store.take() for _ in range(3)])
+    address = slots.places_S.data_ptr()
+    slots.rearrange([slots.at(2), slots.spare(), slots.at(0)])
+    assert slots.places_S.data_ptr() == address and slots.places_S.tolist() == [2, 3, 0]
+    assert slots.tensors()[""].data_ptr() == store.weight[2].data_ptr()
+    with pytest.raises(
+        NoSpareSlotError, match="a layer would have 2 slots on this GPU; their number was fixed to 3"
+    ):
+        slots.rearrange([slots.at(0), slots.at(1)])
+
+
 def test_more_moves_than_places_are_refused_by_name() -> None:
     store = make_store(2, has_bias=False)
     slots = DeviceSlots(store, [store.take() for _ in range(2)])
