@@ -142,6 +142,9 @@ class Regrouping:
         lasting.model.serve(placement, self._place, dispatcher)
         lasting.relocation.begin_epoch(self._place, placement, channel)
         replays = can_replay(config, dispatcher)
+        lasting.runner.begin_epoch(
+            lasting.model.forward, dispatcher.check
+        )  # graphs give their memory back first
         forward = open_forward(lasting.model, lasting.cache, replays=replays, report=lambda *_: None)
         lasting.runner.begin_epoch(forward, dispatcher.check)
         lasting.telemetry.begin_epoch(config.epoch, lasting.model.load_counts, dispatcher)

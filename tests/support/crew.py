@@ -15,7 +15,6 @@ import os
 import pkgutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -100,9 +99,13 @@ class Crew:
         self.left: dict[int, End] = {}
         self._requests: dict[str, tuple[int, Request]] = {}
         self.home: Placement | None = None
-        for rank in range(world_size):
-            self.start(rank)
-        self.until(lambda: len(self.ready) == world_size)
+        try:
+            for rank in range(world_size):
+                self.start(rank)
+            self.until(lambda: len(self.ready) == world_size)
+        except BaseException:  # nobody else has it yet
+            self.close()
+            raise
 
     def start(self, rank: int, *, is_joining: bool = False, **settings: Any) -> None:
         """Start a rank's process, which loads its share; `ready` has it once it could serve."""
@@ -171,12 +174,11 @@ class Crew:
             self._send(rank, "stop", None)
         self.until(lambda: all(rank in self.left for rank in self.members))
 
-    def until(self, is_true: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        """Take what ranks say until something is true."""
-        deadline_s = time.monotonic() + timeout_s
+    def until(self, is_true: Callable[[], bool]) -> None:
+        """Take what ranks say until something is true; ranks that say nothing for TIMEOUT_S hang."""
         while not is_true():
             ranks = {pipe: rank for rank, pipe in self._pipes.items()}
-            ready = wait(list(ranks), timeout=max(0.0, deadline_s - time.monotonic()))
+            ready = wait(list(ranks), timeout=TIMEOUT_S)
             assert ready, f"nothing came; {vars(self)}"
             for pipe in ready:
                 self._take(ranks[pipe])  # type: ignore[index]
