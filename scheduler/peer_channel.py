@@ -14,12 +14,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from expert_placement.transfers import BUSY_PART
 
-GROUP_TIMEOUT_S = 24 * 3600.0  # a transfer waits its turn, however long the plan
+GROUP_TIMEOUT = timedelta(hours=24)  # a transfer waits its turn, however long the plan
 PIECE_BYTES = 128 << 10  # sent at once: some tenths of a millisecond of copying and hashing
 LEAST_BUSY_S = 0.25e-3  # beside every step, however short: about a piece and its check sum
 MOST_OWED_S = 0.02  # for one piece of work: what took longer (a compiler, say) is over and not made up for
@@ -56,7 +57,7 @@ class GlooChannel:
             ChannelError: the peer is gone.
         """
         try:
-            self._open_group().send([data], peer, 0).wait()
+            self._open_group().send([data], peer, 0).wait(GROUP_TIMEOUT)
         except RuntimeError as error:  # all that gloo says
             raise ChannelError(f"rank {peer} could not be sent to: {error}") from error
 
@@ -67,7 +68,7 @@ class GlooChannel:
             ChannelError: the peer is gone.
         """
         try:
-            self._open_group().recv([data], peer, 0).wait()
+            self._open_group().recv([data], peer, 0).wait(GROUP_TIMEOUT)
         except RuntimeError as error:
             raise ChannelError(f"nothing more came from rank {peer}: {error}") from error
 
@@ -100,8 +101,29 @@ class NoPeers:
         """Nobody waits."""
 
 
-def open_channel(ranks: list[int]) -> PeerChannel:
+def make_group(
+    ranks: list[int], timeout_s: float, connect_timeout_s: float | None = None
+) -> dist.ProcessGroup:
+    """Make a gloo group of some of the default group's ranks; collective over that.
+
+    Args:
+        timeout_s: of collectives in it; what goes from one rank to another must say its own.
+        connect_timeout_s: of making it; None: the same.
+
+    Raises:
+        RuntimeError: all that gloo says of a peer that is gone.
+    """
+    connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
+    group = dist.new_group(ranks, timeout=timedelta(seconds=connect_s), backend="gloo")
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
+    return group
+
+
+def open_channel(ranks: list[int], connect_timeout_s: float | None = None) -> PeerChannel:
     """Make a channel between ranks of the default group; collective. One rank alone has none.
+
+    Args:
+        connect_timeout_s: how long making it may take; None: as long as the others take.
 
     Raises:
         ChannelError: the others could not be met.
@@ -109,7 +131,7 @@ def open_channel(ranks: list[int]) -> PeerChannel:
     if len(ranks) == 1:
         return NoPeers()
     try:
-        group = dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT_S), backend="gloo")
+        group = make_group(ranks, GROUP_TIMEOUT.total_seconds(), connect_timeout_s)
     except RuntimeError as error:
         raise ChannelError(f"no channel for moving experts: {error}") from error
     return GlooChannel(group)

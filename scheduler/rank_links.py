@@ -4,7 +4,6 @@ Groups are made here and given away; nothing else keeps them (D8 of the design).
 """
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -20,12 +19,18 @@ from moe.backend import Backend
 from scheduler.config import EngineConfig
 from scheduler.devices import open_device_dispatcher
 from scheduler.lockstep import DispatchMode, Header, LockStep
+from scheduler.peer_channel import make_group
 from scheduler.turns import Turns
 
 
-def open_groups(config: EngineConfig) -> list[dist.ProcessGroup | None]:
+def open_groups(
+    config: EngineConfig, connect_timeout_s: float | None = None
+) -> list[dist.ProcessGroup | None]:
     """Make the groups of the transports, one for each half of a step, and of the mailbox, which is last: they run side
     by side, so they need one each. Collective; one rank has none.
+
+    Args:
+        connect_timeout_s: how long making one may take; None: as long as what it is used for.
 
     Raises:
         TransportUnavailable: ranks could not meet.
@@ -33,9 +38,9 @@ def open_groups(config: EngineConfig) -> list[dist.ProcessGroup | None]:
     if config.world_size == 1:
         return [None, None]
     count = 2 if config.halves is None else 3
-    timeout, ranks = timedelta(seconds=config.timeout_s), list(range(config.world_size))
+    ranks = list(range(config.world_size))
     try:
-        return [dist.new_group(ranks, timeout=timeout, backend="gloo") for _ in range(count)]
+        return [make_group(ranks, config.timeout_s, connect_timeout_s) for _ in range(count)]
     except RuntimeError as error:  # all that gloo says of a peer that is gone
         raise TransportUnavailable(f"rank {config.rank} could not meet the others: {error}") from error
 

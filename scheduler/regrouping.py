@@ -25,7 +25,7 @@ from moe.slot_changes import Held, num_to_read
 from scheduler.config import ConfigError, EngineConfig
 from scheduler.devices import open_forward
 from scheduler.lockstep import LockStep
-from scheduler.meeting import meet, part
+from scheduler.meeting import CONNECT_TIMEOUT_S, meet, part
 from scheduler.membership import CannotHoldError, IsOver, Order, OvertakenError
 from scheduler.peer_channel import ChannelError, PeerChannel, open_channel
 from scheduler.rank_links import can_replay, open_dispatchers, open_groups, open_lockstep
@@ -121,7 +121,7 @@ class Regrouping:
     def _serve(self, order: Order, step: int) -> LockStep:
         lasting, placement = self._lasting, order.placement
         config = self._config_of(order)
-        *groups, mailbox_group = open_groups(config)
+        *groups, mailbox_group = open_groups(config, CONNECT_TIMEOUT_S)
         check_agreed(placement, mailbox_group)
         step = _largest(step, mailbox_group)
         dispatcher = open_dispatchers(
@@ -214,6 +214,6 @@ def _largest(step: int, group: dist.ProcessGroup | None) -> int:
 
 def _open_channel(num_members: int) -> PeerChannel:
     try:
-        return open_channel(list(range(num_members)))
+        return open_channel(list(range(num_members)), CONNECT_TIMEOUT_S)
     except ChannelError as error:
         raise TransportUnavailable(str(error)) from error

@@ -188,7 +188,7 @@ def test_a_member_that_dies_before_it_meets_is_passed_over_by_a_newer_order(chec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["meet", "open_groups", "check_agreed", "open_lockstep"])
+@pytest.mark.parametrize("function", ["meet", "open_groups", "open_lockstep", "open_channel"])
 def test_a_member_that_dies_while_it_meets_the_others_is_one_more_fault(
     checkpoint: Path, function: str
 ) -> None:
