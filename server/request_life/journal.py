@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from scheduler.request import FinishReason, Request
 
 HISTORY = 4096  # outcomes kept
+MAX_INCIDENTS = 3  # that a request survives: one that kills its ranks must not go on to the next for ever
+INCIDENT_S = 1.0  # ranks that are lost within it are one incident: a node, say, or all of them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,7 +23,8 @@ class Entry:
     request: Request
     rank: int
     accepted_s: float  # time.monotonic()
-    num_replays: int = 0
+    num_incidents: int = 0  # that took its rank away
+    incident_s: float = float("-inf")  # when the last of them began
     delivered_ids: list[int] = field(default_factory=list)
 
 
@@ -80,10 +83,15 @@ class Journal:
         self._open[request.request_id] = Entry(request=request, rank=rank, accepted_s=now_s)
         self._num_accepted += 1
 
-    def replay(self, request_id: str) -> None:
-        """Note that a request's rank is lost, so that it goes on elsewhere."""
-        self._open[request_id].num_replays += 1
+    def replay(self, request_id: str, *, now_s: float) -> bool:
+        """Note that a request's rank is lost; returns whether it goes on elsewhere, or has survived too many."""
+        entry = self._open[request_id]
+        if now_s - entry.incident_s >= INCIDENT_S:
+            entry.num_incidents, entry.incident_s = entry.num_incidents + 1, now_s
+        if entry.num_incidents > MAX_INCIDENTS:
+            return False
         self._num_replayed += 1
+        return True
 
     def request_so_far(self, request_id: str) -> Request:
         """The request with the tokens that the client was sent already: what another rank needs to go on with it."""

@@ -17,7 +17,7 @@ from server.errors import ApiError
 from server.observability.metrics import Metrics
 from server.rank_streams.ranks import Ranks
 from server.request_life.generations import Answer, Ask, Generation
-from server.request_life.journal import Journal
+from server.request_life.journal import MAX_INCIDENTS, Journal
 from server.request_life.router import Router
 from server.request_life.timing import timing_of
 from server.text.detokenizer import Decoder
@@ -118,12 +118,19 @@ class Requests:
         """Take the requests of lost ranks from them, and give them to others."""
         for rank in ranks:
             self._router.leave(rank)
+        now_s = time.monotonic()
         for request_id, generation in list(self._open.items()):
             is_there = request_id not in self._parked and not generation.finished
-            if is_there and generation.rank in ranks:
-                self._journal.replay(request_id)
-                self._router.retire(request_id)
-                self._submit(generation, time.monotonic())
+            if not is_there or generation.rank not in ranks:
+                continue
+            if not self._journal.replay(request_id, now_s=now_s):
+                failure = errors.failed(
+                    f"its rank was lost {MAX_INCIDENTS + 1} times; it is not tried any more"
+                )
+                self._end(generation, FinishReason.ERROR, failure, failure.message)
+                continue
+            self._router.retire(request_id)
+            self._submit(generation, now_s)
 
     def refuse(self, failure: ApiError) -> None:
         """Refuse new requests with `failure`; open ones go on."""

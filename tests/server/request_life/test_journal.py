@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler.request import FinishReason, Request, SamplingParams
-from server.request_life.journal import Journal
+from server.request_life.journal import INCIDENT_S, MAX_INCIDENTS, Journal
 
 
 def request(name: str) -> Request:
@@ -34,6 +34,16 @@ def test_every_request_gets_exactly_one_outcome() -> None:
     assert journal.num_ended.total() == journal.num_accepted == len(FinishReason)
     last = journal.outcomes[-1]
     assert (last.num_prompt_tokens, last.num_output_tokens, last.ended_s, last.error) == (2, 1, 2.0, "why")
+
+
+def test_a_request_survives_so_many_incidents_and_no_more() -> None:
+    journal = Journal()
+    journal.accept(request("a"), 0, now_s=0.0)
+    for incident in range(MAX_INCIDENTS):
+        begun_s = incident * INCIDENT_S
+        assert all(journal.replay("a", now_s=begun_s + share * INCIDENT_S) for share in (0.0, 0.5, 0.9))
+    assert not journal.replay("a", now_s=MAX_INCIDENTS * INCIDENT_S)
+    assert journal.num_replayed == 3 * MAX_INCIDENTS
 
 
 def test_a_request_is_accepted_once() -> None:

@@ -7,6 +7,7 @@ import pytest
 from scheduler.request import FinishReason, Logprobs, RequestOutput, SamplingParams
 from server.errors import ApiError
 from server.request_life.generations import Answer, ClientGone
+from server.request_life.journal import MAX_INCIDENTS
 from tests.support.desk import Desk, in_loop
 
 
@@ -43,6 +44,17 @@ async def test_a_stream_goes_on_where_it_broke_off() -> None:
     assert desk.reasons() == [FinishReason.STOP]
     assert desk.journal.outcomes[0].rank == rank and desk.journal.outcomes[0].num_output_tokens == 5
     assert desk.journal.num_replayed == 1
+
+
+@in_loop
+async def test_a_request_that_loses_rank_after_rank_is_given_up() -> None:
+    desk = Desk()
+    answer = desk.open("a")
+    desk.journal.open_entries["a"].num_incidents = MAX_INCIDENTS
+    lose(desk, desk.rank_of("a"))
+    with pytest.raises(ApiError, match=f"its rank was lost {MAX_INCIDENTS + 1} times") as refused:
+        await answer.next()
+    assert refused.value.status == 500 and desk.reasons() == [FinishReason.ERROR]
 
 
 @in_loop
