@@ -76,6 +76,7 @@ def test_a_killed_front_ends_everything_and_is_named_once(service: Service) -> N
     assert service.output().count("killed by") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_started_again_below_the_same_torchrun(service: Service) -> None:
     victim, agent, front = service.pid("engine-1"), agent_pid(service), service.pid("front-0")
     os.kill(victim, signal.SIGKILL)
@@ -87,6 +88,7 @@ def test_a_killed_engine_is_started_again_below_the_same_torchrun(service: Servi
     service.wait_for_nobody(within_s=0)
 
 
+@pytest.mark.slow
 def test_serve_ends_when_no_rank_is_left(tmp_path: Path) -> None:
     again = {"FAKE_EXIT_AGAIN": "engine-1:7", "FAKE_TORCHRUN": "1"}
     with serving(tmp_path, **again) as service:

@@ -162,6 +162,7 @@ def kill_until_the_budget_ends(service: Service, name: str) -> None:
     os.kill(service.pid(name), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_only_engine_of_a_service_may_die_so_often_then_all_ends(model: Path) -> None:
     with start_worker(model, place()) as service:
         service.wait_for_output("serving on")
