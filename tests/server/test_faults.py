@@ -71,7 +71,7 @@ def status(service: RealService) -> dict[str, Any]:
 def is_whole(service: RealService) -> bool:
     """Whether all ranks serve together."""
     now = status(service)
-    return now["phase"] == "serving" and len(now["members"]) == NUM_RANKS
+    return (now["phase"], len(now["members"])) == ("serving", NUM_RANKS)
 
 
 def wait_until_whole(service: RealService) -> None:
@@ -92,8 +92,8 @@ def ranks_at_work(service: RealService) -> set[int]:
 
 def print_pauses(what: str, streams: list[TimedStream], killed_s: float) -> None:
     """Say how long streams stood still: no test judges it."""
-    pauses = sorted(stream.pause_after(killed_s) for stream in streams)
-    print(f"{what}: next piece after {pauses[0]:.2f} s (first) to {pauses[-1]:.2f} s (last stream)")
+    times_s = sorted(stream.goes_on_after(killed_s) for stream in streams)
+    print(f"{what}: streams go on after {times_s[0]:.2f} s (first) to {times_s[-1]:.2f} s (last)")
 
 
 def test_streams_go_on_without_a_gap_and_the_rank_comes_back(service: RealService) -> None:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -47,9 +48,12 @@ class TimedStream:
         tokens = {key: self.usage and self.usage[key] for key in ("prompt_tokens", "completion_tokens")}
         return self.text, self.logprobs, self.finish_reasons, tokens
 
-    def pause_after(self, moment_s: float) -> float:
-        """Seconds from a moment to the first piece after it."""
-        return next(at_s for at_s in self.arrivals_s if at_s > moment_s) - moment_s
+    def goes_on_after(self, moment_s: float) -> float:
+        """Seconds from a moment to the end of the longest pause that follows: pieces may be on their way at it."""
+        pauses = [
+            (end_s - begin_s, end_s) for begin_s, end_s in pairwise(self.arrivals_s) if end_s > moment_s
+        ]
+        return max(pauses)[1] - moment_s
 
 
 def stream_all(

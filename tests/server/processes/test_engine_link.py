@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ def link_of(monkeypatch: pytest.MonkeyPatch, *, front_answers: bool) -> RankLink
     def end(status: int) -> None:
         raise EndedError(status)
 
-    monkeypatch.setattr(engine_link.os, "_exit", end)
+    monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(engine_link, "front_answers", lambda _address: front_answers)
     step = SimpleNamespace(block_tokens=16)
     built: Any = Mock(max_model_len=64, num_blocks=8, runner=SimpleNamespace(step=step))
