@@ -114,7 +114,7 @@ def make_group(
         RuntimeError: all that gloo says of a peer that is gone.
     """
     connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
-    group = dist.new_group(ranks, timeout=timedelta(seconds=connect_s), backend="gloo")
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=connect_s), backend="gloo")
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
     return group
 
