@@ -263,7 +263,7 @@ def test_all_ranks_die_and_those_that_come_back_serve_from_the_prompts(checkpoin
         crew.until(lambda: crew.ready == {0, 1})
         crew.order([0, 1])
         for rank in (0, 1):
-            crew.replay(rank, to=1 - rank)
+            crew.replay(rank, to=rank)
         crew.until(crew.is_done)
         check_left(crew)
     assert crew.tokens == undisturbed(checkpoint, wanted)
