@@ -133,7 +133,9 @@ class Model:
             CheckpointError, OSError, SafetensorError: an expert could not be read.
             NoSpareSlotError, RuntimeError: there is no room for it.
         """
-        with torch.no_grad():  # not inference mode, whose tensors the thread that moves experts could not write to
+        with (
+            torch.no_grad()
+        ):  # not inference mode, whose tensors the thread that moves experts could not write to
             for index, (name, module) in enumerate(self.skeleton.experts.items()):
                 read = partial(self._read_expert, name, module)
                 change_slots(self.layers[index], held[index], wanted[index], read, spare, most_spare)
