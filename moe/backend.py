@@ -121,6 +121,11 @@ class Backend(Protocol):
         """Whether torch.compile makes code of a model's layers: their modules must stay what they are."""
         ...
 
+    @property
+    def warms_up_together(self) -> bool:
+        """Whether `warm_up` runs steps, which are collective."""
+        ...
+
     def register(self) -> None:
         """Make the organs known to `transformers`; may be called again."""
         ...

@@ -109,7 +109,8 @@ def assemble(
     placement, dispatcher, mailbox_group = meet(config, skeleton, turns)
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
-    backend.warm_up(model, cache)
+    if not (is_joining and backend.warms_up_together):  # else its first steps do
+        backend.warm_up(model, cache)
     other = _make_step(config, length, backend) if config.halves else None
     halves = TwoBatch(model, cache, turns, (step, other)) if other else None
     runner = _make_runner(config, model, cache, dispatcher, halves, report)

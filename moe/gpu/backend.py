@@ -28,7 +28,7 @@ from moe.current_step import CurrentStep
 from moe.families import UnsupportedModelError
 from moe.gpu import experts as experts_organ
 from moe.gpu import operators
-from moe.gpu.compiling import compile_layers, outside_layers
+from moe.gpu.compiling import compile_layers, decoder_layers, outside_layers
 from moe.gpu.expert_loading import ExpertLoading, fused_gate
 from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.formats import SCALE_BLOCK
@@ -57,6 +57,8 @@ class GpuBackend:
         device: of weights, cache and steps.
         model_dtype: what modules compute in, and what weights are kept in.
     """
+
+    warms_up_together = True
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, *, is_invariant: bool = False, compiler: str = ""
@@ -93,6 +95,10 @@ class GpuBackend:
         problem = served_shapes.why_not(shapes, ranks)
         if quantisation is not None and quantisation.method == "fp8":
             problem = problem or why_no_fp8(quantisation, self.device)
+        if self._compiler and not decoder_layers(net):
+            problem = (
+                problem or "no decoder layers that torch.compile could be told of (--enable-torch-compile)"
+            )
         if problem:
             raise UnsupportedModelError(f"{net.config.model_type} has {problem}; serve it with --device cpu")
 

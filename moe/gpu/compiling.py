@@ -4,7 +4,7 @@ Each decoder layer is compiled by itself, once for all of a kind: what differs b
 which organs are found) is given to the graph. The organs are operators, so that no graph breaks at them. Norms and rotary
 are left to the compiler here, which joins them with the residual's sum. The idea of compiling by layer is PyTorch's
 ("regional compilation"); of attention as an operator that finds its state by itself, vLLM's.
-Rejected: the whole model in one graph, which takes a minute and more to compile and is compiled for every kind of step.
+Rejected: the whole model in one graph, which grows with the layers, and compiles them all again for every size.
 """
 
 import torch
