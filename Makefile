@@ -35,7 +35,7 @@ bench-serve: $(DEVELOP)
 	$(BIN)/python -m benchmarks.serve $(ARGS)
 
 proto: $(DEVELOP)
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. server/rank_streams/ranks.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. server/link/ranks.proto
 
 clean:
 	rm -rf $(VENV) $(CLIENTS_VENV) $(NPM)/node_modules

@@ -17,7 +17,7 @@ from scheduler.assembly import assemble
 from scheduler.config import EngineConfig
 from scheduler.engine import Engine
 from scheduler.request import RankStats, Request, RequestOutput, SamplingParams
-from server.processes.parent_death import die_with_parent
+from server.process.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 20.0
 

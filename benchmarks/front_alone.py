@@ -12,8 +12,8 @@ from typing import IO, Self
 from benchmarks.paced_rank import TOKEN_VARIABLE
 from benchmarks.processes import cpu_s
 from benchmarks.service import ServiceError
-from server.processes.greeting import is_healthy
-from server.processes.parent_death import die_with_parent
+from server.process.greeting import is_healthy
+from server.process.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.02

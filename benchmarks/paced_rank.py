@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from expert_placement.placement import Placement
 from scheduler.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
-from server.processes.parent_death import die_with_parent
-from server.rank_streams.rank_link import RankLink
-from server.rank_streams.wire import RankFacts
+from server.link.rank_link import RankLink
+from server.link.wire import RankFacts
+from server.process.parent_death import die_with_parent
 
 TOKEN_VARIABLE = "PACED_RANK_TOKEN"
 OPEN_TIMEOUT_S = 60.0

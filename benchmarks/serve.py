@@ -32,7 +32,7 @@ from benchmarks.serve_table import print_level, print_summary, summary_of
 from benchmarks.service import Service, ServiceError
 from benchmarks.transformers_peer import PeerError, Setting, TransformersPeer, fastest
 from moe.demo_model import ensure_demo_model
-from server.text.tokenizer import Tokenizer
+from server.front.tokenizer import Tokenizer
 
 PEER = "transformers"
 CHECKED_PROMPTS = 3

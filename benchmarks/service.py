@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from benchmarks.closed_loop import Timing, closed_loop
-from server.processes.greeting import is_healthy
-from server.processes.parent_death import die_with_parent
+from server.process.greeting import is_healthy
+from server.process.parent_death import die_with_parent
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 240.0

@@ -25,7 +25,7 @@ from benchmarks.processes import Watch, command_of, peak_rss_bytes, pss_bytes, t
 from benchmarks.prompts import Prompts
 from benchmarks.service import Service, ServiceError
 from moe.demo_model import ensure_demo_model
-from server.text.tokenizer import Tokenizer
+from server.front.tokenizer import Tokenizer
 
 LOAD_CLIENTS = 4  # per rank
 LOAD_PROMPT_TOKENS, LOAD_OUTPUT_TOKENS = 128, 16

@@ -38,8 +38,8 @@ from scheduler.sequence import Sequence
 from scheduler.structure_grammar import compile_structure, open_tokenizer
 from scheduler.structure_matcher import GrammarMatcher
 from scheduler.structure_vocabulary import Vocabulary
-from server.preflight.model_source import resolve_model
-from server.text.tokenizer import Tokenizer
+from server.front.tokenizer import Tokenizer
+from server.process.preflight.model_source import resolve_model
 
 GOAL = 0.10  # of a step
 PERSON = {

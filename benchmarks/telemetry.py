@@ -36,9 +36,9 @@ from scheduler.load_report import ExpertMap, LoadReport
 from scheduler.telemetry import REPORT_EVERY_S
 from server.experts.load_window import ExpertsLoad
 from server.experts.snapshot import answer
-from server.rank_streams import load_wire
-from server.rank_streams import ranks_pb2 as pb
-from server.web.json_parts import encode
+from server.http.json_parts import encode
+from server.link import load_wire
+from server.link import ranks_pb2 as pb
 
 GOAL = 0.01  # of a step
 CLOCK_READINGS, EXCHANGES = 6, 2  # a layer: around dispatch's exchange, combine's, and the experts

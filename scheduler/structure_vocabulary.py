@@ -1,6 +1,6 @@
 """A model's tokens as bytes: all that a grammar needs to know of a tokenizer.
 
-Whoever builds a vocabulary knows the tokenizer (`server.text.tokenizer`); ranks compile with it, and the front's checker
+Whoever builds a vocabulary knows the tokenizer (`server.front.tokenizer`); ranks compile with it, and the front's checker
 process gets it as JSON. Knows no library.
 """
 

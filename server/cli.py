@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from server.batch.flags import add_batch_parser, check_batch_arguments
-from server.commands.experts_cli import add_experts_parser
+from server.clients.batch.flags import add_batch_parser, check_batch_arguments
+from server.clients.experts.cli import add_experts_parser
 from server.options.checks import OptionsError
 from server.options.command_line import Options, options_from
 from server.options.flags import add_model_arguments
-from server.preflight.roots import RootError, check_roots
+from server.process.preflight.roots import RootError, check_roots
 
 _DESCRIPTION = """\
 Serve Mixture-of-Experts language models with expert parallelism over as many ranks as you have.
@@ -140,30 +140,30 @@ def _version() -> str:
 
 def _run_service(args: argparse.Namespace, options: Options) -> int:
     if args.command == "serve":
-        from server.processes.serve import run_serve
+        from server.process.serve import run_serve
 
         return run_serve(options)
     if args.command == "worker":
-        from server.processes.worker import run_worker
+        from server.process.worker import run_worker
 
         return run_worker(options)
     if args.command == "engine":
-        from server.processes.engine_process import run_engine
+        from server.process.engine_process import run_engine
 
         return run_engine(options)
-    from server.front import run_front
+    from server.process.front_main import run_front
 
     return run_front(options, num_ranks=args.ranks, ready_fd=args.ready_fd, ranks_host=args.ranks_host)
 
 
 def _run_chat(url: str) -> int:
-    from server.commands.chat_client import run_chat
+    from server.clients.chat import run_chat
 
     return run_chat(url)
 
 
 def _run_batch(args: argparse.Namespace) -> int:
-    from server.batch.run import run_batch
+    from server.clients.batch.run import run_batch
 
     check_batch_arguments(args)
     return run_batch(args, None if args.url else options_from(args))
@@ -171,26 +171,26 @@ def _run_batch(args: argparse.Namespace) -> int:
 
 def _run_experts(args: argparse.Namespace) -> int:
     if args.verb in ("load", "record"):
-        from server.commands.experts_live import run_live
+        from server.clients.experts.live import run_live
 
         return run_live(args)
     if args.verb in ("apply", "rollback", "history"):
-        from server.commands.experts_change import run_change
+        from server.clients.experts.change import run_change
 
         return run_change(args)
-    from server.commands.experts_offline import run_experts
+    from server.clients.experts.offline import run_experts
 
     return run_experts(args)
 
 
 def _run_checker() -> int:
-    from server.structure.checker import run_checker
+    from server.front.structure.checker import run_checker
 
     return run_checker()
 
 
 def _run_agent(arguments: list[str]) -> NoReturn:
-    from server.processes.agent import run_agent
+    from server.process.agent import run_agent
 
     status = run_agent(arguments)
     sys.stdout.flush()

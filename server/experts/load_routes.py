@@ -21,7 +21,7 @@ from server.errors import ApiError
 from server.experts.load_window import ExpertsLoad
 from server.experts.recorder import Record
 from server.experts.snapshot import answer
-from server.web.json_parts import encode
+from server.http.json_parts import encode
 
 SETTLE_S = 3.0  # how long a stop waits for the ranks' last reports, which come about once a second
 _PT_WRITER = Path(__file__).with_name("record_to_pt.py")

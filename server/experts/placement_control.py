@@ -28,7 +28,7 @@ from scheduler.placement_report import Cause
 from server.errors import ApiError, bad_request, not_ready
 from server.experts.load_window import ExpertsLoad
 from server.experts.stage_runner import RankCalls, StageRunner
-from server.rank_streams.placement_wire import PlacementWord
+from server.link.placement_wire import PlacementWord
 
 POLL_S = 0.5  # between looks at whether a decision is due
 _NO_CHANGE = ("nothing", "measured")  # kinds of entries that change no placement

@@ -13,7 +13,7 @@ _ENDED = (MoveState.SERVING, MoveState.FAILED, MoveState.DROPPED)
 
 
 class RankCalls(Protocol):
-    """What is said to the ranks; `server.rank_streams.ranks.Ranks` says it."""
+    """What is said to the ranks; `server.link.ranks.Ranks` says it."""
 
     num_ranks: int
 

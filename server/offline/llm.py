@@ -18,12 +18,12 @@ import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from server.batch.bulk_client import BulkClient
+from server.clients.batch.bulk_client import BulkClient
 from server.offline.requests import LLMError, Wish, fulfil_all
 from server.offline.results import RequestOutput, SamplingParams
 from server.options.command_line import DEMO_MODEL
 from server.options.keywords import options_from_keywords
-from server.processes.private_service import PrivateService
+from server.process.private_service import PrivateService
 
 Result = TypeVar("Result")
 Prompt = str | Sequence[int] | Mapping[str, Any]

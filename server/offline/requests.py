@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from server.batch.bulk_client import BulkClient, for_each
-from server.batch.progress import Progress
+from server.clients.batch.bulk_client import BulkClient, for_each
+from server.clients.batch.progress import Progress
 from server.offline.results import RequestOutput, SamplingParams, output_from
 
 

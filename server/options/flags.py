@@ -3,10 +3,10 @@
 import argparse
 
 from dispatch.availability import BACKENDS
+from server.api.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from server.options.command_line import DEMO_MODEL
 from server.options.http_options import add_http_arguments
 from server.options.log_options import add_log_arguments
-from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 _ALWAYS_ON = {
     "--enable-auto-tool-choice": "the model may always call tools",

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.http.key_file import read_keys
 from server.options.checks import OptionsError, parse_bytes, parse_strings
-from server.web.key_file import read_keys
 
 MAX_REQUEST_BYTES = 32 << 20
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill 30 s after they asked

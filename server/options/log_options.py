@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from server.observability.trace_packages import check_traces
+from server.http.trace_packages import check_traces
 from server.options.checks import OptionsError
 
 FORMATS = ("text", "json")

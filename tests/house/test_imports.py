@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from server.preflight.roots import PACKAGES
+from server.process.preflight.roots import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ("kvcache", "dispatch", "expert_placement")
@@ -30,16 +30,16 @@ WITHOUT_TORCH = [
     "scheduler.sequence",
     "kvcache.blocks",
     "moe.quantisation",
-    "server.processes.worker",
+    "server.process.worker",
 ]
 # Imports inside functions, by file, and why they are there.
 DEFERRED = {
     "server/cli.py": "each command loads what it needs: `wideep --help` and the supervisor load no torch",
-    "server/processes/agent.py": "torchrun's own code is loaded in the process that becomes torchrun",
-    "server/preflight/model_source.py": "a directory needs neither the demo model's maker nor a hub's client",
-    "server/preflight/start_file.py": "supervisors that start without a placement's file need no numpy",
-    "server/preflight/gpu_probe.py": "only the child process that looks for GPUs loads torch",
-    "server/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
+    "server/process/agent.py": "torchrun's own code is loaded in the process that becomes torchrun",
+    "server/process/preflight/model_source.py": "a directory needs neither the demo model's maker nor a hub's client",
+    "server/process/preflight/start_file.py": "supervisors that start without a placement's file need no numpy",
+    "server/process/preflight/gpu_probe.py": "only the child process that looks for GPUs loads torch",
+    "server/http/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
 }
 
 
@@ -200,7 +200,7 @@ def test_serving_on_a_cpu_does_without_triton(module: str) -> None:
 
 
 def test_importing_the_supervisor_leaves_torch_out() -> None:
-    code = "import sys, server.processes.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, server.process.worker; sys.exit('torch' in sys.modules)"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
     assert child.returncode == 0
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
 from server.errors import ApiError
-from server.request_life.generations import Answer, Ask
-from server.web.exchanges import Exchange
+from server.front.generations import Answer, Ask
+from server.http.exchanges import Exchange
 
 
 class ByteDecoder:

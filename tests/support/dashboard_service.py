@@ -9,7 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
-from server.dashboard.routes import dashboard_routes
+from server.experts.dashboard.routes import dashboard_routes
 
 TIMEOUT_S = 30.0
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
-from server.observability.metrics import Metrics
-from server.request_life.generations import Answer, Ask
-from server.request_life.journal import Journal
-from server.request_life.requests import Requests
-from server.request_life.router import Router
+from server.front.generations import Answer, Ask
+from server.front.journal import Journal
+from server.front.requests import Requests
+from server.front.router import Router
+from server.http.metrics import Metrics
 
 
 class Bytes:

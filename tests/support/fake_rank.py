@@ -16,8 +16,8 @@ from scheduler.load_report import ExpertMap
 from scheduler.membership import Order
 from scheduler.placement_report import MoveState, PlacementReport
 from scheduler.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
-from server.rank_streams.rank_link import RankLink
-from server.rank_streams.wire import RankFacts
+from server.link.rank_link import RankLink
+from server.link.wire import RankFacts
 
 TIMEOUT_S = 60.0
 NUM_BLOCKS = 64

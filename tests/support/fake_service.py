@@ -14,18 +14,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import server.preflight.checks  # noqa: E402
+import server.process.preflight.checks  # noqa: E402
 from server.cli import build_parser  # noqa: E402
 from server.options.command_line import options_from  # noqa: E402
-from server.processes.serve import ServeCommands, run_serve  # noqa: E402
-from server.processes.supervisor import Commands  # noqa: E402
-from server.processes.worker import run_worker  # noqa: E402
+from server.process.serve import ServeCommands, run_serve  # noqa: E402
+from server.process.supervisor import Commands  # noqa: E402
+from server.process.worker import run_worker  # noqa: E402
 
 _CHILD = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 
 
 def main() -> int:
-    server.preflight.checks.available_bytes = lambda: (
+    server.process.preflight.checks.available_bytes = lambda: (
         1 << 40
     )  # fakes are small, whatever runs beside the test
     options = options_from(build_parser().parse_args(sys.argv[1:]))

@@ -8,7 +8,7 @@ import numpy as np
 from scheduler.load_report import ExpertMap, LoadReport
 from server.experts.load_window import ExpertsLoad
 from server.experts.snapshot import answer
-from server.web.json_parts import encode
+from server.http.json_parts import encode
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 6, 2, 3
 

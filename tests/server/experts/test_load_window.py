@@ -12,7 +12,7 @@ from scheduler.membership import Order
 from server.experts.load_window import ExpertsLoad
 from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
 from server.experts.snapshot import balancedness_json
-from server.rank_streams import load_wire
+from server.link import load_wire
 from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
 
 

@@ -22,9 +22,9 @@ from server.experts import placement_control
 from server.experts.load_window import ExpertsLoad
 from server.experts.placement_control import PlacementControl
 from server.experts.placement_routes import placement_routes
-from server.rank_streams.placement_wire import PlacementWord
-from server.web.api_keys import ApiKeys
-from server.web.app import build_app
+from server.http.api_keys import ApiKeys
+from server.http.app import build_app
+from server.link.placement_wire import PlacementWord
 from tests.support.placements import held, random_placement
 
 START = random_placement(3, 8, 2, 6, seed=1)

@@ -1,6 +1,6 @@
 """By name, over HTTP: the worst that a form of an answer, or a tool, can be; a 400 names the field, within a time.
 
-What each costs in the process that compiles forms, and that it may die of it, is tested in tests/server/structure.
+What each costs in the process that compiles forms, and that it may die of it, is tested in tests/server/front/structure.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.processes import cpu_s
-from server.openai.structure import MAX_CHARS, MAX_CHOICES, MAX_DEPTH
+from server.api.structure import MAX_CHARS, MAX_CHOICES, MAX_DEPTH
 from tests.support.hostile_values import PLANES
 from tests.support.paced_front import PacedFront
 from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes

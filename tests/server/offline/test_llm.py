@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.batch.bulk_client import BulkClient
+from server.clients.batch.bulk_client import BulkClient
 from server.offline.llm import LLM, _listed, _params_for, _prompt_of
 from server.offline.requests import LLMError, Wish, fulfil_all
 from server.offline.results import Logprob, RequestOutput, SamplingParams, output_from

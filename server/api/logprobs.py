@@ -1,0 +1,146 @@
+"""Log-probabilities in the forms that OpenAI and vLLM gave them.
+
+A token that is no whole UTF-8 text is spelled "bytes:\\xe2\\x82" in completions, as OpenAI does there: two such tokens
+must not become one key. Chats have a field for the bytes and show U+FFFD.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.request import Logprobs
+from server.front.tokenizer import Tokenizer
+
+LEAST = -9999.0  # JSON has no minus infinity; vLLM's floor
+
+
+def chat_logprobs(
+    entries: Sequence[Logprobs],
+    tokenizer: Tokenizer,
+    num_top: int,
+    *,
+    as_ids: bool = False,
+    shows_own: bool = False,
+) -> dict[str, Any]:
+    """Return chat's `logprobs` object: one entry per token, with the likeliest beside it.
+
+    Args:
+        entries: of the tokens.
+        tokenizer: spells them.
+        num_top: likeliest shown.
+        as_ids: spell tokens "token_id:5" (return_tokens_as_token_ids).
+        shows_own: show the token itself beside it, too, first (as vLLM does with logprob_token_ids).
+    """
+    return {
+        "content": [
+            {
+                **_chat_entry(entry.token_id, entry.logprob, tokenizer, as_ids),
+                "top_logprobs": [
+                    _chat_entry(token_id, logprob, tokenizer, as_ids)
+                    for token_id, logprob in _shown(entry, num_top, shows_own=shows_own)
+                ],
+            }
+            for entry in entries
+        ]
+    }
+
+
+class CompletionLogprobs:
+    """Completions' `logprobs` objects of one choice, piece by piece; the offsets run on from piece to piece."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int, *, as_ids: bool = False) -> None:
+        """`num_top` likeliest tokens are shown beside each; `as_ids`: see `chat_logprobs`."""
+        self._tokenizer, self._num_top, self._as_ids = tokenizer, num_top, as_ids
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0  # characters of text before the next token
+        self._object = _empty()
+
+    def push_first(self, token_id: int) -> None:
+        """Take a prompt's first token: nothing precedes it, so its probability is not known."""
+        self._push(token_id, None, None)
+
+    def push(self, entries: Sequence[Logprobs]) -> None:
+        """Take tokens."""
+        for entry in entries:
+            top = {self._spell(each): _finite(value) for each, value in _likeliest(entry, self._num_top)}
+            # The chosen token is always among them, and the first, as vLLM's clients expect.
+            own = {self._spell(entry.token_id): _finite(entry.logprob)}
+            self._push(entry.token_id, _finite(entry.logprob), own | top | own)
+
+    def take(self) -> dict[str, Any]:
+        """Return the object of the tokens taken since the last time."""
+        content, self._object = self._object, _empty()
+        return content
+
+    def _push(self, token_id: int, logprob: float | None, top: dict[str, float] | None) -> None:
+        content = self._object
+        content["tokens"].append(self._spell(token_id))
+        content["token_logprobs"].append(logprob)
+        content["top_logprobs"].append(top)
+        content["text_offset"].append(self._offset)
+        self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token_id)))
+
+    def _spell(self, token_id: int) -> str:
+        raw = self._tokenizer.token_bytes(token_id)
+        if self._as_ids or not raw:  # a vocabulary may be padded with ids that have no text
+            return f"token_id:{token_id}"
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def prompt_logprobs_list(
+    entries: Sequence[Logprobs], tokenizer: Tokenizer, num_top: int
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: None for the first token, then {id: {logprob, rank, decoded_token}}, the
+    prompt's own token first.
+
+    Args:
+        entries: of prompt tokens 1 and on.
+        tokenizer: spells them.
+        num_top: likeliest shown.
+    """
+    shown: list[dict[str, Any] | None] = [None]
+    for entry in entries:
+        ranked = {str(entry.token_id): (entry.logprob, entry.rank)}
+        for rank, (token_id, logprob) in enumerate(_likeliest(entry, num_top), start=1):
+            ranked.setdefault(str(token_id), (logprob, rank))
+        shown.append(
+            {
+                token_id: {
+                    "logprob": _finite(logprob),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_bytes(int(token_id)).decode(errors="replace"),
+                }
+                for token_id, (logprob, rank) in ranked.items()
+            }
+        )
+    return shown
+
+
+def _empty() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    token = f"token_id:{token_id}" if as_ids else raw.decode(errors="replace")
+    return {"token": token, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _shown(entry: Logprobs, num_top: int, *, shows_own: bool) -> list[tuple[int, float]]:
+    """Return what stands beside a token: the likeliest, or what was asked for, and the token itself if wished."""
+    likeliest = _likeliest(entry, num_top)
+    if not shows_own:
+        return likeliest
+    return [(entry.token_id, entry.logprob), *(each for each in likeliest if each[0] != entry.token_id)]
+
+
+def _likeliest(entry: Logprobs, num_top: int) -> list[tuple[int, float]]:
+    return list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:num_top]
+
+
+def _finite(logprob: float) -> float:
+    """Clamp; not a number counts as the least."""
+    return logprob if logprob > LEAST else LEAST

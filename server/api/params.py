@@ -1,0 +1,225 @@
+"""From what a client sent to what a rank is asked: checks, defaults and one `Ask` per choice."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from scheduler.request import Request, SamplingParams, Structure
+from server import errors
+from server.api.schemas import MAX_CHOICES, MAX_STOPS, SamplingFields
+from server.api.token_fields import bad_words_of, check_ids, logit_bias_of, truncated
+from server.errors import bad_request
+from server.front.generations import Ask
+from server.front.served import ServedModel
+
+MAX_STOP_CHARS = 4096
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+# Known to clients, not served yet: refused unless the value asks for nothing.
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "use_beam_search": (),
+    "length_penalty": (1,),  # of beam search
+    "typical_p": (1,),
+    "no_repeat_ngram_size": (),
+    "repetition_detection": (),
+    "watermarking": (),
+    "thinking_token_budget": (-1,),
+    "priority": (),
+    "stream_interval": (1,),
+    "guided_whitespace_pattern": (),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": (),
+    "routed_experts_prompt_start": (),
+    "prompt_embeds": (),
+    "return_prompt_text": (),
+    "suffix": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "chat_template": (),
+}
+_ZERO_IS_A_WISH = ("thinking_token_budget",)
+GREEDY_BELOW = 1e-5  # vLLM's: a temperature so low is greedy, and its inverse no longer a good number
+
+
+def refuse_unserved(body: SamplingFields) -> None:
+    """Refuse what would be silently ignored.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    extra = body.model_extra or {}
+    for name, harmless in _UNSERVED.items():
+        value = extra.get(name)
+        is_nothing = value is None or (value in _NOTHING and name not in _ZERO_IS_A_WISH)
+        if is_nothing or value in harmless:
+            continue
+        raise bad_request(f"{name!r} is not supported by this server yet; leave it out.", name)
+    best_of = extra.get("best_of")
+    if best_of not in (None, body.n or 1):
+        raise bad_request(
+            f"best_of is {best_of!r}; this server does not generate more choices than it returns: leave it out, "
+            "or ask for them with n.",
+            "best_of",
+        )
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
+        raise bad_request("stream_options is for streams: it needs stream=true.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs is not told in streams: it needs stream=false.", "prompt_logprobs")
+
+
+def asks_for(
+    body: SamplingFields,
+    model: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    request_id: str,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+    prompt_field: str,
+    max_tokens_field: str = "max_tokens",
+    structure: Structure | None = None,
+    num_prompt_logprobs: int | None = None,
+) -> list[Ask]:
+    """Return n asks per prompt, in the order of the choices' indexes.
+
+    Args:
+        body: the request.
+        model: what is served.
+        prompts: token ids, not empty.
+        request_id: the ranks' ids begin with it.
+        max_tokens: None is up to the context's end.
+        num_logprobs: how many likeliest tokens beside each generated one; None is no logprobs.
+        prompt_field: what an error about the prompt names.
+        max_tokens_field: likewise.
+        structure: the form that answers must have, checked (`openai.structure`).
+        num_prompt_logprobs: like `num_logprobs`, if more than the body's own prompt_logprobs is needed.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    n = body.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise bad_request(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices.", "n")
+    stops = _stops(body)
+    seed = secrets.randbits(64) if body.seed is None else body.seed
+    asked = [count for count in (num_prompt_logprobs, body.prompt_logprobs) if count is not None]
+    shared = _sampling(
+        body,
+        model,
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=max(asked, default=None),
+        structure=structure,
+    )
+    asks: list[Ask] = []
+    for whole_prompt in prompts:
+        max_len = model.max_len()
+        prompt_ids = truncated(body, whole_prompt, max_len - (max_tokens or 1), max_len=max_len)
+        room = _room(len(prompt_ids), max_len, max_tokens, prompt_field, max_tokens_field)
+        _check_min_tokens(body, room, max_tokens_field)
+        for choice in range(n):
+            request = Request(
+                request_id=f"{request_id}-{len(asks)}",
+                prompt_ids=tuple(prompt_ids),
+                params=replace(shared, max_tokens=room, seed=(seed + choice) % 2**64),
+                arrival_s=0.0,
+            )
+            asks.append(_ask(body, model, request, stops))
+    return asks
+
+
+def _check_min_tokens(body: SamplingFields, room: int, max_tokens_field: str) -> None:
+    if (body.min_tokens or 0) > room:
+        raise bad_request(
+            f"min_tokens ({body.min_tokens}) is more than {max_tokens_field} ({room}).", "min_tokens"
+        )
+
+
+def _ask(body: SamplingFields, model: ServedModel, request: Request, stops: tuple[str, ...]) -> Ask:
+    return Ask(
+        request=request,
+        stops=stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        eos_ids=model.tokenizer.eos_ids,
+    )
+
+
+def _room(
+    num_prompt_tokens: int, max_len: int, max_tokens: int | None, prompt_field: str, max_tokens_field: str
+) -> int:
+    """Return how many tokens may be generated."""
+    room = max_len - num_prompt_tokens
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        to_change = prompt_field if room < 1 else max_tokens_field
+        raise errors.too_long(num_prompt_tokens, max_len, max_tokens, to_change)
+    return room if max_tokens is None else max_tokens
+
+
+def _sampling(
+    body: SamplingFields,
+    model: ServedModel,
+    *,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
+    structure: Structure | None,
+) -> SamplingParams:
+    """Return what all choices have in common; max_tokens and seed are put in later."""
+
+    def said(name: str, otherwise: Any) -> Any:
+        """The client's value, else the checkpoint's, else the usual one."""
+        value = getattr(body, name)
+        return model.sampling_defaults.get(name, otherwise) if value is None else value
+
+    if body.logprob_token_ids == []:
+        raise bad_request("logprob_token_ids must not be an empty list.", "logprob_token_ids")
+    if body.logprob_token_ids and num_logprobs is None:
+        raise bad_request(
+            "logprob_token_ids needs logprobs: when using `logprob_token_ids`, `logprobs` must be set.",
+            "logprob_token_ids",
+        )
+    tokenizer = model.tokenizer
+    vocab_size = tokenizer.vocab_size
+    stop_ids = set(check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size))
+    if not body.ignore_eos:
+        stop_ids |= tokenizer.eos_ids
+    temperature = float(said("temperature", 1.0))
+    return SamplingParams(
+        max_tokens=1,
+        min_tokens=body.min_tokens or 0,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=float(said("top_p", 1.0)),
+        top_k=max(0, int(said("top_k", 0))),
+        min_p=float(said("min_p", 0.0)),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=float(said("repetition_penalty", 1.0)),
+        stop_token_ids=tuple(sorted(stop_ids)),
+        num_logprobs=num_logprobs,
+        structure=structure,
+        logprob_token_ids=check_ids("logprob_token_ids", body.logprob_token_ids or (), vocab_size),
+        num_prompt_logprobs=num_prompt_logprobs,
+        allowed_token_ids=check_ids("allowed_token_ids", body.allowed_token_ids or (), vocab_size),
+        bad_words=bad_words_of(body.bad_words, tokenizer),
+        logit_bias=logit_bias_of(body.logit_bias, vocab_size),
+    )
+
+
+def _stops(body: SamplingFields) -> tuple[str, ...]:
+    stops = body.stop
+    if stops is None:
+        return ()
+    if isinstance(stops, str):
+        stops = [stops]
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise bad_request("stop must be a string or a list of strings.", "stop")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise bad_request(
+            f"stop takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters.", "stop"
+        )
+    if not all(stops):
+        raise bad_request("stop has an empty string, which would end every answer at once.", "stop")
+    return tuple(stops)

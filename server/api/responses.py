@@ -1,0 +1,182 @@
+"""/v1/responses: create, retrieve, delete, cancel, and count a prompt's tokens."""
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.api.chat_turn import ChatTurn
+from server.api.drafts import DraftChunks, DraftStream, complete, json_response
+from server.api.logprobs import chat_logprobs
+from server.api.reasoning_tokens import ReasoningCount
+from server.api.responses_background import BackgroundRun, BackgroundRuns, Following
+from server.api.responses_chat import chat_request, own_name
+from server.api.responses_input import ChatMessage, items_to_messages, messages_of
+from server.api.responses_output import ResponseDraft
+from server.api.responses_schemas import ResponsesRequest, refuse_unserved_responses
+from server.api.responses_store import ResponseStore
+from server.api.tokenize import count_tokens
+from server.api.usage import usage_of
+from server.errors import ApiError, bad_request
+from server.front.generations import Answer
+from server.front.requests import Requests
+from server.front.served import ServedModel
+from server.http.described import STREAM_RESPONSE
+
+
+class _Parts(NamedTuple):
+    """What the endpoint works with."""
+
+    model: ServedModel
+    requests: Requests
+    store: ResponseStore
+    runs: BackgroundRuns
+
+
+def responses_routes(model: ServedModel, requests: Requests) -> APIRouter:
+    """Return the endpoint's routes."""
+    router, parts = APIRouter(), _Parts(model, requests, ResponseStore(), BackgroundRuns())
+
+    @router.post("/v1/responses", response_model=None, responses=STREAM_RESPONSE)
+    async def create_response(body: ResponsesRequest, http: HttpRequest) -> Response:
+        """Answer, now or in the background, and keep the response unless store is false."""
+        return await _create(body, http, parts)
+
+    @router.post("/v1/responses/input_tokens", response_model=None)
+    async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
+        """Count the tokens of the prompt that a request would make."""
+        model.check_name(body.model)
+        refuse_unserved_responses(body)
+        with _in_own_words():
+            num_tokens = await count_tokens(chat_request(body, _history(body, parts.store)), model)
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+    @router.get("/v1/responses/{response_id}", response_model=None, responses=STREAM_RESPONSE)
+    async def retrieve_response(
+        response_id: str, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        """Show a stored response, or what happens to one that is made in the background."""
+        stored = parts.store.get(response_id, "response_id")
+        if not stream:
+            return json_response(stored.response)
+        return parts.runs.follow(response_id, -1 if starting_after is None else max(-1, starting_after))
+
+    @router.delete("/v1/responses/{response_id}", response_model=None)
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        """Forget a stored response, and end it if it is still being made."""
+        parts.store.delete(response_id)
+        await parts.runs.delete(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.post("/v1/responses/{response_id}/cancel", response_model=None)
+    async def cancel_response(response_id: str) -> Response:
+        """End a response that is made in the background."""
+        return await _cancel(response_id, parts)
+
+    return router
+
+
+async def _create(body: ResponsesRequest, http: HttpRequest, parts: _Parts) -> Response:
+    model, store = parts.model, parts.store
+    name = model.check_name(body.model)
+    refuse_unserved_responses(body)
+    if body.background:
+        parts.runs.check_room()
+    history = _history(body, store)
+    request_id = f"resp_{uuid.uuid4().hex}"
+    with _in_own_words():
+        turn = await ChatTurn.open(
+            chat_request(body, history), model, parts.requests, request_id=request_id, cut_to_fit=True
+        )
+    draft = _draft(body, name, model, turn.answer)
+
+    def keep() -> None:
+        if body.store is not False:
+            store.put(draft.response, [*history, *items_to_messages(draft.response["output"])])
+
+    def keep_whole() -> None:
+        if store.has(request_id):  # it may have been deleted meanwhile
+            keep()
+
+    if body.background:
+        run = BackgroundRun(turn.answer, DraftChunks(turn.parser(0), draft), draft)
+        keep()
+        parts.runs.start(run, on_end=keep_whole)
+        return Following(run, 0) if body.stream else json_response(draft.response)
+    chunks = DraftChunks(turn.parser(0), draft, on_end=keep)
+    if body.stream:
+        return DraftStream(turn.answer, chunks)
+    await complete(turn.answer, chunks, http)
+    return json_response(draft.response)
+
+
+async def _cancel(response_id: str, parts: _Parts) -> Response:
+    stored, run = parts.store.get(response_id, "response_id"), parts.runs.find(response_id)
+    if run is None:
+        raise bad_request("Cannot cancel a synchronous response.", "response_id")
+    await run.cancel()
+    if stored.response["status"] != "cancelled":
+        raise bad_request(
+            f"Cannot cancel a response that has ended: its status is {stored.response['status']!r}.",
+            "response_id",
+        )
+    return json_response(stored.response)
+
+
+def _history(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
+    """Return the conversation that a request goes on with, its own input last."""
+    given = messages_of(body.input)
+    if body.previous_response_id is None:
+        return given
+    stored = store.get(body.previous_response_id, "previous_response_id")
+    if stored.response["status"] in ("queued", "in_progress"):
+        raise bad_request(
+            "previous_response_id is of a response that is still being made; wait for its end.",
+            "previous_response_id",
+        )
+    return [*stored.messages, *given]
+
+
+def _draft(body: ResponsesRequest, name: str, model: ServedModel, answer: Answer) -> ResponseDraft:
+    params = answer.generations[0].ask.request.params
+    tokenizer = model.tokenizer
+    return ResponseDraft(
+        answer.request_id,
+        body,
+        name,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        word_logprobs=lambda entries: chat_logprobs(entries, tokenizer, body.top_logprobs or 0)["content"],
+        usage=lambda num_reasoning: _usage(answer, num_reasoning),
+        reasoning=ReasoningCount(lambda text: len(tokenizer.encode(text, add_special_tokens=False))),
+    )
+
+
+def _usage(answer: Answer, num_reasoning: int) -> dict[str, Any]:
+    counted = usage_of(answer.generations, 1)
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": counted["total_tokens"],
+    }
+
+
+@contextlib.contextmanager
+def _in_own_words() -> Iterator[None]:
+    """Let errors about the chat request name what the client sent."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is None:
+            raise
+        name = own_name(error.param)
+        is_first = error.message.startswith(error.param)
+        message = name + error.message.removeprefix(error.param) if is_first else error.message
+        raise ApiError(error.status, message, param=name, headers=error.headers) from error

@@ -1,0 +1,226 @@
+"""A response while it grows: its output items, and the events that tell of them.
+
+One `ResponseDraft` serves streams and whole answers alike; who waits for the whole ignores the events. Their order is
+that of https://platform.openai.com/docs/api-reference/responses-streaming: created, in_progress, then per item
+added, its content's events, done, and one of completed, incomplete, failed.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scheduler.request import FinishReason, Logprobs
+from server.api.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
+from server.api.parsers.deltas import Delta
+from server.api.reasoning_tokens import ReasoningCount
+from server.api.responses_schemas import ResponsesRequest
+from server.errors import ApiError
+from server.front.generations import Piece
+
+Event = dict[str, Any]
+
+_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+_PARTS = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_text"}
+_DELTAS = {
+    BlockKind.REASONING: "response.reasoning_text",
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.CALL: "response.function_call_arguments",
+}
+
+
+class ResponseDraft:
+    """The response object, and what a stream says while it is made."""
+
+    def __init__(
+        self,
+        response_id: str,
+        body: ResponsesRequest,
+        model: str,
+        *,
+        temperature: float,
+        top_p: float,
+        word_logprobs: Callable[[Sequence[Logprobs]], list[dict[str, Any]]],
+        usage: Callable[[int], dict[str, Any]],
+        reasoning: ReasoningCount,
+    ) -> None:
+        """Args: usage(reasoning_tokens) is asked at the end, word_logprobs as log-probabilities come."""
+        self.response = _head(response_id, body, model, temperature=temperature, top_p=top_p)
+        self._blocks = Blocks()
+        self._ids: dict[int, str] = {}
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of text blocks
+        self._waiting: list[Logprobs] = []  # of tokens whose text is held back
+        self._word_logprobs = word_logprobs
+        self._usage = usage
+        self._reasoning = reasoning
+        self._number = 0
+        self._is_queued = bool(body.background)
+        self._shows_progress = bool(body.stream)
+
+    def begin(self) -> list[Event]:
+        """Word the beginning; in the background a response waits first."""
+        second = "response.queued" if self._is_queued else "response.in_progress"
+        return [
+            self._event("response.created", response=dict(self.response)),
+            self._event(second, response=dict(self.response)),
+        ]
+
+    def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
+        """Word what was gained."""
+        begun = self._leave_queue()
+        self._reasoning.note(deltas, len(piece.token_ids))
+        happened = self._blocks.push(deltas)
+        self._waiting += piece.logprobs
+        texts = [each for each in happened if isinstance(each, Grew) and each.block.kind is BlockKind.TEXT]
+        events: list[Event] = begun
+        for each in happened:
+            worded = self._take_logprobs() if texts and each is texts[-1] else []
+            events += self._word(each, worded)
+        if happened and not texts:
+            self._waiting = []  # of reasoning or a call, which show none
+        return events
+
+    def finish(self, piece: Piece) -> list[Event]:
+        """Word the end, and complete the response. What was cut short is `incomplete`."""
+        cut = piece.finish_reason is FinishReason.LENGTH
+        happened = self._blocks.finish()
+        last = self._blocks.all[-1] if cut and self._blocks.all else None
+        events = [word for each in happened for word in self._word(each, [], cut=cut)]
+        self.response["output"] = self._output(last)
+        self.response["status"] = "incomplete" if cut else "completed"
+        if cut:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response["usage"] = self._usage(self._reasoning.num_tokens)
+        return [*events, self._event(f"response.{self.response['status']}", response=self.response)]
+
+    def cancel(self) -> list[Event]:
+        """Word an end that somebody wished for, and keep what there is; no event is documented for it but this."""
+        events = [word for each in self._blocks.finish() for word in self._word(each, [], cut=True)]
+        self.response["output"] = self._output(self._blocks.all[-1] if self._blocks.all else None)
+        self.response["status"] = "cancelled"
+        return [*events, self._event("response.incomplete", response=self.response)]
+
+    def fail(self, failure: ApiError) -> list[Event]:
+        """Word a failure after the stream's beginning."""
+        self.response["status"] = "failed"
+        self.response["error"] = {"code": "server_error", "message": failure.message}
+        return [self._event("response.failed", response=self.response)]
+
+    def _output(self, cut: Block | None) -> list[dict[str, Any]]:
+        """Word all items. Arguments that were cut short are no JSON: a client that runs through the calls would trip
+        over them."""
+        kept = [block for block in self._blocks.all if block is not cut or block.kind is not BlockKind.CALL]
+        return [self._item(block, cut=block is cut) for block in kept]
+
+    def _leave_queue(self) -> list[Event]:
+        """Word that tokens come. Who polls sees "queued" until the end, as with vLLM; who follows sees all."""
+        if not self._is_queued:
+            return []
+        self._is_queued = False
+        if self._shows_progress:
+            self.response["status"] = "in_progress"
+        return [self._event("response.in_progress", response=self.response | {"status": "in_progress"})]
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        waiting, self._waiting = self._waiting, []
+        return self._word_logprobs(waiting) if waiting else []
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
+
+    def _word(
+        self, happened: BlockEvent, logprobs: list[dict[str, Any]], *, cut: bool = False
+    ) -> list[Event]:
+        block = happened.block
+        if isinstance(happened, Opened):
+            self._ids[block.index] = f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"
+            return self._word_opened(block)
+        if isinstance(happened, Grew):
+            about = self._place(block)
+            if block.kind is BlockKind.TEXT:
+                about["logprobs"] = logprobs
+                self._logprobs.setdefault(block.index, []).extend(logprobs)
+            return [self._event(f"{_DELTAS[block.kind]}.delta", **about, delta=happened.text)]
+        assert isinstance(happened, Closed), happened
+        return self._word_closed(block, cut=cut)
+
+    def _word_opened(self, block: Block) -> list[Event]:
+        item = self._item(block, opening=True)
+        events = [self._event("response.output_item.added", output_index=block.index, item=item)]
+        if block.kind in _PARTS:
+            part = self._part(block, opening=True)
+            events.append(self._event("response.content_part.added", **self._place(block), part=part))
+        return events
+
+    def _word_closed(self, block: Block, *, cut: bool) -> list[Event]:
+        about, text, item = self._place(block), block.text, self._item(block, cut=cut)
+        if block.kind is BlockKind.CALL:
+            events = [self._event(f"{_DELTAS[block.kind]}.done", **about, name=block.name, arguments=text)]
+        else:
+            part = self._part(block)
+            logprobs = {"logprobs": part["logprobs"]} if block.kind is BlockKind.TEXT else {}
+            events = [
+                self._event(f"{_DELTAS[block.kind]}.done", **about, **logprobs, text=text),
+                self._event("response.content_part.done", **about, part=part),
+            ]
+        return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._ids[block.index], "output_index": block.index}
+        return place | ({"content_index": 0} if block.kind in _PARTS else {})
+
+    def _part(self, block: Block, *, opening: bool = False) -> dict[str, Any]:
+        """Word a block's content; when it opens it is empty, and what it has by then follows as deltas."""
+        part: dict[str, Any] = {"type": _PARTS[block.kind], "text": "" if opening else block.text}
+        if block.kind is BlockKind.TEXT:
+            logprobs = [] if opening else list(self._logprobs.get(block.index, ()))
+            part |= {"annotations": [], "logprobs": logprobs}
+        return part
+
+    def _item(self, block: Block, *, opening: bool = False, cut: bool = False) -> dict[str, Any]:
+        status = "in_progress" if opening else "incomplete" if cut else "completed"
+        item: dict[str, Any] = {"id": self._ids[block.index], "status": status}
+        content = [] if opening or block.kind is BlockKind.CALL else [self._part(block)]
+        if block.kind is BlockKind.REASONING:
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        if block.kind is BlockKind.TEXT:
+            return item | {"type": "message", "role": "assistant", "content": content}
+        call = {"type": "function_call", "call_id": block.call_id, "name": block.name}
+        return item | call | {"arguments": "" if opening else block.text}
+
+
+def _head(
+    response_id: str, body: ResponsesRequest, model: str, *, temperature: float, top_p: float
+) -> dict[str, Any]:
+    """Return a response that has just begun; clients' types want every field."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": temperature,
+        "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }

@@ -1,0 +1,209 @@
+"""From response_format, structured_outputs and guided_* to the form that an answer must have.
+
+OpenAI's response_format, vLLM's structured_outputs, and the guided_* fields that vLLM had before. One request may ask
+for one form; it is compiled before the request is accepted, so what cannot be is a 400 that says why.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from scheduler.request import Structure
+from server.api.nesting import is_deeper
+from server.api.schemas import SamplingFields
+from server.errors import bad_request
+from server.front.served import ServedModel
+
+MAX_CHARS = 1 << 18  # of a schema, regex or grammar
+MAX_DEPTH = 64  # of a schema
+MAX_CHOICES = 10_000
+_UNSET: tuple[Any, ...] = (None, {}, "", [])
+_FORMATS = "response_format.type must be one of 'text', 'json_object', 'json_schema'"
+_COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # llguidance's own key in a schema
+
+
+class Asked(NamedTuple):
+    """A form and the field that asked for it."""
+
+    param: str
+    structure: Structure
+
+
+async def structure_of(body: SamplingFields, model: ServedModel) -> Structure | None:
+    """Return the form that a request asks for, compiled once to see that it can be; None if any text will do.
+
+    Raises:
+        ApiError: 400, naming the field: no valid form, more than one, or one that cannot be compiled.
+    """
+    asked = asked_structure(body)
+    if asked is None:
+        return None
+    await check_structure(asked.structure, model, asked.param)
+    return asked.structure
+
+
+async def check_structure(structure: Structure, model: ServedModel, param: str) -> None:
+    """Compile a form to see that it can be.
+
+    Args:
+        param: the field that the error names.
+
+    Raises:
+        ApiError: 400, it cannot; 503, too many wait to be checked.
+    """
+    try:
+        size = max(len(structure.text.encode()), len(structure.after.encode()))
+    except UnicodeEncodeError as error:
+        raise bad_request(f"{param} is not valid Unicode: {error.reason}.", param) from None
+    if size > MAX_CHARS:
+        raise bad_request(f"{param} has {size} bytes; up to {MAX_CHARS} are taken.", param)
+    why_not = await model.structures.why_not(structure)
+    if why_not:
+        raise bad_request(f"{param} cannot be compiled: {why_not}.", param)
+
+
+def refuse_second_form(body: SamplingFields) -> None:
+    """Refuse vLLM's fields beside a call that must be made; response_format is for answers that are no calls.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    asked = asked_structure(body)
+    if asked is not None and not asked.param.startswith("response_format"):
+        raise bad_request(
+            f"{asked.param} and a tool_choice that demands a call cannot both hold: ask for structured outputs or "
+            "tools, not both.",
+            asked.param.partition(".")[0],
+        )
+
+
+def asked_structure(body: SamplingFields) -> Asked | None:
+    """Read the fields, without compiling.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    asked = list(_asked(body))
+    if len(asked) > 1:
+        raise bad_request(
+            f"You can only use one kind of constraints: {asked[0].param} and {asked[1].param} both ask for a "
+            "structure; leave one out.",
+            asked[1].param,
+        )
+    return asked[0] if asked else None
+
+
+def _asked(body: SamplingFields) -> Iterator[Asked]:
+    if body.response_format not in _UNSET:
+        structure = _from_response_format(body.response_format)
+        if structure is not None:
+            yield Asked("response_format", structure)
+    if body.structured_outputs not in _UNSET:
+        yield from _from_fields(_object(body.structured_outputs, "structured_outputs"), "structured_outputs.")
+    yield from _from_fields(
+        {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}, "guided_"
+    )
+
+
+def _from_response_format(value: Any) -> Structure | None:
+    """Read OpenAI's field."""
+    kind = _object(value, "response_format").get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Structure("json_object")
+    if kind == "json_schema":
+        if value.get("json_schema") is None:
+            param = "response_format.json_schema"
+            raise bad_request(f"{param} must be provided: an object with a name and a schema.", param)
+        described = _object(value["json_schema"], "response_format.json_schema")
+        schema = described.get("schema", described.get("json_schema"))
+        return _json(schema, "response_format.json_schema.schema")
+    raise bad_request(f"{_FORMATS}; got {_quoted(kind)}.", "response_format")
+
+
+def _from_fields(fields: Mapping[str, Any], prefix: str) -> Iterator[Asked]:
+    """Read vLLM's fields, whatever their prefix."""
+    for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
+        if fields.get(name):
+            raise bad_request(f"{prefix}{name} is not supported; leave it out.", f"{prefix}{name}")
+    is_compact = bool(fields.get("disable_any_whitespace"))
+    unset = _UNSET if prefix == "guided_" else (None,)  # clients of the older fields send empty ones
+    for name, read in _READERS.items():
+        if fields.get(name) not in unset:
+            structure = read(fields[name], f"{prefix}{name}")
+            yield Asked(f"{prefix}{name}", _compact(structure) if is_compact else structure)
+    if fields.get("json_object"):
+        structure = Structure("json_object")
+        yield Asked(f"{prefix}json_object", _compact(structure) if is_compact else structure)
+
+
+def _compact(structure: Structure) -> Structure:
+    """Leave no room between the parts of JSON."""
+    if structure.kind == "json_object":
+        return Structure("json_schema", json.dumps({"type": "object", **_COMPACT}))
+    schema = json.loads(structure.text) if structure.kind == "json_schema" else None
+    return (
+        Structure("json_schema", json.dumps({**schema, **_COMPACT}))
+        if isinstance(schema, dict)
+        else structure
+    )
+
+
+def _json(value: Any, param: str) -> Structure:
+    """Read a schema, given as an object or as its text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise bad_request(f"{param} is not valid JSON: {error}.", param) from None
+    if not isinstance(value, dict | bool):
+        raise bad_request(f"{param} must be a JSON schema (an object); got {_quoted(value)}.", param)
+    if is_deeper(value, MAX_DEPTH):
+        raise bad_request(f"{param} is nested deeper than {MAX_DEPTH} levels.", param)
+    try:
+        return Structure("json_schema", json.dumps(value, allow_nan=False))
+    except ValueError:
+        raise bad_request(f"{param} has NaN or Infinity, which is no JSON.", param) from None
+
+
+def _regex(value: Any, param: str) -> Structure:
+    return Structure("regex", _text(value, param))
+
+
+def _grammar(value: Any, param: str) -> Structure:
+    return Structure("grammar", _text(value, param))
+
+
+def _choice(value: Any, param: str) -> Structure:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+        raise bad_request(f"{param} must be a list of strings, one or more, that are not empty.", param)
+    if len(value) > MAX_CHOICES:
+        raise bad_request(f"{param} has {len(value)} choices; up to {MAX_CHOICES} are taken.", param)
+    return Structure("choice", json.dumps(value))
+
+
+_READERS: Mapping[str, Callable[[Any, str], Structure]] = {
+    "json": _json,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise bad_request(f"{param} must be a string that is not empty; got {_quoted(value)}.", param)
+    return value
+
+
+def _object(value: Any, param: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise bad_request(f"{param} must be an object; got {_quoted(value)}.", param)
+    return value
+
+
+def _quoted(value: Any) -> str:
+    """A wrong value, cut short."""
+    text = type(value).__name__ if isinstance(value, dict | list) else repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."

@@ -1,0 +1,111 @@
+"""POST /tokenize and /detokenize, with vLLM's fields: a prompt or a chat as token ids, and ids as text."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from server.api.chat_prompt import render_chat
+from server.api.drafts import json_response
+from server.api.responses_chat import validated
+from server.api.schemas import ChatRequest
+from server.api.text import LONG_TEXT, check_unicode, encode
+from server.errors import bad_request
+from server.front.served import ServedModel
+
+_T = TypeVar("_T")
+_MAX_CHARS = 1 << 20  # tokenizing takes a hundred times the text's memory
+_MANY_TOKENS = LONG_TEXT // 4  # decoding more takes milliseconds and leaves the event loop
+_PROMPT_ONLY = {"prompt", "add_special_tokens", "return_token_strs"}
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: one of prompt and messages."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, fail_fast=True)
+    add_special_tokens: bool | None = None  # true for a prompt; templates write their own
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    tokens: list[int] = Field(fail_fast=True)
+
+
+async def count_tokens(body: ChatRequest, model: ServedModel) -> int:
+    """Return how many tokens a chat's prompt has.
+
+    Raises:
+        ApiError: 400, a message or the template's refusal of it.
+    """
+    return len(await encode(render_chat(body, model), model, add_special_tokens=False, param="messages"))
+
+
+def tokenize_routes(model: ServedModel) -> APIRouter:
+    """Return the endpoints' routes."""
+    router = APIRouter()
+
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Return the token ids of a prompt or a chat."""
+        model.check_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("Send either prompt or messages.", "prompt")
+        if body.messages is None:
+            text, special, param = body.prompt or "", body.add_special_tokens is not False, "prompt"
+        else:
+            text, special, param = _chat_text(body, model), bool(body.add_special_tokens), "messages"
+        check_unicode(text, param)
+        if len(text) > _MAX_CHARS:
+            raise bad_request(f"{param} has {len(text)} characters; up to {_MAX_CHARS} are taken.", param)
+        is_long = len(text) >= LONG_TEXT
+        tokenize_text = partial(model.tokenizer.encode, text, add_special_tokens=special)
+        token_ids = await _run(tokenize_text, is_long=is_long)
+        spell = partial(model.tokenizer.token_strings, token_ids)
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": model.max_len(),
+            "tokens": token_ids,
+            "token_strs": await _run(spell, is_long=is_long) if body.return_token_strs else None,
+        }
+        return json_response(answer)
+
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of token ids, special ones shown."""
+        model.check_name(body.model)
+        tokens, highest = body.tokens, model.tokenizer.vocab_size - 1
+        wrong = next((token_id for token_id in tokens if not 0 <= token_id <= highest), None)
+        if wrong is not None:
+            raise bad_request(f"tokens has {wrong}; token ids are 0 to {highest}.", "tokens")
+        decode = partial(model.tokenizer.decode, tokens, skip_special_tokens=False)
+        return {"prompt": await _run(decode, is_long=len(tokens) >= _MANY_TOKENS)}
+
+    return router
+
+
+def _chat_text(body: TokenizeRequest, model: ServedModel) -> str:
+    if body.continue_final_message and body.add_generation_prompt:
+        raise bad_request(
+            "add_generation_prompt and continue_final_message cannot both be true.", "add_generation_prompt"
+        )
+    return render_chat(validated(body.model_dump(exclude=_PROMPT_ONLY, exclude_unset=True)), model)
+
+
+async def _run(work: Callable[[], _T], *, is_long: bool) -> _T:
+    """Do what is short here, and the rest beside the event loop."""
+    return await asyncio.to_thread(work) if is_long else work()

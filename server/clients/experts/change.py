@@ -1,0 +1,98 @@
+"""Run `wideep experts apply`, `rollback` and `history`: a client of the service's endpoints for placements."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from expert_placement.placement_file import PlacementFileError, load_placement, to_json
+from server.clients.experts.client import ExpertsClient, ServiceError
+
+
+def run_change(
+    args: argparse.Namespace,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    client: ExpertsClient | None = None,
+) -> int:
+    """Run the verb; returns the exit status: 0, 1 if nothing changed though it should have, 2 for a wrong file."""
+    keys = environment.get("WIDEEP_API_KEY", "").split()
+    try:
+        with client or ExpertsClient(args.url, keys[0] if keys else None) as service:
+            if args.verb == "history":
+                return _history(service, args)
+            return _apply(service, args) if args.verb == "apply" else _rollback(service, args)
+    except (ServiceError, PlacementFileError) as error:
+        print(f"wideep experts {args.verb}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, PlacementFileError) else 1
+
+
+def _apply(service: ExpertsClient, args: argparse.Namespace) -> int:
+    wish: dict[str, Any] = {"policy": args.policy}
+    if args.placement is not None:
+        if args.dry_run:
+            print("wideep experts apply: --dry-run plans; it has nothing to say of a file", file=sys.stderr)
+            return 2
+        wish = {"placement": to_json(load_placement(args.placement))}
+    if args.dry_run:
+        plan = service.post("/experts/plan", wish).json()
+        print(json.dumps(plan) if args.json else f"{plan['reason']}\nnothing was changed")
+        return 0
+    return _say(service.post("/experts/apply", wish).json(), args.json)
+
+
+def _rollback(service: ExpertsClient, args: argparse.Namespace) -> int:
+    return _say(service.post("/experts/rollback").json(), args.json)
+
+
+def _say(entry: Mapping[str, Any], as_json: bool) -> int:
+    """Print what became of a change; returns the exit status."""
+    if as_json:
+        print(json.dumps(entry))
+    else:
+        done, stages = entry["stages"]
+        kind, reason = entry["kind"], entry["reason"]
+        print(reason if reason.startswith(f"{kind}: ") else f"{kind}: {reason}")
+        if stages:
+            print(
+                f"placement {entry['version']} serves: {entry['moves']} moves, {entry['bytes'] / 1e6:.1f} MB in "
+                f"{entry['seconds']:.1f} s"
+            )
+        else:
+            print(f"placement {entry['version']} serves as before: nothing was to be changed")
+        if entry["failed"]:
+            print(f"dropped after {done} of {stages} stages: {entry['failed']}")
+    return 1 if entry["failed"] else 0
+
+
+def _history(service: ExpertsClient, args: argparse.Namespace) -> int:
+    told = service.get_json("/experts/history")
+    entries = told["history"][-args.rows :]
+    if args.json:
+        print(json.dumps({**told, "history": entries}))
+        return 0
+    print(history_table(entries, told["serving"]["version"]))
+    return 0
+
+
+def history_table(entries: list[dict[str, Any]], serving: int) -> str:
+    """Entries as text, one line each and its reason below."""
+    lines = [
+        f"{'time':19} {'kind':9} {'version':>7} {'moves':>6} {'MB':>9} {'s':>7} {'predicted':>9} {'measured':>9}"
+    ]
+    for entry in entries:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
+        gains = " ".join(f"{_part(entry.get(name)):>9}" for name in ("predicted_gain", "measured_gain"))
+        lines.append(
+            f"{when} {entry['kind']:9} {entry.get('version', ''):>7} {entry.get('moves', 0):6} "
+            f"{entry.get('bytes', 0) / 1e6:9.1f} {entry.get('seconds', 0.0):7.2f} {gains}"
+        )
+        lines.append(f"    {entry.get('failed') or entry['reason']}")
+    return "\n".join([*lines, f"placement {serving} serves"])
+
+
+def _part(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"

@@ -1,0 +1,155 @@
+"""Run `wideep experts load` and `wideep experts record`: what a running service's experts are asked to do.
+
+`load` prints a table, on a terminal again and again until Ctrl-C; `--json` is GET /experts/load as it is.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from server.clients.experts.client import ExpertsClient, ServiceError
+
+_CLEAR = "\x1b[2J\x1b[H"  # the screen, then home (ECMA-48)
+_PHASES = ("prefill", "decode")
+
+
+def run_live(
+    args: argparse.Namespace,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    environment: Mapping[str, str] = os.environ,
+) -> int:
+    """Run the verb; returns the exit status."""
+    keys = environment.get("WIDEEP_API_KEY", "").split()
+    try:
+        with ExpertsClient(args.url, keys[0] if keys else None) as client:
+            if args.verb == "record":
+                return _record(client, args.seconds, args.out, sleep)
+            return _load(client, args, sleep)
+    except (ServiceError, OSError) as error:
+        print(f"wideep experts {args.verb}: {error}", file=sys.stderr)
+        return 1
+
+
+def _load(client: ExpertsClient, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
+    if args.json:
+        print(json.dumps(client.get_json("/experts/load")))
+        return 0
+    is_live = sys.stdout.isatty() and not args.once
+    while True:
+        text = load_table(client.get_json("/experts/load"), args.rows)
+        print(f"{_CLEAR}{text}" if is_live else text, flush=True)
+        if not is_live:
+            return 0
+        try:
+            sleep(args.every)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _record(client: ExpertsClient, seconds: float, out: Path, sleep: Callable[[float], None]) -> int:
+    """Record for a while, or until Ctrl-C, and write what the service has."""
+    shape = client.get_json("/experts/load")
+    client.post("/start_expert_distribution_record")
+    print(f"recording for {seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr)
+    try:
+        sleep(seconds)
+    except KeyboardInterrupt:
+        print("", file=sys.stderr)
+    client.post("/stop_expert_distribution_record")
+    content = client.get_bytes("/experts/record")
+    out.write_bytes(content)
+    ranks, slots = shape["num_ranks"], shape["num_ranks"] * shape["slots_per_rank"]
+    print(
+        f"written {out} ({len(content) / 1e6:.2f} MB); try: wideep experts simulate {out} --ranks {ranks} --slots "
+        f"{slots}"
+    )
+    return 0
+
+
+def load_table(load: Mapping[str, Any], rows: int) -> str:
+    """The load as text: phases, what ranks wait for, ranks, the worst layers and the hottest experts.
+
+    Args:
+        load: as GET /experts/load answers.
+        rows: layers, experts and ranks to show of each at most.
+    """
+    window = load["window"]
+    head = (
+        f"{load['model']}: {load['num_layers']} MoE layers of {load['num_experts']} experts in "
+        f"{load['slots_per_rank']} slots on each of {load['num_ranks']} ranks, placement {load['placement_version']}"
+    )
+    if not window["steps"]:
+        return f"{head}\nno load yet: no step has run"
+    lines = [head, f"the last {window['steps']} steps, {window['seconds']:.1f} s", "", *_phase_lines(load)]
+    lines += ["", f"waiting: {load['why']['sentence']}", "", *_rank_lines(load, rows)]
+    return "\n".join([*lines, "", *_layer_lines(load, rows), "", *_expert_lines(load, rows)])
+
+
+def _phase_lines(load: Mapping[str, Any]) -> list[str]:
+    lines = [f"{'phase':8} {'choices':>12} {'balancedness':>13} {'median':>7} {'worst':>7}"]
+    for phase in _PHASES:
+        even = load["phases"][phase]["balancedness"]
+        total = sum(map(sum, load["phases"][phase]["tokens"]))
+        lines.append(
+            f"{phase:8} {total:12,} {_part(even['mean']):>13} {_part(even['median']):>7} {_part(even['worst']):>7}"
+        )
+    return lines
+
+
+def _rank_lines(load: Mapping[str, Any], rows: int) -> list[str]:
+    got = [0] * load["num_ranks"]
+    for phase in _PHASES:
+        for layer in load["rank_tokens"][phase]:
+            got = [total + count for total, count in zip(got, layer, strict=True)]
+    lines = [
+        f"{'rank':>5} {'host':16} {'tokens':>10} {'experts got':>12} {'experts s':>10} {'dispatch wait s':>16} "
+        f"{'combine wait s':>15} {'sent MB':>9}"
+    ]
+    for rank, num_got in sorted(zip(load["ranks"], got, strict=True), key=lambda each: -each[1])[:rows]:
+        sent = (sum(rank["dispatch_bytes"]) + sum(rank["combine_bytes"])) / 1e6
+        lines.append(
+            f"{rank['rank']:5} {(rank['host'] or '?')[:16]:16} {rank['tokens']:10,} {num_got:12,} "
+            f"{rank['experts_s']:10.2f} {rank['dispatch_wait_s']:16.2f} {rank['combine_wait_s']:15.2f} {sent:9.1f}"
+        )
+    return [*lines, *_more(len(load["ranks"]), rows, "ranks")]
+
+
+def _layer_lines(load: Mapping[str, Any], rows: int) -> list[str]:
+    by_phase = [load["phases"][phase]["balancedness"]["per_layer"] for phase in _PHASES]
+    worst = [
+        min((even for even in pair if even is not None), default=2.0) for pair in zip(*by_phase, strict=True)
+    ]
+    lines = [f"{'layer':>5} {'prefill':>8} {'decode':>8}  balancedness, worst layers first"]
+    for index in sorted(range(len(worst)), key=lambda index: (worst[index], index))[:rows]:
+        prefill, decode = (_part(even[index]) for even in by_phase)
+        lines.append(f"{load['layers'][index]:5} {prefill:>8} {decode:>8}")
+    return [*lines, *_more(len(worst), rows, "layers")]
+
+
+def _expert_lines(load: Mapping[str, Any], rows: int) -> list[str]:
+    found = []
+    for phase in _PHASES:
+        for layer, tokens in zip(load["layers"], load["phases"][phase]["tokens"], strict=True):
+            mean = sum(tokens) / len(tokens)
+            if mean:
+                found += [(count / mean, layer, expert, phase) for expert, count in enumerate(tokens)]
+    found.sort(key=lambda entry: (-entry[0], entry[1:]))
+    lines = [f"{'layer':>5} {'expert':>7} {'phase':8} times its layer's mean, hottest experts first"]
+    return [
+        *lines,
+        *(f"{layer:5} {expert:7} {phase:8} {ratio:.2f}" for ratio, layer, expert, phase in found[:rows]),
+    ]
+
+
+def _more(count: int, rows: int, what: str) -> list[str]:
+    return [f"... and {count - rows} more {what} (--rows)"] if count > rows else []
+
+
+def _part(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,198 @@
+"""A client's answer while it grows: choices that are generated on ranks, and the text of each so far.
+
+`Generation` is one choice: one request at one rank. `Answer` is what one HTTP request waits for: one to n choices.
+What arrives while the client is slow is merged into that choice's next piece, so a slow reader holds nobody up and
+costs no more than its own answer's text. Knows no rank, journal or HTTP; `requests` feeds it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scheduler.request import FinishReason, Logprobs, Request, RequestOutput
+from server.errors import ApiError
+from server.front.detokenizer import Decoder, Detokenizer
+from server.front.stops import StopScreen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One choice as the client wants it: what goes to the rank, and how its tokens become text."""
+
+    request: Request
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False  # show the stop string or token that ended the text
+    skip_special_tokens: bool = True
+    hidden_ids: frozenset[int] = frozenset()  # special tokens that are not shown although others are
+    eos_ids: frozenset[int] = frozenset()  # stop tokens that are the model's, not the client's
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a choice gained since it was last taken."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the client's stop string or token, if one ended it
+
+
+class ClientGone(Exception):  # noqa: N818 - not a fault
+    """The client left; nobody waits for this answer."""
+
+
+class Generation:
+    """One choice, fed by its rank."""
+
+    def __init__(
+        self, ask: Ask, index: int, rank: int, decoder: Decoder, on_ready: Callable[[], None]
+    ) -> None:
+        self.ask = ask
+        self.index = index
+        self.rank = rank
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.submitted_s = ask.request.arrival_s  # to the rank that it is at
+        self.queued_s = 0.0  # from arrival until a rank ran it that came to its first token
+        self.prompt_logprobs: list[Logprobs] = []  # of prompt tokens 1 and on; come with the first token
+        self.first_token_s: float | None = None
+        self.last_token_s = ask.request.arrival_s
+        self.finished = False
+        self.failure: ApiError | None = None
+        self._on_ready = on_ready
+        self._detokenizer = Detokenizer(
+            decoder, ask.request.prompt_ids, skip_special_tokens=ask.skip_special_tokens
+        )
+        self._screen = StopScreen(ask.stops, include_stop=ask.include_stop)
+        self._piece = Piece()
+
+    def push(self, output: RequestOutput) -> FinishReason | None:
+        """Take what the rank yielded; return how the choice ended, if it did.
+
+        A stop string ends it here, before the rank knows.
+        """
+        if not self.num_tokens:
+            self._take_beginning(output)
+        self.num_tokens += len(output.token_ids)
+        piece = self._piece
+        piece.token_ids += output.token_ids
+        piece.logprobs += output.logprobs
+        text = self._detokenizer.push(self._visible(output))
+        if output.finish_reason is not None:
+            text += self._detokenizer.flush()
+        stop = None
+        if self.num_tokens <= self.ask.request.params.min_tokens:
+            piece.text += self._screen.pass_by(text)
+        else:
+            shown, stop = self._screen.push(text)
+            piece.text += shown
+        if stop is not None:
+            piece.stop_reason = stop
+            return FinishReason.STOP
+        if output.finish_reason is not None:
+            piece.text += self._screen.flush()
+        return output.finish_reason
+
+    def _take_beginning(self, output: RequestOutput) -> None:
+        """Take what comes with the first token, which another rank's first one, after a replay, is not."""
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        before_s = self.submitted_s - self.ask.request.arrival_s
+        self.queued_s = max(self.queued_s, before_s + output.queued_s)
+        self.prompt_logprobs += output.prompt_logprobs
+
+    def move(self, rank: int, now_s: float) -> None:
+        """Go on at another rank, which has not seen it yet."""
+        self.rank = rank
+        self.submitted_s = now_s
+
+    def end(self, reason: FinishReason, failure: ApiError | None = None) -> None:
+        """Close the choice; `failure` is what the client is told instead of an answer."""
+        assert not self.finished, "a choice ends once"
+        self.finished = True
+        self.failure = failure
+        self._piece.finish_reason = reason
+        self._on_ready()
+
+    def notify(self) -> None:
+        """Wake the reader if there is something to take."""
+        if self._piece.text or self._piece.token_ids:
+            self._on_ready()
+
+    def take(self) -> Piece:
+        """Hand out what was gained; the choice keeps nothing of it."""
+        piece, self._piece = self._piece, Piece()
+        return piece
+
+    def _visible(self, output: RequestOutput) -> list[int]:
+        """Return the tokens that are shown: not the stop token that ended the answer, unless asked for."""
+        hidden = self.ask.hidden_ids
+        token_ids = self._without_stop(output)
+        return [each for each in token_ids if each not in hidden] if hidden else token_ids
+
+    def _without_stop(self, output: RequestOutput) -> list[int]:
+        token_ids, stop_ids = output.token_ids, self.ask.request.params.stop_token_ids
+        if output.finish_reason is not FinishReason.STOP or not token_ids or token_ids[-1] not in stop_ids:
+            return token_ids
+        if token_ids[-1] not in self.ask.eos_ids:
+            self._piece.stop_reason = token_ids[-1]
+        return token_ids if self.ask.include_stop else token_ids[:-1]
+
+
+class Answer:
+    """The choices of one HTTP request, read by one coroutine."""
+
+    def __init__(self, request_id: str, on_close: Callable[["Answer"], None]) -> None:
+        self.request_id = request_id
+        self.generations: list[Generation] = []
+        self._on_close = on_close
+        self._ready: deque[Generation] = deque()
+        self._wake = asyncio.Event()
+        self._num_open = 0
+        self._closed = False
+
+    def add(self, ask: Ask, rank: int, decoder: Decoder) -> Generation:
+        """Add the next choice."""
+        generation = Generation(ask, len(self.generations), rank, decoder, lambda: self._note(generation))
+        self.generations.append(generation)
+        self._num_open += 1
+        return generation
+
+    async def next(self) -> list[tuple[int, Piece]]:
+        """Wait for pieces and take them, one per choice that has any; empty when every choice has ended.
+
+        Raises:
+            ApiError: a choice failed, and with it the answer.
+            ClientGone: `close` was called.
+        """
+        while not self._ready:
+            if self._closed:
+                raise ClientGone
+            if self._num_open == 0:
+                return []
+            self._wake.clear()
+            await self._wake.wait()
+        if self._closed:
+            raise ClientGone
+        pieces: list[tuple[int, Piece]] = []
+        while self._ready:
+            generation = self._ready.popleft()
+            if generation.failure is not None:
+                raise generation.failure
+            piece = generation.take()
+            self._num_open -= piece.finish_reason is not None
+            pieces.append((generation.index, piece))
+        return pieces
+
+    def close(self) -> None:
+        """The reader has all it wants, or is gone: end what is open. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._on_close(self)
+            self._wake.set()
+
+    def _note(self, generation: Generation) -> None:
+        if generation not in self._ready:
+            self._ready.append(generation)
+        self._wake.set()

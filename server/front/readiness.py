@@ -1,0 +1,27 @@
+"""Whether requests are taken and placements may change, in words for whoever is refused."""
+
+from server.front.membership import Epochs, Phase
+
+
+def why_not_ready(epochs: Epochs) -> str | None:
+    """Return what the service waits for, None when some rank serves or will at once."""
+    if epochs.phase is Phase.STARTING:
+        return f"waiting for {_ranks(epochs.absent)} of {epochs.num_ranks}"
+    if epochs.phase is Phase.WAITING:
+        return f"waiting for a rank to come back; {epochs.describe()}"
+    if not epochs.settled:
+        return f"{_ranks(list(epochs.members))} came back and will serve soon"
+    return None
+
+
+def why_no_change(epochs: Epochs) -> str | None:
+    """Return why no placement may change now, None when it may: all ranks serve."""
+    if epochs.is_whole:
+        return None
+    if epochs.missing:
+        return epochs.describe()
+    return why_not_ready(epochs) or f"the ranks are meeting in epoch {epochs.number}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,255 @@
+"""The requests that the front has accepted: routed, journaled, submitted, fed, and ended exactly once.
+
+The one place where journal, router, ranks and metrics meet; everything here runs in the front's event loop.
+
+A rank that is lost leaves its requests to the others: prompt, parameters with their seed, and the tokens that were
+delivered make the rest of the answer what it would have been. With nobody to go to they wait, and their time runs on.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from scheduler.request import FinishReason, RequestOutput
+from server import errors
+from server.errors import ApiError
+from server.front.detokenizer import Decoder
+from server.front.generations import Answer, Ask, Generation
+from server.front.journal import MAX_INCIDENTS, Journal
+from server.front.router import Router
+from server.front.timing import timing_of
+from server.http.exchanges import current_exchange
+from server.http.metrics import Metrics
+from server.link.ranks import Ranks
+
+_NO_RANK_YET = 0  # any one: until it is submitted
+RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does, this much later
+
+
+class Requests:
+    """The accepted requests that have no outcome yet."""
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        ranks: Ranks,
+        router: Router,
+        journal: Journal,
+        metrics: Metrics,
+        timeout_s: float,
+        on_ask: Callable[[Ask], None] = lambda _ask: None,
+        why_not_ready: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Args: timeout_s is each request's deadline, 0 is none; on_ask is told of every choice that is accepted.
+
+        why_not_ready says why no request can be taken now, None if it can.
+        """
+        self._decoder = decoder
+        self._ranks = ranks
+        self._router = router
+        self._journal = journal
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._open: dict[str, Generation] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
+        self._on_ask = on_ask
+        self._why_not_ready = why_not_ready
+        self._closed: ApiError | None = None
+        self._num_answers = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    @property
+    def num_answers(self) -> int:
+        """How many clients' requests are being answered, whatever their number of choices."""
+        return self._num_answers
+
+    @property
+    def num_open(self) -> int:
+        """Accepted choices without an outcome."""
+        return len(self._open)
+
+    def open(self, request_id: str, asks: Sequence[Ask]) -> Answer:
+        """Accept a client's request: give every choice to a rank.
+
+        Raises:
+            ApiError: the service is ending or not ready.
+        """
+        if self._closed is not None:
+            raise self._closed
+        if (reason := self._why_not_ready()) is not None:
+            raise errors.not_ready(reason)
+        answer = Answer(request_id, self._close)
+        exchange = current_exchange()
+        if exchange is not None:
+            exchange.answers.append(answer)
+        for ask in asks:
+            if self._closed is not None:  # the service ended while a rank was given a choice
+                raise self._closed
+            self._start(answer, ask)
+        self._num_answers += 1
+        self._metrics.note_request(len(asks), max(ask.request.params.max_tokens for ask in asks))
+        return answer
+
+    def deliver(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
+        """Feed what a rank yielded. Requests that ended here first are passed over."""
+        now_s = time.monotonic()
+        for output in outputs:
+            generation = self._open.get(output.request_id)
+            if generation is not None and generation.rank == rank and output.request_id not in self._parked:
+                self._feed(generation, output, now_s)
+
+    @property
+    def num_parked(self) -> int:
+        """Accepted choices that wait for a rank to come back."""
+        return len(self._parked)
+
+    def enter(self, rank: int) -> None:
+        """Let a rank be given requests; those that wait for one are."""
+        self._router.enter(rank)
+        parked, self._parked = self._parked, {}
+        for generation in parked.values():
+            self._submit(generation, time.monotonic())
+
+    def leave(self, ranks: Collection[int]) -> None:
+        """Take the requests of lost ranks from them, and give them to others."""
+        for rank in ranks:
+            self._router.leave(rank)
+        now_s = time.monotonic()
+        for request_id, generation in list(self._open.items()):
+            is_there = request_id not in self._parked and not generation.finished
+            if not is_there or generation.rank not in ranks:
+                continue
+            if not self._journal.replay(request_id, now_s=now_s):
+                failure = errors.failed(
+                    f"its rank was lost {MAX_INCIDENTS + 1} times; it is not tried any more"
+                )
+                self._end(generation, FinishReason.ERROR, failure, failure.message)
+                continue
+            self._router.retire(request_id)
+            self._submit(generation, now_s)
+
+    def refuse(self, failure: ApiError) -> None:
+        """Refuse new requests with `failure`; open ones go on."""
+        self._closed = failure
+
+    async def wait_until_empty(self) -> None:
+        """Wait until no request is open."""
+        await self._is_empty.wait()
+
+    def fail_all(self, failure: ApiError) -> None:
+        """End every open request with `failure`, and refuse new ones with it."""
+        self.refuse(failure)
+        for generation in list(self._open.values()):
+            self._abort(generation, FinishReason.ERROR, failure)
+
+    def _start(self, answer: Answer, ask: Ask) -> None:
+        now_s = time.monotonic()
+        deadline_s = now_s + self._timeout_s if self._timeout_s else None
+        request = replace(ask.request, arrival_s=now_s, deadline_s=deadline_s)
+        generation = answer.add(replace(ask, request=request), _NO_RANK_YET, self._decoder)
+        self._open[request.request_id] = generation
+        self._is_empty.clear()
+        self._on_ask(ask)
+        self._journal.accept(request, _NO_RANK_YET, now_s=now_s)
+        if deadline_s is not None:
+            self._timers[request.request_id] = asyncio.get_running_loop().call_later(
+                self._timeout_s + RANK_GRACE_S,
+                self._abort,
+                generation,
+                FinishReason.DEADLINE,
+                errors.timed_out(self._timeout_s),
+            )
+        self._submit(generation, now_s)
+
+    def _submit(self, generation: Generation, now_s: float) -> None:
+        """Give a choice to the best rank, with what the client was sent of it already; let it wait if there is none."""
+        request_id, params = generation.ask.request.request_id, generation.ask.request.params
+        if not self._router.has_ranks:
+            self._parked[request_id] = generation
+            return
+        request = self._journal.request_so_far(request_id)
+        token_ids = [*request.prompt_ids, *request.replayed_ids]
+        rank = self._router.pick(token_ids)
+        self._journal.move(request_id, rank)
+        generation.move(rank, now_s)
+        num_more = max(0, params.max_tokens - len(request.replayed_ids))
+        self._router.admit(request_id, rank, token_ids, num_more)
+        self._ranks.submit(rank, request, now_s=now_s)
+
+    def _feed(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
+        num_tokens = len(output.token_ids)
+        if num_tokens:
+            self._journal.deliver(output.request_id, output.token_ids)
+            self._router.progress(output.request_id, num_tokens)
+            self._note_tokens(generation, output, now_s)
+        reason = generation.push(output)
+        if reason is None:
+            generation.notify()
+        elif output.finish_reason is None:
+            self._abort(generation, reason)  # a stop string: the rank does not know yet
+        else:
+            self._end(generation, reason, self._failure_of(output), output.error)
+
+    def _note_tokens(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
+        is_first = generation.first_token_s is None
+        gap_s = now_s - generation.last_token_s
+        self._metrics.note_tokens(generation.rank, len(output.token_ids), None if is_first else gap_s)
+        if is_first:
+            generation.first_token_s = now_s
+            self._metrics.note_first_token(
+                generation.rank,
+                gap_s,
+                num_prompt_tokens=len(generation.ask.request.prompt_ids),
+                num_cached_tokens=output.num_cached_tokens,
+            )
+        generation.last_token_s = now_s
+
+    def _failure_of(self, output: RequestOutput) -> ApiError | None:
+        if output.finish_reason is FinishReason.ERROR:
+            return errors.failed(output.error)
+        if output.finish_reason is FinishReason.DEADLINE:
+            return errors.timed_out(self._timeout_s)
+        return None
+
+    def _abort(self, generation: Generation, reason: FinishReason, failure: ApiError | None = None) -> None:
+        """End a request that its rank still runs."""
+        if generation.ask.request.request_id not in self._parked:
+            self._ranks.abort(generation.rank, generation.ask.request.request_id)
+        self._end(generation, reason, failure, failure.message if failure else "")
+
+    def _end(
+        self, generation: Generation, reason: FinishReason, failure: ApiError | None, error: str
+    ) -> None:
+        now_s = time.monotonic()
+        request = generation.ask.request
+        del self._open[request.request_id]
+        self._parked.pop(request.request_id, None)
+        if not self._open:
+            self._is_empty.set()
+        timer = self._timers.pop(request.request_id, None)
+        if timer is not None:
+            timer.cancel()
+        self._journal.close(request.request_id, reason, now_s=now_s, error=error)
+        self._router.retire(request.request_id)
+        self._metrics.note_end(
+            generation.rank,
+            reason,
+            timing_of(generation, now_s=now_s),
+            num_prompt_tokens=len(request.prompt_ids),
+            num_cached_tokens=generation.num_cached_tokens,
+            num_tokens=generation.num_tokens,
+        )
+        generation.end(reason, failure)
+
+    def _close(self, answer: Answer) -> None:
+        """Abort what a client no longer waits for."""
+        self._num_answers -= 1
+        for generation in answer.generations:
+            if not generation.finished:
+                self._abort(generation, FinishReason.ABORT)
+        if all(generation.failure is None for generation in answer.generations):
+            self._metrics.note_longest(max(generation.num_tokens for generation in answer.generations))

@@ -1,0 +1,35 @@
+"""The served model as clients see it: its names, its limits and its defaults."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from server import errors
+from server.api.parsers.registry import Markup
+from server.front.structure.checks import StructureChecks
+from server.front.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What requests are checked against."""
+
+    names: tuple[str, ...]  # the first is what metrics say
+    tokenizer: Tokenizer
+    sampling_defaults: dict[str, Any]  # from the checkpoint's generation_config.json
+    max_len: Callable[[], int]  # tokens, prompt plus output; known for certain once ranks have attached
+    created: int  # seconds since 1970
+    structures: StructureChecks
+    markup: Markup = Markup()  # noqa: RUF009 - frozen; how the model writes calls and reasoning
+
+    def check_name(self, name: str | None) -> str:
+        """Return the name that answers carry; None is the first served name.
+
+        Raises:
+            ApiError: 404, the model is not served here.
+        """
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise errors.not_served(name, self.names)
+        return name

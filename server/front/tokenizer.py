@@ -1,0 +1,200 @@
+"""The checkpoint's tokenizer and chat template, as `transformers` reads them, and what the front asks of them.
+
+transformers' AutoTokenizer knows each family's quirks (classes that rebuild tokenizer.json, added first tokens,
+templates in four places), so correctness comes from it. The hot paths go to the `tokenizers` object beneath where
+there is one: decoding takes 2.5 us there against 8 us (measured), encoding 13 us against 44. The front hides torch
+before it imports this (see `front`); transformers then costs 65 MB and 1.3 s instead of 245 MB and 5 s. Rejected:
+the `tokenizers` package alone, which is lighter still (16 MB) but encodes some families' prompts differently.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer
+
+from scheduler.structure_vocabulary import Vocabulary
+from server.front.template_facts import facts_of, parse_template
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback
+
+
+class TokenizerError(ValueError):
+    """The directory has no usable tokenizer; the message says which and why."""
+
+
+class ChatTemplateError(ValueError):
+    """The chat template refused these messages, or there is none; the message is for the client."""
+
+
+class Tokenizer:
+    """Text to token ids and back, for one model."""
+
+    def __init__(self, directory: str, chat_template: str | None = None) -> None:
+        """Load from a model's directory.
+
+        Args:
+            chat_template: a file with the template of chats; None is the model's own.
+
+        Raises:
+            TokenizerError: there is none, or it does not load.
+        """
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(directory)
+        except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+            raise TokenizerError(f"cannot load a tokenizer from {directory}: {error}") from error
+        if chat_template is not None:
+            self._hf.chat_template = _template_in(chat_template)
+        self._fast = getattr(self._hf, "backend_tokenizer", None) if self._hf.is_fast else None
+        config = _read_json(Path(directory) / "config.json")
+        text_config = config.get("text_config") or {}
+        self.eos_ids = self._find_eos_ids(Path(directory), config | text_config)
+        self.vocab_size: int = max(len(self._hf), (config | text_config).get("vocab_size") or 0)
+        self.longest_token_chars: int = max(map(len, self._hf.get_vocab()), default=1)
+        self.model_max_len: int | None = (config | text_config).get("max_position_embeddings")
+        self._not_for_clients = frozenset(inspect.signature(self._hf.apply_chat_template).parameters)
+        self._byte_of = _byte_level_alphabet() if self._is_byte_level() else None
+        self.template = facts_of(self._hf.chat_template)
+        self.special_ids = self._find_special_ids()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can work."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenize. Releases the interpreter's lock while it works."""
+        if self._fast is not None:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of a token sequence; bytes that are no UTF-8 become U+FFFD."""
+        if self._fast is not None:
+            text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return text
+        return str(self._hf.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Any] = (),
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt's text, to be encoded without special tokens: the template wrote them.
+
+        Raises:
+            ChatTemplateError: no template, or it refused these messages.
+        """
+        if not self.has_chat_template:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        for name in template_kwargs or {}:
+            if name in self._not_for_clients:
+                raise ChatTemplateError(f"chat_template_kwargs cannot set {name!r}")
+        try:
+            text: str = self._hf.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                documents=list(documents) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(template_kwargs or {}),
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            # A template is a program over the client's messages: whatever it trips over is in them.
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that one token stands for, which may be part of a character."""
+        token = str(self._hf.convert_ids_to_tokens(token_id) or "")
+        if self._byte_of is not None and all(char in self._byte_of for char in token):
+            return bytes(self._byte_of[char] for char in token)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        return token.replace("\u2581", " ").encode(errors="replace")  # SentencePiece's blank
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them, such as "Ġthe"; empty where it has none."""
+        return [str(token or "") for token in self._hf.convert_ids_to_tokens(list(token_ids))]
+
+    def vocabulary(self) -> Vocabulary:
+        """Return all tokens as bytes; takes a tenth of a second and more."""
+        num_known = len(self._hf)
+        unused = (b"",) * (self.vocab_size - num_known)
+        return Vocabulary(
+            tokens=(*map(self.token_bytes, range(num_known)), *unused),
+            special_ids=frozenset({*self._hf.all_special_ids, *self.special_ids.values()}),
+            end_ids=self.eos_ids,
+        )
+
+    def _is_byte_level(self) -> bool:
+        """Tell whether tokens are spelled in GPT-2's alphabet of printable bytes."""
+        return self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
+
+    def _find_special_ids(self) -> dict[str, int]:
+        """Return the tokens that decoding leaves out where special tokens are skipped."""
+        if self._fast is None:
+            return dict(zip(self._hf.all_special_tokens, self._hf.all_special_ids, strict=True))
+        added = self._fast.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    def _find_eos_ids(self, directory: Path, config: dict[str, Any]) -> frozenset[int]:
+        """Collect the ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's."""
+        declared = _read_json(directory / "generation_config.json").get(
+            "eos_token_id", config.get("eos_token_id")
+        )
+        ids = declared if isinstance(declared, list) else [declared]
+        return frozenset(int(each) for each in [*ids, self._hf.eos_token_id] if each is not None)
+
+
+def _template_in(path: str) -> str:
+    """Read a template and see that it is one; what it makes of messages is seen when they come.
+
+    Raises:
+        TokenizerError: it cannot be read, or is no Jinja.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        parse_template(text)
+    except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
+        raise TokenizerError(f"--chat-template {path} cannot be used: {error}") from error
+    return text
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read an optional JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return GPT-2's spelling: printable bytes stand for themselves, the others for U+0100 and on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelled = {chr(byte): byte for byte in printable}
+    return spelled | {chr(0x100 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,108 @@
+"""API keys: which ones open the service, and the guard that asks for them.
+
+Keys from the command line and the environment stay; those of a file are read again when the file changes, so that a
+key can be given out or withdrawn while serving. Rejected: reading it again on SIGHUP, which torchrun and we take for
+the wish to stop, and which would have to find the one process that needs it.
+"""
+
+import hmac
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.api.streaming import error_response
+from server.errors import ApiError
+from server.http.key_file import read_keys
+from server.http.route_path import route_path
+from server.options.checks import OptionsError
+
+_GUARDED = "/v1"
+_OPEN_POSTS = ("/ping",)
+_LOOK_EVERY_S = 1.0  # at the file
+_LOG = logging.getLogger("wideep")
+
+
+class ApiKeys:
+    """The keys that open the service."""
+
+    def __init__(
+        self,
+        keys: Sequence[str] = (),
+        file: Path | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args: file holds further keys, in the form of `read_keys`."""
+        self._fixed = [key.encode() for key in keys]
+        self._file, self._clock = file, clock
+        self._from_file: list[bytes] = []
+        self._version: object = None  # of the file that `_from_file` is from
+        self._look_again_s = -1.0
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether requests must have one. A file without keys opens nothing to anybody."""
+        return bool(self._fixed) or self._file is not None
+
+    def opens(self, key: bytes) -> bool:
+        """Say whether this is one of the keys."""
+        self._refresh()
+        # Every key is compared, in constant time: the time taken says nothing about which was near.
+        known = [hmac.compare_digest(key, each) for each in (*self._fixed, *self._from_file)]
+        return any(known)
+
+    def _refresh(self) -> None:
+        """Read the file again if it has changed. One that cannot be read keeps the keys as they were."""
+        if self._file is None or self._clock() < self._look_again_s:
+            return
+        self._look_again_s = self._clock() + _LOOK_EVERY_S
+        try:
+            found = self._file.stat()
+        except OSError as error:
+            version: object = str(error)
+        else:
+            version = (found.st_mtime_ns, found.st_size, found.st_ino)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._from_file = [key.encode() for key in read_keys(self._file)]
+        except OptionsError as error:
+            _LOG.error("%s; the keys read before stay valid", error)
+
+
+class KeyGuard:
+    """Lets requests to /v1, and whatever changes something, through if they carry a known key."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401."""
+        if not _is_guarded(scope) or self._keys.opens(_key_of(scope)):
+            await self._app(scope, receive, send)
+            return
+        failure = ApiError(
+            401,
+            "This server wants an API key: send the header 'Authorization: Bearer KEY' with one it knows.",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error_response(failure)(scope, receive, send)
+
+
+def _is_guarded(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] == "OPTIONS":
+        return False
+    path = route_path(scope)
+    changes = scope["method"] not in ("GET", "HEAD") and path not in _OPEN_POSTS
+    return changes or path.startswith(_GUARDED)
+
+
+def _key_of(scope: Scope) -> bytes:
+    """Return the key a request carries: OpenAI's clients send a bearer, Anthropic's x-api-key."""
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")

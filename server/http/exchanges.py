@@ -1,0 +1,112 @@
+"""One HTTP exchange, from a request's first byte to its answer's last: its id, what it led to, and who is told.
+
+The exchange travels in a context variable, so that whoever accepts the request adds what it asked of the ranks
+(`requests`) without every endpoint handing it through; a log record of any module carries its id (`logs`). The
+variable is never reset: the server gives every exchange a task, and so a context, of its own, and what it logs after
+the application ended still belongs to the exchange.
+"""
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.front.generations import Answer
+
+CLIENT_GONE = 499  # nginx's number for a client that left before it was sent anything
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_PATH_CHARS = 200  # of a path, in logs
+_current: ContextVar["Exchange | None"] = ContextVar("exchange", default=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """What is known about an exchange when it ends."""
+
+    request_id: str  # the client's X-Request-Id, or ours
+    method: str
+    path: str  # as it came: percent-encoded, without the query, which may hold secrets
+    client: str  # host:port
+    headers: dict[bytes, bytes]
+    begun_s: float  # time.perf_counter()
+    begun_ns: int  # time.time_ns()
+    handler: str = "none"  # the route's pattern: raw paths are without bound
+    status: int = CLIENT_GONE
+    duration_s: float = 0.0
+    answers: list[Answer] = field(default_factory=list)  # what ranks were asked
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens given to ranks; a prompt with n choices counts n times."""
+        return sum(
+            len(choice.ask.request.prompt_ids) for answer in self.answers for choice in answer.generations
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that ranks gave back."""
+        return sum(choice.num_tokens for answer in self.answers for choice in answer.generations)
+
+    @property
+    def failure(self) -> str:
+        """Why generating failed, empty if it did not; a stream may fail after its status 200."""
+        failures = (choice.failure for answer in self.answers for choice in answer.generations)
+        return next((failure.message for failure in failures if failure is not None), "")
+
+
+def current_exchange() -> Exchange | None:
+    """Return the exchange that the running task answers, if it answers one."""
+    return _current.get()
+
+
+class ExchangeWatch:
+    """The outermost layer: opens an exchange, gives its answer the id, and tells the observers when it has ended."""
+
+    def __init__(
+        self, app: ASGIApp, observers: Sequence[Callable[[Exchange], None]], *, root_path: str = ""
+    ) -> None:
+        """Args: root_path is where a proxy shows the application, empty or such as "/llm"."""
+        self._app, self._observers, self._root_path = app, observers, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on and note the outcome."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope["root_path"] = self._root_path
+        exchange = _open(scope)
+        _current.set(exchange)
+        header = (b"x-request-id", exchange.request_id.encode())
+
+        async def noting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        finally:
+            exchange.handler = getattr(scope.get("route"), "path", "none")
+            exchange.duration_s = time.perf_counter() - exchange.begun_s
+            for observer in self._observers:
+                observer(exchange)
+
+
+def _open(scope: Scope) -> Exchange:
+    headers = dict(scope["headers"])
+    given = headers.get(b"x-request-id", b"")
+    host, port = scope.get("client") or ("unknown", 0)
+    return Exchange(
+        request_id=given.decode("ascii") if _ID.fullmatch(given) else uuid.uuid4().hex,
+        method=scope["method"],
+        path=scope.get("raw_path", b"").decode("latin-1")[:_PATH_CHARS],
+        client=f"{host}:{port}",
+        headers=headers,
+        begun_s=time.perf_counter(),
+        begun_ns=time.time_ns(),
+    )

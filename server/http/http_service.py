@@ -1,0 +1,260 @@
+"""The half of the front that is slow to import: tokenizer, served model, routes and the HTTP server.
+
+`front` binds its sockets first and imports this afterwards, with torch hidden, by name.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter
+from starlette.types import ASGIApp
+
+from expert_placement.history import History
+from server.api.anthropic.messages import messages_routes
+from server.api.chat import chat_routes, hot_chat
+from server.api.completions import completion_routes, hot_completion
+from server.api.invocations import invocation_routes
+from server.api.load import load_routes
+from server.api.models import model_routes
+from server.api.parsers.registry import markup_of
+from server.api.responses import responses_routes
+from server.api.tokenize import tokenize_routes
+from server.errors import draining
+from server.experts.dashboard.routes import dashboard_routes
+from server.experts.load_routes import experts_routes
+from server.experts.load_window import ExpertsLoad
+from server.experts.metrics import ExpertsMetrics
+from server.experts.placement_control import PlacementControl
+from server.experts.placement_routes import placement_routes
+from server.front.generations import Ask
+from server.front.journal import Journal
+from server.front.membership import Epochs
+from server.front.readiness import why_no_change, why_not_ready
+from server.front.requests import Requests
+from server.front.router import Router
+from server.front.served import ServedModel
+from server.front.structure.checks import StructureChecks
+from server.front.tokenizer import Tokenizer
+from server.http.api_keys import ApiKeys
+from server.http.app import build_app
+from server.http.exchanges import Exchange
+from server.http.front_metrics import FrontMetrics
+from server.http.logs import AccessLog, RequestLog
+from server.http.membership_metrics import MembershipMetrics
+from server.http.membership_routes import membership_routes
+from server.http.metrics import Metrics
+from server.http.ops import ops_routes
+from server.http.punctual_http import PunctualProtocol
+from server.http.tracing import Traces
+from server.link.ranks import Ranks
+from server.options.command_line import Options
+from server.options.http_options import HttpOptions
+
+# What vLLM, too, takes from generation_config.json as defaults.
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_RECORD_VARIABLE = (
+    "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"  # so that scripts written for SGLang find their files
+)
+_GRACE_S = 2  # for open connections when the server ends
+_KEEP_ALIVE_S = 60  # between requests of one client; shorter makes pooled clients meet closed connections
+
+
+class HttpService:
+    """Requests in over HTTP; the ranks' outputs back out."""
+
+    def __init__(
+        self,
+        options: Options,
+        tokenizer: Tokenizer,
+        *,
+        ranks: Ranks,
+        epochs: Epochs,
+        journal: Journal,
+        metrics: Metrics,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Put the application together."""
+        self._ranks, self._epochs, self._journal = ranks, epochs, journal
+        self._is_draining = False
+        router = Router(ranks.num_ranks)
+        self.requests = Requests(
+            decoder=tokenizer,
+            ranks=ranks,
+            router=router,
+            journal=journal,
+            metrics=metrics,
+            timeout_s=options.request_timeout_s,
+            on_ask=RequestLog(tokenizer).note if options.log.requests else _ignore,
+            why_not_ready=lambda: why_not_ready(epochs),
+        )
+        self.model = _served_model(options, tokenizer, ranks)
+        eplb = options.eplb_config
+        self.experts_load = ExpertsLoad(options.served_model_names[0], window_steps=eplb.window_size)
+        history = History(Path(eplb.history_file) if eplb.history_file else None)
+        self.placement = PlacementControl(
+            ranks, self.experts_load, eplb, history, why_no_change=lambda: why_no_change(epochs)
+        )
+        self._balances = options.enable_eplb
+        metrics.add(ExpertsMetrics(self.experts_load, options.served_model_names[0]))
+        metrics.add(FrontMetrics(self.requests, router, options.served_model_names[0]))
+        metrics.add(MembershipMetrics(epochs, journal, self._num_parked, options.served_model_names[0]))
+        version = _version()
+        self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
+        app = build_app(
+            self._routers(options, metrics, version, environment),
+            version=version,
+            keys=_keys(options),
+            http=options.http,
+            hot=[hot_chat(self.model, self.requests), hot_completion(self.model, self.requests)],
+            observers=_observers(options, metrics, self._traces),
+        )
+        self._server = _Server(_server_config(app, options.http))
+
+    def _routers(
+        self, options: Options, metrics: Metrics, version: str, environment: Mapping[str, str]
+    ) -> list[APIRouter]:
+        return [
+            chat_routes(self.model, self.requests),
+            completion_routes(self.model, self.requests),
+            responses_routes(self.model, self.requests),
+            messages_routes(self.model, self.requests),
+            invocation_routes(self.model, self.requests),
+            tokenize_routes(self.model),
+            load_routes(lambda: self.requests.num_answers),
+            model_routes(self.model),
+            placement_routes(self.placement, options.eplb_config),
+            ops_routes(version, metrics, self.why_not_ready),
+            membership_routes(self._epochs, self._journal, self._num_parked),
+            dashboard_routes(),
+            experts_routes(
+                self.experts_load,
+                rank_steps=lambda: _steps(self._ranks),
+                record_directory=Path(environment.get(_RECORD_VARIABLE) or tempfile.gettempdir()),
+            ),
+        ]
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Answer on a bound socket until `stop`."""
+        balancing = asyncio.create_task(self.placement.run()) if self._balances else None
+        try:
+            await self._server.serve(sockets=[listener])
+        finally:
+            if balancing is not None:
+                balancing.cancel()
+            await asyncio.to_thread(self._traces.close)
+            await self.model.structures.close()
+
+    async def drain(self) -> None:
+        """Turn /health to 503, refuse new requests, and wait until the open ones have ended."""
+        self._is_draining = True
+        self.requests.refuse(draining())
+        await self.requests.wait_until_empty()
+
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Let `serve` return soon: no new connections, and `grace_s` for answers that are still being sent.
+
+        May be called again with less.
+        """
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._server.force_exit = self._server.should_exit and grace_s == 0
+        self._server.should_exit = True
+
+    def _num_parked(self) -> int:
+        return self.requests.num_parked
+
+    def why_not_ready(self) -> str | None:
+        """Return what the service waits for, None when it is ready."""
+        return "it is shutting down" if self._is_draining else why_not_ready(self._epochs)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the signals left to the front."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do not capture: the front tells ranks and clients first, then stops this server."""
+        yield
+
+
+def _server_config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=PunctualProtocol,
+        lifespan="off",
+        log_config=None,  # `logs` has set the loggers up
+        access_log=False,  # `logs.AccessLog` writes ours
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACE_S,
+        ssl_certfile=http.ssl_certfile,
+        ssl_keyfile=http.ssl_keyfile,
+    )
+
+
+def _ignore(_ask: Ask) -> None:
+    """Requests are not logged."""
+
+
+def _keys(options: Options) -> ApiKeys:
+    file = options.http.api_key_file
+    return ApiKeys(options.api_keys, None if file is None else Path(file))
+
+
+def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Callable[[Exchange], None]]:
+    """Who is told of every exchange."""
+    observers: list[Callable[[Exchange], None]] = [metrics.http.note, traces.note]
+    return [*observers, AccessLog(options.log.quiet_paths).note] if options.log.access else observers
+
+
+def _steps(ranks: Ranks) -> dict[int, int]:
+    """The last step that each attached rank has told of."""
+    told = {rank: stream.stats for rank, stream in ranks.attached.items()}
+    return {rank: stats.step for rank, stats in told.items() if stats is not None}
+
+
+def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> ServedModel:
+    return ServedModel(
+        names=options.served_model_names,
+        tokenizer=tokenizer,
+        sampling_defaults=_sampling_defaults(Path(options.model)),
+        max_len=_max_len(options, tokenizer, ranks),
+        created=int(time.time()),
+        structures=StructureChecks(tokenizer.vocabulary),
+        markup=markup_of(
+            tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
+        ),
+    )
+
+
+def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[], int]:
+    """The ranks know the limit for certain; before they attach it is what the user or the checkpoint says."""
+
+    def limit() -> int:
+        said = [stream.facts.max_model_len for stream in ranks.attached.values()]
+        return min(said, default=options.max_model_len or tokenizer.model_max_len or 0)
+
+    return limit
+
+
+def _sampling_defaults(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("wideep")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"  # run from a checkout that is not installed

@@ -1,0 +1,210 @@
+"""The front's logs: one line per record, as text or JSON, with the exchange's id; never a prompt unless asked for.
+
+The access log goes to standard output, everything else to standard error, as uvicorn has it. Lines are written by a
+thread: a terminal that is not read (`wideep serve | less`) must not stop the event loop, so lines that find the queue
+full are dropped; the next line that does not says how many. uvicorn's own records take the same way.
+"""
+
+import contextlib
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from scheduler.request import SamplingParams
+from server.front.detokenizer import Decoder
+from server.front.generations import Ask
+from server.http.exchanges import Exchange, current_exchange
+from server.options.log_options import LogOptions
+
+ACCESS = "wideep.access"
+REQUESTS = "wideep.requests"
+FRONT = "wideep.front"  # why it ends: said as all processes of a service say it
+_QUEUE_LINES = 10_000
+_END_S = 0.5  # for what is queued when the block ends; the supervisor does not wait much longer
+_FIELDS = "fields"  # what a record carries besides its message
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: time, level, logger, message, request_id, and the record's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        content = {
+            "time": _utc(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_id_of(record),
+            **getattr(record, _FIELDS, {}),
+        }
+        if record.exc_info:
+            content["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(content)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, message, and the exchange's id where there is one; what a process says of itself by its name."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; a traceback follows on lines of its own."""
+        request_id = "".join(f" [{value}]" for value in _id_of(record).values())
+        message = record.getMessage().replace("\n", "\\n")  # a client must not write lines of its own
+        line = f"{_utc(record.created)} {record.levelname:7} {message}{request_id}"
+        if record.name == FRONT:
+            line = f"wideep front: {message}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _utc(created: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
+    return f"{whole}.{int(created % 1 * 1000):03d}Z"
+
+
+def _id_of(record: logging.LogRecord) -> dict[str, str]:
+    request_id = getattr(record, "request_id", None)
+    return {} if request_id is None else {"request_id": request_id}
+
+
+class _Queue(logging.Handler):
+    """Hands records to the writing thread, with the id of the exchange that the task answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()  # in C
+        self._num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue, or drop and count. The exchange is noted here: the thread that writes answers none."""
+        exchange = current_exchange()
+        if exchange is not None:
+            record.request_id = exchange.request_id
+        if self.lines.qsize() >= _QUEUE_LINES:
+            self._num_dropped += 1
+            return
+        if self._num_dropped:
+            record.msg, record.args = f"({self._num_dropped} lines dropped) {record.getMessage()}", ()
+        self.lines.put(record)
+        self._num_dropped = 0
+
+
+class _Stream(logging.StreamHandler[TextIO]):
+    """Writes lines; one that nobody takes (a closed terminal) is lost without a word."""
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
+        super().__init__(stream)
+        self.setFormatter(formatter)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say nothing of a stream that is gone."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+@contextlib.contextmanager
+def logging_to(
+    options: LogOptions, *, out: TextIO | None = None, error: TextIO | None = None
+) -> Iterator[None]:
+    """Set up the loggers for the time of the block; at its end, what is queued gets written.
+
+    Args:
+        out: takes the access log; None is standard output.
+        error: takes the rest; None is standard error.
+    """
+    formatter = JsonFormatter() if options.format == "json" else TextFormatter()
+    streams = {
+        True: _Stream(sys.stdout if out is None else out, formatter),
+        False: _Stream(sys.stderr if error is None else error, formatter),
+    }
+    handler = _Queue()
+    writer = threading.Thread(target=_write, args=(handler.lines, streams), name="logs", daemon=True)
+    level = logging.getLevelName(options.level.upper())
+    least = max(level, logging.WARNING)
+    loggers = {"wideep": level, "uvicorn": least, "asyncio": least, "opentelemetry": least}
+    for name, lowest in loggers.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(lowest)
+        logger.propagate = False
+        logger.addHandler(handler)
+    writer.start()
+    try:
+        yield
+    finally:
+        for name in loggers:
+            logging.getLogger(name).removeHandler(handler)
+        handler.lines.put(None)
+        writer.join(_END_S)  # where nobody reads, what is queued is lost
+
+
+def _write(lines: "queue.SimpleQueue[logging.LogRecord | None]", streams: dict[bool, _Stream]) -> None:
+    """Write records until there is a None."""
+    while (record := lines.get()) is not None:
+        streams[record.name in (ACCESS, REQUESTS)].handle(record)
+
+
+class AccessLog:
+    """A line per answered exchange: what was asked by whom, how it ended, how long it took, how many tokens."""
+
+    def __init__(self, quiet_paths: Sequence[str]) -> None:
+        self._quiet = frozenset(quiet_paths)
+        self._log = logging.getLogger(ACCESS)
+
+    def note(self, exchange: Exchange) -> None:
+        """Log an exchange that has ended."""
+        if exchange.path in self._quiet or exchange.handler in self._quiet:
+            return
+        tokens, fields = "", {}
+        if exchange.answers:
+            fields = {"tokens_in": exchange.num_prompt_tokens, "tokens_out": exchange.num_output_tokens}
+            tokens = f", {fields['tokens_in']} tokens in, {fields['tokens_out']} out"
+        failure = exchange.failure
+        self._log.info(
+            '%s "%s %s" %d, %.3f s%s%s',
+            *(exchange.client, exchange.method, exchange.path, exchange.status, exchange.duration_s, tokens),
+            f", failed: {failure}" if failure else "",
+            extra={
+                _FIELDS: {
+                    "client": exchange.client,
+                    "method": exchange.method,
+                    "path": exchange.path,
+                    "status": exchange.status,
+                    "duration_s": round(exchange.duration_s, 6),
+                    **fields,
+                    **({"error": failure} if failure else {}),
+                }
+            },
+        )
+
+
+class RequestLog:
+    """What ranks are asked, prompts included: only for those who say --log-requests."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._log = logging.getLogger(REQUESTS)
+
+    def note(self, ask: Ask) -> None:
+        """Log one choice of a request."""
+        request = ask.request
+        prompt = self._decoder.decode(list(request.prompt_ids), skip_special_tokens=False)
+        params = _said(request.params)
+        self._log.info(
+            "%s asks with %s: %r",
+            *(request.request_id, params, prompt),
+            extra={_FIELDS: {"id": request.request_id, "prompt": prompt, "params": params}},
+        )
+
+
+def _said(params: SamplingParams) -> dict[str, object]:
+    """Return the parameters that differ from their defaults."""
+    plain = SamplingParams(max_tokens=params.max_tokens)
+    shown = {name: value for name, value in vars(params).items() if value != getattr(plain, name)}
+    return {"max_tokens": params.max_tokens, **{name: _plain(value) for name, value in shown.items()}}
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, (int, float, str, bool)) else repr(value)

@@ -1,0 +1,212 @@
+"""What /metrics says, under the names, labels and meanings that vLLM's dashboards read.
+
+Only what the front can fill truthfully: what it measures itself (latencies as a client sees them, up to the HTTP
+layer) and what the ranks report. A series that is there from the start reads 0, not "no data".
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
+
+from scheduler.request import FinishReason, RankStats
+from server.front.timing import Timing
+from server.http.families import (
+    LABELS,
+    PARAM_N,
+    REQUEST_S,
+    STEP_TOKENS,
+    TOKEN_S,
+    TOKENS,
+    TTFT_S,
+    Families,
+)
+from server.http.http_metrics import HttpMetrics
+from server.link.wire import RankFacts
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_COMPUTED, _CACHED, _TRANSFERRED = "local_compute", "local_cache_hit", "external_kv_transfer"
+_CAPACITY, _DEFERRED = "capacity", "deferred"
+_AWAKE, _ASLEEP = "awake", ("weights_offloaded", "discard_all")
+
+
+class Metrics:
+    """The front's registry: observers to call, and the text that Prometheus scrapes."""
+
+    def __init__(self, model_name: str, num_ranks: int) -> None:
+        self._registry = CollectorRegistry()
+        self._families = Families(self._registry, model_name, num_ranks)
+        self._last: dict[int, RankStats] = {}
+        self._cache_labels: dict[int, tuple[str, ...]] = {}
+        self.http = HttpMetrics(self._registry)
+        ProcessCollector(registry=self._registry)  # the front's own: processor time, memory, descriptors
+        self._make_rank_families(self._families)
+        self._make_token_families(self._families)
+        self._make_request_families(self._families)
+
+    def _make_rank_families(self, make: Families) -> None:
+        """Families of what ranks report after steps."""
+        self._num_running = make.gauge("num_requests_running", "Requests that ranks are running.")
+        self._num_waiting = make.gauge("num_requests_waiting", "Requests that wait at their rank.")
+        self._waiting_by_reason = make.labelled(
+            Gauge, "num_requests_waiting_by_reason", "The same, by why.", "reason", (_CAPACITY, _DEFERRED)
+        )
+        self._kv_usage = make.gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
+        self._prefix_queries = make.counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self._prefix_hits = make.counter("prefix_cache_hits", "Prompt tokens found cached.")
+        self._preemptions = make.counter("num_preemptions", "Requests put back for want of blocks.")
+        self._step_tokens = make.histogram("iteration_tokens_total", "Tokens per step.", STEP_TOKENS)
+        self._cache_config = Gauge(
+            "vllm:cache_config_info",
+            "KV cache of a rank.",
+            (*LABELS, "block_size", "num_gpu_blocks", "enable_prefix_caching"),
+            registry=self._registry,
+        )
+        sleep = make.labelled(
+            Gauge, "engine_sleep_state", "1 for the state it is in.", "sleep_state", (_AWAKE, *_ASLEEP)
+        )
+        for (_, state), series in sleep.items():
+            series.set(state == _AWAKE)
+
+    def _make_token_families(self, make: Families) -> None:
+        """Families of tokens as they come."""
+        self._prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of requests that got a token.")
+        self._prompt_cached = make.counter("prompt_tokens_cached", "Of those, found cached.")
+        self._prompt_by_source = make.labelled(
+            Counter, "prompt_tokens_by_source", "By source.", "source", (_COMPUTED, _CACHED, _TRANSFERRED)
+        )
+        self._cached_by_source = make.labelled(
+            Counter, "prompt_tokens_cached_by_source", "Cached ones, by tier.", "source", ("device",)
+        )
+        self._output_tokens = make.counter("generation_tokens", "Tokens generated.")
+        self._ttft = make.histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
+        self._itl = make.histogram("inter_token_latency_seconds", "Between tokens.", TOKEN_S)
+
+    def _make_request_families(self, make: Families) -> None:
+        """Families of requests that have ended, or were asked."""
+        self._tpot = make.histogram("request_time_per_output_token_seconds", "Mean after the first.", TOKEN_S)
+        self._e2e = make.histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_S)
+        self._queue = make.histogram("request_queue_time_seconds", "Arrival to first run.", REQUEST_S)
+        self._prefill = make.histogram("request_prefill_time_seconds", "First run to first token.", REQUEST_S)
+        self._decode = make.histogram("request_decode_time_seconds", "First to last token.", REQUEST_S)
+        self._inference = make.histogram("request_inference_time_seconds", "First run to last.", REQUEST_S)
+        self._request_prompt = make.histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
+        self._request_output = make.histogram("request_generation_tokens", "Output tokens.", TOKENS)
+        self._computed = make.histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", TOKENS
+        )
+        self._most_output = make.histogram_of_requests(
+            "request_max_num_generation_tokens", "Output tokens of the longest of n choices.", TOKENS
+        )
+        self._param_n = make.histogram_of_requests("request_params_n", "n of requests.", PARAM_N)
+        self._param_max_tokens = make.histogram_of_requests(
+            "request_params_max_tokens", "max_tokens of requests.", TOKENS
+        )
+        self._success = make.labelled(
+            Counter,
+            "request_success",
+            "Requests by how they ended.",
+            "finished_reason",
+            [reason.value for reason in FinishReason],
+        )
+
+    def add(self, collector: Collector) -> None:
+        """Export what a collector yields as well."""
+        self._registry.register(collector)
+
+    def text(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return bytes(generate_latest(self._registry))
+
+    def note_rank(self, facts: RankFacts, *, enable_prefix_caching: bool) -> None:
+        """Take an attached rank's facts."""
+        labels = (
+            *(self._families.model_name, str(facts.rank), str(facts.block_tokens), str(facts.num_blocks)),
+            str(enable_prefix_caching),
+        )
+        self._cache_labels[facts.rank] = labels
+        self._cache_config.labels(*labels).set(1)
+
+    def note_lost(self, rank: int) -> None:
+        """Take that a rank is gone: it runs nothing and holds nothing, and an engine after it counts from 0."""
+        name = str(rank)
+        for gauge in (self._num_running[name], self._num_waiting[name], self._kv_usage[name]):
+            gauge.set(0)
+        self._waiting_by_reason[name, _CAPACITY].set(0)
+        self._last.pop(rank, None)
+        labels = self._cache_labels.pop(rank, None)
+        if labels is not None:
+            self._cache_config.remove(*labels)
+
+    def note_stats(self, stats: RankStats) -> None:
+        """Take a rank's state after a step."""
+        rank = str(stats.rank)
+        last = self._last.get(stats.rank)
+        self._num_running[rank].set(stats.num_running)
+        self._num_waiting[rank].set(stats.num_waiting)
+        self._waiting_by_reason[rank, _CAPACITY].set(stats.num_waiting)  # for seats, blocks or their turn
+        self._kv_usage[rank].set(1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0)
+        if last is None or stats.step > last.step:
+            self._step_tokens[rank].observe(stats.num_step_tokens)
+        for counter, field in (
+            (self._prefix_queries, "prefix_query_tokens"),
+            (self._prefix_hits, "prefix_hit_tokens"),
+            (self._preemptions, "num_preemptions"),
+        ):
+            grown = getattr(stats, field) - (getattr(last, field) if last else 0)
+            counter[rank].inc(max(0, grown))
+        self._last[stats.rank] = stats
+
+    def note_request(self, n: int, max_tokens: int) -> None:
+        """Take a client's request with `n` choices in all."""
+        self._param_n.observe(n)
+        self._param_max_tokens.observe(max_tokens)
+
+    def note_first_token(
+        self, rank: int, ttft_s: float, *, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
+        """Take a request's first token: its prompt has been run."""
+        name = str(rank)
+        self._ttft[name].observe(ttft_s)
+        self._prompt_tokens[name].inc(num_prompt_tokens)
+        self._prompt_by_source[name, _COMPUTED].inc(num_prompt_tokens - num_cached_tokens)
+        if num_cached_tokens:
+            self._prompt_cached[name].inc(num_cached_tokens)
+            self._prompt_by_source[name, _CACHED].inc(num_cached_tokens)
+            self._cached_by_source[name, "device"].inc(num_cached_tokens)
+
+    def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
+        """Take tokens that arrived `gap_s` after those before; None: they are the first."""
+        self._output_tokens[str(rank)].inc(num_tokens)
+        if gap_s is not None:
+            for _ in range(num_tokens):
+                self._itl[str(rank)].observe(gap_s / num_tokens)
+
+    def note_end(
+        self,
+        rank: int,
+        reason: FinishReason,
+        timing: Timing,
+        *,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        num_tokens: int,
+    ) -> None:
+        """Take a request's end."""
+        name = str(rank)
+        self._success[name, reason.value].inc()
+        self._e2e[name].observe(timing.e2e_s)
+        self._request_prompt[name].observe(num_prompt_tokens)
+        self._request_output[name].observe(num_tokens)
+        if timing.first_token_s is None:
+            return
+        self._computed[name].observe(num_prompt_tokens - num_cached_tokens)
+        self._queue[name].observe(timing.queue_s)
+        self._prefill[name].observe(timing.prefill_s)
+        self._decode[name].observe(timing.decode_s)
+        self._inference[name].observe(timing.inference_s)
+        self._tpot[name].observe(
+            timing.decode_s / max(1, num_tokens - 1)
+        )  # 0 for a single token, as vLLM has it
+
+    def note_longest(self, num_tokens: int) -> None:
+        """Take the longest choice of a client's request."""
+        self._most_output.observe(num_tokens)

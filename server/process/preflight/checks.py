@@ -1,0 +1,139 @@
+"""Find what cannot work before any weight is read: one named error each, in milliseconds and without torch.
+
+Reads config.json and the safetensors headers only.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from dispatch.availability import check_service_backend
+from scheduler.compiler import why_no_compiler
+from scheduler.lockstep import why_no_halves
+from server.options.command_line import Options
+from server.process.preflight.http_port import check_port
+from server.process.preflight.machine import available_bytes
+from server.process.preflight.model_config import (
+    check_is_moe,
+    check_length,
+    check_quantisation,
+    num_experts,
+    read_config,
+)
+from server.process.preflight.preflight_error import PreflightError
+from server.process.preflight.rank_memory import (
+    WeightBytes,
+    check_memory,
+    float_bytes,
+    rank_experts,
+    weight_bytes,
+)
+from server.process.preflight.start_file import why_unfit
+
+
+def check_start(
+    options: Options,
+    *,
+    num_ranks: int,
+    num_local_ranks: int,
+    has_front: bool,
+    gpu_bytes: int | None = None,
+) -> None:
+    """Check that the model can be served as asked on this node.
+
+    Args:
+        options: with `model` a directory.
+        num_ranks: in the whole service.
+        num_local_ranks: of them, on this node.
+        has_front: whether this node will listen on the HTTP port.
+        gpu_bytes: free memory of a rank's GPU, where they have one each.
+
+    Raises:
+        PreflightError: naming the first thing that is wrong.
+    """
+    check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
+    check_nodes(options.dispatch_node_size, num_ranks)
+    check_halves(options, num_ranks)
+    check_compiler(options)
+    directory = Path(options.model)
+    config = read_config(directory)
+    check_is_moe(config, directory)
+    check_quantisation(config, directory)
+    check_length(config, options.max_model_len)
+    weights = weight_bytes(directory, config, float_bytes(options))
+    check_placement(options.expert_placement, weights, config, num_ranks)
+    check_memory(
+        weights,
+        rank_experts(weights, config, options, num_ranks),
+        options,
+        num_local_ranks=num_local_ranks if gpu_bytes is None else 1,
+        free_bytes=available_bytes() if gpu_bytes is None else gpu_bytes,
+    )
+    if has_front:
+        check_port(options.host, options.port)
+
+
+def check_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> None:
+    """Refuse a way to exchange tokens that cannot work here.
+
+    Raises:
+        PreflightError: saying what is missing and what to use instead.
+    """
+    problem = check_service_backend(name, num_ranks, on_gpus=on_gpus)
+    if problem:
+        raise PreflightError(problem)
+
+
+def check_nodes(node_size: int, num_ranks: int) -> None:
+    """Refuse nodes that the ranks do not fill.
+
+    Raises:
+        PreflightError: naming the sizes that work.
+    """
+    if node_size and num_ranks % node_size:
+        sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+        raise PreflightError(
+            f"--dispatch-node-size is {node_size} for {num_ranks} ranks; give one of {sizes}, or 0"
+        )
+
+
+def check_halves(options: Options, num_ranks: int) -> None:
+    """Refuse steps in two halves with what they cannot work with.
+
+    Raises:
+        PreflightError: naming it, and what to do.
+    """
+    problem = why_no_halves(
+        num_ranks,
+        on_gpus=options.device == "cuda",
+        replays=not options.enforce_eager and options.dispatch_mode != "normal",
+        backend=options.all2all_backend,
+    )
+    if options.enable_dbo and problem:
+        raise PreflightError(problem)
+
+
+def check_compiler(options: Options) -> None:
+    """Refuse torch.compile with what it cannot work with.
+
+    Raises:
+        PreflightError: naming it, and what to do.
+    """
+    problem = why_no_compiler(
+        on_gpus=options.device == "cuda", is_invariant=options.batch_invariant, in_halves=options.enable_dbo
+    )
+    if options.enable_torch_compile and problem:
+        raise PreflightError(problem)
+
+
+def check_placement(file: str | None, weights: WeightBytes, config: dict[str, Any], num_ranks: int) -> None:
+    """Refuse a file that is no placement for this model on so many ranks; None is no file.
+
+    Raises:
+        PreflightError: saying what is wrong with it, or what it is a placement of.
+    """
+    if file is None:
+        return
+    layers, experts = weights.expert_layers, num_experts(config)
+    problem = why_unfit(file, num_layers=layers, num_experts=experts, num_ranks=num_ranks)
+    if problem:
+        raise PreflightError(f"--expert-placement: {problem}")

@@ -1,0 +1,125 @@
+"""What a rank's weights take in memory, and whether this node's ranks fit into what is free.
+
+Added up from the headers of the checkpoint's files, by --dtype and by the slots that a rank has for experts.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from server.options.command_line import Options
+from server.process.preflight.checkpoint_files import read_header, safetensors_files
+from server.process.preflight.expert_memory import ExpertMemory, expert_memory, slots_per_rank
+from server.process.preflight.model_config import field_of, largest, num_experts, read_config
+from server.process.preflight.preflight_error import PreflightError
+
+# What a weight takes, by --dtype (D9: auto is fp32 on CPU).
+_FLOAT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "F8_E4M3": 8,
+    "F8_E8M0": 8,
+}  # fmt: skip
+_PROCESS_BYTES = 300 << 20  # a rank without weights: Python and torch take 220 MB, buffers the rest
+
+
+class WeightBytes(NamedTuple):
+    """What a checkpoint takes in memory once loaded, in bytes."""
+
+    shared: int  # on every rank
+    experts: int  # spread over all ranks
+    # Layers that have experts; such as predict more tokens, past the model's last, left out.
+    expert_layers: int = 1
+
+
+def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: int) -> WeightBytes:
+    """Add up a checkpoint's tensors from the headers of its files.
+
+    Raises:
+        PreflightError: there is no safetensors file, or one is missing, damaged or cut short.
+    """
+    shared = experts = 0
+    layers: set[int] = set()
+    num_layers = largest(field_of(config, "num_hidden_layers")) or math.inf
+    for path in safetensors_files(directory):
+        for name, tensor in read_header(path).items():
+            size = math.prod(tensor["shape"]) * _element_bits(tensor["dtype"], float_bytes) // 8
+            if _is_expert(name, tensor["shape"], num_experts(config)):
+                experts += size
+                numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first is the layer's
+                layers.update(number for number in numbers if number < num_layers)
+            else:
+                shared += size
+    return WeightBytes(shared, experts, max(1, len(layers)))
+
+
+def _is_expert(name: str, shape: list[int], count: int) -> bool:
+    """Tell routed experts: one tensor per expert, or all experts fused along the first dimension."""
+    return re.search(r"\bexperts\.", name) is not None or (len(shape) == 3 and shape[0] == count)
+
+
+def _element_bits(dtype: str, float_bytes: int) -> int:
+    return _BITS.get(dtype, float_bytes * 8)
+
+
+def float_bytes(options: Options) -> int:
+    """What one weight takes in memory."""
+    return 2 if options.device == "cuda" and options.dtype == "auto" else _FLOAT_BYTES[options.dtype]
+
+
+def rank_experts(
+    weights: WeightBytes, config: dict[str, Any], options: Options, num_ranks: int
+) -> ExpertMemory:
+    """What a rank's experts take, redundant and spare slots included."""
+    count = max(1, num_experts(config))
+    slots = slots_per_rank(
+        count,
+        num_ranks,
+        num_redundant=options.eplb_config.num_redundant_experts,
+        placement_file=options.expert_placement,
+    )
+    return expert_memory(
+        weights.experts,
+        num_layers=weights.expert_layers,
+        num_experts=count,
+        num_ranks=num_ranks,
+        slots_per_rank=slots,
+    )
+
+
+def spare_bytes(options: Options, num_ranks: int) -> int:
+    """What a rank must leave free for experts that move, of a model that passed `check_start`."""
+    config = read_config(Path(options.model))
+    weights = weight_bytes(Path(options.model), config, float_bytes(options))
+    return rank_experts(weights, config, options, num_ranks).spare
+
+
+def rank_bytes(options: Options, num_ranks: int) -> int:
+    """What a rank's weights take, spare slots included, of a model that passed `check_start`."""
+    config = read_config(Path(options.model))
+    weights = weight_bytes(Path(options.model), config, float_bytes(options))
+    experts = rank_experts(weights, config, options, num_ranks)
+    return weights.shared + experts.serving + experts.spare
+
+
+def check_memory(
+    weights: WeightBytes, experts: ExpertMemory, options: Options, *, num_local_ranks: int, free_bytes: int
+) -> None:
+    """Check that this node's ranks fit into its free memory: weights, spare slots, KV cache where given, processes."""
+    rank_weights, cache = weights.shared + experts.serving, options.kv_cache_bytes or 0
+    needed = num_local_ranks * (rank_weights + experts.spare + cache + _PROCESS_BYTES)
+    if needed <= free_bytes:
+        return
+    spare = f" + {_gib(experts.spare)} for experts that move" if experts.spare else ""
+    kv = f" + {_gib(cache)} of KV cache" if cache else ""
+    raise PreflightError(
+        f"{num_local_ranks} rank{'s' if num_local_ranks > 1 else ''} on this node would take about {_gib(needed)}, but "
+        f"{_gib(free_bytes)} is free. Each holds {_gib(rank_weights)} of weights ({_gib(weights.shared)} that every "
+        f"rank keeps and {experts.slots_per_rank} experts of each layer: {_gib(experts.serving)} where all ranks "
+        f"together need {_gib(weights.experts)}){spare}{kv} + {_gib(_PROCESS_BYTES)} of its own. Use fewer ranks per "
+        "node, more nodes, fewer redundant experts, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"

@@ -1,0 +1,190 @@
+"""A service that belongs to one script or one batch: `wideep serve` on this machine, ended when its owner ends.
+
+Whoever wants tokens without a server of their own gets the very processes that `wideep serve` starts, reached over
+its own endpoint on a loopback port with a key that nobody else knows. So offline answers are the service's, bit for
+bit, and a script stays free of torch. Rejected: the front in the script's process, which would need the script's
+event loop, its signals and a torchrun beside it; an engine in the script's process, which is another engine to keep.
+"""
+
+import collections
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Self
+
+from server.options.checks import OptionsError
+from server.options.command_line import Options, arguments_from, environment_from
+from server.process.children import WIDEEP_COMMAND, Child, describe_end, stop_children
+from server.process.greeting import is_healthy, reachable_host
+from server.process.preflight.device_choice import CPU_NUM_SEQS, CPU_RANKS
+from server.process.preflight.model_source import resolve_model
+from server.process.preflight.preflight_error import PreflightError
+from server.process.serve import free_port
+
+SERVE_COMMAND = (*WIDEEP_COMMAND, "serve")
+STOP_GRACE_S = 8.0  # serve promises that all is over in 5
+_POLL_S = 0.1  # how often /health is asked during the start
+_MOST_PLACES = 512  # connections that one client keeps busy without losing time over them
+_BOUND_EXEC = str(Path(__file__).with_name("bound_exec.py"))
+_SERVE_SAYS = "wideep serve: "
+_KEPT_LINES = 8  # of what the service said last, for the message about its end
+
+
+class ServiceEndedError(RuntimeError):
+    """The private service did not start, or ended too early; the message says why."""
+
+
+class PrivateService:
+    """A running `wideep serve` of our own. A context manager: leaving ends all of its processes."""
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        command: Sequence[str] = SERVE_COMMAND,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Find the model and start the service; `wait_ready` waits until it answers.
+
+        Args:
+            options: port 0 takes a free one; without API keys, one is drawn.
+            command: `wideep serve`, up to MODEL.
+
+        Raises:
+            OptionsError: the options ask for what no service of one's own has.
+            ServiceEndedError: there is no such model or host.
+        """
+        self.options = _completed(options)
+        self._closing = threading.Event()
+        self._closed = False
+        self._said: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        words = [*command, *arguments_from(self.options)]
+        self._child = self._start(words, {**environment, **environment_from(self.options)})
+        assert self._child.process.stderr is not None, "a pipe was asked for"
+        self._reader = threading.Thread(target=self._read, args=(self._child.process.stderr,), daemon=True)
+        self._reader.start()
+
+    @property
+    def url(self) -> str:
+        """The endpoint's root."""
+        host = reachable_host(self.options.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.options.port}"
+
+    @property
+    def num_places(self) -> int:
+        """Requests that it runs at once; more would wait in its queue."""
+        ranks = self.options.data_parallel_size or CPU_RANKS
+        return min(ranks * (self.options.max_num_seqs or CPU_NUM_SEQS), _MOST_PLACES)
+
+    @property
+    def api_key(self) -> str:
+        """A key that opens it."""
+        return self.options.api_keys[0]
+
+    def wait_ready(self) -> Self:
+        """Wait until the service answers; a model may take its time, so only the service's end ends the wait.
+
+        Raises:
+            ServiceEndedError: it ended instead.
+        """
+        while not is_healthy(self.options.host, self.options.port):
+            if self.has_ended(within_s=_POLL_S):
+                raise ServiceEndedError(f"the service did not start: {self.cause_of_end()}")
+        return self
+
+    def has_ended(self, *, within_s: float = 0.0) -> bool:
+        """Return whether the service has ended, or does within this time."""
+        return self._closed or bool(select.select([self._child.pidfd], [], [], within_s)[0])
+
+    def cause_of_end(self) -> str:
+        """Say why the service ended: its own last words where it had any."""
+        self._reader.join(STOP_GRACE_S)  # the pipe's end: all that was said is known
+        own = [line for line in self._said if line.startswith(_SERVE_SAYS)]
+        return own[-1].removeprefix(_SERVE_SAYS) if own else describe_end(self._child)
+
+    def why_gone(self) -> str | None:
+        """Return why the service has ended, None while it runs."""
+        return f"the service has ended: {self.cause_of_end()}" if self.has_ended() else None
+
+    def close(self) -> None:
+        """End every process of the service. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        stop_children([self._child], grace_s=STOP_GRACE_S)
+        self._closing.set()
+        self._reader.join(STOP_GRACE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Start serve from a thread that lives as long as this process.
+
+        The kernel takes the end of the thread that started a child for its parent's, and a script may make its LLM in
+        any thread. SIGTERM as the last word lets serve end its own processes in order.
+        """
+        started: list[subprocess.Popen[bytes] | OSError] = []
+        is_started = threading.Event()
+        bound = [sys.executable, "-P", _BOUND_EXEC, str(os.getpid()), str(int(signal.SIGTERM)), *command]
+
+        def keep() -> None:
+            try:
+                process = subprocess.Popen(
+                    bound,
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    process_group=0,
+                )
+                started.append(process)
+            except OSError as error:
+                started.append(error)
+            is_started.set()
+            self._closing.wait()
+
+        threading.Thread(target=keep, name="wideep-service", daemon=True).start()
+        is_started.wait()
+        [process] = started
+        if isinstance(process, OSError):
+            self._closing.set()
+            raise ServiceEndedError(f"the service could not be started: {process}") from process
+        return Child("the service", process, os.pidfd_open(process.pid))
+
+    def _read(self, stream: IO[bytes]) -> None:
+        """Keep what the service says on stderr, and pass it on but for serve's last words: exceptions carry those."""
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self._said.append(line)
+                if not line.startswith(_SERVE_SAYS):
+                    print(line, file=sys.stderr, flush=True)
+
+
+def _completed(options: Options) -> Options:
+    """Fill in what the owner has to know before the start: the model's directory, the port and a key."""
+    if options.http.ssl_certfile is not None:
+        raise OptionsError("--ssl-certfile: a service of one's own is reached without TLS; leave it out")
+    try:
+        directory = resolve_model(options.model)
+        port = options.port or free_port(options.host)
+    except (PreflightError, OSError) as error:
+        raise ServiceEndedError(f"the service did not start: {error}") from error
+    return replace(
+        options,
+        model=str(directory),
+        port=port,
+        api_keys=options.api_keys or (secrets.token_urlsafe(32),),
+        http=replace(options.http, shutdown_timeout_s=0),  # its owner wants nothing any more when it ends it
+    )

@@ -1,0 +1,223 @@
+"""`wideep serve`: one command that runs torchrun, waits until the service answers, and ends all of it.
+
+Serve is the root of the process tree: serve > torchrun (server.process.agent) > worker per rank > engine, and the front.
+Each level ends when the one above does, however that ended. Serve adopts what a killed torchrun leaves behind, so
+that nothing is left when serve has ended. Rejected: starting the workers ourselves; one way of starting, torchrun's,
+serves a laptop and a cluster alike (DESIGN.md D7).
+"""
+
+import contextlib
+import math
+import os
+import select
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from server.options.checks import OptionsError
+from server.options.command_line import Options, arguments_from, environment_from
+from server.process.children import (
+    DRAIN_SIGNAL,
+    WIDEEP_COMMAND,
+    Child,
+    StopSignals,
+    adopt_orphans,
+    describe_end,
+    kill_orphans,
+    say,
+    signal_children_of,
+    start_child,
+    stop_children,
+)
+from server.process.error_file import ERROR_FILE, absences, first_failure
+from server.process.greeting import count, greeting, is_healthy
+from server.process.preflight.checks import check_start
+from server.process.preflight.device_choice import choose_device, on_device
+from server.process.preflight.machine import usable_cores
+from server.process.preflight.model_source import resolve_model
+from server.process.preflight.preflight_error import PreflightError
+from server.process.supervisor import DRAIN_GRACE_S, UNDER_SERVE
+
+AGENT_GRACE_S = 3.2  # torchrun waits for workers, which kill their children after STOP_GRACE_S
+ORPHAN_GRACE_S = 0.5  # then all that is left is killed: together below the 5 s that the user is promised
+FAILURE_GRACE_S = 1.5  # torchrun's, to end by itself and name a supervisor that was killed
+_POLL_S = 0.2  # how often /health is asked during the start, and failures are looked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCommands:
+    """How to start torchrun and, for it, a worker."""
+
+    agent: tuple[str, ...] = (*WIDEEP_COMMAND, "torchrun")
+    worker: tuple[str, ...] = (*WIDEEP_COMMAND, "worker")
+
+
+def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int:
+    """Serve until told to stop.
+
+    Returns:
+        The exit status: 0 after Ctrl-C (at once) or SIGTERM (when open requests have ended), 1 if the service could not start or a process of it died.
+    """
+    started_s = time.monotonic()
+    try:
+        with terminate_as_interrupt():
+            options = _prepare(options)
+    except (OptionsError, PreflightError) as error:
+        say(f"wideep serve: {error}", error=True)
+        return 1
+    except KeyboardInterrupt:
+        say("wideep: stopped before the start")
+        return 0
+    spared = adopt_orphans()
+    with StopSignals() as stop_signals, tempfile.TemporaryDirectory(prefix="wideep_") as log_directory:
+        agent = _start_agent(options, commands or ServeCommands(), log_directory)
+        try:
+            return _Watch(agent, options, stop_signals, started_s, Path(log_directory)).run()
+        finally:
+            stop_children([agent], grace_s=AGENT_GRACE_S)
+            kill_orphans(spared=spared, grace_s=ORPHAN_GRACE_S)
+
+
+@contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM end what runs inside, such as the making of a model, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _prepare(options: Options) -> Options:
+    """Find the model, fill in what the ranks share, and check that it can work."""
+    device = choose_device(options.device)
+    ranks = options.data_parallel_size or device.ranks
+    options = replace(
+        on_device(options, device, num_local_ranks=ranks),
+        model=str(resolve_model(options.model)),
+        data_parallel_size=ranks,
+        threads=options.threads or max(1, usable_cores() // ranks),
+    )
+    check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
+    say(f"wideep: computing on {device.name} ({device.reason})")
+    return options if options.port else replace(options, port=free_port(options.host))
+
+
+def free_port(host: str) -> int:
+    """Return a port that is free now; another program may be faster to take it.
+
+    Raises:
+        OSError: the host is no address of this machine's.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.bind(address)
+        return int(probe.getsockname()[1])
+
+
+def _start_agent(options: Options, commands: ServeCommands, log_directory: str) -> Child:
+    torchrun_flags = [
+        "--standalone",
+        f"--nproc-per-node={options.data_parallel_size}",
+        f"--log-dir={log_directory}",
+        "--no-python",
+    ]
+    say(
+        f"wideep: starting {', '.join(options.served_model_names)} on {count(options.data_parallel_size, 'rank')} with "
+        f"{count(options.threads, 'thread')} each"
+    )
+    return start_child(
+        "torchrun",
+        [*commands.agent, *torchrun_flags, *commands.worker, *arguments_from(options)],
+        environment={
+            **os.environ,
+            **environment_from(options),
+            UNDER_SERVE: "1",
+            ERROR_FILE: os.path.join(log_directory, "error.json"),
+        },
+    )
+
+
+class _Watch:
+    """Waits for the service's end, or the wish for it; greets in between, once it answers.
+
+    torchrun may take long to end after a failure (it gives each worker 30 s), so failures are looked for here.
+    """
+
+    def __init__(
+        self, agent: Child, options: Options, stop_signals: StopSignals, started_s: float, log_directory: Path
+    ) -> None:
+        self._agent, self._options, self._stop_signals = agent, options, stop_signals
+        self._started_s, self._log_directory = started_s, log_directory
+        self._is_ready = self._is_draining = False
+        self._until_s = math.inf  # time.monotonic()
+
+    def run(self) -> int:
+        """Return the exit status when there is nothing more to wait for."""
+        poll = select.poll()
+        poll.register(self._stop_signals.fd, select.POLLIN)
+        poll.register(self._agent.pidfd, select.POLLIN)
+        while time.monotonic() < self._until_s:
+            ready_fds = {fd for fd, _ in poll.poll(_POLL_S * 1000)}
+            if self._stop_signals.fd in ready_fds and not self._drains(self._stop_signals.take()):
+                say("\nwideep: stopping")
+                return 0
+            if self._agent.pidfd in ready_fds:
+                break
+            self._look()
+        return self._end()
+
+    def _drains(self, numbers: list[int]) -> bool:
+        """Say whether to wait on: the first SIGTERM of a service that answers lets open requests end."""
+        timeout_s = self._options.http.shutdown_timeout_s
+        is_gentle = numbers in ([signal.SIGTERM], [DRAIN_SIGNAL]) and timeout_s > 0
+        if not is_gentle or not self._is_ready or self._is_draining:
+            return False
+        self._is_draining = True
+        self._until_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
+        say(f"wideep: finishing open requests, for up to {timeout_s:g} s; a second signal stops at once")
+        # To the workers themselves: torchrun would kill them 30 s after a signal that it passes on.
+        signal_children_of(self._agent.process.pid, DRAIN_SIGNAL)
+        return True
+
+    def _look(self) -> None:
+        """See whether something failed, or the service has begun to answer."""
+        now_s = time.monotonic()
+        if self._until_s - now_s > FAILURE_GRACE_S and self._failure() is not None:
+            self._until_s = now_s + FAILURE_GRACE_S
+        if not self._is_ready and self._is_healthy():
+            self._is_ready = True
+            say(greeting(self._options, seconds=now_s - self._started_s))
+
+    def _is_healthy(self) -> bool:
+        options = self._options
+        return is_healthy(options.host, options.port, scheme=options.http.scheme)
+
+    def _failure(self) -> str | None:
+        """Why the service has to end, where a process has said so: one has failed, or no rank is left."""
+        away = absences(self._log_directory)
+        if len(away) == self._options.data_parallel_size:
+            return f"{away[-1]}: no rank is left"
+        return first_failure(self._log_directory)
+
+    def _end(self) -> int:
+        failure = self._failure()
+        if self._is_draining and failure is None and self._agent.process.poll() in (None, 0):
+            say("wideep: stopped")
+            return 0
+        say(f"wideep serve: {_cause_of_end(self._agent, failure)}. The service has ended.", error=True)
+        return 1
+
+
+def _cause_of_end(agent: Child, failure: str | None) -> str:
+    """Say why the service ends: torchrun was killed, a process failed, or everything ended in order."""
+    status = agent.process.poll()
+    if failure is not None and (
+        status is None or status >= 0
+    ):  # else the workers know only that torchrun is gone
+        return failure
+    return "all ranks ended although nobody asked serve to stop" if status == 0 else describe_end(agent)

@@ -1,0 +1,275 @@
+"""Keep one rank's engine running, and on one node the front: start them, wait for what happens to them, stop them.
+
+Never touches a device and never imports torch, so that it outlives its engine. It waits on descriptors alone: stop
+signals, its parent's and its children's pidfds, and the pipes on which the children report.
+
+An engine that ends after it had served is started again, so often as its budget allows; then the rank stays away and
+the others serve without it. One that never served ends the service: its cause (a flag, the memory) would stay. So do
+the front's end and an engine's in order, which means that the front has asked for it.
+
+What the children are told, besides the command line: the front gets `--ready-fd` and writes one JSON line with its
+addresses, which goes to this rank's engine as WIDEEP_FRONT; an engine that is started again gets WIDEEP_RESTARTS, how
+often that has happened. The engine gets WIDEEP_READY_FD and writes {"http": URL} when it knows the address,
+{"kv_cache_bytes": n}, which its successors get as a flag, and {"ready": true} when it serves.
+"""
+
+import json
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from server.options.command_line import Options, arguments_from, environment_from
+from server.process.children import (
+    DRAIN_SIGNAL,
+    WIDEEP_COMMAND,
+    Child,
+    MessagePipe,
+    StopSignals,
+    describe_end,
+    has_ended,
+    say,
+    start_child,
+    stop_children,
+)
+from server.process.error_file import ERROR_FILE, LAST, write_absence, write_failure
+from server.process.front_probe import FRONT_IS_GONE
+from server.process.rendezvous import Place
+from server.process.restarts import RestartBudget
+
+UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which says itself what happens
+STOP_GRACE_S = 2.2  # from the wish to SIGKILL; serve has promised that all is over in 5 s
+DRAIN_GRACE_S = 3.0  # for the front and the ranks to end, after the time that open requests have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commands:
+    """How to start the children, up to MODEL and the flags."""
+
+    engine: tuple[str, ...] = (*WIDEEP_COMMAND, "engine")
+    front: tuple[str, ...] = (*WIDEEP_COMMAND, "front")
+
+
+class Supervisor:
+    """The children of one rank and the loop that waits for something to happen to them."""
+
+    def __init__(
+        self, options: Options, place: Place, commands: Commands, environment: Mapping[str, str]
+    ) -> None:
+        self._options = options
+        self._place = place
+        self._commands = commands
+        self._environment = {
+            **environment,
+            **environment_from(options),
+            "OMP_NUM_THREADS": str(options.threads),
+            # A spinning thread burns its whole time slice when another process has the core: steps of 500 ms
+            # instead of 60 (docs/LOG.md). Sleeping costs 10 us per parallel region.
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        self._selector = selectors.DefaultSelector()
+        self._front: Child | None = None
+        self._engine: Child | None = None
+        self._told_to_engine: dict[str, str] = {}
+        self._budget = RestartBudget()
+        self._ended_s: float | None = None  # time.monotonic() of the end of the engine whose successor starts
+        self._http = ""
+        self._has_served = False  # some engine of this rank
+        self._is_serving = False  # the present one
+        self._drained_s: float | None = None  # when draining: until when, on time.monotonic()
+
+    def run(self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int) -> int:
+        """Start the children, wait until the service ends, and stop them; return the exit status."""
+        self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
+        self._watch(parent_fd, lambda: self._fail(f"the torchrun of rank {self._place.rank} is gone"))
+        try:
+            if front_host is None:
+                self._start_engine()
+            else:
+                self._start_front(front_host)
+            return self._wait(stop_signals.fd)
+        finally:
+            stop_children([each for each in (self._front, self._engine) if each], grace_s=STOP_GRACE_S)
+            self._selector.close()
+
+    def _wait(self, stop_fd: int) -> int:
+        while (left_s := self._time_left_s()) is None or left_s > 0:
+            ready = {key.fd: key.data for key, _ in self._selector.select(left_s)}
+            # The wish to stop before all else: a child that ends because all are told to is no failure.
+            for _, callback in sorted(ready.items(), key=lambda each: each[0] != stop_fd):
+                if (status := callback()) is not None:
+                    return int(status)
+        return 0
+
+    def _time_left_s(self) -> float | None:
+        return None if self._drained_s is None else self._drained_s - time.monotonic()
+
+    def _on_stop(self, numbers: Sequence[int]) -> int | None:
+        """Take the wish to stop: gently, or (and when it is the second) at once.
+
+        Under serve, SIGTERM is torchrun's way of ending all when one has failed; serve itself sends another signal.
+        """
+        gentle = [DRAIN_SIGNAL] if UNDER_SERVE in self._environment else [DRAIN_SIGNAL, signal.SIGTERM]
+        timeout_s = self._options.http.shutdown_timeout_s
+        is_gentle = len(numbers) == 1 and numbers[0] in gentle and timeout_s > 0
+        if not is_gentle or self._drained_s is not None or not self._has_served:
+            return 0
+        if self._front is None:
+            if not self._is_serving:  # nobody would tell an engine that the front does not know
+                return 0
+        else:  # which ends the ranks' engines when it has ended
+            self._front.process.terminate()
+        self._drained_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
+        return None
+
+    def _watch(self, fd: int, callback: Callable[[], int | None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def _start_front(self, host: str) -> None:
+        pipe = MessagePipe()
+        flags = (
+            "--ranks",
+            str(self._place.world_size),
+            "--ready-fd",
+            str(pipe.child_fd),
+            "--ranks-host",
+            host,
+        )
+        front = self._start("the front", self._commands.front, flags, {}, pipe, stop_signal=signal.SIGINT)
+        self._front = front
+        self._watch(front.pidfd, lambda: self._on_end(front))
+        self._watch(pipe.fd, lambda: self._read(pipe, "the front", self._on_front_message))
+
+    def _start_engine(self) -> None:
+        pipe = MessagePipe()
+        extra = {**self._told_to_engine, "WIDEEP_READY_FD": str(pipe.child_fd)}
+        if self._budget.num_taken:
+            extra["WIDEEP_RESTARTS"] = str(self._budget.num_taken)
+        name = f"rank {self._place.rank}'s engine"
+        engine = self._start(name, self._commands.engine, (), extra, pipe)
+        self._engine = engine
+        read = partial(self._read, pipe, name, self._on_engine_message)
+        self._watch(engine.pidfd, lambda: self._on_engine_end(engine, read))
+        self._watch(pipe.fd, read)
+
+    def _start(
+        self,
+        name: str,
+        command: tuple[str, ...],
+        flags: tuple[str, ...],
+        extra: Mapping[str, str],
+        pipe: MessagePipe,
+        *,
+        stop_signal: signal.Signals = signal.SIGTERM,
+    ) -> Child:
+        child = start_child(
+            name,
+            [*command, *arguments_from(self._options), *flags],
+            environment={**self._environment, **extra},
+            kept_fds=(pipe.child_fd,),
+            stop_signal=stop_signal,
+        )
+        pipe.close_child_end()
+        return child
+
+    def _on_end(self, child: Child) -> int:
+        if child.process.wait() == 0:
+            self._say(f"{describe_end(child)}: the service ends")
+            return 0
+        return self._fail(describe_end(child))
+
+    def _on_engine_end(self, engine: Child, read: Callable[[], int | None]) -> int | None:
+        """Start the engine again where that may help; else end the service, or go on without this rank."""
+        read()  # its last words: it may have served for a moment
+        status, ending = engine.process.wait(), describe_end(engine)
+        if self._front is not None and has_ended(self._front):
+            return self._on_end(self._front)  # the cause
+        if status == FRONT_IS_GONE:
+            return self._fail(f"rank {self._place.rank} has lost the front, and so its service", follows=True)
+        if status == 0 or not self._has_served:
+            return self._on_end(engine)
+        self._selector.unregister(engine.pidfd)
+        os.close(engine.pidfd)
+        self._engine, self._is_serving = None, False
+        if self._drained_s is not None:
+            say(f"wideep: {ending}; the service is stopping", error=True)
+            return None if self._front is not None else 0
+        return self._restart(ending)
+
+    def _restart(self, ending: str) -> int | None:
+        allowed = self._budget.describe()
+        if not self._budget.take():
+            return self._give_up(f"{ending}; it was started again {allowed} and is not started any more")
+        say(f"wideep: {ending}; it is started again (at most {allowed})", error=True)
+        self._ended_s = self._ended_s or time.monotonic()
+        self._start_engine()
+        return None
+
+    def _give_up(self, text: str) -> int | None:
+        """Leave the service to the other ranks. Nobody is told: the front has seen this one go."""
+        if self._place.world_size == 1:
+            return self._fail(text)
+        say(f"wideep: {text}: the service goes on without rank {self._place.rank}", error=True)
+        if path := self._environment.get(ERROR_FILE):
+            write_absence(Path(path), self._place.rank, text)
+        return None
+
+    def _read(
+        self, pipe: MessagePipe, name: str, on_message: Callable[[dict[str, object]], None]
+    ) -> int | None:
+        """Hand on what a child reported. The pipe's end is no event of its own: the child's end is."""
+        if pipe.at_end:  # and closed, while its event was waiting
+            return None
+        try:
+            messages = pipe.read()
+        except ValueError as error:
+            return self._fail(f"{name} reported what cannot be understood: {error}")
+        if pipe.at_end:
+            self._selector.unregister(pipe.fd)
+            pipe.close()
+        for message in messages:
+            on_message(message)
+        return None
+
+    def _on_front_message(self, message: dict[str, object]) -> None:
+        self._told_to_engine = {"WIDEEP_FRONT": json.dumps(message)}
+        self._start_engine()
+
+    def _on_engine_message(self, message: dict[str, object]) -> None:
+        self._http = str(message.get("http", self._http))
+        if "kv_cache_bytes" in message:  # less memory is free when a successor starts; it gets as many blocks
+            num_bytes = int(str(message["kv_cache_bytes"]))
+            self._options = replace(self._options, kv_cache_bytes=num_bytes, gpu_memory_utilization=None)
+        if not message.get("ready"):
+            return
+        if self._ended_s is not None:
+            seconds, self._ended_s = time.monotonic() - self._ended_s, None
+            say(f"wideep: rank {self._place.rank} serves again, after {seconds:.0f} s", error=True)
+        elif self._place.local_rank == 0:
+            self._say(f"serving on {self._place.world_size} ranks at {self._http}")
+        self._has_served = self._is_serving = True
+
+    def _say(self, text: str) -> None:
+        if UNDER_SERVE not in self._environment:
+            say(f"wideep: {text}")
+
+    def _fail(self, text: str, *, follows: bool = False) -> int:
+        report_failure(text, self._environment, follows=follows)
+        return 1
+
+
+def report_failure(text: str, environment: Mapping[str, str], *, follows: bool = False) -> None:
+    """Say why this worker fails: to torchrun through its error file and, unless serve reads that, to the user.
+
+    Args:
+        follows: from another process' failure, which is the one to tell the user if it becomes known.
+    """
+    path = environment.get(ERROR_FILE)
+    if path:
+        write_failure(Path(path), text, time_ns=LAST if follows else None)
+    if not path or UNDER_SERVE not in environment:
+        say(f"wideep: {text}", error=True)

@@ -1,0 +1,70 @@
+"""`wideep worker`: what torchrun runs once per rank. Finds the rank's place, checks the start, and supervises."""
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+
+from server.options.checks import OptionsError
+from server.options.command_line import Options
+from server.process.children import StopSignals, say
+from server.process.parent_death import die_with_parent
+from server.process.preflight.checks import check_start
+from server.process.preflight.device_choice import choose_device, on_device
+from server.process.preflight.machine import usable_cores
+from server.process.preflight.model_source import resolve_model
+from server.process.preflight.preflight_error import PreflightError
+from server.process.rendezvous import Place, PlaceError, find_agent, front_host, place_from
+from server.process.supervisor import UNDER_SERVE, Commands, Supervisor, report_failure
+
+
+def run_worker(
+    options: Options, *, commands: Commands | None = None, environment: Mapping[str, str] = os.environ
+) -> int:
+    """Supervise this rank until it is told to stop or a process ends.
+
+    Returns:
+        The exit status: 0 after a stop that was asked for, 1 otherwise.
+    """
+    parent_fd = os.pidfd_open(os.getppid())
+    die_with_parent(signal.SIGTERM)  # ends us while there are no children; later it is one more stop signal
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        place = place_from(environment)
+        host = front_host(place, find_agent(), environment) if place.local_rank == 0 else None
+        options = _prepare(options, place, environment, has_front=host is not None)
+    except (OptionsError, PlaceError, PreflightError) as error:
+        report_failure(str(error), environment)
+        return 1
+    with StopSignals() as stop_signals:
+        supervisor = Supervisor(options, place, commands or Commands(), environment)
+        return supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd)
+
+
+def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, has_front: bool) -> Options:
+    """Find the model and the threads, and let one worker of the node check what can be checked early."""
+    ranks = options.data_parallel_size
+    if ranks is not None and ranks != place.local_world_size:
+        raise PlaceError(
+            f"--data-parallel-size is {ranks}, but torchrun started {place.local_world_size} workers on this node; "
+            "leave it out, torchrun's --nproc-per-node says it"
+        )
+    device = choose_device(options.device) if UNDER_SERVE not in environment else None
+    if device is not None:
+        options = on_device(options, device, num_local_ranks=place.local_world_size)
+    options = replace(
+        options,
+        model=str(resolve_model(options.model)),
+        data_parallel_size=place.local_world_size,
+        threads=options.threads or max(1, usable_cores() // place.local_world_size),
+    )
+    if place.local_rank == 0 and device is not None:  # else serve has checked already
+        check_start(
+            options,
+            num_ranks=place.world_size,
+            num_local_ranks=place.local_world_size,
+            has_front=has_front,
+            gpu_bytes=device.free_bytes,
+        )
+        say(f"wideep: computing on {device.name} ({device.reason})")
+    return options

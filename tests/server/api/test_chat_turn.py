@@ -1,0 +1,144 @@
+"""A chat's prompt as templates of every kind get it, and how one choice is read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler.request import FinishReason
+from server.api.chat_turn import ContentDelta, MessageParser, ReasoningDelta, ToolCallDelta, render_chat
+from server.api.parsers.deltas import Delta, merge
+from server.api.parsers.registry import markup_of
+from server.api.reasoning_tokens import ReasoningCount
+from server.api.schemas import ChatRequest
+from server.errors import ApiError
+from server.front.generations import Piece
+from server.front.served import ServedModel
+from server.front.structure.checks import StructureChecks
+from server.front.tokenizer import Tokenizer
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+HISTORY = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "5"},
+]
+PARTS = "{% for m in messages %}{% for p in m.content %}[{{ p.type }}:{{ p.text }}]{% endfor %}{% endfor %}"
+PASTES = (  # as DeepSeek's own template does
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ tools | length }}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+)
+KWARGS = "{{ reasoning_effort }} {{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def render(directory: Path, template: str, **fields: Any) -> str:
+    tokenizer = Tokenizer(str(write_tokenizer(directory, chat_template=template)))
+    model = ServedModel(
+        names=("m",),
+        tokenizer=tokenizer,
+        sampling_defaults={},
+        max_len=lambda: 512,
+        created=0,
+        structures=StructureChecks(tokenizer.vocabulary),
+        markup=markup_of(template),
+    )
+    return render_chat(ChatRequest.model_validate({"messages": HISTORY, **fields}), model)
+
+
+def test_a_template_that_wants_parts_gets_parts(tmp_path: Path) -> None:
+    assert render(tmp_path, PARTS, messages=HISTORY[:1]) == "[text:x]"
+
+
+def test_a_template_that_pastes_arguments_gets_them_as_text(tmp_path: Path) -> None:
+    assert render(tmp_path, PASTES, tools=TOOLS) == '1now{"a": 1}'
+
+
+def test_a_template_that_knows_no_tools_is_told_of_them(tmp_path: Path) -> None:
+    prompt = render(tmp_path, CHAT_TEMPLATE, tools=TOOLS)
+    assert prompt.startswith("<|start|>system\nYou can call these functions") and '"name": "now"' in prompt
+    assert (
+        '<|start|>assistant\n<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call><|end|>'
+        in prompt
+    )
+    assert "<|start|>user\n<tool_response>\n5\n</tool_response><|end|>" in prompt
+
+
+def test_a_template_that_takes_no_system_message_is_told_in_the_user_s(tmp_path: Path) -> None:
+    strict = CHAT_TEMPLATE.replace("'system', ", "")
+    prompt = render(tmp_path, strict, tools=TOOLS)
+    assert prompt.startswith("<|start|>user\nYou can call these functions") and "\n\nx<|end|>" in prompt
+    with pytest.raises(ApiError, match="unknown role system"):
+        render(tmp_path, strict, tools=TOOLS, messages=[{"role": "system", "content": "x"}])
+
+
+def test_a_chat_without_tools_is_left_alone(tmp_path: Path) -> None:
+    prompt = render(tmp_path, CHAT_TEMPLATE, messages=HISTORY[:1], tools=TOOLS, tool_choice="none")
+    assert prompt == "<|start|>user\nx<|end|>\n<|start|>assistant\n"
+
+
+def test_effort_and_the_client_s_own_words_reach_the_template(tmp_path: Path) -> None:
+    assert render(tmp_path, KWARGS, messages=HISTORY[:1], reasoning_effort="low") == "low x"
+    assert render(tmp_path, KWARGS, messages=HISTORY[:1], reasoning_effort="none") == "none Falsex"
+    own = {
+        "reasoning_effort": "high",
+        "chat_template_kwargs": {"reasoning_effort": "my", "enable_thinking": 1},
+    }
+    assert render(tmp_path, KWARGS, messages=HISTORY[:1], **own) == "my 1x"
+
+
+@pytest.mark.parametrize("name", ["tools", "messages", "tokenize"])
+def test_the_client_s_words_cannot_be_the_server_s(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ApiError, match=name):
+        render(tmp_path, KWARGS, messages=HISTORY[:1], chat_template_kwargs={name: []})
+
+
+class Script:
+    """A text parser that says what it is told."""
+
+    def __init__(self, *deltas: Delta) -> None:
+        self.deltas = list(deltas)
+
+    def push(self, text: str) -> list[Delta]:
+        return self.deltas
+
+    def finish(self) -> list[Delta]:
+        return []
+
+
+CALLS = [ToolCallDelta(0, "{}", "id", "f"), ToolCallDelta(1, "{}", "id2", "g")]
+
+
+def test_a_choice_with_calls_ends_with_tool_calls_unless_it_was_cut_off() -> None:
+    parser = MessageParser(Script(*CALLS), ReasoningCount(len), max_calls=None, shows_reasoning=True)
+    assert parser.finish_word(FinishReason.STOP) == "stop"
+    assert parser.push(Piece()) == CALLS
+    words = [parser.finish_word(reason) for reason in (None, FinishReason.STOP, FinishReason.LENGTH)]
+    assert words == [None, "tool_calls", "length"]
+
+
+def test_what_the_client_does_not_want_is_not_passed_on() -> None:
+    deltas = [ReasoningDelta("hm"), ContentDelta("a"), *CALLS]
+    parser = MessageParser(Script(*deltas), ReasoningCount(len), max_calls=1, shows_reasoning=False)
+    assert parser.push(Piece()) == [ContentDelta("a"), CALLS[0]]
+
+
+def test_documents_reach_the_template(tmp_path: Path) -> None:
+    cites = "{% for each in documents or [] %}[{{ each.title }}]{% endfor %}"
+    documents = [{"title": "t", "text": "x"}]
+    assert render(tmp_path, cites, messages=HISTORY[:1], documents=documents) == "[t]"
+    assert render(tmp_path, cites, messages=HISTORY[:1]) == ""
+
+
+def test_neighbours_of_one_kind_merge() -> None:
+    deltas = [
+        ContentDelta("a"),
+        ContentDelta("b"),
+        CALLS[0],
+        ToolCallDelta(0, "x"),
+        CALLS[1],
+        ReasoningDelta("c"),
+    ]
+    merged = [ContentDelta("ab"), ToolCallDelta(0, "{}x", "id", "f"), CALLS[1], ReasoningDelta("c")]
+    assert merge(deltas) == merged and merge([]) == []

@@ -1,0 +1,169 @@
+"""What a request's fields become at a rank, and every wrong one as a 400 that names it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler.request import Request, TokenBias
+from server.api.params import _UNSERVED, asks_for, refuse_unserved
+from server.api.schemas import CompletionRequest, SamplingFields
+from server.errors import ApiError
+from server.front.served import ServedModel
+from server.front.structure.checks import StructureChecks
+from server.front.tokenizer import Tokenizer
+
+MAX_LEN = 64
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> ServedModel:
+    """The tiny tokenizer's model: 320 tokens."""
+    tokenizer = Tokenizer(str(model_dir))
+    return ServedModel(
+        names=("tiny",),
+        tokenizer=tokenizer,
+        sampling_defaults={},
+        max_len=lambda: MAX_LEN,
+        created=0,
+        structures=StructureChecks(tokenizer.vocabulary),
+    )
+
+
+def asked(model: ServedModel, *prompts: list[int], **fields: Any) -> list[Request]:
+    """The requests that ranks get."""
+    body = CompletionRequest(**fields)
+    refuse_unserved(body)
+    asks = asks_for(
+        body,
+        model,
+        prompts or ([5, 6, 7],),
+        request_id="r",
+        max_tokens=8,
+        num_logprobs=body.logprobs,
+        prompt_field="prompt",
+    )
+    return [ask.request for ask in asks]
+
+
+def test_biases_words_and_ids_reach_the_rank(model: ServedModel) -> None:
+    [request] = asked(
+        model,
+        logit_bias={"5": -100, "319": 2.5},
+        allowed_token_ids=[9, 8, 9],
+        logprobs=1,
+        logprob_token_ids=[3, 4],
+        prompt_logprobs=2,
+    )
+    params = request.params
+    assert params.logit_bias == (TokenBias(5, -100.0), TokenBias(319, 2.5))
+    assert params.allowed_token_ids == (9, 8) and params.logprob_token_ids == (3, 4)
+    assert (params.num_logprobs, params.num_prompt_logprobs) == (1, 2)
+
+
+def test_bad_words_are_tokenized_with_and_without_a_blank_before_them(model: ServedModel) -> None:
+    def tokens(text: str) -> tuple[int, ...]:
+        return tuple(model.tokenizer.encode(text, add_special_tokens=False))
+
+    [request] = asked(model, bad_words=["cat", " mat", "cat"])
+    assert tokens(" cat") != tokens("cat"), "the tiny tokenizer knows words after blanks"
+    assert set(request.params.bad_words) == {tokens("cat"), tokens(" cat"), tokens("mat"), tokens(" mat")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"logit_bias": [1]}, "logit_bias", "object"),
+        ({"logit_bias": {"bad1": 1, "2": 1, "-3": 1}}, "logit_bias", "'bad1', '-3'"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "not token ids"),
+        ({"logit_bias": {"²": 1}}, "logit_bias", "not token ids"),
+        ({"logit_bias": {"1": "much", "2": 101, "3": True, "4": None}}, "logit_bias", "'1', '2', '3', '4'"),
+        ({"logit_bias": {"320": 1}}, "logit_bias", "vocabulary of 320"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1024"),
+        ({"allowed_token_ids": [320]}, "allowed_token_ids", "0 to 319"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "-1"),
+        ({"logprob_token_ids": [3]}, "logprob_token_ids", "needs logprobs"),
+        ({"logprob_token_ids": [999], "logprobs": 1}, "logprob_token_ids", "999"),
+        ({"bad_words": ["ok", ""]}, "bad_words", "''"),
+        ({"bad_words": ["  "]}, "bad_words", "character"),
+        ({"bad_words": ["\ud800"]}, "bad_words", "ud800"),
+        ({"bad_words": ["x" * 4096, "y" * 4097]}, "bad_words", "8192"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ({"best_of": 2}, "best_of", "n"),
+        ({"best_of": [2]}, "best_of", "n"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
+        ({"length_penalty": 0.5}, "length_penalty", "not supported"),
+        ({"priority": 1}, "priority", "not supported"),
+        ({"cache_salt": "s"}, "cache_salt", "not supported"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget", "not supported"),
+        ({"stream_options": {"include_usage": None}}, "stream_options", "stream=true"),
+        ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs", "stream=false"),
+        ({"n": 128, "prompt_count": 2}, "n", "128"),
+    ],
+)
+def test_what_is_wrong_is_a_400_that_names_the_field(
+    model: ServedModel, fields: dict[str, Any], param: str, words: str
+) -> None:
+    fields = dict(fields)
+    prompts = [[5]] * fields.pop("prompt_count", 1)
+    with pytest.raises(ApiError) as caught:
+        asked(model, *prompts, **fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert words in caught.value.message and param in caught.value.message
+
+
+def test_what_asks_for_nothing_is_accepted(model: ServedModel) -> None:
+    [request] = asked(
+        model,
+        logit_bias={},
+        bad_words=[],
+        best_of=1,
+        length_penalty=1.0,
+        use_beam_search=False,
+        priority=0,
+        spaces_between_special_tokens=True,
+        thinking_token_budget=-1,
+        stream_options={},
+        vllm_xargs={},
+    )
+    assert request.params.logit_bias == request.params.bad_words == ()
+    assert len(asked(model, n=3, best_of=3)) == 3
+
+
+def test_n_choices_of_a_greedy_request_are_served(model: ServedModel) -> None:
+    assert [request.params.temperature for request in asked(model, n=2, temperature=0)] == [0.0, 0.0]
+
+
+def test_a_temperature_too_low_to_divide_by_is_greedy(model: ServedModel) -> None:
+    assert asked(model, temperature=1e-40)[0].params.temperature == 0.0
+    assert asked(model, temperature=1e-4)[0].params.temperature == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("fields", "left"),
+    [
+        ({"truncate_prompt_tokens": 3}, [17, 18, 19]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, [17, 18, 19]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [0, 1, 2]),
+        ({"truncate_prompt_tokens": MAX_LEN}, list(range(20))),
+    ],
+)
+def test_a_prompt_is_cut_on_the_side_asked_for(
+    model: ServedModel, fields: dict[str, Any], left: list[int]
+) -> None:
+    assert list(asked(model, list(range(20)), **fields)[0].prompt_ids) == left
+
+
+def test_minus_one_cuts_a_prompt_to_what_fits(model: ServedModel) -> None:
+    [request] = asked(model, list(range(100)), truncate_prompt_tokens=-1)
+    assert list(request.prompt_ids) == list(range(100 - (MAX_LEN - 8), 100)), "8 are to be generated"
+
+
+def test_every_field_is_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "sampling.md").read_text()
+    elsewhere = "".join(
+        (ROOT / "docs" / name).read_text() for name in ("structured_output.md", "tools.md", "endpoints.md")
+    )
+    fields = {*SamplingFields.model_fields, *CompletionRequest.model_fields, *_UNSERVED} - {"model"}
+    assert not [name for name in sorted(fields) if f"`{name}" not in text + elsewhere]

@@ -1,0 +1,129 @@
+"""tools and tool_choice: what is checked, and what they bind the answer to."""
+
+import json
+from typing import Any
+
+import pytest
+
+from server.api.schemas import ChatRequest
+from server.api.tools import ToolUse, tool_use_of
+from server.errors import ApiError
+from tests.server.api.parsers.reading import Said, read
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/A"}, "again": {"$ref": "#"}},
+    "$defs": {"A": {"type": "integer"}},
+}
+
+
+def tool(name: str = "f", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def use(**fields: Any) -> ToolUse:
+    return tool_use_of(ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields}))
+
+
+def test_tools_are_for_the_model_to_choose_unless_the_client_does() -> None:
+    assert use(tools=[tool()]).choice == "auto"
+    assert use(tools=[tool()], tool_choice=None).choice == "auto"
+    assert use(tools=[tool()], tool_choice="required").choice == "required"
+    named = use(tools=[tool(), tool("g")], tool_choice={"type": "function", "function": {"name": "g"}})
+    assert (named.choice, named.named) == ("named", "g")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": None},
+        {"tools": []},
+        {"tools": [], "tool_choice": "required"},
+        {"tool_choice": "none"},
+        {"tools": [tool()], "tool_choice": "none"},
+    ],
+)
+def test_no_tools_are_no_tools(fields: dict[str, Any]) -> None:
+    nothing = use(**fields)
+    assert nothing == ToolUse() and nothing.structure() is None
+
+
+def test_parameters_are_never_missing_for_a_template() -> None:
+    [described] = use(tools=[tool(description="d", strict=True)]).tools
+    assert described["function"] == {
+        "name": "f",
+        "description": "d",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {}},
+    }
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tools": ["f"]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [tool(), {"type": "function", "function": {}}]}, "tools.1.function.name"),
+        ({"tools": [tool("")]}, "tools.0.function.name"),
+        ({"tools": [tool("a b")]}, "tools.0.function.name"),
+        ({"tools": [tool(5)]}, "tools.0.function.name"),  # type: ignore[arg-type]
+        ({"tools": [tool(), tool()]}, "tools.1.function.name"),
+        ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters"),
+        ({"tools": [tool(parameters=deep(100))]}, "tools.0"),
+        ({"tools": [tool(description=5)]}, "tools.0.function.description"),
+        ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": 5}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"function": {"name": "f"}}}, "tool_choice"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        use(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_named_function_binds_the_answer_to_its_arguments() -> None:
+    named = use(
+        tools=[tool(parameters=PARAMETERS)], tool_choice={"type": "function", "function": {"name": "f"}}
+    )
+    structure = named.structure()
+    assert (
+        structure is not None and structure.kind == "json_schema" and json.loads(structure.text) == PARAMETERS
+    )
+    assert read(named.bound_parser, ' {"a": 1} ') == Said(calls=[("f", '{"a": 1}')])
+
+
+def test_required_binds_the_answer_to_a_list_of_calls() -> None:
+    required = use(tools=[tool(parameters=PARAMETERS), tool("g")], tool_choice="required")
+    structure = required.structure()
+    assert structure is not None
+    schema = json.loads(structure.text)
+    assert (schema["type"], schema["minItems"], schema.get("maxItems")) == ("array", 1, None)
+    names = [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]]
+    assert names == ["f", "g"]
+    assert schema["$defs"]["0"]["properties"] == {
+        "a": {"$ref": "#/$defs/0/$defs/A"},
+        "again": {"$ref": "#/$defs/0"},
+    }
+    said = read(
+        required.bound_parser, '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+    )
+    assert said == Said(calls=[("f", '{"a": 1}'), ("g", "{}")])
+
+
+def test_one_call_at_a_time_is_in_the_form_too() -> None:
+    structure = use(tools=[tool()], tool_choice="required", parallel_tool_calls=False).structure()
+    assert structure is not None and json.loads(structure.text)["maxItems"] == 1

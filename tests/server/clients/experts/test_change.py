@@ -1,0 +1,91 @@
+"""`wideep experts apply`, `rollback` and `history`: what is asked of the service, what is printed, and the status."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from expert_placement.placement import linear_placement
+from expert_placement.placement_file import save_placement
+from server.cli import build_parser
+from server.clients.experts.change import run_change
+from server.clients.experts.client import ExpertsClient
+
+ENTRY: dict[str, Any] = {
+    "time": 1.0, "kind": "repair", "version": 4, "reason": "it pays", "predicted_gain": 0.03, "measured_gain": None,
+    "moves": 5, "bytes": 2_000_000, "seconds": 0.5, "stages": [1, 1], "failed": None,
+}  # fmt: skip
+
+
+class PlayedService:
+    """Answers as a service would, and remembers what it was asked."""
+
+    def __init__(self, entry: dict[str, Any]) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self._entry = entry
+
+    def run(self, *words: str) -> int:
+        """Run a command line against it."""
+        args = build_parser().parse_args(["experts", *words])
+        http = httpx.Client(transport=httpx.MockTransport(self._answer))
+        return run_change(args, environment={}, client=ExpertsClient("http://s", http=http))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else None
+        self.asked.append((request.url.path, body))
+        if request.url.path == "/experts/history":
+            nothing = {"time": 2.0, "kind": "nothing", "version": 4, "reason": "too few steps"}
+            return httpx.Response(200, json={"history": [self._entry, nothing], "serving": {"version": 4}})
+        return httpx.Response(200, json=self._entry)
+
+
+def test_apply_plans_by_policy_and_says_what_became_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    service = PlayedService(ENTRY)
+    assert service.run("apply", "--policy", "shares") == 0
+    assert service.asked == [("/experts/apply", {"policy": "shares"})]
+    assert "placement 4 serves: 5 moves, 2.0 MB in 0.5 s" in capsys.readouterr().out
+
+
+def test_what_changed_nothing_is_said_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {**ENTRY, "moves": 0, "stages": [0, 0], "reason": "repair: saves 0.000 ms of a step"}
+    assert PlayedService(entry).run("apply") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("repair: saves 0.000 ms") and "placement 4 serves as before" in said
+
+
+def test_a_dry_run_only_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    service = PlayedService(ENTRY)
+    assert service.run("apply", "--dry-run") == 0
+    assert service.asked == [("/experts/plan", {"policy": "repair"})]
+    assert capsys.readouterr().out == "it pays\nnothing was changed\n"
+
+
+def test_a_file_is_sent_whole(tmp_path: Path) -> None:
+    placement, service = linear_placement(2, 4, 2), PlayedService(ENTRY)
+    save_placement(placement, tmp_path / "p.npz")
+    assert service.run("apply", "--placement", str(tmp_path / "p.npz")) == 0
+    assert service.asked[0][1]["placement"]["digest"] == placement.digest()
+
+
+def test_a_file_that_is_no_placement_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert PlayedService(ENTRY).run("apply", "--placement", str(tmp_path / "absent.json")) == 2
+    assert "absent.json cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_a_dropped_change_is_said_and_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    service = PlayedService({**ENTRY, "failed": "rank 1: a check sum", "stages": [0, 2]})
+    assert service.run("rollback") == 1
+    assert service.asked == [("/experts/rollback", None)]
+    assert "dropped after 0 of 2 stages: rank 1: a check sum" in capsys.readouterr().out
+
+
+def test_the_history_shows_moves_and_decisions_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert PlayedService(ENTRY).run("history") == 0
+    shown = capsys.readouterr().out
+    assert (
+        "repair" in shown and "3.00%" in shown and "too few steps" in shown and "placement 4 serves" in shown
+    )
+    assert PlayedService(ENTRY).run("history", "--json", "--rows", "1") == 0
+    assert json.loads(capsys.readouterr().out)["serving"] == {"version": 4}

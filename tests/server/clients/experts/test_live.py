@@ -1,0 +1,128 @@
+"""`wideep experts load` and `record`: the table, refusals in the service's words, a recording's order of calls."""
+
+import argparse
+import json
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from expert_placement.placement import linear_placement
+from scheduler.membership import Order
+from server.cli import main
+from server.clients.experts import live as experts_live
+from server.clients.experts.client import ExpertsClient, ServiceError
+from server.experts.load_window import ExpertsLoad
+from tests.support.load_reports import RANKS, counts, expert_map, report, told
+
+
+def answer(step: int = 8) -> dict[str, object]:
+    """What a front with two ranks says."""
+    load = ExpertsLoad("m")
+    load.take_experts(expert_map())
+    for rank in range(RANKS):
+        load.note_rank(rank, f"host{rank}")
+        if step:
+            load.take_load(report(rank, step, counts(rank)))
+    return told(load)
+
+
+def test_the_table_shows_phases_ranks_layers_and_experts() -> None:
+    text = experts_live.load_table(answer(), rows=2)
+    assert "the last 8 steps, 0.8 s" in text
+    assert "waiting: " in text
+    lines = text.splitlines()
+    ranks = lines[next(i for i, line in enumerate(lines) if line.startswith(" rank")) + 1 :][:2]
+    assert sorted(line.split()[1] for line in ranks) == ["host0", "host1"]
+    assert "... and 1 more layers (--rows)" in text
+    hot = [line.split() for line in lines[-2:]]
+    assert float(hot[0][3]) >= float(hot[1][3]) > 1.0
+
+
+def test_the_table_names_the_ranks_that_are_left() -> None:
+    load = ExpertsLoad("m")
+    load.take_experts(expert_map())
+    load.note_rank(1, "host1")
+    load.regroup(Order(1, (1,), linear_placement(3, 6, 1).with_version(1)))
+    alone = np.full((3, 2, 7), 5)
+    load.take_load(report(1, 4, alone, epoch=1, dispatch_bytes=(0,), combine_bytes=(0,)))
+    assert "    1 host1" in experts_live.load_table(told(load), rows=2)
+
+
+def test_layers_are_called_by_their_number_in_the_model() -> None:
+    lines = experts_live.load_table(answer(), rows=9).splitlines()
+    start = next(i for i, line in enumerate(lines) if "worst layers first" in line)
+    assert {line.split()[0] for line in lines[start + 1 : start + 4]} == {"2", "3", "5"}
+
+
+def test_no_load_is_said() -> None:
+    assert experts_live.load_table(answer(0), rows=2).endswith("no load yet: no step has run")
+
+
+def test_a_record_starts_waits_stops_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        calls.append(f"{request.method} {request.url.path} {request.headers.get('Authorization')}")
+        shape = {"num_ranks": 2, "slots_per_rank": 20}
+        is_load = request.url.path == "/experts/load"
+        return httpx.Response(200, json=shape) if is_load else httpx.Response(200, content=b"the record")
+
+    class Client(ExpertsClient):
+        def __init__(self, url: str, api_key: str | None) -> None:
+            headers = {"Authorization": f"Bearer {api_key}"}
+            super().__init__(url, http=httpx.Client(transport=httpx.MockTransport(serve), headers=headers))
+
+    monkeypatch.setattr(experts_live, "ExpertsClient", Client)
+    args = argparse.Namespace(verb="record", url="h:1", seconds=4.0, out=tmp_path / "load.npz")
+    status = experts_live.run_live(
+        args,
+        sleep=lambda seconds: calls.append(f"sleep {seconds:g}"),
+        environment={"WIDEEP_API_KEY": "k other"},
+    )
+    assert status == 0
+    assert args.out.read_bytes() == b"the record"
+    assert f"wideep experts simulate {args.out} --ranks 2 --slots 40" in capsys.readouterr().out
+    assert calls == [
+        "GET /experts/load Bearer k",
+        "POST /start_expert_distribution_record Bearer k",
+        "sleep 4",
+        "POST /stop_expert_distribution_record Bearer k",
+        "GET /experts/record Bearer k",
+    ]
+
+
+def test_refusals_are_the_services_words_and_a_hint() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, json={"error": {"message": "A key is wanted."}})
+
+    with (
+        ExpertsClient("h", http=httpx.Client(transport=httpx.MockTransport(refuse))) as client,
+        pytest.raises(ServiceError, match=r"refused \(401\): A key is wanted. Set WIDEEP_API_KEY"),
+    ):
+        client.post("/x")
+
+
+@pytest.mark.parametrize("body", [b"<html>", json.dumps([1]).encode()])
+def test_another_kind_of_service_is_found_out(body: bytes) -> None:
+    transport = httpx.MockTransport(lambda _request: httpx.Response(200, content=body))
+    with (
+        ExpertsClient("h", http=httpx.Client(transport=transport)) as client,
+        pytest.raises(ServiceError, match="is this a WideEP service"),
+    ):
+        client.get_json("/experts/load")
+
+
+def test_nobody_there_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experts", "load", "http://127.0.0.1:9"]) == 1
+    assert "no service answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--every", "0"], ["--every", "nan"], ["--rows", "0"], ["--rows", "x"]])
+def test_values_that_make_no_sense_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["experts", "load", *flags])
+    assert "must be" in capsys.readouterr().err

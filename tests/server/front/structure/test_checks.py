@@ -1,0 +1,192 @@
+"""The checker process: strangers' forms cost bounded time and memory, and at worst their own process."""
+
+import asyncio
+import json
+import os
+import queue
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from scheduler.request import Request, SamplingParams, Structure
+from scheduler.structure_compiling import StructureCompiler, Structured
+from scheduler.structure_vocabulary import Vocabulary
+from server.errors import ApiError
+from server.front.structure.checks import StructureChecks
+from tests.support.structures import VOCABULARY
+
+TIMEOUT_S = 90.0
+
+
+def with_checks(
+    work: Callable[[StructureChecks], Awaitable[None]],
+    load: Callable[[], Vocabulary] = lambda: VOCABULARY,
+    **how: object,
+) -> None:
+    """Run a test against a checker of its own, and see that no process is left."""
+
+    async def run() -> None:
+        checks = StructureChecks(load, **how)  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await work(checks)
+            pid = checks._process.pid if checks._process else None
+        finally:
+            await checks.close()
+        assert pid is None or not Path(f"/proc/{pid}").exists()
+
+    asyncio.run(run())
+
+
+def schema(content: object) -> Structure:
+    return Structure("json_schema", json.dumps(content))
+
+
+def _deep(depth: int) -> dict[str, object]:
+    content: dict[str, object] = {"type": "string"}
+    for _ in range(depth):
+        content = {"type": "array", "items": content}
+    return content
+
+
+def _chain(length: int) -> dict[str, object]:
+    defs = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}]} for n in range(length)}
+    return {"$defs": {**defs, f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+HOSTILE = {
+    "deep schema": schema(_deep(60)),
+    "very deep schema": Structure("json_schema", '{"items":' * 100_000 + "{}" + "}" * 100_000),
+    "long chain of references": schema(_chain(3000)),
+    "reference to itself": schema({"$ref": "#"}),
+    "references in a circle": schema(
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    ),
+    "allOf of itself": schema({"allOf": [{"$ref": "#"}, {"$ref": "#"}]}),
+    "huge enum": schema({"enum": [f"value number {n}" for n in range(10_000)]}),
+    "many properties": schema(
+        {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(3000)}}
+    ),
+    "optional properties": schema(
+        {"anyOf": [_deep(3), *({"properties": {f"a{n}": _deep(2)}} for n in range(200))]}
+    ),
+    "huge repetition": Structure("regex", "a{1000000}"),
+    "nested repetition": Structure("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"),
+    "catastrophic regex": Structure("regex", "(a+)+(a|aa)*b(a*)*c" * 20),
+    "many states": Structure("regex", "(.*a.{40}b.*|.*c.{40}d.*){30}"),
+    "and of negations": Structure(
+        "grammar", "start: T\nT: ~/(?s:.*)a.{30}(?s:.*)/ & ~/(?s:.*)b.{30}(?s:.*)/\n"
+    ),
+    "deep parentheses": Structure("regex", "(" * 50_000 + "a" + ")" * 50_000),
+    "deep grammar": Structure("grammar", "start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "left recursion": Structure("grammar", 'start: start start | start | "a" | ""\n'),
+    "pattern in a schema": schema(
+        {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$", "maxLength": 100_000}
+    ),
+    "huge bounds": schema(
+        {"type": "array", "minItems": 10**9, "items": {"type": "string", "minLength": 10**9}}
+    ),
+    "huge numbers": schema(
+        {"type": "number", "minimum": -(10**300), "maximum": 10**300, "multipleOf": 1e-300}
+    ),
+    "schema of another's": schema({"$ref": "http://127.0.0.1:9/schema.json"}),
+    "file": schema({"$ref": "file:///etc/passwd"}),
+    "every plane": Structure(
+        "choice", json.dumps(["".join(map(chr, range(0x100, 0x2000))), "\U0010ffff" * 999])
+    ),
+    "nothing": Structure("regex", ""),
+}
+
+DEADLY = ("long chain of references", "deep parentheses", "catastrophic regex", "file")
+
+
+def test_forms_are_checked_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_loads = 0
+
+    def load() -> Vocabulary:
+        nonlocal num_loads
+        num_loads += 1
+        return VOCABULARY
+
+    async def work(checks: StructureChecks) -> None:
+        assert await checks.why_not(Structure("regex", "a+")) == ""
+        assert "unclosed" in await checks.why_not(Structure("regex", "(a"))
+        pid = checks._process and checks._process.pid
+        monkeypatch.setattr(checks, "_ask", None)  # what is known is not asked again
+        assert await checks.why_not(Structure("regex", "a+")) == ""
+        assert "unclosed" in await checks.why_not(Structure("regex", "(a"))
+        assert checks._process and checks._process.pid == pid
+        assert num_loads == 1
+
+    with_checks(work, load)
+
+
+def test_a_checker_that_died_is_replaced() -> None:
+    async def work(checks: StructureChecks) -> None:
+        assert await checks.why_not(Structure("regex", "a")) == ""
+        assert checks._process is not None
+        os.kill(checks._process.pid, 9)
+        assert await checks.why_not(Structure("regex", "b")) != "", (
+            "it died of this form, as far as anybody knows"
+        )
+        assert await checks.why_not(Structure("regex", "c")) == ""
+
+    with_checks(work)
+
+
+def test_forms_asked_for_at_once_get_their_own_answers() -> None:
+    async def work(checks: StructureChecks) -> None:
+        forms = [Structure("regex", "a" * n if n % 3 else "(" * n) for n in range(1, 20)]
+        answers = await asyncio.gather(*map(checks.why_not, forms))
+        assert [bool(answer) for answer in answers] == ["(" in form.text for form in forms]
+
+    with_checks(work)
+
+
+def test_a_checker_that_does_not_start_is_a_503() -> None:
+    async def work(checks: StructureChecks) -> None:
+        with pytest.raises(ApiError) as caught:
+            await checks.why_not(Structure("regex", "a"))
+        assert caught.value.status == 503
+
+    with_checks(work, command=("false",))
+
+
+@pytest.mark.slow
+def test_what_overflows_the_checkers_stack_is_refused_and_what_it_takes_compiles_on_a_rank() -> None:
+    """A rank that overflowed its stack would end the service; here the longest chain that passes is found."""
+
+    async def work(checks: StructureChecks) -> None:
+        assert await checks.why_not(schema(_chain(20_000))) != ""
+        longest, too_long = 16, 20_000
+        while too_long - longest > longest // 4:
+            middle = (longest + too_long) // 2
+            passes = await checks.why_not(schema(_chain(middle))) == ""
+            longest, too_long = (middle, too_long) if passes else (longest, middle)
+        compiler, ready = StructureCompiler(lambda: VOCABULARY), queue.Queue[object]()
+        params = SamplingParams(max_tokens=1, structure=schema(_chain(longest)))
+        compiler.submit(Request(request_id="r", prompt_ids=(1,), params=params, arrival_s=0.0), ready.put)
+        assert isinstance(ready.get(timeout=TIMEOUT_S), Structured)
+
+    with_checks(work)
+
+
+@pytest.mark.parametrize(
+    "names", [DEADLY, pytest.param(tuple(HOSTILE), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_hostile_forms_are_answered_in_bounded_time_and_the_next_is_served(names: tuple[str, ...]) -> None:
+    async def work(checks: StructureChecks) -> None:
+        for name in names:
+            async with asyncio.timeout(20):
+                await checks.why_not(HOSTILE[name])
+            assert await checks.why_not(Structure("regex", f"after {name}")) == ""
+
+    with_checks(work)
+
+
+def test_a_schema_that_nothing_satisfies_is_refused() -> None:
+    async def work(checks: StructureChecks) -> None:
+        assert "no token" in await checks.why_not(HOSTILE["reference to itself"])
+
+    with_checks(work)

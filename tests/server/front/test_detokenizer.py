@@ -1,0 +1,103 @@
+"""Incremental text against decoding everything at once."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from server.front.detokenizer import REPLACEMENT, Detokenizer
+
+
+class ByteDecoder:
+    """Token i is byte i; 256 and on are special and have no text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+
+class FallbackDecoder:
+    """SentencePiece with byte fallback, as `tokenizers` decodes it: blanks as U+2581, the first one dropped."""
+
+    def __init__(self) -> None:
+        self.words = ["▁Hello", "▁world", "!", *(f"<0x{byte:02X}>" for byte in range(256))]
+        self._tokenizer = Tokenizer(
+            models.BPE(vocab={word: at for at, word in enumerate(self.words)}, merges=[])
+        )
+        self._tokenizer.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def bytes_of(self, text: str) -> list[int]:
+        return [3 + byte for byte in text.encode()]
+
+
+def pieces_of(detokenizer: Detokenizer, steps: Sequence[Sequence[int]]) -> list[str]:
+    return [*(detokenizer.push(step) for step in steps), detokenizer.flush()]
+
+
+@given(st.text(max_size=30), st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_the_pieces_make_up_the_text_and_never_hold_half_a_character(text: str, sizes: list[int]) -> None:
+    token_ids = list(text.encode())
+    steps, at = [], 0
+    while at < len(token_ids):
+        size = sizes[len(steps) % len(sizes)]
+        steps.append(token_ids[at : at + size])
+        at += size
+    pieces = pieces_of(Detokenizer(ByteDecoder(), [65]), steps)
+    assert "".join(pieces) == text
+    if REPLACEMENT not in text:
+        assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_text_are_shown_as_replacements_and_held_only_briefly(raw: bytes) -> None:
+    detokenizer = Detokenizer(ByteDecoder(), [65])
+    shown = ""
+    for byte in raw:
+        shown += detokenizer.push([byte])
+        assert len(detokenizer._pending) <= 4
+    shown += detokenizer.flush()
+    whole = raw.decode(errors="replace")
+    assert [char for char in shown if char != REPLACEMENT] == [char for char in whole if char != REPLACEMENT]
+
+
+def test_a_character_appears_with_its_last_byte() -> None:
+    pieces = pieces_of(Detokenizer(ByteDecoder(), []), [[byte] for byte in "é😀a".encode()])
+    assert pieces == ["", "é", "", "", "", "😀", "a", ""]
+
+
+def test_an_unfinished_character_at_the_end_becomes_a_replacement() -> None:
+    assert pieces_of(Detokenizer(ByteDecoder(), []), [[65], [0xC3]]) == ["A", "", REPLACEMENT]
+
+
+def test_special_tokens_have_no_text_and_hold_nothing_back() -> None:
+    assert pieces_of(Detokenizer(ByteDecoder(), [300]), [[300], [65], [301, 66], []]) == [
+        "",
+        "A",
+        "B",
+        "",
+        "",
+    ]
+
+
+def test_a_blank_before_the_first_word_is_kept_because_the_prompt_precedes_it() -> None:
+    decoder = FallbackDecoder()
+    assert "".join(pieces_of(Detokenizer(decoder, [0]), [[1], [2]])) == " world!"
+
+
+@pytest.mark.parametrize("text", ["€", "😀😀😀", "né", "日本語"])
+def test_byte_fallback_tokens_make_characters(text: str) -> None:
+    decoder = FallbackDecoder()
+    pieces = pieces_of(Detokenizer(decoder, [0]), [[token] for token in [*decoder.bytes_of(text), 2]])
+    assert "".join(pieces) == text + "!"
+    assert not any(REPLACEMENT in piece for piece in pieces)

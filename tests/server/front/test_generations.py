@@ -1,0 +1,98 @@
+"""The text of many choices at once: whole characters only, and never the head of a stop string."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.request import FinishReason, Logprobs, Request, RequestOutput, SamplingParams
+from server.front.detokenizer import REPLACEMENT
+from server.front.generations import Answer, Ask, Generation
+
+ALPHABET = "aé€😀<>"
+WORDS = st.text(ALPHABET, min_size=1, max_size=3)
+
+
+class Bytes:
+    """Token i is byte i."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+def choices(count: int, stops: tuple[str, ...], **how: int) -> list[Generation]:
+    """The choices of one answer."""
+    answer = Answer("a", lambda _: None)
+    request = Request(
+        request_id="r", prompt_ids=(65,), params=SamplingParams(max_tokens=999, **how), arrival_s=0.0
+    )
+    return [answer.add(Ask(request=request, stops=stops), 0, Bytes()) for _ in range(count)]
+
+
+def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
+    """The oracle: what is shown of a whole text, and what ended it; the longest of several ending together."""
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            stop = max(hits, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+def push(choice: Generation, token_ids: Sequence[int], *, last: bool) -> FinishReason | None:
+    reason = FinishReason.LENGTH if last else None
+    return choice.push(RequestOutput(request_id="r", token_ids=list(token_ids), finish_reason=reason))
+
+
+@given(
+    st.lists(st.text(ALPHABET, max_size=12), min_size=2, max_size=4),
+    st.lists(WORDS, min_size=1, max_size=3).map(tuple),
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+)
+def test_choices_that_grow_side_by_side_show_whole_characters_and_no_head_of_a_stop_string(
+    texts: list[str], stops: tuple[str, ...], sizes: list[int]
+) -> None:
+    growing = dict(enumerate(choices(len(texts), stops)))
+    left = [list(text.encode()) for text in texts]
+    shown, ended, turn = [""] * len(texts), [None] * len(texts), 0
+    while growing:
+        for index, choice in list(growing.items()):  # in turn, as steps bring tokens of all choices
+            size = sizes[turn % len(sizes)]
+            turn += 1
+            token_ids, left[index] = left[index][:size], left[index][size:]
+            reason = push(choice, token_ids, last=not left[index])
+            piece = choice.take()
+            assert REPLACEMENT not in piece.text
+            shown[index] += piece.text
+            expected, _ = first_stop(texts[index], stops)
+            assert expected.startswith(shown[index]), "nothing is shown that must be taken back"
+            if reason is not None:
+                ended[index] = piece.stop_reason  # type: ignore[call-overload]
+                del growing[index]
+    assert list(zip(shown, ended, strict=True)) == [first_stop(text, stops) for text in texts]
+
+
+def test_a_stop_string_cut_inside_a_character_is_found() -> None:
+    [choice] = choices(1, ("€!", "zz"))
+    raw = "a€!b".encode()
+    assert [push(choice, [byte], last=False) for byte in raw[:4]] == [None] * 4
+    assert choice.take().text == "a"
+    assert push(choice, raw[4:], last=False) is FinishReason.STOP
+    piece = choice.take()
+    assert (piece.text, piece.stop_reason) == ("", "€!")
+
+
+def test_an_ended_choice_leaves_the_others_their_held_text() -> None:
+    one, two = choices(2, ("END", "FIN"))
+    assert push(one, b"xEN", last=False) is None and push(two, b"yFI", last=False) is None
+    assert push(one, b"D", last=False) is FinishReason.STOP
+    assert (one.take().text, two.take().text) == ("x", "y")
+    assert push(two, b"!", last=True) is FinishReason.LENGTH
+    assert two.take().text == "FI!"
+
+
+def test_prompt_logprobs_are_kept_for_the_endpoint() -> None:
+    [choice] = choices(1, ())
+    of_prompt = [Logprobs(66, -1.0, [], [])]
+    choice.push(RequestOutput(request_id="r", token_ids=[67], prompt_logprobs=of_prompt))
+    assert choice.prompt_logprobs == of_prompt

@@ -1,0 +1,149 @@
+"""The leader: what it does about decisions, in which order, and by its own timer."""
+
+import asyncio
+from collections.abc import Collection
+
+import pytest
+
+from expert_placement.placement import Placement, linear_placement
+from expert_placement.survivors import surviving
+from scheduler.membership import Order
+from server.front.leader import READ_BYTES_PER_S, Leader
+from server.front.membership import REGROUP_TIMEOUT_S, Epochs, Phase
+from server.link.membership_wire import FaultWord
+
+HOME = linear_placement(2, 6, 3)
+
+
+class Service:
+    """Everything around a leader, noting what it is told in order."""
+
+    def __init__(self, *, has_home: bool = True, recovery_timeout_s: float = 600.0) -> None:
+        self.told: list[tuple[object, ...]] = []
+        self.home: Placement | None = HOME if has_home else None
+        self.version, self.now_s, self.expert_bytes = HOME.version, 0.0, 0
+        self.epochs = Epochs(3, recovery_timeout_s=recovery_timeout_s)
+        self.leader = Leader(
+            self.epochs,
+            self,
+            surviving=surviving,
+            on_order=lambda order: self.told.append(("load", order.epoch)),
+            on_failure=lambda reason: self.told.append(("failed", reason)),
+            clock=lambda: self.now_s,
+        )
+        self.leader.take_service(self, self)
+        self.orders: list[Order] = []
+        for rank in range(3):
+            self.leader.attach(rank)
+
+    def next_version(self) -> int:
+        self.version += 1
+        return self.version
+
+    def regroup(self, order: Order, reason: str | None = None) -> None:
+        if reason is None:
+            self.orders.append(order)
+            self.told.append(("ranks", order.epoch, order.members))
+        else:
+            self.told.append(("placement", order.placement.version, reason))
+
+    def give_up(self, rank: int, reason: str) -> None:
+        self.told.append(("gave up", rank))
+        self.leader.lose(rank, reason)
+
+    def enter(self, rank: int) -> None:
+        self.told.append(("enter", rank))
+
+    def leave(self, ranks: Collection[int]) -> None:
+        self.told.append(("leave", *sorted(ranks)))
+
+
+def test_a_lost_rank_s_requests_are_given_to_others_when_those_have_their_order() -> None:
+    async def test() -> None:
+        service = Service()
+        assert service.told == [], "a start is no change"
+        service.leader.lose(1, "killed")
+        assert service.told == [
+            ("placement", 1, "rank 1 is lost: killed"),
+            ("load", 1),
+            ("ranks", 1, (0, 2)),
+            ("leave", 1),
+        ]
+        placement = service.orders[-1].placement
+        assert placement.digest() == surviving(HOME, (0, 2)).digest() and placement.version == 1
+        service.told.clear()
+        for rank in (0, 2):
+            service.leader.take_regrouped(rank, 1)
+        service.leader.attach(1)
+        assert service.told == [("placement", 2, ""), ("load", 2), ("ranks", 2, (0, 1, 2))]
+        assert service.orders[-1].placement.digest() == HOME.digest()
+        service.leader.take_regrouped(1, 2)
+        assert service.told[-1] == ("enter", 1)
+        service.leader.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("has_home", [True, False])
+def test_without_knowing_where_experts_are_a_loss_ends_the_service(has_home: bool) -> None:
+    async def test() -> None:
+        service = Service(has_home=has_home)
+        service.leader.lose(1, "killed")
+        assert (("failed", "rank 1 is lost: killed") in service.told) is not has_home
+        service.leader.close()
+
+    asyncio.run(test())
+
+
+def test_a_silent_rank_is_given_up_by_the_timer_and_the_others_get_another_order() -> None:
+    async def test() -> None:
+        service = Service()
+        service.leader.lose(1, "killed")
+        service.leader.take_regrouped(0, 1)
+        service.told.clear()
+        service.now_s = REGROUP_TIMEOUT_S
+        service.leader._tick()
+        assert [each for each in service.told if each[0] != "load"] == [
+            ("gave up", 2),
+            ("placement", 2, service.told[1][2]),
+            ("ranks", 2, (0,)),
+            ("leave", 2),
+        ]
+        service.leader.close()
+
+    asyncio.run(test())
+
+
+def test_what_members_must_read_gives_them_time() -> None:
+    async def test() -> None:
+        service = Service()
+        service.expert_bytes = int(READ_BYTES_PER_S)  # a second each: one expert in each of two layers
+        service.leader.lose(1, "killed")
+        assert service.epochs.next_due_s() == REGROUP_TIMEOUT_S + 2.0
+        service.leader.close()
+
+    asyncio.run(test())
+
+
+def test_the_timer_comes_by_itself() -> None:
+    async def test() -> None:
+        service = Service(recovery_timeout_s=0.01)
+        service.leader._clock = asyncio.get_running_loop().time
+        for rank in range(3):
+            service.leader.lose(rank, "killed")
+        assert service.epochs.phase is Phase.WAITING
+        while service.told[-1][0] != "failed":
+            await asyncio.sleep(0.005)
+        assert str(service.told[-1][1]).startswith("no rank came back for 0.01 s: rank 0 is lost: killed;")
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_a_fault_is_told_to_the_epochs() -> None:
+    async def test() -> None:
+        service = Service()
+        service.leader.take_fault(FaultWord(0, 0, "a time-out", is_final=False))
+        assert service.epochs.faults == {0: "a time-out"} and service.told == []
+        service.leader.close()
+
+    asyncio.run(test())

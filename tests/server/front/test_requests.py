@@ -1,0 +1,133 @@
+"""Accepted requests against stub ranks: each gets exactly one outcome, whatever happens (I3)."""
+
+import asyncio
+
+import pytest
+
+from scheduler.request import FinishReason
+from server.errors import ApiError
+from server.front.generations import Answer, ClientGone
+from tests.support.desk import Desk, in_loop
+
+
+@in_loop
+async def test_an_answer_ends_when_every_choice_has() -> None:
+    desk = Desk()
+    answer = desk.open("a", "b")
+    assert sorted(rank for rank, _ in desk.ranks.submitted) == [0, 1], "choices spread over the ranks"
+    desk.deliver("a", "x")
+    assert [(index, piece.text) for index, piece in await answer.next()] == [(0, "x")]
+    desk.deliver("b", "yz", FinishReason.LENGTH)
+    desk.deliver("a", "", FinishReason.STOP)
+    pieces = dict(await answer.next())
+    assert (pieces[0].finish_reason, pieces[1].finish_reason) == (FinishReason.STOP, FinishReason.LENGTH)
+    assert await answer.next() == []
+    answer.close()
+    assert desk.reasons() == [FinishReason.LENGTH, FinishReason.STOP]
+    assert desk.ranks.aborted == []
+
+
+@in_loop
+async def test_a_slow_reader_gets_merged_pieces() -> None:
+    desk = Desk()
+    answer = desk.open("a")
+    for letter in "hello":
+        desk.deliver("a", letter)
+    [(_, piece)] = await answer.next()
+    assert (piece.text, piece.token_ids) == ("hello", list(b"hello"))
+
+
+@in_loop
+async def test_the_journal_knows_what_was_delivered() -> None:
+    desk = Desk()
+    desk.open("a")
+    desk.deliver("a", "hi")
+    entry = desk.journal.open_entries["a"]
+    assert (entry.delivered_ids, entry.request.prompt_ids) == ([104, 105], (65,))
+
+
+@in_loop
+async def test_a_client_that_leaves_ends_what_is_open_and_late_words_are_passed_over() -> None:
+    desk = Desk()
+    answer = desk.open("a", "b")
+    desk.deliver("a", "x", FinishReason.STOP)
+    waiting = asyncio.create_task(_drain(answer))
+    await asyncio.sleep(0)
+    answer.close()
+    answer.close()
+    with pytest.raises(ClientGone):
+        await waiting
+    assert [name for _, name in desk.ranks.aborted] == ["b"]
+    desk.deliver("b", "late", FinishReason.ABORT)
+    assert desk.reasons() == [FinishReason.STOP, FinishReason.ABORT]
+
+
+@in_loop
+async def test_a_stop_string_is_an_outcome_of_its_own_and_the_rank_s_is_passed_over() -> None:
+    desk = Desk()
+    answer = desk.open("a", stops=("!",))
+    desk.deliver("a", "x!y")
+    [(_, piece)] = await answer.next()
+    assert (piece.text, piece.finish_reason, piece.stop_reason) == ("x", FinishReason.STOP, "!")
+    assert [name for _, name in desk.ranks.aborted] == ["a"]
+    desk.deliver("a", "", FinishReason.ABORT)
+    assert desk.reasons() == [FinishReason.STOP]
+
+
+@in_loop
+async def test_a_failure_of_one_choice_is_the_answer_s() -> None:
+    desk = Desk()
+    answer = desk.open("a", "b")
+    desk.deliver("a", "", FinishReason.ERROR, "bad luck")
+    with pytest.raises(ApiError, match="bad luck"):
+        await answer.next()
+    answer.close()
+    assert desk.reasons() == [FinishReason.ERROR, FinishReason.ABORT]
+    assert desk.journal.outcomes[0].error == "bad luck"
+
+
+@in_loop
+async def test_a_deadline_is_a_504_from_the_rank_or_else_from_the_front() -> None:
+    desk = Desk(timeout_s=1000)
+    answer = desk.open("a", "b")
+    request = desk.ranks.submitted[0][1]
+    assert request.deadline_s == request.arrival_s + 1000
+    desk.deliver("a", "x", FinishReason.DEADLINE)
+    with pytest.raises(ApiError) as caught:
+        await answer.next()
+    assert caught.value.status == 504
+    timer = desk.requests._timers["b"]
+    assert timer._args is not None
+    timer._callback(*timer._args)  # type: ignore[misc]  # the clock, without waiting
+    assert desk.reasons() == [FinishReason.DEADLINE, FinishReason.DEADLINE]
+    answer.close()
+
+
+@in_loop
+async def test_when_the_service_ends_everything_open_fails_once_and_nothing_new_is_taken() -> None:
+    desk = Desk()
+    answers = [desk.open(name) for name in "abc"]
+    desk.deliver("c", "x", FinishReason.STOP)
+    desk.requests.fail_all(ApiError(503, "ending"))
+    for answer in answers[:2]:
+        with pytest.raises(ApiError, match="ending"):
+            await answer.next()
+    assert (await answers[2].next())[0][1].text == "x"
+    with pytest.raises(ApiError, match="ending"):
+        desk.open("d")
+    assert desk.reasons() == [FinishReason.STOP, FinishReason.ERROR, FinishReason.ERROR]
+
+
+@in_loop
+async def test_nothing_is_accepted_while_nobody_can_serve() -> None:
+    desk = Desk()
+    desk.why_not_ready = "waiting for rank 1 of 2"
+    with pytest.raises(ApiError, match="rank 1") as caught:
+        desk.open("a")
+    assert caught.value.status == 503 and "Retry-After" in caught.value.headers
+    assert desk.journal.num_accepted == 0
+
+
+async def _drain(answer: Answer) -> None:
+    while await answer.next():
+        pass

@@ -1,0 +1,105 @@
+"""The router alone: load, prefixes, ties, and that nothing is ever left on a rank."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.front.router import EXPECTED_OUTPUT_TOKENS, PREFIX_CHUNK_TOKENS, Router
+
+LONG = list(range(10 * PREFIX_CHUNK_TOKENS))
+
+
+def test_the_rank_with_the_fewest_outstanding_tokens_is_picked() -> None:
+    router = Router(3)
+    router.admit("a", 0, [1] * 100, 10)
+    router.admit("b", 1, [1] * 50, 10)
+    assert router.pick([2]) == 2
+    router.admit("c", 2, [1] * 500, 10)
+    assert router.pick([2]) == 1
+
+
+def test_a_rank_that_left_is_not_picked_and_what_it_held_is_forgotten() -> None:
+    router = Router(2)
+    router.admit("a", 1, LONG, 1)
+    router.retire("a")
+    assert router.pick(LONG) == 1
+    router.leave(1)
+    assert router.pick(LONG) == 0
+    router.leave(0)
+    assert not router.has_ranks
+    router.enter(1)
+    router.enter(0)
+    assert router.pick(LONG) == 0, "nobody holds the prefix any more"
+
+
+def test_equal_load_is_spread_over_the_ranks() -> None:
+    router = Router(4)
+    picked = []
+    for number in range(8):
+        rank = router.pick([number])
+        router.admit(str(number), rank, [number], 5)
+        router.progress(str(number), 5)
+        router.retire(str(number))
+        picked.append(rank)
+    assert sorted(picked) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_with_equal_load_the_longest_known_prefix_decides() -> None:
+    router = Router(2)
+    router.admit("a", 1, LONG, 1)
+    router.retire("a")
+    router.admit("b", 0, LONG[: 2 * PREFIX_CHUNK_TOKENS], 1)
+    router.retire("b")
+    assert router.pick([*LONG, 5, 6]) == 1
+    assert router.pick([9, *LONG]) in (0, 1), "the same tokens at another place are no prefix"
+
+
+def test_a_prefix_is_worth_a_queue_as_long_as_itself_and_no_longer() -> None:
+    router = Router(2)
+    router.admit("a", 0, LONG, 1)
+    router.retire("a")
+    router.admit("short queue", 0, [7] * (len(LONG) - 10), 1)
+    assert router.pick(LONG) == 0
+    router.admit("longer", 0, [7] * 20, 1)
+    assert router.pick(LONG) == 1
+
+
+def test_a_default_max_tokens_does_not_look_like_work() -> None:
+    router = Router(1)
+    router.admit("a", 0, [1], 100_000)
+    assert router.outstanding_tokens == (1 + EXPECTED_OUTPUT_TOKENS,)
+
+
+def test_the_first_token_takes_the_prompt_off_the_rank() -> None:
+    router = Router(1)
+    router.admit("a", 0, [1] * 100, 10)
+    router.progress("a", 1)
+    assert router.outstanding_tokens == (9,)
+
+
+def test_progress_and_retirement_of_unknown_requests_change_nothing() -> None:
+    router = Router(1)
+    router.progress("x", 3)
+    router.retire("x")
+    assert router.outstanding_tokens == (0,)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.integers(1, 600), st.lists(st.integers(0, 50), max_size=20)),
+        max_size=30,
+    )
+)
+def test_after_every_request_retired_nothing_is_outstanding(
+    requests: list[tuple[int, int, list[int]]],
+) -> None:
+    router = Router(3)
+    for number, (num_prompt, max_tokens, steps) in enumerate(requests):
+        rank = router.pick([number] * num_prompt)
+        assert router.outstanding_tokens[rank] == min(router.outstanding_tokens), "no prefix is shared here"
+        router.admit(str(number), rank, [number] * num_prompt, max_tokens)
+        for step in steps:
+            router.progress(str(number), step)
+            assert min(router.outstanding_tokens) >= 0
+    for number in range(len(requests)):
+        router.retire(str(number))
+    assert router.outstanding_tokens == (0, 0, 0)

@@ -1,0 +1,97 @@
+"""The tokenizer agrees with transformers, and the front's process has no torch in it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from server.front.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
+from tests.support.tiny_tokenizer import MAX_LEN, write_tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "héllo 😀 <|end|>"}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def test_chats_and_texts_encode_as_transformers_does(directory: Path) -> None:
+    ours, theirs = Tokenizer(str(directory)), AutoTokenizer.from_pretrained(directory)
+    text = ours.render_chat(CHAT)
+    expected = theirs.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    assert ours.encode(text, add_special_tokens=False) == expected
+    for sample in ("hello world", "", " é\n😀"):
+        ids = theirs.encode(sample)
+        assert ours.encode(sample, add_special_tokens=True) == ids
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_the_ends_of_an_answer_and_the_limits_come_from_the_checkpoint(directory: Path) -> None:
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.eos_ids == {1}
+    assert tokenizer.vocab_size == 320, "the embedding's size, not the tokenizer's"
+    assert tokenizer.model_max_len == MAX_LEN
+
+
+def test_a_token_s_bytes_make_up_the_text_s(directory: Path) -> None:
+    tokenizer = Tokenizer(str(directory))
+    text = "hello é😀\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
+    assert tokenizer.token_bytes(0) == b"<|start|>"
+    assert tokenizer.token_bytes(319) == b"", "an id that the embedding has and the tokenizer has not"
+
+
+def test_a_template_s_refusal_is_an_error_for_the_client(directory: Path) -> None:
+    tokenizer = Tokenizer(str(directory))
+    with pytest.raises(ChatTemplateError, match="unknown role pirate"):
+        tokenizer.render_chat([{"role": "pirate", "content": "x"}])
+    with pytest.raises(ChatTemplateError, match="chat_template"):
+        tokenizer.render_chat(
+            CHAT, template_kwargs={"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}
+        )
+
+
+def test_a_last_message_can_be_continued(directory: Path) -> None:
+    tokenizer = Tokenizer(str(directory))
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Sure, "}]
+    text = tokenizer.render_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("Sure, ")
+
+
+def test_no_template_is_said_with_the_way_out(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(write_tokenizer(tmp_path, chat_template=None)))
+    with pytest.raises(ChatTemplateError, match="/v1/completions"):
+        tokenizer.render_chat(CHAT)
+
+
+def test_another_template_may_be_given(tmp_path: Path) -> None:
+    directory, file = write_tokenizer(tmp_path / "model"), tmp_path / "other.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    tokenizer = Tokenizer(str(directory), str(file))
+    assert tokenizer.render_chat(CHAT) == "".join(f"[{message['content']}]" for message in CHAT)
+    assert tokenizer.template.text == file.read_text()
+    file.write_text("{% for m in messages %}")
+    with pytest.raises(TokenizerError, match="--chat-template"):
+        Tokenizer(str(directory), str(file))
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=str(tmp_path)):
+        Tokenizer(str(tmp_path))
+
+
+def test_the_front_s_modules_run_without_torch(directory: Path) -> None:
+    code = (
+        "import sys; from server.process.front_main import _import_http_service; _import_http_service();"
+        "from server.front.tokenizer import Tokenizer; print(Tokenizer(sys.argv[1]).eos_ids);"
+        "assert sys.modules['torch'] is None"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(directory)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "frozenset({1})\n", "")

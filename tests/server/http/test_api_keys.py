@@ -1,0 +1,107 @@
+"""Keys: which open the service, when a file's are read again, and that no way leads around the guard."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import APIRouter
+
+from server.http.api_keys import ApiKeys
+from server.http.app import build_app
+from server.http.key_file import read_keys
+from server.options.checks import OptionsError
+from server.options.http_options import HttpOptions
+
+
+class Clock:
+    """Stands still until told."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def answer() -> str:
+    return "done"
+
+
+def write(path: Path, text: str, *, at_s: int) -> None:
+    path.write_text(text)
+    os.utime(path, (at_s, at_s))
+
+
+def test_a_file_has_a_key_per_line_and_comments(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team a\none\n\n  two  \n")
+    assert read_keys(file) == ("one", "two")
+    file.write_text("one\nt w o\n")
+    with pytest.raises(OptionsError, match="key 2 has white space") as caught:
+        read_keys(file)
+    assert "t w o" not in str(caught.value), "a key is not for the terminal"
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys", Clock()
+    write(file, "old\n", at_s=1)
+    keys = ApiKeys(["fixed"], file, clock=clock)
+    assert keys.opens(b"old") and keys.opens(b"fixed") and not keys.opens(b"new")
+    write(file, "new\n", at_s=2)
+    assert not keys.opens(b"new"), "the file is looked at once a second"
+    clock.now_s = 1.0
+    assert keys.opens(b"new") and keys.opens(b"fixed") and not keys.opens(b"old"), "withdrawn"
+    file.unlink()
+    clock.now_s = 2.0
+    assert keys.opens(b"new"), "a file that is gone for a moment locks nobody out"
+
+
+def test_a_file_without_keys_opens_to_nobody(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# none yet\n")
+    keys = ApiKeys((), file)
+    assert keys.are_needed and not keys.opens(b"") and not keys.opens(b"# none yet")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/llm/v1/models", "/work", "/llm/work"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "sesame"}, 401),
+        ({"Authorization": "Bearer sesame"}, 200),
+        ({"authorization": "bearer sesame"}, 200),
+        ({"x-api-key": "sesame"}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({"x-api-key": "schl\u00fcssel"}, 401),
+    ],
+)
+def test_what_is_guarded_needs_a_key_also_under_a_root_path(
+    path: str, headers: dict[str, str], status: int
+) -> None:
+    router = APIRouter()
+    router.add_api_route("/v1/models", answer, methods=["GET"])
+    router.add_api_route("/work", answer, methods=["POST"])
+    app = build_app([router], version="0", keys=ApiKeys(["sesame"]), http=HttpOptions(root_path="/llm"))
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            method = "POST" if path.endswith("work") else "GET"
+            encoded = {name: value.encode() for name, value in headers.items()}
+            return (await client.request(method, path, headers=encoded)).status_code
+
+    assert asyncio.run(ask()) == status
+
+
+def test_looking_at_health_needs_none() -> None:
+    router = APIRouter()
+    router.add_api_route("/health", answer, methods=["GET"])
+    app = build_app([router], version="0", keys=ApiKeys(["sesame"]))
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            return (await client.get("/health")).status_code
+
+    assert asyncio.run(ask()) == 200

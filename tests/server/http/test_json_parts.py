@@ -1,0 +1,25 @@
+"""JSON in parts is the library's JSON, and no part is large."""
+
+import json
+
+import numpy as np
+
+from server.http.json_parts import encode, json_parts
+
+
+def test_parts_joined_are_what_the_library_writes() -> None:
+    matrix, row = np.arange(6).reshape(2, 3), np.array([0.5, 2.0])
+    value = {
+        "empty": {}, "none": None, "text": 'a "b" ü', "list": [1, [], {}], "pairs": [{"row": row}, {"row": row}],
+        "matrix": matrix, "nothing": np.zeros((0, 4)), "flags": (True, False), "number": 1.25,
+    }  # fmt: skip
+    plain = {
+        **value, "matrix": matrix.tolist(), "nothing": [], "flags": [True, False],
+        "pairs": [{"row": row.tolist()}] * 2,
+    }  # fmt: skip
+    assert encode(value).decode() == json.dumps(plain)
+
+
+def test_no_part_is_longer_than_a_row() -> None:
+    parts = list(json_parts({"a": np.full((100, 50), 1234567), "b": [{"c": np.zeros(50)}] * 30}))
+    assert max(map(len, parts)) <= 50 * len("1234567, ")

@@ -1,0 +1,92 @@
+"""What is shown of membership: the status, whether requests are taken, whether placements may change, metrics."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from server.front.journal import Journal
+from server.front.membership import Epochs
+from server.front.readiness import why_no_change, why_not_ready
+from server.http.membership_metrics import MembershipMetrics
+from server.http.membership_routes import status_of
+
+
+def service(num_ranks: int = 2) -> Epochs:
+    """A service that serves."""
+    epochs = Epochs(num_ranks, recovery_timeout_s=600.0)
+    for rank in range(num_ranks):
+        epochs.attach(rank, 0.0)
+    return epochs
+
+
+def test_the_status_says_who_is_away_why_and_since_when() -> None:
+    epochs = service()
+    epochs.lose(1, "killed", 10.0)
+    epochs.take_regrouped(0, 1, 10.5)
+    assert status_of(epochs, 12.0, 1000.0) == {
+        "schema_version": 1,
+        "phase": "serving",
+        "epoch": 1,
+        "members": [0],
+        "missing": [{"rank": 1, "reason": "killed", "since": 998.0, "seconds": 2.0}],
+        "faults": [],
+        "losses": 1,
+        "total_engines": 2,
+        "engines": [{"id": 0, "status": "healthy"}, {"id": 1, "status": "dead", "fault_info": "killed"}],
+    }
+
+
+def test_a_rank_whose_steps_broke_off_is_unhealthy_and_so_are_those_that_wait_for_it() -> None:
+    epochs = service()
+    epochs.take_fault(0, 0, "a time-out", is_final=False, now_s=10.0)
+    status = status_of(epochs, 12.0, 1000.0)
+    assert status["phase"] == "regrouping" and status["faults"] == [{"rank": 0, "reason": "a time-out"}]
+    assert [engine["status"] for engine in status["engines"]] == ["unhealthy", "unhealthy"]
+    assert status["engines"][0]["fault_info"] == "a time-out"
+
+
+def test_requests_are_taken_while_somebody_serves_or_will_at_once() -> None:
+    starting = Epochs(3, recovery_timeout_s=600.0)
+    starting.attach(1, 0.0)
+    assert why_not_ready(starting) == why_no_change(starting) == "waiting for ranks 0, 2 of 3"
+    epochs = service()
+    assert why_not_ready(epochs) is None and why_no_change(epochs) is None
+    epochs.lose(1, "killed", 1.0)
+    assert why_not_ready(epochs) is None, "they are meeting"
+    assert why_no_change(epochs) == "rank 1 is lost: killed"
+    epochs.take_fault(0, 1, "no memory", is_final=True, now_s=2.0)
+    said = "rank 1 is lost: killed; rank 0 cannot go on without it: no memory"
+    assert why_not_ready(epochs) == f"waiting for a rank to come back; {said}"
+    epochs.attach(1, 3.0)
+    assert why_not_ready(epochs) is None
+    assert why_no_change(epochs) == "the ranks are meeting in epoch 2"
+    for rank in (0, 1):
+        epochs.take_regrouped(rank, 2, 4.0)
+    assert why_no_change(epochs) is None
+
+
+def test_with_only_ranks_that_came_back_requests_are_taken_when_one_of_them_serves() -> None:
+    epochs = service(1)
+    epochs.lose(0, "killed", 1.0)
+    assert why_not_ready(epochs) == "waiting for a rank to come back; rank 0 is lost: killed"
+    epochs.attach(0, 2.0)
+    assert why_not_ready(epochs) == "rank 0 came back and will serve soon"
+    epochs.take_regrouped(0, 1, 3.0)
+    assert why_not_ready(epochs) is None
+
+
+def test_metrics_tell_of_ranks_and_of_what_went_on_elsewhere() -> None:
+    epochs = service()
+    epochs.lose(1, "killed", 10.0)
+    epochs.take_regrouped(0, 1, 10.5)
+    registry = CollectorRegistry()
+    registry.register(MembershipMetrics(epochs, Journal(), lambda: 5, "m"))
+    lines = generate_latest(registry).decode().splitlines()
+    for wanted in (
+        'wideep:epoch{model_name="m"} 1.0',
+        'wideep:members{model_name="m"} 1.0',
+        'wideep:parked_choices{model_name="m"} 5.0',
+        'wideep:replayed_requests_total{model_name="m"} 0.0',
+        'vllm:engine_healthy{engine="0",model_name="m"} 1.0',
+        'vllm:engine_healthy{engine="1",model_name="m"} 0.0',
+        'wideep:rank_losses_total{engine="1",model_name="m"} 1.0',
+    ):
+        assert wanted in lines, lines

@@ -1,0 +1,240 @@
+"""/metrics: what vLLM's dashboards read is there, under the same name, type and labels, and our dashboard's too."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from scheduler.request import FinishReason, RankStats
+from server.experts.load_window import ExpertsLoad
+from server.experts.metrics import ExpertsMetrics
+from server.front.timing import Timing, timing_of
+from server.http.metrics import Metrics
+from server.link.wire import RankFacts
+from tests.support.answers import ended_answer, ended_exchange
+from tests.support.load_reports import RANKS, counts, expert_map, report
+
+DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "wideep.json"
+ENGINE = frozenset({"model_name", "engine"})
+# What vLLM's published dashboards query (examples/observability: prometheus_grafana/grafana.json, and overview,
+# instances, kv_cache, service_status, performance_ and query_statistics), but for the rows of features that a service
+# may lack there too: LoRA, sleep operations, FLOPs, KV transfer and offloading, speculation, multimodal caches.
+READ_BY_VLLM_DASHBOARDS: dict[str, tuple[str, frozenset[str]]] = {
+    "vllm:e2e_request_latency_seconds": ("histogram", ENGINE),
+    "vllm:time_to_first_token_seconds": ("histogram", ENGINE),
+    "vllm:inter_token_latency_seconds": ("histogram", ENGINE),
+    "vllm:request_time_per_output_token_seconds": ("histogram", ENGINE),
+    "vllm:request_queue_time_seconds": ("histogram", ENGINE),
+    "vllm:request_prefill_time_seconds": ("histogram", ENGINE),
+    "vllm:request_decode_time_seconds": ("histogram", ENGINE),
+    "vllm:request_inference_time_seconds": ("histogram", ENGINE),
+    "vllm:request_prompt_tokens": ("histogram", ENGINE),
+    "vllm:request_generation_tokens": ("histogram", ENGINE),
+    "vllm:request_max_num_generation_tokens": ("histogram", ENGINE),
+    "vllm:request_prefill_kv_computed_tokens": ("histogram", ENGINE),
+    "vllm:request_params_n": ("histogram", ENGINE),
+    "vllm:request_params_max_tokens": ("histogram", ENGINE),
+    "vllm:iteration_tokens_total": ("histogram", ENGINE),
+    "vllm:prompt_tokens": ("counter", ENGINE),
+    "vllm:prompt_tokens_cached": ("counter", ENGINE),
+    "vllm:prompt_tokens_by_source": ("counter", ENGINE | {"source"}),
+    "vllm:prompt_tokens_cached_by_source": ("counter", ENGINE | {"source"}),
+    "vllm:generation_tokens": ("counter", ENGINE),
+    "vllm:request_success": ("counter", ENGINE | {"finished_reason"}),
+    "vllm:prefix_cache_queries": ("counter", ENGINE),
+    "vllm:prefix_cache_hits": ("counter", ENGINE),
+    "vllm:num_preemptions": ("counter", ENGINE),
+    "vllm:num_requests_running": ("gauge", ENGINE),
+    "vllm:num_requests_waiting": ("gauge", ENGINE),
+    "vllm:num_requests_waiting_by_reason": ("gauge", ENGINE | {"reason"}),
+    "vllm:kv_cache_usage_perc": ("gauge", ENGINE),
+    "vllm:engine_sleep_state": ("gauge", ENGINE | {"sleep_state"}),
+    "vllm:cache_config_info": (
+        "gauge",
+        ENGINE | {"num_gpu_blocks", "block_size", "enable_prefix_caching"},
+    ),
+    "http_requests": ("counter", frozenset({"method", "handler", "status"})),
+    "http_request_duration_seconds": ("histogram", frozenset({"method", "handler"})),
+    "process_cpu_seconds": ("counter", frozenset()),
+    "process_resident_memory_bytes": ("gauge", frozenset()),
+    "process_start_time_seconds": ("gauge", frozenset()),
+    "process_open_fds": ("gauge", frozenset()),
+    "process_max_fds": ("gauge", frozenset()),
+}
+
+
+def families_of(metrics: Metrics) -> dict[str, Any]:
+    return {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+
+
+def value_of(metrics: Metrics, name: str, **labels: str) -> float:
+    """The sum of the samples of a name with these labels."""
+    return sum(
+        sample.value
+        for family in families_of(metrics).values()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    """Metrics of two ranks; rank 0 has attached, and one exchange ended."""
+    made = Metrics("m", 2)
+    facts = RankFacts(
+        rank=0, world_size=2, host="h", pid=1, max_model_len=9, num_blocks=8, block_tokens=16, max_num_seqs=4
+    )
+    made.note_rank(facts, enable_prefix_caching=True)
+    made.http.note(ended_exchange())
+    return made
+
+
+@pytest.mark.parametrize("name", READ_BY_VLLM_DASHBOARDS)
+def test_what_vllm_s_dashboards_read_is_there(metrics: Metrics, name: str) -> None:
+    kind, labels = READ_BY_VLLM_DASHBOARDS[name]
+    family = families_of(metrics)[name]
+    assert family.type == kind
+    assert {frozenset(sample.labels) - {"le"} for sample in family.samples} == {labels}
+
+
+def test_the_label_values_that_those_dashboards_select_by_are_there(metrics: Metrics) -> None:
+    for name, label, values in (
+        (
+            "vllm:prompt_tokens_by_source",
+            "source",
+            {"local_compute", "local_cache_hit", "external_kv_transfer"},
+        ),
+        ("vllm:num_requests_waiting_by_reason", "reason", {"capacity", "deferred"}),
+        ("vllm:request_success", "finished_reason", {"stop", "length", "abort", "error", "deadline"}),
+    ):
+        samples = families_of(metrics)[name].samples
+        assert {sample.labels[label] for sample in samples} >= values
+    assert value_of(metrics, "vllm:engine_sleep_state", engine="1", sleep_state="awake") == 1
+    assert value_of(metrics, "vllm:engine_sleep_state", sleep_state="discard_all") == 0
+    bounds = {
+        sample.labels.get("le") for sample in families_of(metrics)["vllm:time_to_first_token_seconds"].samples
+    }
+    assert {"0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "10.0"} <= bounds, "targets to choose from"
+
+
+def test_a_request_s_time_is_divided_into_queue_prefill_and_decode(metrics: Metrics) -> None:
+    generation = ended_answer("hello", "abc", queued_s=0.25).generations[0]
+    timing = timing_of(generation, now_s=104.0)
+    assert timing == Timing(e2e_s=4.0, first_token_s=1.0, queue_s=0.25, prefill_s=0.75, decode_s=2.0)
+    metrics.note_end(1, FinishReason.STOP, timing, num_prompt_tokens=5, num_cached_tokens=2, num_tokens=3)
+    for name, seconds in (("queue", 0.25), ("prefill", 0.75), ("decode", 2.0), ("inference", 2.75)):
+        assert value_of(metrics, f"vllm:request_{name}_time_seconds_sum", engine="1") == seconds
+    assert value_of(metrics, "vllm:request_time_per_output_token_seconds_sum") == 1.0
+    assert value_of(metrics, "vllm:request_prefill_kv_computed_tokens_sum") == 3
+
+
+def test_a_rank_that_claims_a_longer_wait_than_there_was_makes_no_negative_time() -> None:
+    generation = ended_answer("hello", "abc", queued_s=7.0).generations[0]
+    assert timing_of(generation, now_s=104.0).prefill_s == 0
+
+
+def test_a_request_without_tokens_has_an_end_but_no_phases(metrics: Metrics) -> None:
+    timing = timing_of(ended_answer("hello", "").generations[0], now_s=104.0)
+    metrics.note_end(0, FinishReason.ABORT, timing, num_prompt_tokens=5, num_cached_tokens=0, num_tokens=0)
+    assert value_of(metrics, "vllm:e2e_request_latency_seconds_count") == 1
+    assert value_of(metrics, "vllm:request_queue_time_seconds_count") == 0
+    assert value_of(metrics, "vllm:request_success_total", finished_reason="abort") == 1
+
+
+def test_prompt_tokens_count_when_they_have_been_run_by_source(metrics: Metrics) -> None:
+    metrics.note_first_token(0, 0.5, num_prompt_tokens=10, num_cached_tokens=4)
+    metrics.note_tokens(0, 1, None)
+    metrics.note_tokens(0, 2, 0.5)
+    assert value_of(metrics, "vllm:prompt_tokens_total") == 10
+    assert value_of(metrics, "vllm:prompt_tokens_by_source_total", source="local_compute") == 6
+    assert value_of(metrics, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 4
+    assert value_of(metrics, "vllm:prompt_tokens_cached_total") == 4
+    assert value_of(metrics, "vllm:generation_tokens_total") == 3
+    assert value_of(metrics, "vllm:inter_token_latency_seconds_count") == 2
+
+
+def test_a_restarted_rank_takes_nothing_back(metrics: Metrics) -> None:
+    def stats(step: int, preemptions: int) -> RankStats:
+        counters = {"num_preemptions": preemptions, "prefix_query_tokens": 0, "prefix_hit_tokens": 0}
+        sizes = {
+            "num_running": 1,
+            "num_waiting": 2,
+            "num_free_blocks": 2,
+            "num_blocks": 8,
+            "num_step_tokens": 5,
+        }
+        return RankStats(rank=0, step=step, **sizes, **counters)
+
+    for step, preemptions in ((1, 3), (2, 5), (1, 1), (2, 2)):
+        metrics.note_stats(stats(step, preemptions))
+    assert value_of(metrics, "vllm:num_preemptions_total") == 6
+    assert value_of(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity") == 2
+    assert value_of(metrics, "vllm:kv_cache_usage_perc", engine="0") == 0.75
+
+
+def test_probes_and_odd_methods_make_no_series_of_their_own(metrics: Metrics) -> None:
+    before = len(metrics.text().splitlines())
+    for path in ("/health", "/metrics", "/ping", "/version", "/load"):
+        metrics.http.note(ended_exchange(path=path, handler=path))
+    assert len(metrics.text().splitlines()) == before
+    for number in range(20):
+        metrics.http.note(ended_exchange(method=f"M{number}", handler="none", status=405))
+    assert value_of(metrics, "http_requests_total", method="other", status="4xx") == 20
+
+
+def queries() -> list[tuple[str, str]]:
+    """Every query of our dashboard, with the panel's title."""
+    board = json.loads(DASHBOARD.read_text())
+    found = [
+        (panel["title"], target["expr"]) for panel in board["panels"] for target in panel.get("targets", ())
+    ]
+    found += [(note["name"], note["expr"]) for note in board["annotations"]["list"]]
+    return found + [
+        (variable["name"], variable["query"]["query"])
+        for variable in board["templating"]["list"]
+        if variable["type"] == "query"
+    ]
+
+
+def test_every_metric_and_label_of_our_dashboard_exists(metrics: Metrics) -> None:
+    load = ExpertsLoad("m", window_steps=10)
+    load.take_experts(expert_map())
+    for step in (10, 20):
+        for rank in range(RANKS):
+            load.take_load(report(rank, step, step * counts(rank)))
+    metrics.add(ExpertsMetrics(load, "m"))
+    labels: dict[str, set[str]] = {}
+    for family in families_of(metrics).values():
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    assert len(queries()) > 50
+    for title, query in queries():
+        names = re.findall(r"\b(?:vllm|wideep):\w+|\b(?:http|process)_\w+", query)
+        assert names, f"{title}: {query} reads nothing of ours"
+        for name in names:
+            assert name in labels, f"{title} reads {name}, which /metrics does not have"
+        used = {label for words in re.findall(r"by \(([^)]*)\)", query) for label in words.split(", ")}
+        used |= set(re.findall(r"(\w+)=~?\"", query))
+        known = set().union(*(labels[name] for name in names), {"le", "job", "instance"})
+        assert used <= known, f"{title}: no {used - known} in {query}"
+
+
+def test_panels_of_our_dashboard_lie_beside_each_other_and_have_numbers() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    cells: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not own & cells and place["x"] + place["w"] <= 24, panel["title"]
+        cells |= own
+    numbers = [panel["id"] for panel in board["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    titles = {panel["title"] for panel in board["panels"]}
+    assert {"Balancedness, decode", "Tokens per rank / s", "Waits by rank"} <= titles

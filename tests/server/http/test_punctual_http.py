@@ -1,0 +1,266 @@
+"""Clients that never finish what they say are not waited for; slow but whole requests are answered."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from server.http.http_service import _server_config
+from server.http.punctual_http import HEAD_S, MAX_HEAD_BYTES, PunctualProtocol
+from server.options.http_options import HttpOptions
+
+TIMEOUT_S = 30.0
+HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\n"
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
+
+
+class Impatient(PunctualProtocol):
+    """Waits a little only."""
+
+    head_s = 0.2
+
+
+async def answer_at_once(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that reads no body."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def answer_to_body(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that reads all of it."""
+    while (await receive()).get("more_body"):
+        pass
+    await answer_at_once(scope, receive, send)
+
+
+def talk(with_server: Talk, app: Any = answer_at_once) -> bytes:
+    """Let a client talk to a server, within a time."""
+
+    async def scenario() -> bytes:
+        config = uvicorn.Config(app, http=Impatient, lifespan="off", log_config=None, port=0)
+        config.load()
+        state = uvicorn.server.ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Impatient(config, state, {}), "127.0.0.1", 0)
+        async with server, asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            try:
+                return await with_server(reader, writer)
+            finally:
+                writer.close()
+
+    return asyncio.run(scenario())
+
+
+async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """Send a byte now and then until the server has had enough; return what it said."""
+    hearing = asyncio.create_task(hear(reader))
+    while not hearing.done():
+        writer.write(b"x")
+        await asyncio.wait((hearing,), timeout=0.02)
+    return await hearing
+
+
+async def hear(reader: asyncio.StreamReader) -> bytes:
+    """Return all that comes until the server hangs up, however it does."""
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while part := await reader.read(1 << 16):
+            said += part
+    return said
+
+
+def test_a_head_that_never_ends_is_a_408() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(HEAD + b"x-slow: ")
+        return await drip(reader, writer)
+
+    said = talk(client)
+    assert said.startswith(b"HTTP/1.1 408 ") and b"connection: close" in said
+
+
+def test_a_connection_without_a_word_is_closed() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        return await hear(reader)
+
+    assert talk(client).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_second_request_s_head_has_the_same_limit() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(HEAD + b"\r\n")
+        assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        writer.write(HEAD)
+        return await drip(reader, writer)
+
+    assert talk(client).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_rests_between_requests_for_as_long_as_uvicorn_lets_it() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        for _ in range(2):
+            writer.write(HEAD + b"\r\n")
+            said = await reader.readuntil(b"ok")
+            await asyncio.sleep(1.5 * Impatient.head_s)
+        return said
+
+    assert talk(client).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_nobody_reads_is_not_waited_for() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(HEAD + b"content-length: 1000000\r\n\r\n")
+        return await drip(reader, writer)
+
+    said = talk(client)
+    assert said.startswith(b"HTTP/1.1 200") and said.endswith(b"ok")
+
+
+def test_a_body_that_is_read_has_other_limits() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(HEAD + b"content-length: 4\r\n\r\n")
+        for _ in range(4):
+            await asyncio.sleep(Impatient.head_s / 2)
+            writer.write(b"x")
+        return await reader.readuntil(b"ok")
+
+    assert talk(client, answer_to_body).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_an_answer_may_take_longer_than_a_head(is_slow: bool) -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(2 * Impatient.head_s * is_slow)
+        await answer_at_once(scope, receive, send)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(HEAD + b"\r\n")
+        return await reader.readuntil(b"ok")
+
+    assert talk(client, slow).startswith(b"HTTP/1.1 200")
+
+
+def test_line_ends_are_no_head() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        hearing = asyncio.create_task(hear(reader))
+        while not hearing.done():
+            writer.write(b"\r\n")
+            await asyncio.wait((hearing,), timeout=0.02)
+        return await hearing
+
+    assert talk(client).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("name", [b"x-long: ", b"x-many: 1\r\n"])
+def test_a_head_that_is_too_long_is_a_431(name: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(HEAD + name)
+        hearing = asyncio.create_task(hear(reader))
+        for _ in range(64):  # of 16 KiB, as long as it is listened to
+            writer.write((name * (1 << 14))[: 1 << 14])
+            await asyncio.wait((hearing,), timeout=0.001)
+        return await hearing
+
+    assert MAX_HEAD_BYTES < 64 << 14
+    assert talk(client).startswith(b"HTTP/1.1 431 ")
+
+
+def test_long_bodies_are_no_long_heads() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        length = 4 * MAX_HEAD_BYTES
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % length + b"x" * length)
+        return await reader.readuntil(b"ok")
+
+    assert talk(client, answer_to_body).startswith(b"HTTP/1.1 200")
+
+
+def test_requests_in_one_go_are_answered_in_turn() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(3 * (HEAD + b"content-length: 2\r\n\r\nhi"))
+        answers = [await reader.readuntil(b"ok") for _ in range(3)]
+        await asyncio.sleep(1.5 * Impatient.head_s)
+        writer.write(HEAD + b"connection: close\r\n\r\n")
+        return b"".join(answers) + await hear(reader)
+
+    assert talk(client, answer_to_body).count(b"HTTP/1.1 200") == 4
+
+
+OFFER = (
+    b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\n"  # what Java's client sends with every request
+)
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that says what it was sent."""
+    body, goes_on = b"", True
+    while goes_on:
+        message = await receive()
+        body, goes_on = body + message["body"], message["more_body"]
+    said = b"%s %s ok" % (scope["path"].encode(), body)
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]}
+    )
+    await send({"type": "http.response.body", "body": said})
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_offer_of_another_protocol_is_passed_over(size: int) -> None:
+    """Whatever the pieces that the requests come in."""
+    requests = HEAD + OFFER + b"content-length: 2\r\n\r\nhi" + HEAD + OFFER + CHUNKED + HEAD + OFFER + b"\r\n"
+    requests += b"POST /last HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\nconnection: close\r\n\r\nbye"
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(requests), size):
+            writer.write(requests[start : start + size])
+            await asyncio.sleep(0)
+        return await hear(reader)
+
+    said = talk(client, echo)
+    assert said.count(b"HTTP/1.1 200") == 4
+    assert [said.count(word) for word in (b"/x hi ok", b"/x  ok", b"/last bye ok")] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\nhix",
+        HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"x y: z\r\n\r\n",
+        HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_no_http_is_not_guessed_at(request_: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request_)
+        return await hear(reader)
+
+    said = talk(client, answer_to_body)
+    assert said == b"" or said.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("request_", [b"BREW /x HTTP/1.1\r\nhost: x\r\n\r\n", b"nonsense\r\n\r\n"])
+def test_what_is_no_http_is_answered_in_the_shape_of_other_errors(request_: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request_)
+        return await hear(reader)
+
+    head, _, body = talk(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("BadRequestError", 400) and "no HTTP/1.1" in error["message"]
+
+
+def test_the_service_uses_it() -> None:
+    assert _server_config(answer_at_once, HttpOptions()).http is PunctualProtocol
+    assert PunctualProtocol.head_s == HEAD_S <= 60

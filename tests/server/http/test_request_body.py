@@ -1,0 +1,178 @@
+"""Bodies: what is too long or too deep is refused in bounded time and memory, all else arrives as it was sent."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.types import Message
+
+from server.http.api_keys import ApiKeys
+from server.http.app import build_app
+from server.http.request_body import LEAST_BYTES_PER_S, MAX_JSON_DEPTH, MAX_JSON_NODES, BodyGuard
+from server.options.http_options import HttpOptions
+
+MAX_BYTES = 1000
+
+
+def ask(content: Any, *, max_bytes: int = MAX_BYTES, **headers: str) -> httpx.Response:
+    """Send a body to a route that answers its length."""
+    router = APIRouter()
+
+    @router.post("/length")
+    async def tell_length(http: HttpRequest) -> int:
+        return len(await http.body())
+
+    app = build_app([router], version="0", keys=ApiKeys(), http=HttpOptions(max_request_bytes=max_bytes))
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            return await client.post("/length", content=content, headers=headers)
+
+    return asyncio.run(send())
+
+
+async def chunks(*sizes: int) -> Any:
+    for size in sizes:
+        yield b"x" * size
+
+
+@pytest.mark.parametrize("sizes", [(MAX_BYTES,), (MAX_BYTES - 1, 1), (0,)])
+def test_what_just_fits_arrives(sizes: tuple[int, ...]) -> None:
+    assert ask(b"x" * sum(sizes)).json() == sum(sizes)
+    assert ask(chunks(*sizes)).json() == sum(sizes)
+
+
+@pytest.mark.parametrize("sizes", [(MAX_BYTES + 1,), (MAX_BYTES, 1), (600, 600, 10_000)])
+def test_what_is_too_long_is_a_413_that_names_the_flag(sizes: tuple[int, ...]) -> None:
+    for content in (b"x" * sum(sizes), chunks(*sizes)):
+        response = ask(content)
+        assert response.status_code == 413
+        error = response.json()["error"]
+        assert error["type"] == "RequestTooLargeError" and error["code"] == 413
+        assert f"longer than {MAX_BYTES} bytes" in error["message"]
+        assert "--max-request-bytes" in error["message"]
+
+
+def test_what_is_too_deep_is_a_400() -> None:
+    deep = b"[" * (MAX_JSON_DEPTH + 1) + b"]" * (MAX_JSON_DEPTH + 1)
+    response = ask(deep, **{"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "BadRequestError")
+    assert "nests deeper than 100" in response.json()["error"]["message"]
+    assert ask(deep, **{"content-type": "text/plain"}).status_code == 200, "brackets in a text nest nothing"
+
+
+def test_what_has_too_many_arrays_and_objects_is_a_400() -> None:
+    many = b"[" + b"[]," * MAX_JSON_NODES + b"0]"
+    response = ask(many, max_bytes=len(many), **{"content-type": "application/json"})
+    assert response.status_code == 400
+    assert f"has {MAX_JSON_NODES + 1} arrays and objects" in response.json()["error"]["message"]
+    fits = b"[" + b"[]," * (MAX_JSON_NODES - 1) + b"0]"
+    assert ask(fits, max_bytes=len(many), **{"content-type": "application/json"}).json() == len(fits)
+
+
+def call(guard: BodyGuard, headers: list[tuple[bytes, bytes]], receive: Callable[[], Any]) -> list[Message]:
+    """Run the guard on a request by hand."""
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+    asyncio.run(guard(scope, receive, send))
+    return sent
+
+
+def test_a_client_that_waits_for_leave_is_refused_before_it_sends() -> None:
+    async def receive() -> Message:
+        raise AssertionError("reading asks the client to send")
+
+    async def app(*_: object) -> None:
+        raise AssertionError("not reached")
+
+    headers = [(b"content-length", b"1001"), (b"expect", b"100-continue")]
+    assert call(BodyGuard(app, MAX_BYTES), headers, receive)[0]["status"] == 413
+
+
+def test_a_client_that_leaves_halfway_is_told_on_as_gone() -> None:
+    messages = [
+        {"type": "http.request", "body": b"half", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    seen: list[str] = []
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def app(_scope: object, receive: Callable[[], Any], _send: object) -> None:
+        seen.append((await receive())["type"])
+
+    call(BodyGuard(app, MAX_BYTES), [], receive)
+    assert seen == ["http.disconnect"]
+
+
+def test_after_the_body_the_client_s_leaving_is_still_heard() -> None:
+    messages = [{"type": "http.request", "body": b"all"}, {"type": "http.disconnect"}]
+    seen: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def app(_scope: object, receive: Callable[[], Any], _send: object) -> None:
+        seen.extend([await receive(), await receive()])
+
+    call(BodyGuard(app, MAX_BYTES), [], receive)
+    assert seen == [
+        {"type": "http.request", "body": b"all", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+
+
+def test_a_body_that_comes_too_slowly_is_a_408() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("not reached")
+
+    async def app(*_: object) -> None:
+        raise AssertionError("not reached")
+
+    start, body = call(BodyGuard(app, MAX_BYTES, grace_s=0.01), [], receive)
+    assert start["status"] == 408 and (b"connection", b"close") in start["headers"]
+    assert b"RequestTimeoutError" in body["body"]
+
+
+def test_what_has_come_of_a_body_gives_it_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    class Limit:
+        """Notes where the end of waiting is moved to."""
+
+        async def __aenter__(self) -> "Limit":
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            """End it."""
+
+        def reschedule(self, when_s: float) -> None:
+            limits.append(when_s)
+
+    def begin(when_s: float) -> Limit:
+        limits.append(when_s)
+        return Limit()
+
+    monkeypatch.setattr(asyncio, "timeout_at", begin)
+    messages = [
+        {"type": "http.request", "body": b"x" * LEAST_BYTES_PER_S, "more_body": n < 3} for n in range(4)
+    ]
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def app(*_: object) -> None:
+        """Take it."""
+
+    call(BodyGuard(app, 100 * LEAST_BYTES_PER_S), [], receive)
+    assert [round(limit - limits[0], 6) for limit in limits] == [0, 1, 2, 3]

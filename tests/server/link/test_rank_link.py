@@ -1,0 +1,302 @@
+"""The stream between a rank and the front, both ends real, without HTTP."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from queue import Queue
+
+import pytest
+
+from expert_placement.placement import linear_placement
+from scheduler.membership import Order
+from scheduler.request import (
+    FinishReason,
+    Logprobs,
+    RankStats,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Structure,
+    TokenBias,
+)
+from server.link.membership_wire import FaultWord
+from server.link.rank_link import LinkError, RankLink
+from server.link.ranks import Ranks, listen
+from server.link.wire import RankFacts
+
+FACTS = RankFacts(
+    rank=0, world_size=2, host="h", pid=7, max_model_len=128, num_blocks=9, block_tokens=16, max_num_seqs=4
+)
+STATS = RankStats(
+    rank=0,
+    step=3,
+    num_running=1,
+    num_waiting=2,
+    num_free_blocks=3,
+    num_blocks=9,
+    num_step_tokens=5,
+    num_preemptions=6,
+    prefix_query_tokens=7,
+    prefix_hit_tokens=8,
+)
+REQUEST = Request(
+    request_id="r1",
+    prompt_ids=(1, 2, 3),
+    params=SamplingParams(
+        max_tokens=5,
+        temperature=0.7,
+        top_p=0.9,
+        seed=2**64 - 1,
+        stop_token_ids=(9,),
+        num_logprobs=0,
+        structure=Structure("regex", "a+é", after="</think>"),
+        logprob_token_ids=(3, 2**31),
+        num_prompt_logprobs=0,
+        allowed_token_ids=(8, 1),
+        bad_words=((4,), (5, 6)),
+        logit_bias=(TokenBias(0, -99.9), TokenBias(7, 0.1)),
+    ),
+    arrival_s=0.0,
+    replayed_ids=(4,),
+)
+
+
+class FrontEnd:
+    """`Ranks` in an event loop of its own thread; everything it says lands in `events`."""
+
+    def __init__(self) -> None:
+        self.events: Queue[tuple[object, ...]] = Queue()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.ranks = Ranks(
+            2,
+            "secret",
+            on_outputs=lambda rank, outputs: self.events.put(("outputs", rank, list(outputs))),
+            on_stats=lambda stats: self.events.put(("stats", stats)),
+            on_attached=lambda facts: self.events.put(("attached", facts)),
+            on_lost=lambda rank, reason: self.events.put(("lost", rank, reason)),
+            on_regrouped=lambda rank, epoch: self.events.put(("regrouped", rank, epoch)),
+            on_fault=lambda word: self.events.put(("fault", word)),
+        )
+        self._server, self.address = asyncio.run_coroutine_threadsafe(
+            listen(self.ranks, "127.0.0.1"), self.loop
+        ).result(30)
+
+    def say(self, function: object, *args: object, **kwargs: object) -> None:
+        """Call a method of `Ranks` in the loop."""
+        self.loop.call_soon_threadsafe(lambda: function(*args, **kwargs))  # type: ignore[operator]
+
+    def close(self) -> None:
+        """Stop the server and its loop."""
+        asyncio.run_coroutine_threadsafe(self._server.stop(0), self.loop).result(30)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        self.loop.close()
+
+
+@pytest.fixture
+def front() -> Iterator[FrontEnd]:
+    end = FrontEnd()
+    yield end
+    end.close()
+
+
+def link_to(
+    front: FrontEnd, heard: "Queue[tuple[object, ...]]", *, token: str = "secret", facts: RankFacts = FACTS
+) -> RankLink:
+    return RankLink(
+        front.address,
+        token,
+        facts,
+        on_submit=lambda request: heard.put(("submit", request)),
+        on_abort=lambda request_id: heard.put(("abort", request_id)),
+        on_stop=lambda: heard.put(("stop",)),
+        on_lost=lambda reason: heard.put(("lost", reason)),
+        on_regroup=lambda order: heard.put(("regroup", order)),
+    )
+
+
+def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    link = link_to(front, heard)
+    link.open(30)
+    assert front.events.get(timeout=30) == ("attached", FACTS)
+    front.say(front.ranks.submit, 0, REQUEST, now_s=0.0)
+    kind, request = heard.get(timeout=30)
+    assert kind == "submit" and isinstance(request, Request)
+    assert replace(request, arrival_s=0.0) == REQUEST
+    output = RequestOutput(
+        request_id="r1",
+        token_ids=[5, 6],
+        logprobs=[Logprobs(5, -0.1, [5, 8], [-0.1, -2.5]), Logprobs(6, -0.2, [], [])],
+        prompt_logprobs=[Logprobs(2, -3.5, [1], [-0.1], rank=17), Logprobs(3, -0.2, [], [], rank=1)],
+        num_cached_tokens=2,
+        queued_s=0.125,
+        finish_reason=FinishReason.LENGTH,
+        error="",
+    )
+    link.send([output], STATS)
+    assert front.events.get(timeout=30) == ("stats", STATS)
+    assert front.events.get(timeout=30) == ("outputs", 0, [output])
+    link.close()
+
+
+def test_an_order_reaches_its_members_unchanged_and_their_answers_come_back_in_order(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    facts = replace(FACTS, num_restarts=2)
+    link = link_to(front, heard, facts=facts)
+    link.open(30)
+    assert front.events.get(timeout=30) == ("attached", facts)
+    placement = linear_placement(3, 5, 1).with_version(9)
+    front.say(front.ranks.regroup, Order(4, (0,), placement))
+    kind, order = heard.get(timeout=30)
+    assert kind == "regroup" and isinstance(order, Order)
+    assert order[:2] == (4, (0,))
+    assert (order.placement.digest(), order.placement.version) == (placement.digest(), 9)
+    link.send_fault(4, "no memory", is_final=True)
+    link.send_fault(5, "a peer is gone")
+    link.send_regrouped(6)
+    assert [front.events.get(timeout=30) for _ in range(3)] == [
+        ("fault", FaultWord(0, 4, "no memory", True)),
+        ("fault", FaultWord(0, 5, "a peer is gone", False)),
+        ("regrouped", 0, 6),
+    ]
+    link.close()
+
+
+def test_what_a_step_yielded_comes_before_the_fault_that_followed_it(front: FrontEnd) -> None:
+    link = link_to(front, Queue())
+    link.open(30)
+    front.events.get(timeout=30)
+    output = RequestOutput(request_id="r1", token_ids=[5])
+    link.send([output])
+    link.send_fault(0, "a peer is gone")
+    assert front.events.get(timeout=30) == ("outputs", 0, [output])
+    assert front.events.get(timeout=30)[0] == "fault"
+    link.close()
+
+
+def test_a_deadline_travels_as_time_that_is_left(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    link = link_to(front, heard)
+    link.open(30)
+    front.say(front.ranks.submit, 0, replace(REQUEST, deadline_s=130.0), now_s=100.0)
+    request = heard.get(timeout=30)[1]
+    assert isinstance(request, Request) and request.deadline_s is not None
+    assert 29 < request.deadline_s - time.monotonic() <= 30
+    front.say(front.ranks.submit, 0, replace(REQUEST, deadline_s=50.0), now_s=100.0)
+    request = heard.get(timeout=30)[1]
+    assert isinstance(request, Request) and request.deadline_s is not None, (
+        "a deadline passed is not no deadline"
+    )
+    link.close()
+
+
+def test_abort_and_stop_reach_the_rank_and_a_stop_is_no_loss(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    link = link_to(front, heard)
+    link.open(30)
+    front.events.get(timeout=30)
+    front.say(front.ranks.abort, 0, "r1")
+    assert heard.get(timeout=30) == ("abort", "r1")
+    front.say(front.ranks.stop)
+    assert heard.get(timeout=30) == ("stop",)
+    link.send([RequestOutput(request_id="last", token_ids=[])])
+    link.close()
+    assert front.events.get(timeout=30)[0] == "outputs"
+    asyncio.run_coroutine_threadsafe(front.ranks.wait_until_empty(), front.loop).result(30)
+    assert front.events.empty()
+    assert heard.empty(), "closing is not losing"
+
+
+@pytest.mark.parametrize(
+    ("reason", "heard"), [("out of memory", "out of memory"), ("", "it left without being asked")]
+)
+def test_goodbye_is_a_loss_that_says_why_unless_a_stop_was_asked_for(
+    front: FrontEnd, reason: str, heard: str
+) -> None:
+    link = link_to(front, Queue())
+    link.open(30)
+    front.events.get(timeout=30)
+    link.close(reason)
+    assert front.events.get(timeout=30) == ("lost", 0, heard)
+
+
+def test_a_front_that_leaves_after_its_stop_is_not_lost(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    link = link_to(front, heard)
+    link.open(30)
+    front.say(front.ranks.stop)
+    assert heard.get(timeout=30) == ("stop",)
+    asyncio.run_coroutine_threadsafe(front._server.stop(0), front.loop).result(30)
+    assert link._reader is not None
+    link._reader.join(5)
+    assert heard.empty()
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("token", "changes", "words"),
+    [
+        ("wrong", {}, "token"),
+        ("secret", {"rank": 2}, "does not belong to this service of 2"),
+        ("secret", {"world_size": 3}, "does not belong"),
+    ],
+)
+def test_a_rank_that_does_not_belong_is_refused_with_a_reason(
+    front: FrontEnd, token: str, changes: dict[str, int], words: str
+) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    with pytest.raises(LinkError, match=words):
+        link_to(front, heard, token=token, facts=replace(FACTS, **changes)).open(30)
+    assert heard.empty()
+
+
+def test_a_rank_number_attaches_once(front: FrontEnd) -> None:
+    first = link_to(front, Queue())
+    first.open(30)
+    with pytest.raises(LinkError, match="already attached"):
+        link_to(front, Queue()).open(30)
+    first.close()
+
+
+def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    link = link_to(front, heard)
+    link.open(30)
+    asyncio.run_coroutine_threadsafe(front._server.stop(0), front.loop).result(30)
+    assert heard.get(timeout=30)[0] == "lost"
+    link.send([RequestOutput(request_id="r", token_ids=[1])])  # harmless
+    link.close()
+    assert heard.empty(), "lost is said once"
+
+
+def test_no_front_is_an_error_that_names_the_address() -> None:
+    link = RankLink(
+        "127.0.0.1:1",
+        "t",
+        FACTS,
+        on_submit=print,
+        on_abort=print,
+        on_stop=print,
+        on_lost=print,
+    )
+    with pytest.raises(LinkError, match=r"127\.0\.0\.1:1"):
+        link.open(0.3)
+
+
+def test_what_a_busy_stream_cannot_write_is_merged_and_loses_nothing(front: FrontEnd) -> None:
+    link = link_to(front, Queue())
+    link.open(30)
+    front.events.get(timeout=30)
+    for number in range(5_000):
+        link.send([RequestOutput(request_id="r", token_ids=[number])])
+    link.close()
+    tokens: list[int] = []
+    while len(tokens) < 5_000:
+        outputs = front.events.get(timeout=30)[2]
+        tokens += [token for output in outputs for token in output.token_ids]  # type: ignore[attr-defined]
+    assert tokens == list(range(5_000))

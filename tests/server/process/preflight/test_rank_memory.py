@@ -1,0 +1,102 @@
+"""What ranks take in memory, from the headers of files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expert_placement.placement_file import save_placement
+from scheduler.sizing import KVMemoryError, cache_budget
+from server.process.preflight.rank_memory import (
+    WeightBytes,
+    check_memory,
+    rank_experts,
+    spare_bytes,
+    weight_bytes,
+)
+from tests.support.fake_checkpoint import CONFIG, write_checkpoint, write_safetensors
+from tests.support.placements import random_placement
+from tests.support.starts import complaint_of, options_for
+
+
+def test_weights_are_counted_in_the_type_they_are_kept_in(tmp_path: Path) -> None:
+    write_safetensors(
+        tmp_path / "model.safetensors",
+        {
+            "embed": [3, 5],
+            "layers.0.mlp.experts.0.up_proj.weight": [2, 2],
+            "layers.0.mlp.shared_experts.up_proj.weight": [2, 3],
+            "layers.0.moe.input_linear.weight": [4, 2, 2],
+        },
+        dtype="BF16",
+        element_bytes=2,
+    )
+    assert weight_bytes(tmp_path, CONFIG, 4) == WeightBytes(shared=(15 + 6) * 4, experts=(4 + 16) * 4)
+    layers = {f"layers.{layer}.mlp.experts.{e}.up_proj.weight": [2, 2] for layer in (3, 5, 9) for e in (0, 1)}
+    write_safetensors(tmp_path / "more.safetensors", {**layers, "experts.bias": [1]}, element_bytes=4)
+    assert weight_bytes(tmp_path, CONFIG, 4).expert_layers == 4, "layer 0 and these"
+    (tmp_path / "more.safetensors").unlink()
+    assert weight_bytes(tmp_path, CONFIG, 2) == WeightBytes(shared=(15 + 6) * 2, experts=(4 + 16) * 2)
+
+
+def test_quantised_weights_are_counted_as_they_are(tmp_path: Path) -> None:
+    """FP8 and MXFP4 stay a byte and half a byte whatever --dtype says, scales beside them."""
+    codes = {"layers.0.mlp.experts.0.up_proj.weight": [32, 64], "layers.0.self_attn.q_proj.weight": [16, 64]}
+    write_safetensors(tmp_path / "fp8.safetensors", codes, dtype="F8_E4M3", element_bytes=1)
+    blocks = {
+        "layers.1.mlp.experts.up_proj_blocks": [2, 16, 2, 16],
+        "layers.1.mlp.experts.up_proj_scales": [2, 16, 2],
+    }
+    write_safetensors(tmp_path / "mxfp4.safetensors", blocks, dtype="U8", element_bytes=1)
+    wanted = WeightBytes(shared=16 * 64, experts=32 * 64 + 2 * 16 * (32 + 2), expert_layers=2)
+    assert weight_bytes(tmp_path, CONFIG, 4) == weight_bytes(tmp_path, CONFIG, 2) == wanted
+
+
+def test_too_many_ranks_for_the_memory_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    options = replace(options_for(tmp_path), kv_cache_bytes=1 << 30)
+    weights = WeightBytes(shared=2 << 30, experts=8 << 30, expert_layers=8)
+    experts = rank_experts(weights, {"num_experts": 16}, options, 4)
+    assert experts == (4, 2 << 30, 1 << 28), "four of sixteen, and as many of one of eight layers"
+
+    def check(free_gib: int) -> None:
+        check_memory(weights, experts, options, num_local_ranks=2, free_bytes=free_gib << 30)
+
+    check(12)
+    complaint = complaint_of(lambda: check(11))
+    for number in (
+        "2 ranks on this node would take about 11.1 GiB",
+        "11.0 GiB is free",
+        "4 experts of each layer: 2.0 GiB where all ranks together need 8.0 GiB",
+        "0.2 GiB for experts that move",
+        "1.0 GiB of KV",
+    ):
+        assert number in complaint
+
+
+def test_redundant_experts_and_a_placements_slots_are_counted(tmp_path: Path) -> None:
+    weights, config = WeightBytes(shared=0, experts=16 << 20, expert_layers=2), {"num_experts": 16}
+    redundant = options_for(tmp_path, '--eplb-config={"num_redundant_experts": 5}')
+    assert rank_experts(weights, config, redundant, 4) == (6, 6 << 20, 3 << 20)
+    file = tmp_path / "placement.json"
+    save_placement(random_placement(2, 16, 4, 7, seed=1), file)
+    placed = options_for(tmp_path, f"--expert-placement={file}")
+    assert rank_experts(weights, config, placed, 4) == (7, 7 << 20, 7 << 19)
+    file.write_text("{")
+    assert rank_experts(weights, config, placed, 4).slots_per_rank == 4, (
+        "the engine says what is wrong with it"
+    )
+    assert rank_experts(weights, config, options_for(tmp_path), 1).spare == 0, "one rank moves nothing"
+
+
+def test_layers_past_the_models_last_are_not_counted(tmp_path: Path) -> None:
+    names = [f"model.layers.{layer}.mlp.experts.0.down_proj.weight" for layer in (1, 2, 3)]
+    write_safetensors(tmp_path / "model.safetensors", {name: [8, 8] for name in names})
+    assert weight_bytes(tmp_path, {**CONFIG, "num_hidden_layers": 3}, 4).expert_layers == 2
+
+
+def test_what_experts_need_that_move_is_not_promised_to_the_cache(tmp_path: Path) -> None:
+    options = options_for(write_checkpoint(tmp_path))
+    assert spare_bytes(options, 2) == 2 * 8 * 8 * 4
+    assert cache_budget(1 << 20, spare_bytes(options, 2)) == (1 << 20) - 512
+    with pytest.raises(KVMemoryError, match="experts that move while serving need 2 MiB"):
+        cache_budget(1 << 20, 2 << 20)

@@ -1,0 +1,286 @@
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from server.process.restarts import MAX_RESTARTS
+from tests.support.fake_checkpoint import write_checkpoint
+from tests.support.fake_child import KV_CACHE_BYTES
+from tests.support.service_processes import Service, has_ended, wait_until
+
+PROMISED_S = 5.0  # from the wish to stop to the end of the last process
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model")
+
+
+def place(
+    rank: int = 0, local_rank: int = 0, world_size: int = 1, local_world_size: int = 1
+) -> dict[str, str]:
+    """Return the variables that torchrun would set."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+
+
+def start_worker(model: Path, environment: Mapping[str, str], *flags: str) -> Service:
+    return Service(model.parent, ["worker", str(model), "--port=0", *flags], environment)
+
+
+def test_rank_0_starts_the_front_and_tells_its_engine_the_address(model: Path) -> None:
+    environment = {**place(world_size=2, local_world_size=2), "WIDEEP_API_KEY": "from-environment"}
+    with start_worker(model, environment, "--threads=3", "--api-key=secret", "--max-num-seqs=7") as service:
+        engine, front = service.facts("engine-0"), service.facts("front-0")
+        assert json.loads(engine["env"]["WIDEEP_FRONT"])["token"] == "t"
+        assert engine["env"]["OMP_NUM_THREADS"] == "3"
+        assert engine["env"]["WIDEEP_API_KEY"] == "secret from-environment"
+        assert "--threads=3" in engine["argv"]
+        assert "--max-num-seqs=7" in engine["argv"]
+        assert "secret" not in " ".join(engine["argv"] + front["argv"])
+        assert "--ranks 2" in " ".join(front["argv"])
+        assert "--ranks-host 127.0.0.1" in " ".join(front["argv"])
+        service.wait_for_output("serving on 2 ranks at http://127.0.0.1:")
+
+
+def test_other_ranks_start_no_front_and_print_nothing(model: Path) -> None:
+    with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
+        engine = service.facts("engine-1")
+        assert engine["env"]["WIDEEP_FRONT"] is None
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        assert set(service.pids()) == {"worker-1", "engine-1"}
+        assert service.output() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_ends_everything_with_status_0(model: Path, number: signal.Signals) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(number)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def ended_by(service: Service, name: str) -> str:
+    return (service.directory / f"{name}.ended-by").read_text()
+
+
+def test_sigterm_ends_the_front_gently_before_anything_else(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        assert service.end()[0] == 0
+        assert ended_by(service, "front-0") == "SIGTERM"
+        assert "the front" in service.output() and "ended with status 0" in service.output()
+
+
+def test_sigint_ends_the_front_at_once(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        assert ended_by(service, "front-0") == "SIGINT"
+
+
+def test_a_worker_without_the_front_waits_for_its_engine_to_be_told(model: Path) -> None:
+    other_node = place(rank=1, local_rank=0, world_size=2, local_world_size=1)
+    with start_worker(model, other_node, "--shutdown-timeout-seconds=30") as service:
+        engine = service.pid("engine-1")
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        assert not has_ended(engine, 0.3), "nobody told the engine to end"
+        os.kill(engine, signal.SIGTERM)  # as the front would through the engine's link
+        assert service.end()[0] == 0
+
+
+def test_under_serve_sigterm_is_torchruns_and_ends_all_at_once(model: Path) -> None:
+    with start_worker(model, {**place(), "WIDEEP_UNDER_SERVE": "1"}) as service:
+        service.facts("engine-0")
+        service.process.send_signal(signal.SIGTERM)
+        assert service.end()[0] == 0
+        assert ended_by(service, "front-0") == "SIGINT"
+
+
+@pytest.mark.slow
+def test_children_that_ignore_signals_are_killed_within_the_bound(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}, "--shutdown-timeout-seconds=0") as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_a_killed_front_is_named_and_ends_everything(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        victim = service.pids()["front-0"]
+        os.kill(victim, signal.SIGKILL)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (1, True)
+        assert f"the front (pid {victim}) was killed by SIGKILL" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
+    with start_worker(model, place(), "--kv-cache-memory=1M") as service:
+        service.wait_for_output("serving on")
+        victim = service.facts("engine-0")
+        os.kill(victim["pid"], signal.SIGKILL)
+        successor = service.facts_after("engine-0", restarts=1)
+        assert successor["env"]["WIDEEP_FRONT"] == victim["env"]["WIDEEP_FRONT"]
+        assert f"--kv-cache-memory={KV_CACHE_BYTES}" in successor["argv"], "what the first one took"
+        service.wait_for_output("rank 0 serves again, after ")
+        killed = f"wideep: rank 0's engine (pid {victim['pid']}) was killed by SIGKILL"
+        [line] = [line for line in service.output().splitlines() if line.startswith(killed)]
+        assert line.endswith("it is started again (at most 3 times in 10 minutes)")
+        assert service.process.poll() is None
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        service.wait_for_nobody(within_s=0)
+
+
+def kill_until_the_budget_ends(service: Service, name: str) -> None:
+    for restarts in range(1, MAX_RESTARTS + 1):
+        os.kill(service.pid(name), signal.SIGKILL)
+        service.facts_after(name, restarts)
+        wait_until(
+            lambda: service.output().count("serves again") == restarts,  # noqa: B023
+            lambda: f"does not serve again:\n{service.output()}",
+        )
+    os.kill(service.pid(name), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_the_only_engine_of_a_service_may_die_so_often_then_all_ends(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        kill_until_the_budget_ends(service, "engine-0")
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (1, True)
+        assert "it was started again 3 times in 10 minutes and is not started any more" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_one_of_several_engines_that_dies_too_often_stays_away_and_its_supervisor_waits(model: Path) -> None:
+    with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
+        engine = service.pid("engine-1")
+        wait_for_serving(service, "engine-1")
+        kill_until_the_budget_ends(service, "engine-1")
+        service.wait_for_output("the service goes on without rank 1")
+        assert not has_ended(service.process.pid, 0.2)
+        assert engine != service.pid("engine-1")
+        service.process.send_signal(signal.SIGTERM)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), "there is no engine to wait for"
+
+
+def test_an_engine_that_cannot_start_again_ends_with_its_budget(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_EXIT_AGAIN": "engine-0:7"}) as service:
+        service.wait_for_output("serving on")
+        os.kill(service.pid("engine-0"), signal.SIGKILL)
+        assert service.end()[0] == 1
+        lines = service.output().splitlines()
+        assert (
+            len(
+                [
+                    line
+                    for line in lines
+                    if line.endswith("it is started again (at most 3 times in 10 minutes)")
+                ]
+            )
+            == 3
+        )
+        assert "ended with status 7" in lines[-1]
+
+
+def test_an_engine_that_has_lost_the_front_is_not_started_again(model: Path) -> None:
+    with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
+        wait_for_serving(service, "engine-1")
+        os.kill(service.pid("engine-1"), signal.SIGUSR2)
+        assert service.end()[0] == 1
+        assert "rank 1 has lost the front, and so its service" in service.output()
+        assert service.facts("engine-1")["env"]["WIDEEP_RESTARTS"] is None
+
+
+def test_an_engine_that_dies_while_the_service_stops_stays_dead(model: Path) -> None:
+    other_node = place(rank=1, local_rank=0, world_size=2, local_world_size=1)
+    with start_worker(model, other_node, "--shutdown-timeout-seconds=30") as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        assert not has_ended(service.pid("engine-1"), 0.2)
+        os.kill(service.pid("engine-1"), signal.SIGKILL)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True)
+        assert "the service is stopping" in service.output()
+        assert service.facts("engine-1")["env"]["WIDEEP_RESTARTS"] is None
+
+
+def wait_for_serving(service: Service, name: str) -> None:
+    """Wait until an engine has told its supervisor that it serves, which quiet ranks say to nobody else."""
+    path = service.directory / f"{name}.told"
+    wait_until(path.exists, lambda: f"{name} tells nothing:\n{service.output()}")
+
+
+@pytest.mark.parametrize("name, called", [("engine-0", "rank 0's engine"), ("front-0", "the front")])
+def test_a_child_that_fails_at_once_is_named_with_its_status(model: Path, name: str, called: str) -> None:
+    with start_worker(model, {**place(), "FAKE_EXIT": f"{name}:7"}) as service:
+        assert service.end()[0] == 1
+        assert f"{called} (pid {service.pid(name)}) ended with status 7" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_an_engine_that_ends_in_order_ends_the_worker_in_order(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_EXIT": "engine-0:0"}) as service:
+        assert service.end()[0] == 0
+        assert "ended with status 0" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_children_die_with_a_worker_killed_by_sigkill(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}) as service:
+        service.wait_for_output("serving on")
+        service.process.kill()
+        assert service.end()[0] == -signal.SIGKILL
+        service.wait_for_nobody(within_s=PROMISED_S)
+
+
+def test_the_reason_goes_into_torchruns_error_file(model: Path, tmp_path: Path) -> None:
+    error_file = tmp_path / "error.json"
+    environment = {**place(), "FAKE_EXIT": "engine-0:7", "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    with start_worker(model, environment) as service:
+        assert service.end()[0] == 1
+    message = json.loads(error_file.read_text())["message"]
+    assert "rank 0's engine" in message["message"]
+    assert message["extraInfo"]["py_callstack"] == message["message"]
+
+
+def test_a_worker_without_torchrun_says_how_it_is_started(model: Path) -> None:
+    with start_worker(model, {}) as service:
+        assert service.end()[0] == 1
+        assert "RANK is not set: `wideep worker` is started by torchrun" in service.output()
+
+
+def test_a_contradicting_number_of_ranks_is_refused(model: Path) -> None:
+    with start_worker(model, place(), "--data-parallel-size=2") as service:
+        assert service.end()[0] == 1
+        assert "--data-parallel-size is 2, but torchrun started 1 workers" in service.output()
+
+
+def test_preflight_errors_come_before_any_child(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with start_worker(model, place()) as service:
+        assert service.end()[0] == 1
+        assert "has no .safetensors weights" in service.output()
+        assert set(service.pids()) == {"worker-0"}
