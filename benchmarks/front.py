@@ -38,7 +38,7 @@ from benchmarks.prompts import Prompts
 from benchmarks.random_model import ensure_random_model
 from benchmarks.service import Service, ServiceError, post, stream_completion
 from moe.demo_model import ensure_demo_model
-from scheduler.config import EngineConfig
+from scheduler.policy.config import EngineConfig
 from server.front.tokenizer import Tokenizer
 
 PARTS = ("cost", "ttft", "loss")

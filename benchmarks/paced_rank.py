@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from expert_placement.placement import Placement
-from scheduler.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
+from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
 from server.link.rank_link import RankLink
 from server.link.wire import RankFacts
 from server.process.parent_death import die_with_parent

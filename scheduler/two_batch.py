@@ -20,8 +20,8 @@ from torch import Tensor
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.model import Model
-from scheduler.batch_step import fill_step
-from scheduler.policy import Batch, Scheduled
+from scheduler.policy.scheduler import Batch, Scheduled
+from scheduler.step.batch_step import fill_step
 from scheduler.turns import Turns
 
 

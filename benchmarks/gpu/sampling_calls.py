@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Call, bytes_of
 from benchmarks.gpu.served import sequence_of
-from scheduler.gpu.draws import plan_draws
-from scheduler.gpu.sampling import SamplingScratch, choose_tokens
-from scheduler.request import SamplingParams
-from scheduler.sampling import sample
+from scheduler.policy.request import SamplingParams
+from scheduler.sampling.gpu.draws import plan_draws
+from scheduler.sampling.gpu.sampling import SamplingScratch, choose_tokens
+from scheduler.sampling.sampling import sample
 
 KINDS = {
     "greedy": SamplingParams(max_tokens=8, temperature=0.0),

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from scheduler.request import Request, SamplingParams
-from scheduler.sequence import Sequence as Served
+from scheduler.policy.request import Request, SamplingParams
+from scheduler.policy.sequence import Sequence as Served
 
 
 def sequence_of(ids: Sequence[int], blocks: Sequence[int], params: SamplingParams) -> Served:

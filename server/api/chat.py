@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from scheduler.request import Logprobs
+from scheduler.policy.request import Logprobs
 from server.api.chat_turn import ChatMessage, ChatTurn, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.api.logprobs import chat_logprobs, prompt_logprobs_list
 from server.api.parsers.registry import NONE

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from scheduler.request import FinishReason, Structure
+from scheduler.policy.request import FinishReason, Structure
 from server.api.chat_prompt import render_chat
 from server.api.message_parser import ChatMessage, MessageParser, ToolCall
 from server.api.messages import template_messages

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from server.api.logprobs import CompletionLogprobs, prompt_logprobs_list
 from server.api.params import asks_for, refuse_unserved
 from server.api.prompts import echo_of, encode_prompts

@@ -8,7 +8,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.request import Logprobs
+from scheduler.policy.request import Logprobs
 from server.front.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no minus infinity; vLLM's floor

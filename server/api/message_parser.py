@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from server.api.parsers.deltas import Delta, ReasoningDelta, TextParser, ToolCallDelta
 from server.api.reasoning_tokens import ReasoningCount
 from server.api.streaming import finish_word

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from scheduler.request import Request, SamplingParams, Structure
+from scheduler.policy.request import Request, SamplingParams, Structure
 from server import errors
 from server.api.schemas import MAX_CHOICES, MAX_STOPS, SamplingFields
 from server.api.token_fields import bad_words_of, check_ids, logit_bias_of, truncated

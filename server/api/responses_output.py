@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scheduler.request import FinishReason, Logprobs
+from scheduler.policy.request import FinishReason, Logprobs
 from server.api.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
 from server.api.parsers.deltas import Delta
 from server.api.reasoning_tokens import ReasoningCount

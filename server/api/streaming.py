@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from scheduler.request import FinishReason, Logprobs
+from scheduler.policy.request import FinishReason, Logprobs
 from server.api.text_event import event
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece

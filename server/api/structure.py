@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from scheduler.request import Structure
+from scheduler.policy.request import Structure
 from server.api.nesting import is_deeper
 from server.api.schemas import SamplingFields
 from server.errors import bad_request

@@ -6,7 +6,7 @@ Each function checks one field and returns what a rank is asked. Limits are vLLM
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.request import TokenBias
+from scheduler.policy.request import TokenBias
 from server.api.schemas import SamplingFields
 from server.errors import ApiError, bad_request
 from server.front.tokenizer import Tokenizer

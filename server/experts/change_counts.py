@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from scheduler.placement_report import Cause
+from scheduler.moves.placement_report import Cause
 
 KINDS = ("shares", "repair", "plan", "apply", "rollback")
 DECISIONS = ("nothing", "shares", "repair")

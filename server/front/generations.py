@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler.request import FinishReason, Logprobs, Request, RequestOutput
+from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from server.errors import ApiError
 from server.front.detokenizer import Decoder, Detokenizer
 from server.front.stops import StopScreen

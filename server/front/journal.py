@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from scheduler.request import FinishReason, Request
+from scheduler.policy.request import FinishReason, Request
 
 HISTORY = 4096  # outcomes kept
 MAX_INCIDENTS = 3  # that a request survives: one that kills its ranks must not go on to the next for ever

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from scheduler.request import FinishReason, RequestOutput
+from scheduler.policy.request import FinishReason, RequestOutput
 from server import errors
 from server.errors import ApiError
 from server.front.detokenizer import Decoder

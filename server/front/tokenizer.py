@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer
 
-from scheduler.structure_vocabulary import Vocabulary
+from scheduler.structure.vocabulary import Vocabulary
 from server.front.template_facts import facts_of, parse_template
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback

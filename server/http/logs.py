@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from scheduler.request import SamplingParams
+from scheduler.policy.request import SamplingParams
 from server.front.detokenizer import Decoder
 from server.front.generations import Ask
 from server.http.exchanges import Exchange, current_exchange

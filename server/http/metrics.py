@@ -7,7 +7,7 @@ layer) and what the ranks report. A series that is there from the start reads 0,
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
-from scheduler.request import FinishReason, RankStats
+from scheduler.policy.request import FinishReason, RankStats
 from server.front.timing import Timing
 from server.http.families import (
     LABELS,

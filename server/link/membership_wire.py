@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from scheduler.membership import Order
+from scheduler.epochs.membership import Order
 from server.link import placement_wire
 from server.link import ranks_pb2 as pb
 

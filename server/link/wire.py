@@ -1,4 +1,4 @@
-"""Between the vocabulary of `scheduler.request` and the messages of ranks.proto: pure functions, both ways.
+"""Between the vocabulary of `scheduler.policy.request` and the messages of ranks.proto: pure functions, both ways.
 
 Knows no connection. Times cross the wire as time-outs, because the clocks of two machines differ.
 """
@@ -6,7 +6,7 @@ Knows no connection. Times cross the wire as time-outs, because the clocks of tw
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from scheduler.request import (
+from scheduler.policy.request import (
     FinishReason,
     Logprobs,
     RankStats,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from scheduler.config import EngineConfig
-from scheduler.lockstep import DispatchMode, HalfThresholds
-from scheduler.sizing import cache_budget, gpu_cache_budget
+from scheduler.policy.config import EngineConfig
+from scheduler.step.lockstep import DispatchMode, HalfThresholds
+from scheduler.step.sizing import cache_budget, gpu_cache_budget
 from server.options.command_line import Options
 from server.process.preflight.machine import available_bytes
 from server.process.preflight.rank_memory import rank_bytes, spare_bytes

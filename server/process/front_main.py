@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from expert_placement.survivors import surviving
-from scheduler.request import RequestOutput
+from scheduler.policy.request import RequestOutput
 from server.errors import ApiError
 from server.front.journal import Journal
 from server.front.leader import Leader

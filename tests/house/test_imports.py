@@ -25,9 +25,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, ()),
 }
 WITHOUT_TORCH = [
-    "scheduler.policy",
-    "scheduler.request",
-    "scheduler.sequence",
+    "scheduler.policy.scheduler",
+    "scheduler.policy.request",
+    "scheduler.policy.sequence",
     "kvcache.blocks",
     "moe.quantisation",
     "server.process.worker",
@@ -191,7 +191,7 @@ def test_what_must_do_without_torch_does(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["scheduler.runner", "moe.model", "attention.organ", "kvcache.paged_cache"]
+    "module", ["scheduler.step.runner", "moe.model", "attention.organ", "kvcache.paged_cache"]
 )
 def test_serving_on_a_cpu_does_without_triton(module: str) -> None:
     assert path_of(module), f"{module} is gone; name its successor here"
@@ -206,12 +206,12 @@ def test_importing_the_supervisor_leaves_torch_out() -> None:
 
 
 def test_the_check_for_torch_finds_it_where_it_is() -> None:
-    assert any(way.startswith("scheduler.runner > ") for way in ways_to_torch("scheduler.runner"))
+    assert any(way.startswith("scheduler.step.runner > ") for way in ways_to_torch("scheduler.step.runner"))
 
 
 def test_importing_the_policy_and_the_placement_leaves_torch_out() -> None:
     code = (
-        "import sys, scheduler.policy, expert_placement.placement, kvcache.blocks\n"
+        "import sys, scheduler.policy.scheduler, expert_placement.placement, kvcache.blocks\n"
         "sys.exit(', '.join(sorted({'torch', 'transformers'} & set(sys.modules))) or None)"
     )
     child = subprocess.run(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.request import Logprobs
+from scheduler.policy.request import Logprobs
 from tests.conftest import PoolOf
 from tests.support.families import FAMILIES, VOCABULARY, write_checkpoint
 from tests.support.serving import build, misroute, own_share, request, serve, teacher_forced

@@ -8,11 +8,11 @@ import torch
 
 from dispatch.errors import TransportUnavailable
 from moe.cpu_backend import CPU
-from scheduler.assembly import check_together
-from scheduler.config import ConfigError, EngineConfig
-from scheduler.devices import backend_of, open_device_dispatcher, open_forward, open_sampler
-from scheduler.lockstep import HalfThresholds
-from scheduler.sampler import HostSampler
+from scheduler.policy.config import ConfigError, EngineConfig
+from scheduler.sampling.sampler import HostSampler
+from scheduler.step.assembly import check_together
+from scheduler.step.devices import backend_of, open_device_dispatcher, open_forward, open_sampler
+from scheduler.step.lockstep import HalfThresholds
 
 
 def test_the_cpu_is_the_way_that_needs_nothing() -> None:

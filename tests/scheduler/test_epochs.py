@@ -7,9 +7,9 @@ import pytest
 from dispatch.errors import PeerLost, RanksDisagree, TransportUnavailable
 from dispatch.mailbox import open_mailbox
 from expert_placement.placement import linear_placement
-from scheduler.epochs import Epochs
-from scheduler.lockstep import Header, LockStep
-from scheduler.membership import CannotHoldError, IsOver, MembershipError, Order, OvertakenError
+from scheduler.epochs.epochs import Epochs
+from scheduler.epochs.membership import CannotHoldError, IsOver, MembershipError, Order, OvertakenError
+from scheduler.step.lockstep import Header, LockStep
 
 PLACEMENT = linear_placement(1, 4, 2)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeConfig
 
-from scheduler.config import ConfigError
+from scheduler.policy.config import ConfigError
 from tests.support.serving import build, request, serve
 
 CONFIG = Qwen3MoeConfig(

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from dispatch.mailbox import open_mailbox
 from kvcache.blocks import BlockPool
-from scheduler.lockstep import (
+from scheduler.policy.scheduler import Scheduler
+from scheduler.step.lockstep import (
     Agreement,
     Decision,
     DispatchMode,
@@ -22,7 +23,6 @@ from scheduler.lockstep import (
     describe_modes,
     why_no_halves,
 )
-from scheduler.policy import Scheduler
 from tests.support.serving import request
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch.distributed as dist
 
 from dispatch.errors import TransportUnavailable
-from scheduler.meeting import ARRIVAL_TIMEOUT_S, meet
-from scheduler.membership import OvertakenError
+from scheduler.epochs.meeting import ARRIVAL_TIMEOUT_S, meet
+from scheduler.epochs.membership import OvertakenError
 
 
 class Clock:

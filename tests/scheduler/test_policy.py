@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from scheduler.limits import SchedulerLimitsError
-from scheduler.policy import DuplicateRequestError
-from scheduler.request import FinishReason, RequestOutput
+from scheduler.policy.limits import SchedulerLimitsError
+from scheduler.policy.request import FinishReason, RequestOutput
+from scheduler.policy.scheduler import DuplicateRequestError
 from tests.support.policy_cases import rank_of, request_of, step
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from tests.support.fake_model import next_token, serve_alone
 from tests.support.policy_cases import rank_of, request_of, shape_of
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from tests.support.fake_model import serve_alone
 from tests.support.policy_cases import rank_of, request_of, step
 

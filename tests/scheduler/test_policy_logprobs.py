@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from scheduler.request import Logprobs, Request
+from scheduler.policy.request import Logprobs, Request
 from tests.support.fake_model import prompt_logprobs_of, serve_alone
 from tests.support.policy_cases import rank_of, request_of, step
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvcache.blocks import BlockPool
-from scheduler.policy import Scheduler
-from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
+from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
+from scheduler.policy.scheduler import Scheduler
 from tests.support.fake_model import VOCABULARY, FakeRank, prompt_logprobs_of, serve_alone
 
 CUT_SHORT = {FinishReason.ABORT, FinishReason.DEADLINE}

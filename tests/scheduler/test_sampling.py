@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.logprobs import prompt_logprobs
-from scheduler.request import Request, SamplingParams, TokenBias
-from scheduler.sampling import sample
-from scheduler.sequence import Sequence
+from scheduler.policy.request import Request, SamplingParams, TokenBias
+from scheduler.policy.sequence import Sequence
+from scheduler.sampling.logprobs import prompt_logprobs
+from scheduler.sampling.sampling import sample
 
 VOCABULARY = 500
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.request import Request, SamplingParams
-from scheduler.sampling import sample
-from scheduler.sequence import Sequence
+from scheduler.policy.request import Request, SamplingParams
+from scheduler.policy.sequence import Sequence
+from scheduler.sampling.sampling import sample
 
 VOCABULARY = 64
 TINY = (5e-324, 1e-320, 1e-45, 1e-30, 1e-6)

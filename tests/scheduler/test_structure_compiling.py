@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams, Structure
-from scheduler.structure import StructureError
-from scheduler.structure_compiling import StructureCompiler, Structured
-from scheduler.structure_vocabulary import Vocabulary
+from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams, Structure
+from scheduler.policy.structure import StructureError
+from scheduler.structure.compiling import StructureCompiler, Structured
+from scheduler.structure.vocabulary import Vocabulary
 from tests.support.structures import END, OTHER_END, VOCABULARY, ids_of
 
 TIMEOUT_S = 20.0
@@ -104,7 +104,7 @@ def test_a_rank_without_llguidance_says_so_to_those_who_ask_for_a_form(
 
 
 def test_an_engine_that_nobody_asks_for_forms_runs_without_llguidance() -> None:
-    code = "import scheduler.structure_compiling, sys; sys.exit('llguidance' in sys.modules)"
+    code = "import scheduler.structure.compiling, sys; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S, check=False).returncode == 0
 
 

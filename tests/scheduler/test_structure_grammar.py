@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from scheduler.request import Structure
-from scheduler.structure import StructureError
-from scheduler.structure_grammar import compile_structure
+from scheduler.policy.request import Structure
+from scheduler.policy.structure import StructureError
+from scheduler.structure.grammar import compile_structure
 from tests.support.structures import TOKENIZER, accepts
 
 PERSON = {

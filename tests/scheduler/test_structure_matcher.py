@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from scheduler.request import FinishReason, Structure
-from scheduler.structure_grammar import compile_structure, open_tokenizer
-from scheduler.structure_matcher import GrammarMatcher
-from scheduler.structure_vocabulary import Vocabulary, vocabulary_from_json, vocabulary_to_json
+from scheduler.policy.request import FinishReason, Structure
+from scheduler.structure.grammar import compile_structure, open_tokenizer
+from scheduler.structure.matcher import GrammarMatcher
+from scheduler.structure.vocabulary import Vocabulary, vocabulary_from_json, vocabulary_to_json
 from tests.support.structures import (
     END,
     LONGER,

@@ -7,7 +7,7 @@ import jsonschema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.request import FinishReason, Structure
+from scheduler.policy.request import FinishReason, Structure
 from tests.support.structures import answer_of, generate
 
 NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), max_size=4)

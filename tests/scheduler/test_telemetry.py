@@ -8,7 +8,7 @@ import pytest
 from dispatch.dispatched import Waits
 from expert_placement.placement import linear_placement
 from moe.load_counts import LoadCounts
-from scheduler.telemetry import FRONT_BYTES_PER_S, REPORT_EVERY_S, Telemetry, expert_map
+from scheduler.moves.telemetry import FRONT_BYTES_PER_S, REPORT_EVERY_S, Telemetry, expert_map
 
 
 class FakeDispatcher:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.request import SamplingParams, TokenBias
-from scheduler.token_rules import TokenRules
+from scheduler.policy.request import SamplingParams, TokenBias
+from scheduler.policy.token_rules import TokenRules
 
 VOCABULARY = 12
 TOKEN = st.integers(0, VOCABULARY - 1)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
+from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from server.errors import ApiError
 from server.front.generations import Answer, Ask
 from server.http.exchanges import Exchange

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from scheduler.request import FinishReason, Request, RequestOutput, SamplingParams
+from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from server.front.generations import Answer, Ask
 from server.front.journal import Journal
 from server.front.requests import Requests

@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvcache.blocks import BlockPool
-from scheduler.policy import Batch, Scheduled, Scheduler
-from scheduler.request import FinishReason, Logprobs, Request, RequestOutput
-from scheduler.sequence import Sequence, SequenceStatus
+from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
+from scheduler.policy.scheduler import Batch, Scheduled, Scheduler
+from scheduler.policy.sequence import Sequence, SequenceStatus
 
 VOCABULARY = 7
 

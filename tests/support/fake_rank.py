@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from expert_placement.placement import Placement
-from scheduler.load_report import ExpertMap
-from scheduler.membership import Order
-from scheduler.placement_report import MoveState, PlacementReport
-from scheduler.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
+from scheduler.epochs.membership import Order
+from scheduler.moves.load_report import ExpertMap
+from scheduler.moves.placement_report import MoveState, PlacementReport
+from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
 from server.link.rank_link import RankLink
 from server.link.wire import RankFacts
 

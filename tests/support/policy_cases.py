@@ -1,8 +1,8 @@
 """Requests and ranks for tests of the local scheduler."""
 
 from kvcache.blocks import BlockPool
-from scheduler.policy import Batch, Scheduler
-from scheduler.request import Request, SamplingParams
+from scheduler.policy.request import Request, SamplingParams
+from scheduler.policy.scheduler import Batch, Scheduler
 from tests.support.fake_model import VOCABULARY, FakeRank
 
 BLOCK_TOKENS = 4

@@ -5,12 +5,12 @@ from collections.abc import Sequence as List
 import numpy as np
 import torch
 
-from scheduler.request import Request, SamplingParams, Structure
-from scheduler.sampling import sample
-from scheduler.sequence import Sequence
-from scheduler.structure_grammar import compile_structure, open_tokenizer
-from scheduler.structure_matcher import GrammarMatcher
-from scheduler.structure_vocabulary import Vocabulary
+from scheduler.policy.request import Request, SamplingParams, Structure
+from scheduler.policy.sequence import Sequence
+from scheduler.sampling.sampling import sample
+from scheduler.structure.grammar import compile_structure, open_tokenizer
+from scheduler.structure.matcher import GrammarMatcher
+from scheduler.structure.vocabulary import Vocabulary
 
 END, OTHER_END, ROLE = 256, 257, 258
 LONGER = (

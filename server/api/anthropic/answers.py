@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from server.api.anthropic.errors import error_body
 from server.api.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
 from server.api.parsers.deltas import Delta

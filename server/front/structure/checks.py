@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from scheduler.request import Structure
-from scheduler.structure_vocabulary import LoadVocabulary, vocabulary_to_json
+from scheduler.policy.request import Structure
+from scheduler.structure.vocabulary import LoadVocabulary, vocabulary_to_json
 from server.errors import ApiError
 from server.process.children import WIDEEP_COMMAND
 

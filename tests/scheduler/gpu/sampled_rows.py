@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from scheduler.request import Logprobs, Request, SamplingParams, TokenBias
-from scheduler.sequence import Sequence
+from scheduler.policy.request import Logprobs, Request, SamplingParams, TokenBias
+from scheduler.policy.sequence import Sequence
 
 VOCABULARY = 500
 DRAWN: list[dict[str, object]] = [

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from scheduler.gpu import logprobs, sampling_kernels
-from scheduler.gpu.draws import Draws
-from scheduler.gpu.sampling import SamplingScratch, choose_tokens
+from scheduler.sampling.gpu import logprobs, sampling_kernels
+from scheduler.sampling.gpu.draws import Draws
+from scheduler.sampling.gpu.sampling import SamplingScratch, choose_tokens
 from tests.support.recorded_launch import recording
 from tests.support.triton_compile import Kernel, check_budget
 

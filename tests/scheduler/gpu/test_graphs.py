@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcache.gpu.step import DeviceStep
 from kvcache.step import Span
-from scheduler.gpu.graphs import WARM_UPS, CudaRecorder, DecodeGraphs, GraphError, Run
+from scheduler.step.graphs import WARM_UPS, CudaRecorder, DecodeGraphs, GraphError, Run
 
 
 class FakeRecorder:

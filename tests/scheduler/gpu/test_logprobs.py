@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.logprobs import RowLogprobs
-from scheduler.request import Logprobs
+from scheduler.policy.request import Logprobs
+from scheduler.sampling.logprobs import RowLogprobs
 from tests.scheduler.gpu.sampled_rows import VOCABULARY, close, logits
 from tests.support.ranks import RankPool
 
@@ -30,7 +30,7 @@ def odd_logits() -> torch.Tensor:
 
 def told_of_odd_rows(with_rank: bool) -> Pairs:
     """Rows that ask for several numbers of likeliest tokens, or for ids, in another order than they lie in."""
-    from scheduler.gpu import logprobs  # noqa: PLC0415 - in the interpreter
+    from scheduler.sampling.gpu import logprobs  # noqa: PLC0415 - in the interpreter
 
     logprobs.KEYED_ROWS = 2  # so that rows come in parts
     rows, kinds = odd_logits(), [(9, ()), (40, ()), (2, ()), (20, (3, 2, 499)), (0, ())]
@@ -59,7 +59,7 @@ def test_numbers_ids_and_ranks_are_those_of_the_cpu(interpreter: RankPool, with_
 
 
 def told_of_a_short_row() -> tuple[Logprobs, Logprobs]:
-    from scheduler.gpu.logprobs import Asked, answers, measure  # noqa: PLC0415 - in the interpreter
+    from scheduler.sampling.gpu.logprobs import Asked, answers, measure  # noqa: PLC0415 - in the interpreter
 
     rows, asked = torch.tensor([[0.5, 2.0, 0.5]]), [Asked(0, 0, 20)]
     found = measure(rows, asked, torch.tensor([2])).flatten().numpy()
@@ -72,7 +72,7 @@ def test_more_than_the_vocabulary_is_all_of_it(interpreter: RankPool) -> None:
 
 
 def numbers_alone_and_among_others() -> list[np.ndarray]:
-    from scheduler.gpu.logprobs import Asked, measure  # noqa: PLC0415 - in the interpreter
+    from scheduler.sampling.gpu.logprobs import Asked, measure  # noqa: PLC0415 - in the interpreter
 
     rows, tokens = logits(4, seed=3), torch.tensor([5, 6, 7, 8])
     among = measure(rows, [Asked(row, row, 3) for row in range(4)], tokens)[2]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.logprobs import prompt_logprobs
-from scheduler.request import Logprobs, TokenBias
-from scheduler.sampling import Sampled, sample
-from scheduler.sequence import Sequence
+from scheduler.policy.request import Logprobs, TokenBias
+from scheduler.policy.sequence import Sequence
+from scheduler.sampling.logprobs import prompt_logprobs
+from scheduler.sampling.sampling import Sampled, sample
 from tests.scheduler.gpu.sampled_rows import DRAWN, RULED, VOCABULARY, close, logits, sequence
 from tests.support.no_reads import CountedReads
 from tests.support.ranks import RankPool
@@ -32,7 +32,7 @@ class Both(NamedTuple):
 
 
 def sample_both(rows: torch.Tensor, sequences: list[Sequence]) -> Both:
-    from scheduler.gpu.sampler import DeviceSampler  # noqa: PLC0415 - in the interpreter
+    from scheduler.sampling.gpu.sampler import DeviceSampler  # noqa: PLC0415 - in the interpreter
 
     sampler, counted, given = DeviceSampler(len(rows), VOCABULARY, CPU), CountedReads(), rows.clone()
     with counted:
@@ -121,7 +121,7 @@ def test_a_row_of_which_nothing_is_left_gets_the_cpus_token_and_is_counted(inter
 
 
 def step_without_rows() -> tuple[Sampled, int, int]:
-    from scheduler.gpu.sampler import DeviceSampler  # noqa: PLC0415 - in the interpreter
+    from scheduler.sampling.gpu.sampler import DeviceSampler  # noqa: PLC0415 - in the interpreter
 
     waits: list[int] = []
     sampler = DeviceSampler(1, VOCABULARY, CPU, wait=lambda: waits.append(1))
@@ -136,7 +136,7 @@ def test_a_step_that_samples_nothing_is_waited_for_all_the_same(interpreter: Ran
 
 
 def scores() -> tuple[list[Logprobs], list[Logprobs], list[str]]:
-    from scheduler.gpu.sampler import DeviceSampler  # noqa: PLC0415 - in the interpreter
+    from scheduler.sampling.gpu.sampler import DeviceSampler  # noqa: PLC0415 - in the interpreter
 
     rows, next_ids, counted = logits(5, seed=7), [1, 2, 3, 3, 499], CountedReads()
     sampler = DeviceSampler(1, VOCABULARY, CPU)
@@ -153,7 +153,7 @@ def test_prompt_tokens_get_the_cpus_logprobs_and_ranks(interpreter: RankPool) ->
 
 def warm() -> list[tuple[Any, ...]]:
     """The forms of each kernel that a warm-up launches, and that a mixed step launches after it."""
-    from scheduler.gpu import sampler as module  # noqa: PLC0415 - in the interpreter
+    from scheduler.sampling.gpu import sampler as module  # noqa: PLC0415 - in the interpreter
 
     forms: list[tuple[Any, ...]] = []
     choose = module.choose_tokens

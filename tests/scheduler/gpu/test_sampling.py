@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.gpu.draws import plan_draws
-from scheduler.sampling import sample
+from scheduler.sampling.gpu.draws import plan_draws
+from scheduler.sampling.sampling import sample
 from tests.scheduler.gpu.sampled_rows import VOCABULARY, drawn_rows, logits, ruled_rows, sequence
 from tests.support.ranks import RankPool
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def choose(rows: torch.Tensor, sequences: list[Any], part: int = 512, candidates: int = 512) -> list[int]:
-    from scheduler.gpu.sampling import SamplingScratch, choose_tokens  # noqa: PLC0415 - in the interpreter
+    from scheduler.sampling.gpu.sampling import SamplingScratch, choose_tokens  # noqa: PLC0415 - in the interpreter
 
     vocabulary = rows.shape[1]
     scratch = SamplingScratch(len(rows), vocabulary, CPU, part=part, candidates=candidates)
@@ -91,7 +91,7 @@ def test_odd_rows_get_the_tokens_that_they_get_on_the_cpu(interpreter: RankPool)
 
 
 def refusals() -> list[str]:
-    from scheduler.gpu.sampling import SamplingScratch, choose_tokens  # noqa: PLC0415 - in the interpreter
+    from scheduler.sampling.gpu.sampling import SamplingScratch, choose_tokens  # noqa: PLC0415 - in the interpreter
 
     draws = plan_draws([sequence(temperature=0.0)], 8, CPU)
     texts = []

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from scheduler.policy import Batch
-from scheduler.request import Logprobs, Structure, TokenBias
-from scheduler.sampler import HostSampler, Sampler
-from scheduler.sampling import Sampled
-from scheduler.sequence import Sequence
-from scheduler.structure_vocabulary import Vocabulary
+from scheduler.policy.request import Logprobs, Structure, TokenBias
+from scheduler.policy.scheduler import Batch
+from scheduler.policy.sequence import Sequence
+from scheduler.sampling.sampler import HostSampler, Sampler
+from scheduler.sampling.sampling import Sampled
+from scheduler.structure.vocabulary import Vocabulary
 from tests.scheduler.gpu.sampled_rows import close
 from tests.support.families import VOCABULARY, make_model
 from tests.support.gpu_path import build_interpreted

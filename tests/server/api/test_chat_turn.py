@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from server.api.chat_turn import ContentDelta, MessageParser, ReasoningDelta, ToolCallDelta, render_chat
 from server.api.parsers.deltas import Delta, merge
 from server.api.parsers.registry import markup_of

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 import torch
 
-from scheduler.request import Request
+from scheduler.policy.request import Request
 from server.api.completions import completion_routes
 from server.front.journal import Journal
 from server.front.requests import Requests

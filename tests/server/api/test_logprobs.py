@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from scheduler.request import Logprobs
+from scheduler.policy.request import Logprobs
 from server.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs_list
 from server.front.tokenizer import Tokenizer
 

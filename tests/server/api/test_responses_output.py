@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from scheduler.request import FinishReason, Logprobs
+from scheduler.policy.request import FinishReason, Logprobs
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.api.reasoning_tokens import ReasoningCount
 from server.api.responses_output import ResponseDraft

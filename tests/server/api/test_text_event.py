@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.request import FinishReason, Request, SamplingParams
+from scheduler.policy.request import FinishReason, Request, SamplingParams
 from server.api.completions import Worded
 from server.api.schemas import CompletionRequest
 from server.api.text_event import TextEvent, event

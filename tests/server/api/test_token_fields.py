@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.request import Request, TokenBias
+from scheduler.policy.request import Request, TokenBias
 from server.api.params import _UNSERVED, asks_for, refuse_unserved
 from server.api.schemas import CompletionRequest, SamplingFields
 from server.errors import ApiError

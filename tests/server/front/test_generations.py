@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.request import FinishReason, Logprobs, Request, RequestOutput, SamplingParams
+from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput, SamplingParams
 from server.front.detokenizer import REPLACEMENT
 from server.front.generations import Answer, Ask, Generation
 

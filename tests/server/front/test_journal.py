@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.request import FinishReason, Request, SamplingParams
+from scheduler.policy.request import FinishReason, Request, SamplingParams
 from server.front.journal import INCIDENT_S, MAX_INCIDENTS, Journal
 
 

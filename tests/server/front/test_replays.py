@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from scheduler.request import FinishReason, Logprobs, RequestOutput, SamplingParams
+from scheduler.policy.request import FinishReason, Logprobs, RequestOutput, SamplingParams
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone
 from server.front.journal import MAX_INCIDENTS

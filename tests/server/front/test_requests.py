@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone
 from tests.support.desk import Desk, in_loop

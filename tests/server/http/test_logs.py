@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.request import Request, SamplingParams
+from scheduler.policy.request import Request, SamplingParams
 from server.errors import ApiError
 from server.front.generations import Ask
 from server.http import logs

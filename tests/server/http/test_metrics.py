@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler.request import FinishReason, RankStats
+from scheduler.policy.request import FinishReason, RankStats
 from server.experts.load_window import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.front.timing import Timing, timing_of

@@ -10,8 +10,8 @@ from queue import Queue
 import pytest
 
 from expert_placement.placement import linear_placement
-from scheduler.membership import Order
-from scheduler.request import (
+from scheduler.epochs.membership import Order
+from scheduler.policy.request import (
     FinishReason,
     Logprobs,
     RankStats,

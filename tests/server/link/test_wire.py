@@ -2,7 +2,7 @@
 
 import itertools
 
-from scheduler.request import FinishReason, Logprobs, RankStats, RequestOutput
+from scheduler.policy.request import FinishReason, Logprobs, RankStats, RequestOutput
 from server.link import ranks_pb2 as pb
 from server.link import wire
 

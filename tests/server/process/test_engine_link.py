@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from scheduler.config import EngineConfig
+from scheduler.policy.config import EngineConfig
 from server.link.rank_link import RankLink
 from server.process import engine_link
 from server.process.engine_link import make_link

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from server.api.anthropic.answers import MessageDraft
 from server.api.anthropic.errors import error_body
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta

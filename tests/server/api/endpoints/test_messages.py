@@ -8,7 +8,7 @@ import anthropic
 import httpx
 import pytest
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from tests.support.front_process import TIMEOUT_S, FrontProcess
 from tests.support.tiny_tokenizer import MAX_LEN
 

@@ -9,7 +9,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from tests.support.front_process import FrontProcess
 
 THINKING = "<think>hm, so</think>\n\nhello wörld 😀!"

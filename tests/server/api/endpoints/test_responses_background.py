@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from scheduler.request import FinishReason
+from scheduler.policy.request import FinishReason
 from tests.support.front_process import TIMEOUT_S, FrontProcess
 
 KEY = {"Authorization": "Bearer sesame"}

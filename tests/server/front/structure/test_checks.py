@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.request import Request, SamplingParams, Structure
-from scheduler.structure_compiling import StructureCompiler, Structured
-from scheduler.structure_vocabulary import Vocabulary
+from scheduler.policy.request import Request, SamplingParams, Structure
+from scheduler.structure.compiling import StructureCompiler, Structured
+from scheduler.structure.vocabulary import Vocabulary
 from server.errors import ApiError
 from server.front.structure.checks import StructureChecks
 from tests.support.structures import VOCABULARY

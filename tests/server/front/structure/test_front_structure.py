@@ -7,7 +7,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from scheduler.request import Structure
+from scheduler.policy.request import Structure
 from tests.server.api.test_front_errors import CHAT, COMPLETIONS, HELLO, refusal
 from tests.support.front_process import FrontProcess
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.sizing import WORKSPACE_BYTES, KVMemoryError, gpu_cache_budget
+from scheduler.step.sizing import WORKSPACE_BYTES, KVMemoryError, gpu_cache_budget
 from server.options.checks import OptionsError
 from server.options.command_line import Options
 from server.options.keywords import options_from_keywords

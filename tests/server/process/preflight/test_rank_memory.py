@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from expert_placement.placement_file import save_placement
-from scheduler.sizing import KVMemoryError, cache_budget
+from scheduler.step.sizing import KVMemoryError, cache_budget
 from server.process.preflight.rank_memory import (
     WeightBytes,
     check_memory,

@@ -1,0 +1,89 @@
+"""How the members of an epoch find each other, and part: torch.distributed's default group, made anew for each epoch.
+
+A member says in the job's store that it is there and waits for the others, as long as no newer order comes; only when
+all are there does it enter what cannot be broken off, and under a short time-out, because a member may die just then.
+Nothing of an epoch is in another one's way: every name in the store has the epoch in it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from dispatch.errors import TransportUnavailable
+from scheduler.epochs.membership import IsOver, OvertakenError
+
+ARRIVAL_TIMEOUT_S = 29.5  # just before the front gives those up that did not come (30 s after its order)
+CONNECT_TIMEOUT_S = 10.0
+_POLL_S = 0.02  # a wait in the store itself could not be broken off, and complains aloud
+
+
+def meet(
+    store: Store,
+    epoch: int,
+    members: Sequence[int],
+    rank: int,
+    is_over: IsOver,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Make the default group of an epoch's members, by place; collective over them. One member needs none.
+
+    Args:
+        store: of the job, on a connection that nobody else uses meanwhile.
+        is_over: whether there is no use in it any more.
+
+    Raises:
+        OvertakenError: it is over.
+        TransportUnavailable: a member did not come, or was lost in between.
+    """
+    if len(members) == 1:
+        return
+    own = PrefixStore(f"epoch/{epoch}", store)
+    _await_all(own, epoch, members, rank, is_over, clock)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("group", own),
+            rank=members.index(rank),
+            world_size=len(members),
+            timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+        )
+    except RuntimeError as error:  # all that gloo says of a peer that is gone
+        raise TransportUnavailable(
+            f"rank {rank} could not meet ranks {list(members)} in epoch {epoch}: {error}"
+        ) from error
+
+
+def part() -> None:
+    """Destroy all groups of this process, which wakes peers that wait for it in one; local."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # Groups are named by a count, which one that did not come about has raised: among other members, whose count is
+    # another one, the next would be waited for under a name that nobody else knows.
+    distributed_c10d._world.group_count = 0
+
+
+def _await_all(
+    store: Store,
+    epoch: int,
+    members: Sequence[int],
+    rank: int,
+    is_over: IsOver,
+    clock: Callable[[], float],
+) -> None:
+    store.set(f"here/{rank}", "1")
+    missing = list(members)
+    deadline_s = clock() + ARRIVAL_TIMEOUT_S
+    while missing := [member for member in missing if not store.check([f"here/{member}"])]:
+        if is_over(_POLL_S):
+            raise OvertakenError
+        if clock() >= deadline_s:
+            raise TransportUnavailable(
+                f"ranks {missing} did not come to epoch {epoch} within {ARRIVAL_TIMEOUT_S:g} s"
+            )
+    if is_over():
+        raise OvertakenError

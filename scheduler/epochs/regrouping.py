@@ -1,0 +1,219 @@
+"""What of a rank belongs to an epoch, and how it passes to the next: groups, dispatchers, lock-step, channel, slots.
+
+Weights, KV cache, scheduler, sequences and the link to the front outlive epochs. `part` lets go of the others first,
+so that whoever still waits for this rank is woken; `follow` then does alone what it can do alone (room, weights), and
+only then meets the others, so that a slow disk keeps nobody inside a collective.
+While ranks are away rows travel flat, also where --dispatch-node-size asks for nodes: members need not divide by it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch._C._distributed_c10d import Store
+
+from dispatch.dispatched import TokenDispatcher
+from dispatch.errors import TransportUnavailable
+from expert_placement.placement import Placement
+from kvcache.paged_cache import PagedCache
+from moe.backend import Backend
+from moe.checkpoint import CheckpointError
+from moe.model import Model
+from moe.slot_changes import Held, num_to_read
+from scheduler.epochs.meeting import CONNECT_TIMEOUT_S, meet, part
+from scheduler.epochs.membership import CannotHoldError, IsOver, Order, OvertakenError
+from scheduler.epochs.rank_links import can_replay, open_dispatchers, open_groups, open_lockstep
+from scheduler.moves.peer_channel import ChannelError, PeerChannel, open_channel
+from scheduler.moves.relocation import Relocation
+from scheduler.moves.start_placement import check_agreed
+from scheduler.moves.telemetry import Telemetry
+from scheduler.policy.config import ConfigError, EngineConfig
+from scheduler.step.devices import open_forward
+from scheduler.step.lockstep import LockStep
+from scheduler.step.runner import Runner
+from scheduler.turns import Turns
+
+MOST_OF_AVAILABLE = 0.9  # of memory, that experts of lost ranks may take
+
+
+class Ties(NamedTuple):
+    """What ties a rank to the others of its epoch."""
+
+    dispatcher: TokenDispatcher
+    lockstep: LockStep
+
+    def close(self) -> None:
+        """Wake ranks that wait for this one in it."""
+        self.dispatcher.close()
+        self.lockstep.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lasting:
+    """What a rank keeps from epoch to epoch."""
+
+    config: EngineConfig  # of the start: its rank is the rank's for ever, its world all ranks
+    backend: Backend
+    model: Model
+    cache: PagedCache
+    runner: Runner
+    relocation: Relocation
+    telemetry: Telemetry
+    turns: Turns
+    store: Store  # of the job, on a connection of its own
+    available: Callable[[], int]  # bytes of memory that can be had
+
+
+class Regrouping:
+    """Takes one rank out of an epoch and into another."""
+
+    def __init__(self, lasting: Lasting, ties: Ties | None) -> None:
+        """Take what lasts, and the ties of the epoch that serves; None: there is none yet."""
+        self._lasting, self._ties, self._is_serving = lasting, ties, ties is not None
+        self._place = lasting.config.rank
+        self._held: Held = lasting.model.placement.local(self._place).tolist()
+        self._most_spare = lasting.model.placement.slots_per_rank
+
+    def part(self) -> None:
+        """Let go of all other ranks. May be called when there are none."""
+        if self._is_serving:  # else slots need not be what any placement says
+            self._held = self._lasting.relocation.placement.local(self._place).tolist()
+        ties, self._ties, self._is_serving = self._ties, None, False
+        if ties is not None:
+            ties.close()
+        self._lasting.relocation.end_epoch()
+        part()
+
+    def close(self) -> None:
+        """Part, and end what works beside the steps."""
+        self.part()
+        self._lasting.relocation.close()
+        self._lasting.turns.close()
+
+    def follow(self, order: Order, step: int, is_over: IsOver) -> LockStep:
+        """Serve as an order says; collective over its members. `part` comes before, and after whatever is raised.
+
+        Args:
+            step: the number of steps so far, as far as this rank knows; the largest of all counts.
+            is_over: whether there is no use in it any more.
+
+        Raises:
+            OvertakenError: it is over, or for others only.
+            CannotHoldError: this rank cannot hold what the order gives it.
+            TransportUnavailable: a member did not come, or was lost in between.
+        """
+        lasting = self._lasting
+        if lasting.config.rank not in order.members:
+            raise OvertakenError
+        self._place = order.members.index(lasting.config.rank)
+        self._hold(order)
+        meet(lasting.store, order.epoch, order.members, lasting.config.rank, is_over)
+        try:
+            return self._serve(order, step)
+        except (
+            RuntimeError,
+            ConfigError,
+        ) as error:  # all that gloo says of a peer that is gone; placements differ
+            raise TransportUnavailable(f"epoch {order.epoch} could not begin: {error}") from error
+
+    def _serve(self, order: Order, step: int) -> LockStep:
+        lasting, placement = self._lasting, order.placement
+        config = self._config_of(order)
+        *groups, mailbox_group = open_groups(config, CONNECT_TIMEOUT_S)
+        check_agreed(placement, mailbox_group)
+        step = _largest(step, mailbox_group)
+        dispatcher = open_dispatchers(
+            config, lasting.backend, groups, placement.slots_per_rank, lasting.turns
+        )
+        lockstep = open_lockstep(config, mailbox_group, placement.version, step)
+        self._ties = Ties(dispatcher, lockstep)
+        channel = _open_channel(len(order.members))
+        self._tell(config, placement, dispatcher, channel)
+        self._is_serving = True
+        return lockstep
+
+    def _tell(
+        self, config: EngineConfig, placement: Placement, dispatcher: TokenDispatcher, channel: PeerChannel
+    ) -> None:
+        """Give the new ties to whatever uses them."""
+        lasting = self._lasting
+        lasting.model.serve(placement, self._place, dispatcher)
+        lasting.relocation.begin_epoch(self._place, placement, channel)
+        replays = can_replay(config, dispatcher)
+        lasting.runner.begin_epoch(
+            lasting.model.forward, dispatcher.check
+        )  # graphs give their memory back first
+        forward = open_forward(lasting.model, lasting.cache, replays=replays, report=lambda *_: None)
+        lasting.runner.begin_epoch(forward, dispatcher.check)
+        lasting.telemetry.begin_epoch(config.epoch, lasting.model.load_counts, dispatcher)
+
+    def _config_of(self, order: Order) -> EngineConfig:
+        """The settings of an epoch: its ranks are places."""
+        config = self._lasting.config
+        size = len(order.members)
+        is_whole = size == config.world_size
+        return replace(
+            config,
+            rank=self._place,
+            world_size=size,
+            epoch=order.epoch,
+            halves=config.halves if size > 1 else None,
+            dispatch_node_size=config.dispatch_node_size if is_whole else 0,
+        )
+
+    def _hold(self, order: Order) -> None:
+        """Bring the slots to what the order's placement gives them.
+
+        Raises:
+            CannotHoldError: there is no room for that, or an expert cannot be read.
+        """
+        lasting, wanted = self._lasting, order.placement.local(self._place).tolist()
+        self._check_room(order, wanted)
+        spare = lasting.relocation.spare
+        try:
+            lasting.model.hold(wanted, self._held, spare, self._most_spare)
+        except (CheckpointError, SafetensorError, OSError, MemoryError, RuntimeError) as error:
+            raise CannotHoldError(
+                f"rank {lasting.config.rank} could not take over experts: {error}"
+            ) from error
+
+    def _check_room(self, order: Order, wanted: Held) -> None:
+        lasting, config = self._lasting, self._lasting.config
+        if config.device != "cpu" and len(order.members) < config.world_size:
+            raise CannotHoldError(
+                f"rank {config.rank} computes on a GPU, whose memory the KV cache has taken: it serves with all "
+                f"{config.world_size} ranks only, and waits for those that are away"
+            )
+        width = len(wanted[0])
+        grown = [
+            (width - len(row)) * lasting.model.slot_bytes(layer)
+            for layer, row in enumerate(self._held)
+            if len(row) < width
+        ]
+        needed = sum(grown) * min(config.num_local_ranks, len(order.members))
+        available = lasting.available()
+        if needed > MOST_OF_AVAILABLE * available:
+            num_new = sum(num_to_read(*rows) for rows in zip(self._held, wanted, strict=True))
+            raise CannotHoldError(
+                f"rank {config.rank} would take over {num_new} experts; with the other ranks of its host that takes "
+                f"{needed / 2**20:.1f} MiB, and {available / 2**20:.1f} MiB are available, of which "
+                f"{MOST_OF_AVAILABLE:.0%} may be taken"
+            )
+
+
+def _largest(step: int, group: dist.ProcessGroup | None) -> int:
+    """The largest of all members' numbers; collective, None being one member."""
+    if group is None:
+        return step
+    told = [0] * dist.get_world_size(group)
+    dist.all_gather_object(told, step, group=group)
+    return max(told)
+
+
+def _open_channel(num_members: int) -> PeerChannel:
+    try:
+        return open_channel(list(range(num_members)), CONNECT_TIMEOUT_S)
+    except ChannelError as error:
+        raise TransportUnavailable(str(error)) from error

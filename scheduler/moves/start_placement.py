@@ -1,0 +1,92 @@
+"""Where experts are when a service starts: what a file says, or evenly, with copies in the redundant slots."""
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from expert_placement.eplb_config import EplbConfig
+from expert_placement.node_rules import rules_for_plan
+from expert_placement.placement import Placement, linear_placement
+from expert_placement.placement_file import PlacementFileError, load_placement
+from expert_placement.planner import plan
+from scheduler.policy.config import ConfigError
+
+
+def start_placement(
+    num_layers: int,
+    num_experts: int,
+    num_ranks: int,
+    *,
+    eplb: EplbConfig,
+    hosts: Sequence[str],
+    file: Path | None,
+) -> Placement:
+    """Return the placement to load. Deterministic, so that all ranks come to the same one.
+
+    Args:
+        eplb: its redundant experts, slots of a layer beyond one for each expert, are rounded up to full ranks; what
+            it says of nodes decides where their copies go. Not asked with a file.
+        hosts: of the ranks, in order.
+        file: a placement; None: experts evenly.
+
+    Raises:
+        ConfigError: the file is no placement or one of another model or service; too many slots.
+    """
+    if file is not None:
+        return _from_file(file, num_layers, num_experts, num_ranks)
+    num_redundant = eplb.num_redundant_experts
+    if num_redundant == 0:
+        return linear_placement(num_layers, num_experts, num_ranks)
+    slots_per_rank = -(-(num_experts + num_redundant) // num_ranks)
+    if slots_per_rank > num_experts:
+        raise ConfigError(
+            f"num_redundant_experts is {num_redundant}; a rank holds no expert twice, so that {num_ranks} ranks have "
+            f"use for at most {num_experts * (num_ranks - 1)} beside the model's {num_experts} experts"
+        )
+    even = np.ones((1, num_experts))
+    rules = rules_for_plan(eplb, hosts, even, slots_per_rank * num_ranks).rules
+    row = plan(even, slots_per_rank, rules).placement
+    return Placement(np.repeat(row.slot_expert, num_layers, axis=0), num_experts, num_ranks)
+
+
+def _from_file(file: Path, num_layers: int, num_experts: int, num_ranks: int) -> Placement:
+    try:
+        placement = load_placement(file)
+    except PlacementFileError as error:
+        raise ConfigError(str(error)) from error
+    found = (placement.num_layers, placement.num_experts, placement.num_ranks)
+    if found != (num_layers, num_experts, num_ranks):
+        raise ConfigError(
+            f"{file} is a placement of {found[0]} layers of {found[1]} experts on {found[2]} ranks; this service "
+            f"has {num_layers} layers of {num_experts} experts on {num_ranks} ranks: plan one for it"
+        )
+    return placement
+
+
+def hosts_of(group: dist.ProcessGroup | None) -> tuple[str, ...]:
+    """Tell the hosts of all ranks, in their order; collective over `group`, None being one rank."""
+    own = socket.gethostname()
+    if group is None:
+        return (own,)
+    told: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group=group)
+    return tuple(told)
+
+
+def check_agreed(placement: Placement, group: dist.ProcessGroup | None) -> None:
+    """Check that all ranks start from the same placement; collective over `group`, None being one rank.
+
+    Raises:
+        ConfigError: they read different files.
+    """
+    if group is None:
+        return
+    told: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(told, f"{placement.digest()} version {placement.version}", group=group)
+    if len(set(told)) > 1:
+        raise ConfigError(
+            f"the ranks start from different placements ({', '.join(told)}); give every node the same file"
+        )

@@ -1,0 +1,100 @@
+"""Read a rank's counters into a report, now and then.
+
+The counters are kept where things happen (`moe.load_counts`, `Dispatcher`, `Runner`); this says when a report is due
+and puts it together. A report is one copy of the table, so its rate is bounded by bytes: what all ranks send to the
+front stays below FRONT_BYTES_PER_S, whatever their number and the model's size.
+"""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from dispatch.dispatched import TokenDispatcher
+from expert_placement.placement import Placement
+from moe.load_counts import DECODE, PREFILL, LoadCounts
+from scheduler.moves.load_report import ExpertMap, LoadReport
+from scheduler.step.runner import Runner
+
+REPORT_EVERY_S = 1.0
+FRONT_BYTES_PER_S = 8 << 20
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+class Telemetry:
+    """One rank's reporter. Called by the thread that runs steps."""
+
+    def __init__(self, rank: int, counts: LoadCounts, dispatcher: TokenDispatcher, runner: Runner) -> None:
+        self._rank, self._runner = rank, runner
+        self._due_s = 0.0
+        self.begin_epoch(0, counts, dispatcher)
+
+    def begin_epoch(self, epoch: int, counts: LoadCounts, dispatcher: TokenDispatcher) -> None:
+        """Read the counters of another epoch from now on; the runner's begin anew as well."""
+        self._epoch, self._counts, self._dispatcher = epoch, counts, dispatcher
+        self._reported_steps = -1
+        bytes_of_all = 4 * counts.table.size * dispatcher.world_size
+        self.every_s = max(REPORT_EVERY_S, bytes_of_all / FRONT_BYTES_PER_S)
+
+    def is_due(self, now_s: float, *, is_sleeping: bool = False) -> bool:
+        """Whether to report now: some time has passed and steps ran since the last; or the ranks fall asleep.
+
+        Args:
+            now_s: of any clock that only goes forward.
+        """
+        if is_sleeping:
+            return True
+        return now_s >= self._due_s and self._runner.num_steps != self._reported_steps
+
+    def report(self, step: int, placement_version: int, now_s: float) -> LoadReport:
+        """Copy the counters."""
+        self._due_s = now_s + self.every_s
+        self._reported_steps = self._runner.num_steps
+        dispatched, combined = self._dispatcher.sent_to_ranks()
+        waits = self._dispatcher.waits
+        return LoadReport(
+            rank=self._rank,
+            step=step,
+            num_steps=self._runner.num_steps,
+            prefill_tokens=self._runner.num_tokens[PREFILL],
+            decode_tokens=self._runner.num_tokens[DECODE],
+            placement_version=placement_version,
+            counts=self._counts.table.astype(np.uint32),
+            dispatch_bytes=tuple(dispatched),
+            combine_bytes=tuple(combined),
+            dispatch_wait_s=waits.dispatch_ns * 1e-9,
+            combine_wait_s=waits.combine_ns * 1e-9,
+            wire_s=waits.wire_ns * 1e-9,
+            experts_s=self._counts.experts_s,
+            step_s=self._runner.busy_ns * 1e-9,
+            prefill_steps=self._runner.num_prefill_steps,
+            prefill_experts_s=self._runner.prefill_experts_s,
+            prefill_step_s=self._runner.prefill_busy_ns * 1e-9,
+            epoch=self._epoch,
+        )
+
+
+def remapped(experts: ExpertMap, placement: Placement) -> ExpertMap:
+    """Say where the same model's experts are under another placement."""
+    return experts._replace(
+        version=placement.version, num_ranks=placement.num_ranks, slot_expert=placement.slot_expert
+    )
+
+
+def expert_map(placement: Placement, module_names: Sequence[str], num_hidden_layers: int) -> ExpertMap:
+    """Describe a model's experts and where a placement puts them.
+
+    Args:
+        module_names: of the experts modules, in the placement's order of layers.
+        num_hidden_layers: of the model; 0 if it does not say.
+    """
+    found = [_LAYER.search(f".{name}.") for name in module_names]
+    layers = tuple(int(match.group(1)) if match else index for index, match in enumerate(found))
+    return ExpertMap(
+        version=placement.version,
+        num_experts=placement.num_experts,
+        num_ranks=placement.num_ranks,
+        layers=layers,
+        num_hidden_layers=max(num_hidden_layers, max(layers) + 1),
+        slot_expert=placement.slot_expert,
+    )

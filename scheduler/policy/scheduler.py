@@ -1,0 +1,337 @@
+"""The local scheduler: which tokens of which sequences a rank runs in its next step.
+
+Continuous batching with chunked prefill. A step runs every decode first (one token each), then the rest of the
+prompt that is half done, then the prompts of waiting requests in order of arrival, cut to the step's token budget.
+Out of blocks preempts the latest arrival: its blocks go, it waits at the head of the queue, and prompt and generated
+tokens are computed again (mostly found in the prefix cache). Running sequences have all arrived before waiting ones,
+and at most one of them, the latest, is in the middle of its prompt.
+
+Planning may run ahead of results: `schedule` may be called again before `commit`, batches commit in order. A
+sequence that ends or is preempted while batches hold it keeps its blocks until the last of these commits, because
+the running step may still write them.
+
+Knows no torch, no model, no clock (times are passed in): the simulator runs the same code. Results depend on the
+order of calls only. Ideas: Orca (iteration-level batching), vLLM (preempt and recompute), Sarathi-Serve (chunked
+prefill beside decodes), nano-vllm (the size). Rejected: swapping blocks out to the host, which is slower than
+recomputing for short sequences and one more memory to account for.
+"""
+
+import heapq
+from collections import deque
+from typing import NamedTuple
+
+from kvcache.blocks import BlockPool
+from scheduler.policy.limits import check_limits, why_unservable
+from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
+from scheduler.policy.roster import Roster
+from scheduler.policy.sequence import Sequence, SequenceStatus
+from scheduler.policy.structure import StructureMatcher
+from scheduler.policy.tables import BlockTables
+
+
+class DuplicateRequestError(ValueError):
+    """A request id that is being served already."""
+
+
+class Scheduled(NamedTuple):
+    """Tokens [start, start + num_tokens) of a sequence; `samples`: the last of them yields the next token."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        """Position after the last token to run, which is the sampled token's position."""
+        return self.start + self.num_tokens
+
+
+class Batch(NamedTuple):
+    """One step's work: decodes first, then prefills, each in order of arrival."""
+
+    items: list[Scheduled]
+    num_tokens: int
+    num_prefill_tokens: int
+
+
+class NextStep(NamedTuple):
+    """What the step after the batches planned so far will hold, as far as is known."""
+
+    num_decodes: int  # at most
+    has_prefill: bool  # something waits, or is in the middle of its prompt
+    num_prefill: int  # tokens of these prompts, cached ones included; at most a step's
+
+
+class SchedulerStats(NamedTuple):
+    """The scheduler's part of `RankStats`, under the same names."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+
+
+class Scheduler:
+    """Continuous batching over one rank's block pool."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        """Take over a pool that nobody else uses.
+
+        Raises:
+            SchedulerLimitsError: the limits contradict each other or the pool.
+        """
+        check_limits(pool, max_num_seqs, max_num_batched_tokens, max_model_len)
+        self._pool = pool
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._tables = BlockTables(pool, enable_prefix_caching)
+        self._roster = Roster()
+        self._in_flight: deque[Batch] = deque()
+        self._deadlines: list[tuple[float, str]] = []  # a heap; ended requests are skipped when due
+        self._refused: list[RequestOutput] = []  # ends found by `add`, handed out by `expire` or `commit`
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits, runs, is in flight, or is to be handed out."""
+        return bool(self._roster or self._in_flight or self._refused)
+
+    @property
+    def next_step(self) -> NextStep:
+        """Look ahead. Requests that are added, end or are preempted from now on may change prefill, but can only
+        lower the number of decodes."""
+        running, waiting = self._roster.running, self._roster.waiting
+        is_mid_prompt = bool(running) and running[-1].is_prefilling
+        num_prefill = self._roster.num_prefill(self._max_num_batched_tokens)
+        return NextStep(len(running), bool(waiting) or is_mid_prompt, num_prefill)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Counts as of now; counters run from construction."""
+        return SchedulerStats(
+            num_running=len(self._roster.running),
+            num_waiting=len(self._roster.waiting),
+            num_free_blocks=self._pool.num_free,
+            num_blocks=self._pool.num_blocks,
+            num_preemptions=self._roster.num_preemptions,
+            prefix_query_tokens=self._tables.prefix_query_tokens,
+            prefix_hit_tokens=self._tables.prefix_hit_tokens,
+        )
+
+    def add(self, request: Request, matcher: StructureMatcher | None = None) -> None:
+        """Queue a request. One that cannot be served, or whose replayed tokens already end it, ends with the
+        next `expire` or `commit`.
+
+        Args:
+            matcher: of the request's structure, if it asks for one; has followed the replayed tokens.
+
+        Raises:
+            DuplicateRequestError: the id is being served.
+        """
+        if self._roster.find(request.request_id) is not None:
+            raise DuplicateRequestError(
+                f"request id {request.request_id!r} is being served already; ids must be unique"
+            )
+        sequence = Sequence.from_request(request, matcher)
+        error = why_unservable(request, self._max_model_len) or (matcher.failure if matcher else "")
+        reason = FinishReason.ERROR if error else sequence.finish_reason(self._max_model_len)
+        if reason is not None:
+            self._refused.append(_end_of(request.request_id, reason, error))
+            return
+        self._roster.enqueue(sequence)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request, also while a batch holds it; None when it is unknown or has ended."""
+        sequence = self._roster.find(request_id)
+        if sequence is None:
+            return None
+        self._end(sequence)
+        return _end_of(request_id, FinishReason.ABORT)
+
+    def expire(self, now_s: float) -> list[RequestOutput]:
+        """End the requests whose deadline is now or earlier, earliest first."""
+        outputs = self._take_refused()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            deadline_s, request_id = heapq.heappop(self._deadlines)
+            sequence = self._roster.find(request_id)
+            if sequence is not None and sequence.request.deadline_s == deadline_s:
+                self._end(sequence)
+                outputs.append(_end_of(request_id, FinishReason.DEADLINE))
+        return outputs
+
+    def schedule(self, *, prefill_budget: int | None = None, now_s: float = 0.0) -> Batch:
+        """Plan the next step. A batch with items must be committed, in order; an empty one may be dropped.
+
+        Args:
+            prefill_budget: most prefill tokens in this step; None is no cap, 0 is decode only.
+            now_s: on the clock of `Request.arrival_s`, to say how long those that start have waited.
+        """
+        items = self._plan_decodes()
+        num_decode_tokens = len(items)
+        budget = self._max_num_batched_tokens - num_decode_tokens
+        if prefill_budget is not None:
+            budget = min(budget, prefill_budget)
+        prefills = self._plan_prefills(budget)
+        prefills += self._admit(budget - sum(item.num_tokens for item in prefills), now_s)
+        num_prefill_tokens = sum(item.num_tokens for item in prefills)
+        batch = Batch(items + prefills, num_decode_tokens + num_prefill_tokens, num_prefill_tokens)
+        if batch.items:
+            self._in_flight.append(batch)
+        return batch
+
+    def commit(
+        self,
+        batch: Batch,
+        token_ids: list[int],
+        logprobs: list[Logprobs | None],
+        prompt_logprobs: dict[str, list[Logprobs]] | None = None,
+    ) -> list[RequestOutput]:
+        """Take a step's results: one token per item that samples, in order. Ended sequences are skipped.
+
+        Args:
+            batch: the oldest one planned.
+            token_ids: sampled.
+            logprobs: of those.
+            prompt_logprobs: of the items' prompt tokens, by request id, where they are wanted.
+
+        Returns: what to deliver, in batch order; a stop token is delivered too.
+        """
+        num_samples = sum(item.samples for item in batch.items)
+        assert len(token_ids) == len(logprobs) == num_samples, (
+            f"{len(token_ids)} tokens and {len(logprobs)} logprobs for {num_samples} sampling items"
+        )
+        if batch.items:
+            oldest = self._in_flight.popleft()
+            assert oldest is batch, "batches commit once, in the order planned"
+        outputs, of_prompts = self._take_refused(), prompt_logprobs or {}
+        sampled = zip(token_ids, logprobs, strict=True)
+        for item in batch.items:
+            sequence = item.sequence
+            token_id, logprob = next(sampled) if item.samples else (None, None)
+            sequence.num_in_flight -= 1
+            sequence.num_pending -= item.samples
+            if sequence.status is not SequenceStatus.ENDED:
+                self._tables.advance(sequence, item.start, item.end)
+                sequence.prompt_logprobs += of_prompts.get(sequence.request.request_id, ())
+                if token_id is not None:
+                    outputs.append(self._deliver(sequence, token_id, logprob))
+            if sequence.status is not SequenceStatus.RUNNING:
+                self._tables.vacate(sequence)
+        return outputs
+
+    def _plan_decodes(self) -> list[Scheduled]:
+        items = []
+        for sequence in list(self._roster.running):  # a copy: preemption takes from the list's end
+            if (
+                sequence.status is SequenceStatus.RUNNING
+                and not sequence.is_prefilling
+                and not sequence.ends_within(sequence.num_pending, self._max_model_len)
+                and self._make_room(sequence)
+            ):
+                items.append(self._plan(sequence, 1))
+        return items
+
+    def _plan_prefills(self, budget: int) -> list[Scheduled]:
+        """Plan the next chunk of a half-done prompt. It is the latest arrival, so it takes blocks from nobody:
+        those before it are decodes, which go on and end."""
+        latest = self._roster.running[-1:]
+        return [
+            self._plan_chunk(sequence, budget) for sequence in latest if self._has_chunk(sequence, budget)
+        ]
+
+    def _admit(self, budget: int, now_s: float) -> list[Scheduled]:
+        """Start waiting requests in order until budget, seats or blocks end.
+
+        The head of the queue must find blocks for all its tokens, not for its next chunk only, and leave one free
+        for every running sequence. So nothing starts beside a prompt that is short of blocks (none are free), and
+        what this step preempted does not come straight back (what it gave up is no longer all free). Simulated
+        (300 requests, up to 64 at once): against asking for the chunk alone, preemptions fall from 585 to 101 and
+        tokens run by 26 % with short prompts and long outputs, from 151 to 0 and by 29 % with long prompts. Two
+        spare blocks per sequence gave 3 % fewer tokens, 2 % more steps; 1 % of the pool, vLLM's watermark, was
+        worse with short prompts.
+        """
+        items: list[Scheduled] = []
+        running, waiting = self._roster.running, self._roster.waiting
+        while waiting and budget > 0 and len(running) < self._max_num_seqs:
+            sequence = waiting[0]
+            if sequence.num_in_flight or not self._tables.seat(sequence, len(running)):
+                break
+            if sequence.num_admissions == 1:
+                sequence.queued_s = max(0.0, now_s - sequence.request.arrival_s)
+            self._roster.admit()
+            items.append(self._plan_chunk(sequence, budget))
+            budget -= items[-1].num_tokens
+        return items
+
+    def _has_chunk(self, sequence: Sequence, budget: int) -> bool:
+        return sequence.is_prefilling and min(budget, self._tables.num_plannable(sequence)) > 0
+
+    def _plan_chunk(self, sequence: Sequence, budget: int) -> Scheduled:
+        num_left = sequence.num_prefill_tokens - sequence.num_planned
+        return self._plan(sequence, min(budget, num_left, self._tables.num_plannable(sequence)))
+
+    def _plan(self, sequence: Sequence, num_tokens: int) -> Scheduled:
+        start = sequence.num_planned
+        self._tables.plan(sequence, num_tokens)
+        samples = sequence.num_planned == len(sequence.token_ids) + sequence.num_pending
+        sequence.num_pending += samples
+        return Scheduled(sequence, start, num_tokens, samples)
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt the latest arrivals until a decode has its block; False when its turn must wait."""
+        while self._tables.num_plannable(sequence) == 0:
+            if self._tables.leaving:  # blocks come back at the next commit
+                return False
+            latest = self._roster.preempt()
+            self._tables.vacate(latest)
+            if latest is sequence:
+                return False
+        return True
+
+    def _deliver(self, sequence: Sequence, token_id: int, logprob: Logprobs | None) -> RequestOutput:
+        sequence.token_ids.append(token_id)
+        if sequence.matcher is not None:
+            sequence.matcher.advance(token_id)
+            if sequence.matcher.failure:  # ours or the library's fault, and this request's end only
+                self._end(sequence)
+                return _end_of(sequence.request.request_id, FinishReason.ERROR, sequence.matcher.failure)
+        of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+        reason = sequence.finish_reason(self._max_model_len)
+        if reason is not None:
+            self._end(sequence)
+        is_first = sequence.num_delivered_tokens == 1
+        return RequestOutput(
+            request_id=sequence.request.request_id,
+            token_ids=[token_id],
+            logprobs=[] if logprob is None else [logprob],
+            prompt_logprobs=of_prompt,
+            num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
+            queued_s=sequence.queued_s if is_first else 0.0,
+            finish_reason=reason,
+        )
+
+    def _end(self, sequence: Sequence) -> None:
+        self._roster.retire(sequence)
+        self._tables.vacate(sequence)
+
+    def _take_refused(self) -> list[RequestOutput]:
+        refused, self._refused = self._refused, []
+        return refused
+
+
+def _end_of(request_id: str, reason: FinishReason, error: str = "") -> RequestOutput:
+    return RequestOutput(request_id=request_id, token_ids=[], finish_reason=reason, error=error)

@@ -1,0 +1,113 @@
+"""A sequence: what a rank knows about one request while it serves it.
+
+`num_planned` runs ahead of `num_computed` while batches are in flight, so the next batch can be planned before the
+last one's tokens are known. A pending token is one that an in-flight batch will sample: its position is planned
+for already, its id is not known yet.
+
+Only `scheduler.policy.scheduler.Scheduler` and what it is made of write here; the runner reads.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from scheduler.policy.request import FinishReason, Logprobs, Request
+from scheduler.policy.structure import StructureMatcher
+from scheduler.policy.token_rules import TokenRules
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is. It waits again when it is preempted."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """A request being served: tokens [0, num_computed) have their KV in `block_ids`."""
+
+    request: Request
+    token_ids: list[int]  # prompt, replayed, generated; grows at commit only
+    num_prompt_tokens: int
+    block_ids: list[int] = field(default_factory=list)  # only grows while num_admissions stays the same
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0  # tokens whose KV a committed batch wrote, or the prefix cache had
+    num_planned: int = 0  # tokens in committed and in-flight batches
+    num_prefill_tokens: int = 0  # tokens known at admission; planning those is prefill, the rest is decode
+    num_pending: int = 0  # tokens that in-flight batches will sample
+    num_in_flight: int = (
+        0  # uncommitted batches that hold this sequence; its blocks stay held while there are any
+    )
+    num_admissions: int = 0  # 2 and more after preemption
+    num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
+    queued_s: float = 0.0  # from arrival to the first admission
+    rules: TokenRules | None = None
+    # Of prompt tokens 1 and on, while they are wanted and not delivered.
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    matcher: StructureMatcher | None = None  # has followed all generated tokens; None: any text will do
+
+    @classmethod
+    def from_request(cls, request: Request, matcher: StructureMatcher | None = None) -> "Sequence":
+        """Make a waiting sequence; replayed tokens count as generated and are recomputed, not delivered.
+
+        Args:
+            matcher: of the request's structure; has followed the replayed tokens.
+        """
+        token_ids = [*request.prompt_ids, *request.replayed_ids]
+        return cls(
+            request=request,
+            token_ids=token_ids,
+            num_prompt_tokens=len(request.prompt_ids),
+            rules=TokenRules.of(request.params),
+            matcher=matcher,
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, replayed ones included, pending ones not."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_delivered_tokens(self) -> int:
+        """Tokens that this rank has handed out for the request."""
+        return self.num_output_tokens - len(self.request.replayed_ids)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether tokens known at admission are still to be planned."""
+        return self.num_planned < self.num_prefill_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logprobs of the prompt's tokens are asked for and not delivered: they go with the first token."""
+        asked = self.request.params.num_prompt_logprobs is not None
+        return asked and self.num_output_tokens == 0
+
+    def unscored(self, start: int, end: int) -> range:
+        """Positions among [start, end) whose logits say how likely the next prompt token was, where that is wanted
+        and not known yet: what ran before a preemption is."""
+        if not self.wants_prompt_logprobs:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs)), min(end, self.num_prompt_tokens - 1))
+
+    def ends_within(self, num_more_tokens: int, max_model_len: int) -> bool:
+        """Whether that many more tokens reach max_tokens or the model's length."""
+        num_tokens = len(self.token_ids) + num_more_tokens
+        return (
+            num_tokens - self.num_prompt_tokens >= self.request.params.max_tokens
+            or num_tokens >= max_model_len
+        )
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Say whether the last token ended the sequence, and why.
+
+        A stop token among the first min_tokens outputs is an ordinary token. A structure that is complete ends it
+        whatever min_tokens says: there is nothing left to say.
+        """
+        params = self.request.params
+        if self.matcher is not None and self.matcher.has_ended:
+            return FinishReason.STOP
+        if self.num_output_tokens > params.min_tokens and self.token_ids[-1] in params.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.ends_within(0, max_model_len) else None

@@ -1,0 +1,92 @@
+"""The block tables of sequences: how a sequence comes to its KV blocks, fills, publishes and leaves them.
+
+A table only grows while its sequence runs. Its first blocks may be shared: full, published, never written again.
+All others were acquired for this sequence alone, and tokens are written behind the shared ones only, so no two
+sequences ever write one block.
+
+Knows nothing of budgets and order; `scheduler.policy.scheduler` decides who runs.
+"""
+
+from kvcache.blocks import BlockPool
+from scheduler.policy.sequence import Sequence
+
+
+class BlockTables:
+    """Keep `Sequence.block_ids` and the counts beside it in step with the pool."""
+
+    def __init__(self, pool: BlockPool, enable_prefix_caching: bool) -> None:
+        self._pool = pool
+        self._enable_prefix_caching = enable_prefix_caching
+        self.leaving: set[Sequence] = (
+            set()
+        )  # no longer running, but in-flight batches may still write their blocks
+        self.prefix_query_tokens = 0  # counter: prompt tokens looked up at a first admission
+        self.prefix_hit_tokens = 0  # counter: of those, found
+
+    def seat(self, sequence: Sequence, num_spare_blocks: int) -> bool:
+        """Give a waiting sequence its cached prefix, if the blocks for all its other tokens are free as well.
+
+        Args:
+            num_spare_blocks: blocks that must stay free beyond those.
+        """
+        matched = self._pool.match(_shareable(sequence)) if self._enable_prefix_caching else []
+        self._pool.share(matched)  # first, or the check below would count them as free
+        num_wanted = self._pool.blocks_for(len(sequence.token_ids)) - len(matched)
+        if num_wanted + num_spare_blocks > self._pool.num_free:
+            self._pool.release(matched)
+            return False
+        sequence.block_ids = matched
+        sequence.num_computed = sequence.num_planned = len(matched) * self._pool.block_tokens
+        sequence.num_prefill_tokens = len(sequence.token_ids)
+        sequence.num_admissions += 1
+        looks_up = self._enable_prefix_caching and not sequence.wants_prompt_logprobs
+        if looks_up and sequence.num_admissions == 1:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+            self.prefix_query_tokens += sequence.num_prompt_tokens
+            self.prefix_hit_tokens += sequence.num_cached_tokens
+        return True
+
+    def num_plannable(self, sequence: Sequence) -> int:
+        """How many more tokens the sequence's blocks and the free ones hold."""
+        num_blocks = len(sequence.block_ids) + self._pool.num_free
+        return num_blocks * self._pool.block_tokens - sequence.num_planned
+
+    def plan(self, sequence: Sequence, num_tokens: int) -> None:
+        """Hold blocks for the sequence's next tokens; as many must be free as are missing."""
+        sequence.num_planned += num_tokens
+        num_missing = self._pool.blocks_for(sequence.num_planned) - len(sequence.block_ids)
+        if num_missing > 0:
+            sequence.block_ids += self._pool.acquire(num_missing)
+        sequence.num_in_flight += 1
+
+    def advance(self, sequence: Sequence, start: int, end: int) -> None:
+        """Note that tokens [start, end) are computed, and publish the blocks that they filled."""
+        assert start == sequence.num_computed, f"token {start} was run, {sequence.num_computed} was next"
+        size = self._pool.block_tokens
+        if self._enable_prefix_caching:
+            for index in range(start // size, end // size):
+                parent_id = sequence.block_ids[index - 1] if index else None
+                token_ids = sequence.token_ids[index * size : (index + 1) * size]
+                self._pool.publish(sequence.block_ids[index], token_ids, parent_id)
+        sequence.num_computed = end
+
+    def vacate(self, sequence: Sequence) -> None:
+        """Release the blocks of a sequence that no longer runs, or note that its last batch's commit must."""
+        if sequence.num_in_flight:
+            self.leaving.add(sequence)
+            return
+        self.leaving.discard(sequence)
+        self._pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed = sequence.num_planned = 0
+
+
+def _shareable(sequence: Sequence) -> list[int]:
+    """The tokens that need not be computed if their KV is cached.
+
+    The last token always is: its logits are what the sampler needs. Where the prompt's logprobs are wanted, so is
+    every token whose logits were not seen yet.
+    """
+    if sequence.wants_prompt_logprobs:
+        return sequence.token_ids[: min(len(sequence.prompt_logprobs), len(sequence.token_ids) - 1)]
+    return sequence.token_ids[:-1]

@@ -1,0 +1,289 @@
+"""Put an engine together: the composition root of one rank.
+
+Everything that may be wrong with settings, model or memory is found before weights are read.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from dispatch.dispatched import TokenDispatcher
+from dispatch.errors import TransportUnavailable
+from dispatch.transports.segment import available_bytes
+from dispatch.unconnected import UnconnectedDispatcher
+from expert_placement.placement import Placement
+from kvcache.blocks import BlockPool
+from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
+from kvcache.step import Step
+from moe.backend import Backend
+from moe.model import Model, Skeleton, set_threads
+from scheduler.epochs.epochs import Epochs
+from scheduler.epochs.rank_links import can_replay, open_dispatchers, open_groups, open_lockstep
+from scheduler.epochs.regrouping import Lasting, Regrouping, Ties
+from scheduler.moves.expert_transfer import Place
+from scheduler.moves.load_report import ExpertMap
+from scheduler.moves.peer_channel import ChannelError, NoPeers, Pace, PeerChannel, open_channel
+from scheduler.moves.relocation import Relocation
+from scheduler.moves.start_placement import check_agreed, hosts_of, start_placement
+from scheduler.moves.telemetry import Telemetry, expert_map
+from scheduler.policy.compiler import why_no_compiler
+from scheduler.policy.config import ConfigError, EngineConfig, model_length
+from scheduler.policy.scheduler import Scheduler
+from scheduler.step.devices import backend_of, open_forward, open_sampler
+from scheduler.step.doorbell import Doorbell
+from scheduler.step.engine import Engine
+from scheduler.step.lockstep import DispatchMode, describe_halves, describe_modes, why_no_halves
+from scheduler.step.runner import Runner
+from scheduler.step.sizing import num_blocks
+from scheduler.step.weights import open_checkpoint
+from scheduler.structure.compiling import StructureCompiler, no_vocabulary
+from scheduler.structure.vocabulary import LoadVocabulary
+from scheduler.turns import Turns
+from scheduler.two_batch import TwoBatch
+
+SWITCH_S = 0.5e-3  # CPython's own is 5 ms
+
+Report = Callable[[str, float], None]
+
+
+class Assembled(NamedTuple):
+    """An engine and what there is to know about it."""
+
+    engine: Engine
+    scheduler: Scheduler
+    runner: Runner
+    model: Model
+    max_model_len: int
+    num_blocks: int
+    transport: str  # which, and why
+    dispatch: str  # which steps go in which mode, and how rows travel
+    telemetry: Telemetry
+    experts: ExpertMap
+    relocation: Relocation
+    structures: StructureCompiler
+
+
+def assemble(
+    config: EngineConfig,
+    doorbell: Doorbell,
+    report: Report = lambda _stage, _fraction: None,
+    load_vocabulary: LoadVocabulary = no_vocabulary,
+    *,
+    store: Store | None = None,
+    is_joining: bool = False,
+    available: Callable[[], int] = available_bytes,
+) -> Assembled:
+    """Build one rank's engine; collective over the default group where there is more than one rank.
+
+    Args:
+        config: the settings.
+        doorbell: wakes this job's ranks.
+        report: called with (stage, fraction) while weights load.
+        load_vocabulary: for requests that ask for a structure; called when the first comes.
+        store: the job's, on a connection that nobody else uses, where ranks meet in later epochs; None: they cannot,
+            and a rank that is lost ends the others.
+        is_joining: meet nobody now: the engine has its share of weights as at a first start, and waits for an order
+            to an epoch when it runs. Local then; needs a store.
+        available: bytes of memory that can be had, asked before the experts of a lost rank are taken over.
+
+    Raises:
+        UnsupportedModelError, ConfigError, KVMemoryError, SchedulerLimitsError, CheckpointError,
+        TransportUnavailable: each says what to change.
+    """
+    # The step loop lets go of the interpreter in every kernel. Where another thread (moves, requests that arrive) runs
+    # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
+    sys.setswitchinterval(SWITCH_S)
+    check_together(config)
+    set_threads(config.threads)
+    backend = backend_of(config)
+    skeleton = Skeleton(config.directory, backend)
+    length = model_length(skeleton.model.config, config.max_model_len)
+    blocks = _num_blocks(config, skeleton, length)
+    scheduler, step = _make_scheduler(config, length, blocks), _make_step(config, length, backend)
+    turns = Turns(partial(_prepare_thread, config, backend))
+    meet = _stay_alone if is_joining else _meet
+    placement, dispatcher, mailbox_group = meet(config, skeleton, turns)
+    model = _load_model(config, skeleton, dispatcher, placement, step, report)
+    cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
+    if not (is_joining and backend.warms_up_together):  # else its first steps do
+        backend.warm_up(model, cache)
+    other = _make_step(config, length, backend) if config.halves else None
+    halves = TwoBatch(model, cache, turns, (step, other)) if other else None
+    runner = _make_runner(config, model, cache, dispatcher, halves, report)
+    channel = NoPeers() if is_joining else _channel(config)
+    relocation = _make_relocation(config, placement, model, channel, backend)
+    lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
+    structures = StructureCompiler(load_vocabulary)
+    telemetry = Telemetry(config.rank, model.load_counts, dispatcher, runner)
+    epochs = None
+    if store is not None:
+        lasting = Lasting(
+            config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
+            telemetry=telemetry, turns=turns, store=store, available=available,
+        )  # fmt: skip
+        epochs = Epochs(Regrouping(lasting, None if lockstep is None else Ties(dispatcher, lockstep)))
+    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures, epochs)
+    chosen = f"{dispatcher.name}, as {dispatcher.reason}"
+    dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
+    num_hidden_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
+    experts = expert_map(placement, list(skeleton.experts), num_hidden_layers)
+    return Assembled(
+        engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts, relocation,
+        structures,
+    )  # fmt: skip
+
+
+def _num_blocks(config: EngineConfig, skeleton: Skeleton, max_model_len: int) -> int:
+    return num_blocks(
+        skeleton.cache_shapes,
+        kv_cache_bytes=config.kv_cache_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        token_bytes=skeleton.backend.token_bytes,
+    )
+
+
+def _describe_steps(config: EngineConfig) -> str:
+    modes = describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
+    return modes + describe_halves(config.halves)
+
+
+def _make_scheduler(config: EngineConfig, max_model_len: int, blocks: int) -> Scheduler:
+    return Scheduler(
+        BlockPool(blocks, block_tokens=BLOCK_TOKENS),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> Step:
+    return backend.make_step(
+        max_tokens=config.max_num_batched_tokens,
+        max_sequences=config.max_num_seqs,
+        max_blocks=-(-max_model_len // BLOCK_TOKENS),
+        block_tokens=BLOCK_TOKENS,
+        threads=config.threads,
+        num_ranks=config.world_size,
+    )
+
+
+class _Start(NamedTuple):
+    """What a rank starts with of the others."""
+
+    placement: Placement
+    dispatcher: TokenDispatcher
+    mailbox_group: dist.ProcessGroup | None
+
+
+def _meet(config: EngineConfig, skeleton: Skeleton, turns: Turns) -> _Start:
+    *groups, mailbox_group = open_groups(config)
+    placement = _placement(config, skeleton, hosts_of(groups[0]))
+    check_agreed(placement, groups[0])
+    dispatcher = open_dispatchers(config, skeleton.backend, groups, placement.slots_per_rank, turns)
+    return _Start(placement, dispatcher, mailbox_group)
+
+
+def _stay_alone(config: EngineConfig, skeleton: Skeleton, turns: Turns) -> _Start:
+    """Without the others' hosts copies may be elsewhere than at their start: the order tells, and what differs is read."""
+    hosts = hosts_of(None) * config.world_size
+    return _Start(_placement(config, skeleton, hosts), UnconnectedDispatcher(config.world_size), None)
+
+
+def _placement(config: EngineConfig, skeleton: Skeleton, hosts: Sequence[str]) -> Placement:
+    return start_placement(
+        len(skeleton.experts),
+        skeleton.num_experts,
+        config.world_size,
+        eplb=config.eplb,
+        hosts=hosts,
+        file=config.placement_file,
+    )
+
+
+def _load_model(
+    config: EngineConfig,
+    skeleton: Skeleton,
+    dispatcher: TokenDispatcher,
+    placement: Placement,
+    step: Step,
+    report: Report,
+) -> Model:
+    return Model(
+        skeleton,
+        dispatcher=dispatcher,
+        placement=placement,
+        rank=config.rank,
+        step=step,
+        dtype=config.dtype,
+        num_spare=_num_spare(config, placement),
+        checkpoint=open_checkpoint(config, skeleton),
+        report=report,
+    )
+
+
+def _make_runner(
+    config: EngineConfig,
+    model: Model,
+    cache: PagedCache,
+    dispatcher: TokenDispatcher,
+    halves: TwoBatch | None,
+    report: Report,
+) -> Runner:
+    forward = open_forward(model, cache, replays=can_replay(config, dispatcher), report=report)
+    sampler = open_sampler(config, model)
+    return Runner(model, cache, forward, sampler, check=dispatcher.check, halves=halves)
+
+
+def _num_spare(config: EngineConfig, placement: Placement) -> int:
+    """As many as one layer has let any plan be carried out; one rank has nowhere to move to."""
+    if config.num_spare is not None:
+        return config.num_spare
+    return placement.slots_per_rank if config.world_size > 1 else 0
+
+
+def check_together(config: EngineConfig) -> None:
+    """Refuse halves and a compiler with what they cannot work with.
+
+    Raises:
+        ConfigError: naming it, and what to do.
+    """
+    replays = not config.enforce_eager and config.dispatch_mode is not DispatchMode.NORMAL
+    on_gpus = config.device.startswith("cuda")
+    backend = config.all2all_backend
+    problem = why_no_halves(config.world_size, on_gpus=on_gpus, replays=replays, backend=backend)
+    if config.halves is not None and problem:
+        raise ConfigError(problem)
+    problem = why_no_compiler(
+        on_gpus=config.device != "cpu",
+        is_invariant=config.batch_invariant,
+        in_halves=config.halves is not None,
+    )
+    if config.compiler and problem:
+        raise ConfigError(problem)
+
+
+def _prepare_thread(config: EngineConfig, backend: Backend) -> None:
+    """Let the thread that runs second halves compute as the first one does: both settings are a thread's own."""
+    set_threads(config.threads)
+    backend.enter_thread()
+
+
+def _channel(config: EngineConfig) -> PeerChannel:
+    try:
+        return open_channel(list(range(config.world_size)))
+    except ChannelError as error:
+        raise TransportUnavailable(f"rank {config.rank}: {error}") from error
+
+
+def _make_relocation(
+    config: EngineConfig, placement: Placement, model: Model, channel: PeerChannel, backend: Backend
+) -> Relocation:
+    places = [Place(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
+    pace = Pace(config.eplb.max_bytes_per_step)
+    return Relocation(config.rank, placement, places, channel, pace, enter_thread=backend.enter_thread)

@@ -1,0 +1,279 @@
+"""A rank's engine: the step loop that all ranks walk together.
+
+Requests arrive from other threads into an inbox; the loop alone touches scheduler and model. A step is: agree on
+what all ranks do, take what arrived, plan, post the header of the next step, run, commit, hand out. An idle rank
+runs the step too, on padded rows, because the others' tokens need its experts; when nobody has anything all sleep.
+A step for which ranks agreed on a largest number of tokens keeps to it: what arrived since takes the room left over.
+
+Where a rank is lost, steps break off. The loop lets go of the epoch, which wakes ranks that still wait for this one,
+and follows the front's next order (`epochs`). The step that broke off was planned and not committed, and has written
+nothing that running it again does not overwrite: it is the first one of the next epoch. The order to let somebody join
+takes effect at a step that all agree on, as a placement does.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from scheduler.epochs.epochs import PEER_IS_GONE, Epochs
+from scheduler.epochs.membership import OnFault, OnRegrouped, Order
+from scheduler.moves.relocation import Relocation
+from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput
+from scheduler.policy.scheduler import Batch, Scheduler
+from scheduler.step.doorbell import Doorbell
+from scheduler.step.lockstep import Agreement, Decision, LockStep
+from scheduler.step.runner import Runner
+from scheduler.structure.compiling import StructureCompiler, Structured
+
+OnStep = Callable[[list[RequestOutput], RankStats], None]
+Arrival = (
+    Request | Structured | RequestOutput | str
+)  # to serve, ended before it was served, or an id to abort
+
+
+class _Planned(NamedTuple):
+    """A step until it is committed."""
+
+    batch: Batch
+    outputs: list[RequestOutput]  # of what arrived and what ended before it
+
+
+class Engine:
+    """One rank. `submit`, `abort`, `regroup` and `stop` may be called from any thread; `run` blocks its own."""
+
+    def __init__(
+        self,
+        rank: int,
+        scheduler: Scheduler,
+        runner: Runner,
+        lockstep: LockStep | None,
+        doorbell: Doorbell,
+        relocation: Relocation,
+        structures: StructureCompiler,
+        epochs: Epochs | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Compose; nothing runs before `run`.
+
+        Args:
+            lockstep: of the epoch that this rank begins in; None: it is to be ordered to one.
+            epochs: follows orders; None: none come, and a lost rank is an error.
+        """
+        assert lockstep or epochs, "an engine without an epoch needs a way into one"
+        self._epochs = epochs
+        self._planned: _Planned | None = None
+        self._relocation = relocation
+        relocation.on_news = self._wake
+        self._rank, self._scheduler, self._runner = rank, scheduler, runner
+        self._lockstep, self._doorbell, self._clock = lockstep, doorbell, clock
+        self._lock = threading.Lock()
+        self._structures = structures
+        self._inbox: deque[Arrival] = deque()  # in order of arrival
+        self._sleeping_step: int | None = None
+        self._told_epoch = 0  # the newest order that the others know of
+        self._is_stopping = False
+
+    @property
+    def step(self) -> int:
+        """Number of the lock-step, equal on all ranks; 0 before the first epoch."""
+        return 0 if self._lockstep is None else self._lockstep.step
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its outputs come through `run`'s callback."""
+        if request.params.structure is None:
+            self._deliver(request)
+        else:
+            self._structures.submit(request, self._deliver)
+
+    def abort(self, request_id: str) -> None:
+        """End a request. Unknown and ended ones are ignored: their end has been told already."""
+        if self._structures.forget(request_id):
+            self._deliver(
+                RequestOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
+            )
+        else:
+            self._deliver(request_id)
+
+    def regroup(self, order: Order) -> None:
+        """Let this rank meet others, or the same, in a new epoch, as soon as it can; the newest order wins."""
+        assert self._epochs is not None, "assembled to serve one epoch only"
+        if self._epochs.orders.give(order):
+            self._wake()
+
+    def tell_membership(self, on_fault: OnFault, on_regrouped: OnRegrouped) -> None:
+        """Name who is told, by the thread of `run`, that steps broke off here, and that they go on in an epoch.
+
+        Faults of epochs for which there is a newer order already are not told.
+        """
+        assert self._epochs is not None, "assembled to serve one epoch only"
+        self._epochs.on_fault, self._epochs.on_regrouped = on_fault, on_regrouped
+
+    def stop(self) -> None:
+        """End all ranks' loops at the same step; this one's at once while it is between epochs."""
+        self._is_stopping = True
+        if self._epochs is not None:
+            self._epochs.orders.stop()
+        self._deliver(None)
+
+    def close(self) -> None:
+        """Let go of all other ranks, of groups and of threads, after `run`. May be called twice."""
+        self._structures.close()
+        if self._epochs is not None:
+            self._epochs.close()
+
+    def _wake(self) -> None:
+        """Take a step's turn if all sleep: there is something to tell the other ranks."""
+        self._deliver(None)
+
+    def _deliver(self, item: Arrival | None) -> None:
+        with self._lock:
+            if item is not None:
+                self._inbox.append(item)
+            if self._sleeping_step is not None:
+                self._doorbell.ring(self._sleeping_step)
+
+    def run(self, on_step: OnStep, on_sleep: Callable[[], None] = lambda: None) -> None:
+        """Walk steps until some rank stops, from epoch to epoch; collective.
+
+        Args:
+            on_step: called after every step with what it yielded, and before every sleep; must not block.
+            on_sleep: called before every sleep as well, of all ranks at the same step.
+
+        Raises:
+            LockStepError, dispatch errors: another rank is out of step, or lost and no order followed.
+        """
+        try:
+            while self._lockstep is not None or self._regroup():
+                assert self._lockstep is not None, "a rank that regrouped has one"
+                if self._serve(self._lockstep, on_step, on_sleep) is Decision.STOP:
+                    return
+        finally:
+            self._relocation.pace.rest()  # a move does not wait for steps that will not come
+
+    def _serve(self, lockstep: LockStep, on_step: OnStep, on_sleep: Callable[[], None]) -> Decision:
+        """Walk steps until all stop or the epoch ends; says which."""
+        reason = ""
+        try:
+            decision = self._walk(lockstep, on_step, on_sleep)
+        except PEER_IS_GONE as error:
+            if self._epochs is None:
+                raise
+            reason, decision = f"{type(error).__name__}: {error}", Decision.REGROUP
+        if decision is Decision.REGROUP:
+            # Behind the handler: an error's traceback holds what it came from, and groups must end now.
+            assert self._epochs is not None, "without orders no rank announces one"
+            self._lockstep = None
+            self._epochs.end(lockstep, reason)
+        return decision
+
+    def _regroup(self) -> bool:
+        """Follow the next order; False: all stop before one came."""
+        assert self._epochs is not None, "an engine that has no epoch has a way into one"
+        self._lockstep = self._epochs.follow()
+        return self._lockstep is not None
+
+    def _walk(self, lockstep: LockStep, on_step: OnStep, on_sleep: Callable[[], None]) -> Decision:
+        self._post(lockstep)
+        while True:
+            agreement = lockstep.agree()
+            decision, switch_to = agreement.decision, agreement.switch_to
+            if switch_to is not None:
+                self._relocation.switch(switch_to, lockstep.step)
+            if decision in (Decision.STOP, Decision.REGROUP):
+                return decision
+            if decision is Decision.SLEEP:
+                on_step([], self._stats(0))
+                on_sleep()
+                self._relocation.pace.rest()
+                self._sleep(lockstep)
+                self._post(lockstep)
+                continue
+            self._step(lockstep, agreement, on_step)
+
+    def _step(self, lockstep: LockStep, agreement: Agreement, on_step: OnStep) -> None:
+        self._relocation.pace.step()
+        self._planned = batch, outputs = self._planned or self._plan(agreement.agreed_tokens)
+        self._post_next(lockstep)
+        sampled = self._runner.run(
+            batch, agreement.agreed_tokens, has_prefill=agreement.has_prefill, in_halves=agreement.in_halves
+        )
+        self._planned = None
+        outputs += self._scheduler.commit(batch, *sampled)
+        on_step(outputs, self._stats(batch.num_tokens))
+
+    def _plan(self, agreed_tokens: int) -> _Planned:
+        outputs = self._take_inbox()
+        now_s = self._clock()
+        outputs += self._scheduler.expire(now_s)
+        room = max(0, agreed_tokens - self._scheduler.next_step.num_decodes) if agreed_tokens else None
+        return _Planned(self._scheduler.schedule(prefill_budget=room, now_s=now_s), outputs)
+
+    def _post(self, lockstep: LockStep) -> None:
+        """Say what the coming step will hold: the one that broke off in the epoch before, if there is one."""
+        if self._planned is None:
+            self._post_next(lockstep)
+            return
+        _, num_tokens, num_prefill = self._planned.batch
+        self._tell(
+            lockstep, has_work=True, has_prefill=num_prefill > 0,
+            num_decodes=num_tokens - num_prefill, num_prefill=num_prefill,
+        )  # fmt: skip
+
+    def _post_next(self, lockstep: LockStep) -> None:
+        """Say what the step after those planned so far will hold."""
+        coming, has_arrivals = self._scheduler.next_step, bool(self._inbox)
+        self._tell(
+            lockstep,
+            has_work=self._scheduler.has_work or has_arrivals,
+            has_prefill=coming.has_prefill or has_arrivals,
+            num_decodes=coming.num_decodes,
+            num_prefill=coming.num_prefill,
+        )
+
+    def _tell(
+        self, lockstep: LockStep, *, has_work: bool, has_prefill: bool, num_decodes: int, num_prefill: int
+    ) -> None:
+        self._told_epoch = self._ordered_epoch(lockstep)
+        lockstep.post(
+            has_work=has_work,
+            is_stopping=self._is_stopping,
+            has_prefill=has_prefill,
+            num_decodes=num_decodes,
+            ready_version=self._relocation.version_to_post(),
+            num_prefill=num_prefill,
+            ordered_epoch=self._told_epoch,
+        )
+
+    def _ordered_epoch(self, lockstep: LockStep) -> int:
+        return lockstep.epoch if self._epochs is None else self._epochs.orders.newest_epoch(lockstep.epoch)
+
+    def _sleep(self, lockstep: LockStep) -> None:
+        with self._lock:
+            self._sleeping_step = lockstep.step
+            has_order = self._ordered_epoch(lockstep) != self._told_epoch
+            if self._inbox or self._is_stopping or has_order or self._relocation.has_news:
+                self._doorbell.ring(lockstep.step)
+        self._doorbell.wait(lockstep.step)
+        with self._lock:
+            self._sleeping_step = None
+
+    def _take_inbox(self) -> list[RequestOutput]:
+        outputs = []
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Request):
+                self._scheduler.add(item)
+            elif isinstance(item, Structured):
+                self._scheduler.add(item.request, item.matcher)
+            elif isinstance(item, RequestOutput):
+                outputs.append(item)
+            elif (ended := self._scheduler.abort(item)) is not None:
+                outputs.append(ended)
+        return outputs
+
+    def _stats(self, num_step_tokens: int) -> RankStats:
+        stats = self._scheduler.stats
+        return RankStats(rank=self._rank, step=self.step, num_step_tokens=num_step_tokens, **stats._asdict())

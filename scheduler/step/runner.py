@@ -1,0 +1,158 @@
+"""Run one planned batch: fill the step, call the model, sample. Knows no policy and no requests' lives."""
+
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcache.paged_cache import PagedCache
+from kvcache.step import Step
+from moe.load_counts import DECODE, NUM_PHASES, PREFILL
+from moe.model import Model
+from scheduler.policy.request import Logprobs
+from scheduler.policy.scheduler import Batch
+from scheduler.sampling.sampler import HostSampler, Sampler
+from scheduler.sampling.sampling import Sampled
+from scheduler.step.batch_step import fill_step
+from scheduler.step.forward import Forward
+from scheduler.two_batch import TwoBatch
+
+SCORED_ROWS = 64  # of a prompt at a time; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
+
+
+class Runner:
+    """A rank's model, its cache and the step they share."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedCache,
+        forward: Forward | None = None,
+        sampler: Sampler | None = None,
+        check: Callable[[], None] = lambda: None,
+        halves: TwoBatch | None = None,
+    ) -> None:
+        """Take a model and a cache whose blocks the scheduler's pool counts.
+
+        Args:
+            forward: stands for the model's.
+            sampler: chooses tokens; None: on the CPU.
+            check: raises what went wrong between ranks in a step that did not say so (`TokenDispatcher.check`).
+            halves: runs steps that ranks agreed to run in halves; None: there are none.
+        """
+        self._model, self._cache = model, cache
+        self._forward: Forward = forward or model.forward
+        self._sampler, self._check, self._halves = sampler or HostSampler(), check, halves
+        self._clear_counters()
+
+    def _clear_counters(self) -> None:
+        self.num_steps = self.busy_ns = 0  # as is the next, of the epoch
+        self.num_tokens = [0] * NUM_PHASES  # prefill, decode
+        self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
+        self.prefill_experts_s = 0.0
+
+    def begin_epoch(self, forward: Forward, check: Callable[[], None]) -> None:
+        """Go on among other ranks, and count anew; the arguments are those of the start."""
+        self._forward, self._check = forward, check
+        self._clear_counters()
+
+    @property
+    def cache(self) -> PagedCache:
+        """The cache that it writes."""
+        return self._cache
+
+    @property
+    def forward(self) -> Forward:
+        """What runs its steps: the model's, or what replays it."""
+        return self._forward
+
+    @property
+    def step(self) -> Step:
+        """The step that the model reads."""
+        return self._model.step
+
+    @torch.inference_mode()
+    def run(
+        self,
+        batch: Batch,
+        agreed_tokens: int = 0,
+        *,
+        has_prefill: bool = False,
+        in_halves: bool = False,
+    ) -> Sampled:
+        """Run a batch, or padded rows if it is empty; collective over the model's group.
+
+        Args:
+            batch: what to run.
+            agreed_tokens: see `lockstep.Agreement`; equal on all ranks.
+            has_prefill: likewise; it is counted as a step of that kind.
+            in_halves: likewise; run it so.
+
+        Returns:
+            One token per item that samples, in order, and the logprobs of prompt tokens where they are wanted.
+        """
+        begun_ns = perf_counter_ns()
+        experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
+        scored = _scored(batch)
+        logits_RV = self._logits(batch, agreed_tokens, in_halves=in_halves, keeps_hidden=bool(scored))
+        sampling = [item.sequence for item in batch.items if item.samples]
+        sampled = self._sampler.sample(logits_RV[: len(sampling)], sampling)
+        self._check()
+        if scored:
+            sampled = sampled._replace(
+                prompt_logprobs={part.request_id: self._score(part) for part in scored}
+            )
+        self.num_steps += 1
+        self.num_tokens[PREFILL] += batch.num_prefill_tokens
+        self.num_tokens[DECODE] += batch.num_tokens - batch.num_prefill_tokens
+        took_ns = perf_counter_ns() - begun_ns
+        self.busy_ns += took_ns
+        if has_prefill:
+            self.num_prefill_steps += 1
+            self.prefill_busy_ns += took_ns
+            self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
+        return sampled
+
+    def _logits(self, batch: Batch, agreed_tokens: int, *, in_halves: bool, keeps_hidden: bool) -> Tensor:
+        """Run the model; the first rows are those that are sampled from."""
+        if in_halves:
+            assert self._halves is not None, "ranks agree on halves only where all have them"
+            return self._halves.run(batch, agreed_tokens, keeps_hidden=keeps_hidden)
+        inputs = fill_step(self.step, batch, agreed_tokens)
+        return self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=keeps_hidden)
+
+    def _score(self, scored: "_Scored") -> list[Logprobs]:
+        """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""
+        found: list[Logprobs] = []
+        for first in range(0, len(scored.rows), SCORED_ROWS):
+            rows = scored.rows[first : first + SCORED_ROWS]
+            logits_CV = self._model.logits_of(torch.arange(rows.start, rows.stop, device=self._model.device))
+            next_ids = scored.next_ids[first : first + SCORED_ROWS]
+            found += self._sampler.score(logits_CV, next_ids, scored.num_top)
+        return found
+
+
+class _Scored(NamedTuple):
+    """A sequence's rows whose logits say how likely the next prompt token was."""
+
+    request_id: str
+    rows: range  # of the step
+    next_ids: list[int]
+    num_top: int
+
+
+def _scored(batch: Batch) -> list[_Scored]:
+    scored, row = [], 0
+    for sequence, start, length, _ in batch.items:
+        positions = sequence.unscored(start, start + length)
+        if positions:
+            rows = range(row + positions.start - start, row + positions.stop - start)
+            next_ids = sequence.token_ids[positions.start + 1 : positions.stop + 1]
+            request = sequence.request
+            scored.append(
+                _Scored(request.request_id, rows, next_ids, request.params.num_prompt_logprobs or 0)
+            )
+        row += length
+    return scored

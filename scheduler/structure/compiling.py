@@ -1,0 +1,111 @@
+"""Compiles the forms that requests ask for, in a thread beside the step loop.
+
+A request waits here until its form is compiled and others go on. One thread: forms compile in milliseconds, and
+the front has let none through that does not (`server.front.structure.checks`). Its stack is far larger than the one on which
+the front's checker compiles, because llguidance recurses along a chain of references and overflowing the stack would
+end the rank: what fits there fits here. What imports llguidance (`scheduler.structure.forms`) is imported when the first
+request asks for a form, so an engine that nobody asks runs without it.
+"""
+
+import importlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+from scheduler.policy.request import FinishReason, Request, RequestOutput
+from scheduler.policy.structure import StructureError, StructureMatcher
+from scheduler.structure.vocabulary import LoadVocabulary, Vocabulary
+
+STACK_BYTES = 64 << 20  # of address space; pages that nobody touches cost nothing
+
+
+class Structured(NamedTuple):
+    """A request that may be served now."""
+
+    request: Request
+    matcher: StructureMatcher
+
+
+class Forms(Protocol):
+    """See `structure_forms.Forms`."""
+
+    def matcher_for(self, request: Request) -> StructureMatcher:
+        """Raises: StructureError."""
+        ...
+
+
+OnReady = Callable[[Structured | RequestOutput], None]
+
+
+def no_vocabulary() -> Vocabulary:
+    """Stand in where nobody said how to load the tokenizer."""
+    raise StructureError("this engine was started without a tokenizer")
+
+
+def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
+    """Start a thread; the size of stacks is a setting of the process, for threads that start from then on."""
+    before = threading.stack_size(num_bytes)
+    try:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="structure")
+        thread.submit(str).result()
+    finally:
+        threading.stack_size(before)
+    return thread
+
+
+class StructureCompiler:
+    """What compiles, keeps and waits. `submit` and `forget` may be called from any thread."""
+
+    def __init__(self, load_vocabulary: LoadVocabulary = no_vocabulary) -> None:
+        """Args: load_vocabulary is called once, in the thread, when the first request asks for a form."""
+        self._load_vocabulary = load_vocabulary
+        self._lock = threading.Lock()
+        self._waiting: set[str] = set()  # ids of requests whose forms are being compiled
+        self._thread = _thread_with_stack(STACK_BYTES)
+        self._forms: Forms | None = None  # the thread's alone
+
+    def submit(self, request: Request, on_ready: OnReady) -> None:
+        """Compile what a request asks for; `on_ready` is called in the thread, with the request or with its end."""
+        with self._lock:
+            self._waiting.add(request.request_id)
+        self._thread.submit(self._prepare, request, on_ready)
+
+    def forget(self, request_id: str) -> bool:
+        """Drop a request that waits here; False when none does."""
+        with self._lock:
+            waits = request_id in self._waiting
+            self._waiting.discard(request_id)
+        return waits
+
+    def close(self) -> None:
+        """End the thread once it has compiled what it is at; nothing may be submitted any more."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _prepare(self, request: Request, on_ready: OnReady) -> None:
+        ready: Structured | RequestOutput
+        try:
+            ready = Structured(request, self._matcher_for(request))
+        except StructureError as error:
+            ready = RequestOutput(
+                request_id=request.request_id,
+                token_ids=[],
+                finish_reason=FinishReason.ERROR,
+                error=f"the structure cannot be compiled: {error}",
+            )
+        if self.forget(request.request_id):
+            on_ready(ready)
+
+    def _matcher_for(self, request: Request) -> StructureMatcher:
+        if self._forms is None:
+            self._forms = _open_forms(self._load_vocabulary())
+        return self._forms.matcher_for(request)
+
+
+def _open_forms(vocabulary: Vocabulary) -> Forms:
+    try:
+        module = importlib.import_module("scheduler.structure.forms")
+    except ImportError as error:
+        raise StructureError(f"this rank cannot import llguidance ({error}); install it there") from error
+    forms: Forms = module.Forms(vocabulary)
+    return forms

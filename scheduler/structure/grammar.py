@@ -1,0 +1,146 @@
+"""From a form to a grammar that can be followed token by token, within limits.
+
+The work is llguidance's (MIT licence; Rust): an Earley parser over a lexer of derivative automata, which are built
+while they are walked, so that a form compiles in about a millisecond and the cost of a token stays bounded by the
+limits below, whatever the form. Rejected: xgrammar (Apache-2.0; C++), whose figures beside ours are in docs/LOG.md.
+It needs torch, which the front must not load.
+
+A form may not look behind or ahead in regexes (neither library can). What llguidance does not know of JSON Schema
+(`not`, `if`, `uniqueItems`, `format`s of its own invention) is an error and never silently dropped.
+"""
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from scheduler.policy.request import Structure
+from scheduler.policy.structure import StructureError
+from scheduler.structure.vocabulary import Vocabulary
+
+# Room between the parts of JSON, as much as indented text needs. Without a bound a weak model writes blanks for ever.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+LIMITS = LLParserLimits(
+    max_items_in_row=2_000,  # an object of 500 optional properties
+    initial_lexer_fuel=1_000_000,  # 50,000 a millisecond, says llguidance
+    step_lexer_fuel=100_000,  # 14,000 a millisecond
+    step_max_items=25_000,  # 20,000 a millisecond
+    max_lexer_states=20_000,  # 1 to 2 KB each, kept for as long as the request
+    max_grammar_size=200_000,
+    verbose_errors=False,  # the client's schema stays out of messages
+)
+MAX_MESSAGE = 500  # characters
+_BODY = "structure"
+_OPTIONS = (
+    '{"no_forcing": true}'  # else only one spelling is allowed where a text has no choice but its spelling
+)
+
+
+def open_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    """Build llguidance's token tree; takes a tenth of a second.
+
+    One token is added behind the vocabulary and stands for the end, because a model has any number of such tokens.
+    """
+    return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)))
+
+
+def compile_structure(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher:
+    """Compile a form; releases the interpreter's lock while it works.
+
+    Raises:
+        StructureError: it is no valid form, or beyond the limits.
+    """
+    matcher = LLMatcher(tokenizer, grammar_of(structure), log_level=0, limits=LIMITS)
+    error = error_of(matcher)
+    if error:
+        raise StructureError(error)
+    return matcher
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """What went wrong in a matcher, empty if nothing did; llguidance's methods do not raise."""
+    error = matcher.get_error().replace("<non-verbose/>", "").strip()
+    if error == "NoExtensionBias":
+        return "no token of this model can go on with the structure"
+    return _in_one_line(error) if error else ""
+
+
+def grammar_of(structure: Structure) -> str:
+    """Return llguidance's own description of a form.
+
+    Raises:
+        StructureError: the text is not even JSON, where it must be, or no grammar in any known notation.
+    """
+    try:
+        grammar = _grammar_of_kind(structure)
+    except (ValueError, GbnfToLarkError) as error:
+        raise StructureError(_in_one_line(str(error))) from error
+    except RecursionError:
+        raise StructureError("it is nested too deeply") from None
+    begin = f"%llguidance {_OPTIONS}\nstart: @{_BODY}\n"
+    if structure.after:
+        begin = f"%llguidance {_OPTIONS}\nstart: before @{_BODY}\n"
+        begin += f"before[suffix={json.dumps(structure.after)}]: /(?s:.*)/\n"
+    return json.dumps({"grammars": [{"lark_grammar": begin}, {**grammar, "name": _BODY}]})
+
+
+def _grammar_of_kind(structure: Structure) -> dict[str, Any]:
+    text = structure.text
+    if structure.kind == "json_schema":
+        return _json_grammar(json.loads(text))
+    if structure.kind == "json_object":
+        return _json_grammar({"type": "object"})
+    if structure.kind == "regex":
+        grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(_without_anchors(text)))
+        return dict(grammar["grammars"][0])
+    if structure.kind == "choice":
+        choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]
+        if not choices:
+            raise StructureError("there is nothing to choose from")
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(choices)}\n"}
+    if structure.kind in ("grammar", "tool_calls"):
+        return {"lark_grammar": any_to_lark(text)}
+    raise StructureError(f"{structure.kind!r} is no kind of structure")
+
+
+def _json_grammar(schema: Any) -> dict[str, Any]:
+    """A schema's grammar; what the schema itself says about blanks goes before our bound."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise StructureError("a schema is an object, or true")
+    said = schema.get("x-guidance")
+    options = {"whitespace_pattern": WHITESPACE}
+    return {"json_schema": {**schema, "x-guidance": {**(options if said is None else said)}}}
+
+
+def _without_anchors(regex: str) -> str:
+    """Drop ^ and $ at the ends: a regex is for the whole answer anyway, and llguidance knows no anchors."""
+    start = regex.removeprefix("^")
+    backslashes = len(start[:-1]) - len(start[:-1].rstrip("\\"))
+    return start[:-1] if start.endswith("$") and backslashes % 2 == 0 else start
+
+
+def _in_one_line(message: str) -> str:
+    """What a parser says over several lines, without the carets that point into the line above."""
+    lines = [line.strip() for line in message.splitlines() if line.strip(" ^\t")]
+    return " ".join(lines)[:MAX_MESSAGE] or "unknown error"
+
+
+class _Tokens:
+    """A vocabulary in the shape that llguidance reads."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = [*vocabulary.tokens, b"<end of the structure>"]
+        self.eos_token_id = len(vocabulary.tokens)
+        self.bos_token_id = None
+        self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.end_ids, self.eos_token_id})
+        self._id_of_byte = {
+            token[0]: place for place, token in enumerate(vocabulary.tokens) if len(token) == 1
+        }
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokenize byte by byte: llguidance asks when it wants to spell what can only go on in one way."""
+        data = text.encode() if isinstance(text, str) else text
+        return [self._id_of_byte[byte] for byte in data if byte in self._id_of_byte]
