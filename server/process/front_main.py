@@ -42,7 +42,7 @@ from server.process.parent_death import die_with_parent
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.experts.load_window import ExpertsLoad
     from server.experts.placement_control import PlacementControl
-    from server.http.http_service import HttpService
+    from server.process.http_service import HttpService
 
 _LOG = logging.getLogger("wideep.front")
 LOCAL_HOST = "127.0.0.1"
@@ -247,7 +247,7 @@ def _import_http_service() -> ModuleType:
     """Import the slow half, with torch hidden: transformers would import it, and needs none of it to tokenize."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: import raises ModuleNotFoundError
-    return importlib.import_module("server.http.http_service")
+    return importlib.import_module("server.process.http_service")
 
 
 def _complain(message: str) -> int:

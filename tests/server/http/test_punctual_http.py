@@ -11,9 +11,9 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from server.http.http_service import _server_config
 from server.http.punctual_http import HEAD_S, MAX_HEAD_BYTES, PunctualProtocol
 from server.options.http_options import HttpOptions
+from server.process.http_service import _server_config
 
 TIMEOUT_S = 30.0
 HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\n"

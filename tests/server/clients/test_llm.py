@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from server.clients.batch.bulk_client import BulkClient
-from server.offline.llm import LLM, _listed, _params_for, _prompt_of
-from server.offline.requests import LLMError, Wish, fulfil_all
-from server.offline.results import Logprob, RequestOutput, SamplingParams, output_from
+from server.clients.llm.llm import LLM, _listed, _params_for, _prompt_of
+from server.clients.llm.requests import LLMError, Wish, fulfil_all
+from server.clients.llm.results import Logprob, RequestOutput, SamplingParams, output_from
 from server.options.command_line import OptionsError
 from tests.support.front_process import FrontProcess
 from tests.support.tiny_tokenizer import MAX_LEN

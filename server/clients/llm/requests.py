@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from server.clients.batch.bulk_client import BulkClient, for_each
 from server.clients.batch.progress import Progress
-from server.offline.results import RequestOutput, SamplingParams, output_from
+from server.clients.llm.results import RequestOutput, SamplingParams, output_from
 
 
 class LLMError(ValueError):

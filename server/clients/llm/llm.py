@@ -19,8 +19,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from server.clients.batch.bulk_client import BulkClient
-from server.offline.requests import LLMError, Wish, fulfil_all
-from server.offline.results import RequestOutput, SamplingParams
+from server.clients.llm.requests import LLMError, Wish, fulfil_all
+from server.clients.llm.results import RequestOutput, SamplingParams
 from server.options.command_line import DEMO_MODEL
 from server.options.keywords import options_from_keywords
 from server.process.private_service import PrivateService
