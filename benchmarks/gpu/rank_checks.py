@@ -19,15 +19,15 @@ from benchmarks.gpu.rows import Row, Setting
 from benchmarks.gpu.timing import capture
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
+from dispatch.gpu.exchange import TritonExchange
 from dispatch.gpu.low_latency import LowLatencyWay
 from dispatch.gpu.normal import NormalWay
 from dispatch.gpu.packed_exchange import PackedExchange
+from dispatch.gpu.symmetric import OpenMemory, SharedMemory, SymmetricMemory
+from dispatch.gpu.torch_symmetric import TorchSymmetricMemory
 from dispatch.gpu.wide import WideDispatcher
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.low_latency.symmetric import OpenMemory, SharedMemory, SymmetricMemory
-from dispatch.low_latency.torch_symmetric import TorchSymmetricMemory
-from dispatch.low_latency.triton_exchange import TritonExchange
 from dispatch.mode import NORMAL, Mode
 from dispatch.transport import Transport
 from dispatch.transports.choose import open_transport

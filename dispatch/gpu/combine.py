@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dispatch.gpu.casts import narrow, widen
 from dispatch.gpu.memory import as_stored
-from dispatch.low_latency.triton_casts import narrow, widen
 
 _TILE = 1024  # channels of a token that a program sums
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 STORED = {torch.bfloat16: torch.int16, torch.float16: torch.float16, torch.float32: torch.float32}
-"""The floating types that kernels take, and as what: bfloat16 is bits (see `triton_casts`)."""
+"""The floating types that kernels take, and as what: bfloat16 is bits (see `casts`)."""
 
 
 def as_stored(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The service's low-latency exchange: Triton kernels through symmetric memory, with pairs packed by slot.
 
 The way of messages is `TritonExchange`'s; what differs is where rows and answers lie (`packed_kernels`). After the first
-call of a shape nothing is allocated and the host looks at nothing (on a GPU: see `triton_calls`), so that a CUDA graph
+call of a shape nothing is allocated and the host looks at nothing (on a GPU: see `calls`), so that a CUDA graph
 can replay a step. Memory that calls of all shapes can share is shared.
 
 Legend: T tokens, K choices, H hidden, M most tokens of a rank, R ranks, L slots per rank, P pairs.
@@ -15,11 +15,11 @@ import triton
 from torch import Tensor
 
 from dispatch.gpu import packed_kernels as kernels
+from dispatch.gpu.calls import TritonCalls
+from dispatch.gpu.launches import WARPS, Launches, Tables, groups_of, padded_choices
 from dispatch.gpu.memory import STORED, DeviceRoom, as_stored
+from dispatch.gpu.symmetric import CombineContents, DispatchContents, OpenMemory
 from dispatch.low_latency.shape import LowLatencyShape
-from dispatch.low_latency.symmetric import CombineContents, DispatchContents, OpenMemory
-from dispatch.low_latency.triton_calls import TritonCalls
-from dispatch.low_latency.triton_launches import WARPS, Launches, Tables, groups_of, padded_choices
 from dispatch.meanwhile import Meanwhile, nothing
 
 _TILE = 64  # tokens or pairs that a program looks at at once

@@ -5,14 +5,14 @@ The service's experts read rows where they lie and pairs by slot, packed; DeepEP
 expert instead, in which a token lies once per expert. Here a row is copied once per rank, so that what is written is a
 K-th where all choices are here, and memory does not grow with the number of slots.
 
-Legend as in `triton_kernels`; P pairs, of which there is room for `room`; a place is source * M + token.
+Legend as in `kernels`; P pairs, of which there is room for `room`; a place is source * M + token.
 """
 
 import triton
 import triton.language as tl
 
-from dispatch.low_latency.triton_casts import copy_row, restore_row
-from dispatch.low_latency.triton_flags import CAME, half_at, is_sound
+from dispatch.gpu.casts import copy_row, restore_row
+from dispatch.gpu.flags import CAME, half_at, is_sound
 
 
 @triton.jit

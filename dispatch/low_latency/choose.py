@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import TransportUnavailable
+from dispatch.gpu.symmetric import OpenMemory, SharedMemory
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.exchange import LowLatencyExchange
-from dispatch.low_latency.symmetric import OpenMemory, SharedMemory
 from dispatch.transport import Transport
 
 Kernels = Literal["auto", "triton"]
@@ -61,7 +61,7 @@ def open_low_latency(
 
 
 def load_triton(device: torch.device) -> Any:
-    """Import `triton_exchange`.
+    """Import `dispatch.gpu.exchange`.
 
     Raises:
         TransportUnavailable: Triton is not installed, or compiles where it should interpret.
@@ -78,7 +78,7 @@ def load_triton(device: torch.device) -> Any:
             "kernels is 'triton' on the CPU, where only Triton's interpreter runs; set TRITON_INTERPRET=1 before "
             "Python starts, or leave kernels='auto'"
         )
-    return importlib.import_module("dispatch.low_latency.triton_exchange")
+    return importlib.import_module("dispatch.gpu.exchange")
 
 
 def open_memory_for(
@@ -95,7 +95,7 @@ def open_memory_for(
     if provider == "shared":
         return partial(SharedMemory, group, timeout_s=timeout_s)
     module, name = _PROVIDERS[provider]
-    memory: Any = getattr(importlib.import_module(f"dispatch.low_latency.{module}"), name)
+    memory: Any = getattr(importlib.import_module(f"dispatch.gpu.{module}"), name)
     return partial(memory, group, device=device)
 
 

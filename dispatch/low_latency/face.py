@@ -9,7 +9,7 @@ Differences from DeepEP, all for the better or without effect:
   the same of its buffers ("you cannot hold more than 2 results");
 - wait statistics are in nanoseconds, not clock cycles. A CPU transport waits for all peers at once, so each gets the
   time that the slowest took.
-What a GPU does differently, where the host does not wait, is said in `triton_exchange`.
+What a GPU does differently, where the host does not wait, is said in `dispatch.gpu.exchange`.
 
 Idea and interface: DeepEP 2.1, deep_ep/buffers/legacy.py.
 """

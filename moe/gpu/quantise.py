@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dispatch.fp8 import Quantised, num_blocks
-from dispatch.low_latency.triton_casts import quantise_row
+from dispatch.gpu.casts import quantise_row
 
 GROUPS = 8  # blocks that a program casts at once
 

@@ -55,7 +55,7 @@ def open_device_dispatcher(
         raise TransportUnavailable(
             f"--dispatch-node-size is {config.dispatch_node_size}; between GPUs every rank sends to every other: give 0"
         )
-    gpu = importlib.import_module("dispatch.gpu.choose")
+    gpu = importlib.import_module("dispatch.gpu.open")
     dispatcher: TokenDispatcher = gpu.open_gpu_dispatcher(
         config.all2all_backend,
         group,

@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 def open_wide(backend: str = "auto", **settings: Any) -> Any:
     """A dispatcher over all ranks of the pool, its kernels interpreted. Collective."""
-    from dispatch.gpu.choose import open_gpu_dispatcher  # noqa: PLC0415 - the interpreter is chosen before
+    from dispatch.gpu.open import open_gpu_dispatcher  # noqa: PLC0415 - the interpreter is chosen before
 
     return open_gpu_dispatcher(
         backend, dist.group.WORLD, device=CPU, slots_per_rank=S, timeout_s=20.0, **settings

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.low_latency.symmetric import SharedMemory
+from dispatch.gpu.symmetric import SharedMemory
 from dispatch.mode import NORMAL, Mode, low_latency
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.ranks import (
@@ -21,7 +21,7 @@ from tests.dispatch.gpu.ranks import (
     run_on_cpu,
     without_repeats,
 )
-from tests.dispatch.low_latency.test_replay import recording
+from tests.dispatch.gpu.test_replay import recording
 from tests.dispatch.oracle import RankCase, make_cases, simulate
 from tests.support.graph_safe import graph_safe_launches
 from tests.support.ranks import RankPool

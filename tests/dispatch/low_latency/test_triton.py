@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from dispatch.errors import TransportUnavailable
+from dispatch.gpu.symmetric import TEXT_BYTES, CombineContents, DispatchContents, SymmetricLayout
+from dispatch.gpu.torch_symmetric import TorchSymmetricMemory, check_addresses
 from dispatch.low_latency.choose import load_triton
 from dispatch.low_latency.shape import LowLatencyShape, size_hint
-from dispatch.low_latency.symmetric import TEXT_BYTES, CombineContents, DispatchContents, SymmetricLayout
-from dispatch.low_latency.torch_symmetric import TorchSymmetricMemory, check_addresses
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from dispatch.low_latency import triton_nvshmem as nvshmem  # noqa: E402
-from dispatch.low_latency.triton_answers import send_answers, sum_answers  # noqa: E402
-from dispatch.low_latency.triton_flags import begin_call, post_flags, post_refusal, wait_flags  # noqa: E402
-from dispatch.low_latency.triton_kernels import deliver_rows, place_rows, send_rows  # noqa: E402
+from dispatch.gpu import nvshmem  # noqa: E402
+from dispatch.gpu.answers import send_answers, sum_answers  # noqa: E402
+from dispatch.gpu.flags import begin_call, post_flags, post_refusal, wait_flags  # noqa: E402
+from dispatch.gpu.kernels import deliver_rows, place_rows, send_rows  # noqa: E402
 from tests.support.triton_compile import Kernel, assemble, check_budget, compile_kernel  # noqa: E402
 
 BF16 = torch.bfloat16

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from dispatch import Buffer
 from dispatch.low_latency.face import LowLatencyFace
 from tests.dispatch.caught import catch
+from tests.dispatch.gpu.interpreted import open_interpreted
 from tests.dispatch.low_latency import test_deepep_assertions as deepep
 from tests.dispatch.low_latency import test_face as faces
 from tests.dispatch.low_latency import test_face_refusals as refusals
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, assert_same, make_cases, simulate
-from tests.dispatch.low_latency.interpreted import open_interpreted
 from tests.dispatch.low_latency.ranks import one_rank_wrong, open_face, run_layer
 from tests.support.ranks import RankPool
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from dispatch.errors import TransportUnavailable
-from dispatch.gpu.choose import RankFacts, decide
+from dispatch.gpu.open import RankFacts, decide
 
 ONE = RankFacts(("host",), "gpu-0", has_nccl=True, has_nvshmem=False)
 TWO = ONE._replace(gpu="gpu-1")

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dispatch.low_latency.symmetric import SharedMemory
+from dispatch.gpu.symmetric import SharedMemory
 
 
 def open_interpreted(num_bytes: int = 1 << 18, **kwargs: Any) -> Any:
     """An exchange whose kernels are interpreted. Opening is collective."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from dispatch.low_latency.triton_exchange import TritonExchange  # noqa: PLC0415
+    from dispatch.gpu.exchange import TritonExchange  # noqa: PLC0415
 
     def open_memory(size: int) -> SharedMemory:
         return SharedMemory(dist.group.WORLD, size, timeout_s=20.0)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from dispatch.low_latency import triton_nvshmem as nvshmem
+from dispatch.gpu import nvshmem
 
 LATE = tl.constexpr(0)  # of a source: masked, or its flag has not come
 CAME = tl.constexpr(1)

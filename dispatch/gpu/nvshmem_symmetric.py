@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import TransportUnavailable
-from dispatch.low_latency.triton_nvshmem import find_device_library
+from dispatch.gpu.nvshmem import find_device_library
 
 _LINKED = ("send_rows", "send_answers", "post_flags", "post_refusal")  # the kernels that call NVSHMEM
 _started: list[list[int]] = []  # the ranks that NVSHMEM was started with in this process

@@ -2,15 +2,15 @@
 # ruff: noqa: SIM102 - a condition that loads must not be evaluated beside the one that guards it
 """Low-latency combine as Triton kernels: answers go to their token's place at its rank, which sums them.
 
-How ranks meet is said in `triton_kernels`; legend as there.
+How ranks meet is said in `kernels`; legend as there.
 """
 
 import triton
 import triton.language as tl
 
-from dispatch.low_latency import triton_nvshmem as nvshmem
-from dispatch.low_latency.triton_casts import copy_row, narrow, widen
-from dispatch.low_latency.triton_flags import CAME, half_at, is_sound
+from dispatch.gpu import nvshmem
+from dispatch.gpu.casts import copy_row, narrow, widen
+from dispatch.gpu.flags import CAME, half_at, is_sound
 
 
 @triton.jit(do_not_specialize=["rank"])

@@ -1,6 +1,6 @@
 """`LowLatencyExchange` by Triton kernels through symmetric memory: between GPUs, or in the interpreter between CPU ranks.
 
-Nothing is allocated after the first call of a shape, and on a GPU the host looks at nothing (`triton_calls` says what
+Nothing is allocated after the first call of a shape, and on a GPU the host looks at nothing (`calls` says what
 follows from that): choices out of range, and choices of a combine that were not dispatched, are no choices there instead
 of errors.
 
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dispatch.gpu.calls import TritonCalls
+from dispatch.gpu.launches import Launches, TritonSlot
 from dispatch.gpu.memory import STORED
+from dispatch.gpu.symmetric import CombineContents, DispatchContents, OpenMemory
 from dispatch.low_latency.exchange import Posted
 from dispatch.low_latency.ring import DispatchSlot, Results
 from dispatch.low_latency.shape import LowLatencyShape
-from dispatch.low_latency.symmetric import CombineContents, DispatchContents, OpenMemory
-from dispatch.low_latency.triton_calls import TritonCalls
-from dispatch.low_latency.triton_launches import Launches, TritonSlot
 
 
 class TritonExchange(TritonCalls):

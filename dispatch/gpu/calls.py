@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerRefused, RanksDisagree
-from dispatch.low_latency import triton_flags as flags
+from dispatch.gpu import flags
+from dispatch.gpu.symmetric import TEXT_BYTES, OpenMemory, SymmetricLayout, SymmetricMemory
 from dispatch.low_latency.exchange import OneTravels, Posted
 from dispatch.low_latency.shape import LowLatencyShape
-from dispatch.low_latency.symmetric import TEXT_BYTES, OpenMemory, SymmetricLayout, SymmetricMemory
 from dispatch.transport import decode_refusal, encode_refusal
 
 POLLS_PER_S = 1_000_000  # of a GPU, about: a look at a flag goes to memory
@@ -57,7 +57,7 @@ class TritonCalls(OneTravels):
         rank, world_size, device: of the memory.
         is_blocking: as given, or as the device decides.
         memory, layout: of calls from now on.
-        mask, arrived: int32 [R], and calls: int64 [1], see `triton_flags`.
+        mask, arrived: int32 [R], and calls: int64 [1], see `flags`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Launches the Triton kernels that move rows and answers, for calls of any shape. What the kernels do is in
-`triton_kernels` and `triton_answers`; when they run, in `triton_exchange`.
+`kernels` and `answers`; when they run, in `exchange`.
 
-Legend as in `triton_kernels`.
+Legend as in `kernels`.
 """
 
 from typing import NamedTuple
@@ -11,13 +11,12 @@ import triton
 from torch import Tensor
 
 from dispatch import fp8
+from dispatch.gpu import answers, kernels
+from dispatch.gpu.calls import TritonCalls
 from dispatch.gpu.memory import STORED, as_stored
-from dispatch.low_latency import triton_answers as answers
-from dispatch.low_latency import triton_kernels as kernels
+from dispatch.gpu.symmetric import CombineContents, DispatchContents
 from dispatch.low_latency.ring import DispatchSlot
 from dispatch.low_latency.shape import LowLatencyShape
-from dispatch.low_latency.symmetric import CombineContents, DispatchContents
-from dispatch.low_latency.triton_calls import TritonCalls
 
 _TILE_GROUPS = 8  # blocks of 128 channels that a program handles at once: 1,024 elements
 WARPS = 8

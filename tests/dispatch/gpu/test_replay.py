@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dispatch.low_latency.face import LowLatencyFace
+from tests.dispatch.gpu.interpreted import open_interpreted
+from tests.dispatch.gpu.test_face import fresh_pool  # noqa: F401 - a fixture
 from tests.dispatch.low_latency.cases import Layer, RankCase, answer, make_cases, simulate
-from tests.dispatch.low_latency.interpreted import open_interpreted
-from tests.dispatch.low_latency.test_triton_face import fresh_pool  # noqa: F401 - a fixture
 from tests.support.ranks import RankPool
 
 pytestmark = (

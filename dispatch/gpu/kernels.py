@@ -7,8 +7,8 @@ peer that cannot be addressed and is reached by NVSHMEM (`HAS_REMOTE`, `triton_n
 phases are enough, as in `transports.signals`.
 No atomics decide an order: a token has one place at each peer, and receivers count. Hence the same bits as the oracle.
 
-A call is a chain of launches: begin, send, post, wait, place, deliver; begin, answer, post, wait, sum (`triton_flags`,
-`triton_answers`, `triton_casts`).
+A call is a chain of launches: begin, send, post, wait, place, deliver; begin, answer, post, wait, sum (`flags`,
+`answers`, `casts`).
 
 Ideas: DeepEP's low-latency kernels (DeepSeek); flags that carry a number: Triton-distributed. Rejected: DeepEP's row
 places by atomic counters, whose order changes from run to run.
@@ -19,9 +19,9 @@ Legend: R ranks, L experts per rank, M most tokens of a rank, K choices, H hidde
 import triton
 import triton.language as tl
 
-from dispatch.low_latency import triton_nvshmem as nvshmem
-from dispatch.low_latency.triton_casts import copy_row, write_row
-from dispatch.low_latency.triton_flags import CAME, half_at, is_sound
+from dispatch.gpu import nvshmem
+from dispatch.gpu.casts import copy_row, write_row
+from dispatch.gpu.flags import CAME, half_at, is_sound
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])

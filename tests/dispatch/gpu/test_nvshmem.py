@@ -12,7 +12,7 @@ from dispatch.errors import TransportUnavailable
 from tests.support.ranks import RankPool
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from dispatch.low_latency import nvshmem_symmetric
+from dispatch.gpu import nvshmem_symmetric
 
 CPU = torch.device("cpu")
 PEER_AT = 0x7000_0000_0000
