@@ -7,7 +7,7 @@ stays in the first-level cache, and float32 tiles run over it.
 
 How a byte becomes a number without a table of 256: e4m3's exponent and mantissa, moved to a float32's places, are
 the value times 2^-120, for subnormals too. An e2m1 value is looked up as the e4m3 byte that equals it (16 bytes in one
-register). 2^120 is put into the scale, which must therefore stay below 2^8 (`moe.quantised_weight` refuses others).
+register). 2^120 is put into the scale, which must therefore stay below 2^8 (`moe.load.quantised_weight` refuses others).
 e4m3's NaN is not decoded (likewise). Rejected: a table in memory, which AVX2 gathers from one element at a time.
 
 Layout of a panel, K inputs of 16 output columns: FP8 codes [K, 16] and one float32 scale per block of K; MXFP4 codes

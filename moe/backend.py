@@ -19,9 +19,9 @@ from dispatch.dispatched import TokenDispatcher
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
 from moe.current_step import CurrentStep
+from moe.load.loader import Keep, Loader, Report, Weight
+from moe.load.quantisation import Quantisation
 from moe.load_counts import LayerCounts, LoadCounts
-from moe.loader import Keep, Loader, Report, Weight
-from moe.quantisation import Quantisation
 from moe.replicas import Route
 from moe.shared_experts import SharedExpert
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe.backend import Experts
-from moe.experts import SAMPLE_ROWS
+from moe.cpu.experts import SAMPLE_ROWS
 
 
 class ExpertWeights(NamedTuple):

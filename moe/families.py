@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from moe.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
+from moe.load.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
 
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "hybrid")
 BATCH_WIDE_ROTARY = ("dynamic", "longrope")

@@ -20,22 +20,22 @@ from expert_placement.placement import EMPTY, Placement
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.backend import Backend, Experts
-from moe.checkpoint import Checkpoint
-from moe.cpu_backend import CPU
+from moe.cpu.backend import CPU
 from moe.current_step import CurrentStep
 from moe.expert_weights import ExpertWeights, read_slot
 from moe.families import build_on_meta, check_layout, experts_modules, read_config
 from moe.kept_body import KeptBody
+from moe.load.checkpoint import Checkpoint
+from moe.load.loader import Loader, Report
+from moe.load.plan import LoadPlan
+from moe.load.quantisation import read_quantisation
+from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
-from moe.load_plan import LoadPlan
-from moe.loader import Loader, Report
-from moe.quantisation import read_quantisation
 from moe.rehearsal import rehearse
 from moe.replicas import routes
 from moe.shared_experts import SharedExpert
 from moe.slot_changes import Held, change_slots
 from moe.spare_slots import SpareSlots
-from moe.stored_tensors import StoredTensors
 
 
 class Skeleton:

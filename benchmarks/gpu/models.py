@@ -24,7 +24,7 @@ from transformers import (
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.rows import Setting
-from moe.random_checkpoint import RandomCheckpoint
+from moe.load.random_checkpoint import RandomCheckpoint
 from scheduler.policy.config import EngineConfig
 
 MODELS = ("qwen3", "gpt-oss", "deepseek")

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
 from attention.gpu import served_shapes
-from attention.gpu.rotary_modules import exchange_rotary
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import SMALLEST_CAPACITY
 from kvcache.gpu.cache import DeviceCache, token_bytes
@@ -22,8 +21,11 @@ from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
+from moe.adopt.norms import exchange_norms
+from moe.adopt.rotary import exchange_rotary
+from moe.adopt.routers import exchange_routers
 from moe.backend import Slots
-from moe.cpu_backend import leaves
+from moe.cpu.backend import leaves
 from moe.current_step import CurrentStep
 from moe.families import UnsupportedModelError
 from moe.gpu import experts as experts_organ
@@ -34,12 +36,10 @@ from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.formats import SCALE_BLOCK
 from moe.gpu.linear_weight import DeviceWeight, OneGroup
 from moe.gpu.load_counts import DeviceLoadCounts
-from moe.gpu.norms import exchange_norms
-from moe.gpu.routers import exchange_routers
 from moe.gpu.slots import DeviceSlots
-from moe.loader import Keep, Loader, Report, Weight
-from moe.quantisation import Quantisation
-from moe.quantised_weight import QuantisedWeight
+from moe.load.loader import Keep, Loader, Report, Weight
+from moe.load.quantisation import Quantisation
+from moe.load.quantised_weight import QuantisedWeight
 from moe.replicas import Route
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe.cpu_backend import leaves
+from moe.adopt.gates import Gate, arranged, gate_of
+from moe.cpu.backend import leaves
 from moe.gpu.formats import SCALE_BLOCK
-from moe.gpu.gates import Gate, arranged, gate_of
 from moe.gpu.slots import DeviceSlots, SlotStore
-from moe.loader import Loader, Weight
-from moe.quantised_weight import QuantisedWeight
+from moe.load.loader import Loader, Weight
+from moe.load.quantised_weight import QuantisedWeight
 
 Kind = tuple[Any, ...]  # leaf, in features, and each tensor's name, type and shape: what a store is for
 

@@ -1,6 +1,6 @@
 """The experts organ on GPUs: experts to slots, dispatch, two grouped products with the gate between them, combine.
 
-What `moe.experts` is to the CPU. Every launch depends on the step's padded size only, and nothing is read back, so a
+What `moe.cpu.experts` is to the CPU. Every launch depends on the step's padded size only, and nothing is read back, so a
 step can be captured. Padded rows choose no slot; they come back as zeros.
 
 Legend: T rows, padding included, D hidden dim, K choices per row, P pairs (row, choice), S slots of this rank,
@@ -18,11 +18,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import NORMAL, Mode
 from kvcache.gpu.step import DeviceStep
+from moe.adopt import gates
+from moe.adopt.gates import Gate
+from moe.cpu.experts import SAMPLE_ROWS, serve_experts
 from moe.current_step import CurrentStep
-from moe.experts import SAMPLE_ROWS, serve_experts
-from moe.gpu import gates
 from moe.gpu.choose import DeviceRoute
-from moe.gpu.gates import Gate
 from moe.gpu.grouped import grouped_linear
 from moe.gpu.linear_weight import steady_tile
 from moe.gpu.load_counts import DeviceLayerCounts
@@ -78,7 +78,7 @@ class DeviceExpertLayer:
         self._way.follow(route)
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Serve one layer; collective. See `moe.experts.ExpertLayer.run`."""
+        """Serve one layer; collective. See `moe.cpu.experts.ExpertLayer.run`."""
         self._keep_sample(hidden_TD)
         placed = self.step.on_device
         table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None

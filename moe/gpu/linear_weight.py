@@ -1,6 +1,6 @@
 """Linear layers' weights that a kernel of ours multiplies with on a GPU: FP8 ones, and all where rows' bits must be their own.
 
-`transformers`' modules call `torch.nn.functional.linear(x, self.weight)`; as `moe.packed_weight` does on the CPU, the
+`transformers`' modules call `torch.nn.functional.linear(x, self.weight)`; as `moe.cpu.packed_weight` does on the CPU, the
 weight answers, here with the experts' grouped product with one group. FP8 stays as the checkpoint has it, one byte a
 value and a scale per 128 x 128. Plain weights come here where the engine is told to be invariant: cuBLAS takes
 another kernel for another number of rows, and adds in another order.
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from moe.cpu.packed_weight import ABOUT
 from moe.gpu.formats import PLAIN, SCALE_BLOCK, format_of
 from moe.gpu.grouped import grouped_linear
 from moe.gpu.tiles import DECODE_TILE, FP8_DECODE_TILE, GroupedTile
-from moe.packed_weight import ABOUT
-from moe.quantised_weight import QuantisedWeight
+from moe.load.quantised_weight import QuantisedWeight
 
 
 class OneGroup:

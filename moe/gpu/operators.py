@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kvcache.gpu.operators import Numbered
-from moe.experts import serve_experts
+from moe.cpu.experts import serve_experts
 from moe.gpu import routing
 from moe.gpu.linear_weight import DeviceWeight
 from moe.gpu.routing import Routing
@@ -31,7 +31,7 @@ def _like_experts(hidden: Tensor, *_rest: object) -> Tensor:
 
 
 def serve(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """See `moe.experts.serve_experts`."""
+    """See `moe.cpu.experts.serve_experts`."""
     out_TD: Tensor = torch.ops.wideep.experts(hidden_TD, ids_TK, weights_TK, module.own_number)
     return out_TD
 

@@ -19,7 +19,7 @@ from dispatch.errors import TransportUnavailable
 from expert_placement.placement import Placement
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
-from moe.checkpoint import CheckpointError
+from moe.load.checkpoint import CheckpointError
 from moe.model import Model
 from moe.slot_changes import Held, num_to_read
 from scheduler.epochs.meeting import CONNECT_TIMEOUT_S, meet, part

@@ -26,7 +26,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     device: str = "cpu"  # see `scheduler.step.devices`
     dtype: str = "auto"
-    load_format: str = "auto"  # the directory's safetensors; "random": see `moe.random_checkpoint`
+    load_format: str = "auto"  # the directory's safetensors; "random": see `moe.load.random_checkpoint`
     batch_invariant: bool = False  # of a GPU; a CPU always is
     enforce_eager: bool = False  # no CUDA graphs
     compiler: str = ""  # of a GPU: the backend of torch.compile for what lies between the organs; "": none

@@ -15,7 +15,7 @@ from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import TransportUnavailable
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
-from moe.cpu_backend import CPU
+from moe.cpu.backend import CPU
 from moe.model import Model
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.sampling.sampler import HostSampler, Sampler

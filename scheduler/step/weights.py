@@ -1,8 +1,8 @@
 """Where an engine's weights come from."""
 
-from moe.checkpoint import Checkpoint
+from moe.load.checkpoint import Checkpoint
+from moe.load.random_checkpoint import RandomCheckpoint
 from moe.model import Skeleton
-from moe.random_checkpoint import RandomCheckpoint
 from scheduler.policy.config import ConfigError, EngineConfig
 
 

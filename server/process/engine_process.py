@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dispatch.errors import DispatchError, TransportUnavailable
-from moe.checkpoint import CheckpointError
 from moe.families import UnsupportedModelError
+from moe.load.checkpoint import CheckpointError
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import RankStats, RequestOutput

@@ -29,7 +29,7 @@ WITHOUT_TORCH = [
     "scheduler.policy.request",
     "scheduler.policy.sequence",
     "kvcache.blocks",
-    "moe.quantisation",
+    "moe.load.quantisation",
     "server.process.worker",
 ]
 # Imports inside functions, by file, and why they are there.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe.checkpoint import Checkpoint, CheckpointError
+from moe.load.checkpoint import Checkpoint, CheckpointError
 from scheduler.policy.config import EngineConfig
 from scheduler.step.assembly import assemble
 from tests.support.families import VOCABULARY

@@ -5,7 +5,7 @@ import torch
 
 from moe.expert_weights import digest, exchange_slot, manifest, read_slot, sample, spare_slot, try_out
 from moe.spare_slots import SpareSlots
-from tests.moe.test_experts import FORMS, Form, experts_module, layer_of, routed, run
+from tests.moe.cpu.test_experts import FORMS, Form, experts_module, layer_of, routed, run
 
 FORM = FORMS["biases"]
 

@@ -15,8 +15,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from moe.checkpoint import Checkpoint
 from moe.families import UnsupportedModelError, build_on_meta
+from moe.load.checkpoint import Checkpoint
 from moe.model import Skeleton
 from moe.rehearsal import Notes, Sight, sight_of
 from tests.support.families import make_model, write_checkpoint

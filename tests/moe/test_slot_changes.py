@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expert_placement.placement import EMPTY
-from moe.checkpoint import CheckpointError
+from moe.cpu.experts import SlotTensors
 from moe.expert_weights import ExpertWeights, digest, read_slot, spare_slot
-from moe.experts import SlotTensors
+from moe.load.checkpoint import CheckpointError
 from moe.slot_changes import change_slots, num_to_read
 from moe.spare_slots import SpareSlots
 from tests.support.families import write_checkpoint

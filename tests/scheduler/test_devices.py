@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dispatch.errors import TransportUnavailable
-from moe.cpu_backend import CPU
+from moe.cpu.backend import CPU
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.sampling.sampler import HostSampler
 from scheduler.step.assembly import check_together

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from moe.cpu_linear import grouped_linear, linear, pack
+from moe.cpu.linear import grouped_linear, linear, pack
 
 
 def check(kernel: str) -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe.quantisation import UnservedQuantisationError, read_quantisation
+from moe.load.quantisation import UnservedQuantisationError, read_quantisation
 from server.process.preflight.preflight_error import PreflightError
 
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

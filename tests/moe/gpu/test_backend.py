@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from moe.gpu.backend import GpuBackend, why_no_fp8
-from moe.quantisation import Quantisation
+from moe.load.quantisation import Quantisation
 
 BLOCKS = Quantisation(method="fp8", block_rows=128, block=128)
 

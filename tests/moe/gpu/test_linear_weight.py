@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.quantised_weight import QuantisedWeight
+from moe.load.quantised_weight import QuantisedWeight
 from tests.support.quantise import quantise_fp8
 from tests.support.ranks import RankPool
 

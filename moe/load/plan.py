@@ -24,9 +24,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from moe.checkpoint import CheckpointError
-from moe.quantisation import ROWS
-from moe.stored_tensors import StoredTensors
+from moe.load.checkpoint import CheckpointError
+from moe.load.quantisation import ROWS
+from moe.load.stored_tensors import StoredTensors
 
 EXPERT_INDEX = re.compile(r"experts\.(\d+)\.")
 ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"\.masked_bias$")

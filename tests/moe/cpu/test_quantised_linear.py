@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.cpu_linear import grouped_linear, linear, pack
-from moe.cpu_quantised_linear import (
+from moe.cpu.linear import grouped_linear, linear, pack
+from moe.cpu.quantised_linear import (
     grouped_quantised_linear,
     pack_codes,
     pack_scales,
     quantised_linear,
     unpack_quantised,
 )
-from moe.quantised_weight import QuantisedWeight, QuantisedWeightError, e2m1_values, e8m0_values
+from moe.load.quantised_weight import QuantisedWeight, QuantisedWeightError, e2m1_values, e8m0_values
 
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
 SHAPES = [(16, 32), (48, 96), (17, 64), (250, 160)]  # N, K

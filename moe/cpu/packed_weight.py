@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from attention.cpu_tiles import LANES
-from moe.cpu_linear import linear, pack, unpack
-from moe.cpu_quantised_linear import pack_codes, pack_scales, quantised_linear, unpack_quantised
+from moe.cpu.linear import linear, pack, unpack
+from moe.cpu.quantised_linear import pack_codes, pack_scales, quantised_linear, unpack_quantised
 from moe.current_step import CurrentStep
-from moe.quantised_weight import QuantisedWeight
+from moe.load.quantised_weight import QuantisedWeight
 
 CASTS = frozenset({Tensor.to, Tensor.type})
 # Getters that tell about a tensor without its values; all others (T, mT, data) want them.

@@ -45,7 +45,7 @@ class CentredRMSNorm(PlainRMSNorm):
 def exchange() -> tuple[int, list[bool], float]:
     """Exchange the norms of a small model; how many, which, and how far the exchanged one is from its own."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from moe.gpu.norms import exchange_norms  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.norms import exchange_norms  # noqa: PLC0415 - in the interpreter
 
     torch.manual_seed(0)
     net = nn.ModuleList(

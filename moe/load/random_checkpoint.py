@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe.checkpoint import Checkpoint
+from moe.load.checkpoint import Checkpoint
 
 LOGIT_SPREAD, ROUTER_SPREAD = 4.0, 2.0  # standard deviations of their outputs, for inputs of size 1
 _BIAS_SPREAD = 0.1

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moe.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
+from moe.load.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
 from tests.support.quantise import MXFP4_CONFIG, fp8_config
 
 DEEPSEEK_V3 = {

@@ -12,17 +12,17 @@ from attention import organ as attention_organ
 from dispatch.dispatched import TokenDispatcher
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
-from moe import experts as experts_organ
 from moe.backend import Backend, Slots
+from moe.cpu import experts as experts_organ
+from moe.cpu.experts import ExpertLayer, SlotTensors
+from moe.cpu.packed_weight import PackedWeight
+from moe.cpu.warmup import compile_kernels
 from moe.current_step import CurrentStep
-from moe.experts import ExpertLayer, SlotTensors
+from moe.load.loader import Keep, Loader, Report, Weight
+from moe.load.quantisation import Quantisation
+from moe.load.quantised_weight import QuantisedWeight
 from moe.load_counts import LoadCounts
-from moe.loader import Keep, Loader, Report, Weight
-from moe.packed_weight import PackedWeight
-from moe.quantisation import Quantisation
-from moe.quantised_weight import QuantisedWeight
 from moe.replicas import Route
-from moe.warmup import compile_kernels
 
 if TYPE_CHECKING:
     from moe.model import Model

@@ -1,7 +1,7 @@
 """How a checkpoint is quantised, read off its configuration: what is served, and what is refused by name.
 
 Knows no torch, so that the check before the start uses it too. The files' own tensors have the last word about which
-weight is quantised (`moe.stored_tensors`); this says how to read those that are. Activations are never quantised here:
+weight is quantised (`moe.load.stored_tensors`); this says how to read those that are. Activations are never quantised here:
 a format that wants them quantised by numbers of the checkpoint would give other answers, and is refused.
 """
 

@@ -8,8 +8,8 @@ import torch
 from transformers import GptOssConfig, Qwen3MoeConfig
 
 from moe.families import build_on_meta, experts_modules
-from moe.load_plan import LoadPlan
-from moe.random_checkpoint import RandomCheckpoint, spread
+from moe.load.plan import LoadPlan
+from moe.load.random_checkpoint import RandomCheckpoint, spread
 
 CPU = torch.device("cpu")
 COMMON: dict[str, Any] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.gpu.gates import Gate, apply, arranged, gate_of, gelu_tanh, silu, swiglu_oai
+from moe.adopt.gates import Gate, apply, arranged, gate_of, gelu_tanh, silu, swiglu_oai
 
 
 def module(gate: Any, *, has_gate: bool = True) -> SimpleNamespace:

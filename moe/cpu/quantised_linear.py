@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attention.cpu_quantised_tiles import MAX_BLOCK, rows_times_panel_fp8, rows_times_panel_mxfp4
 from attention.cpu_tiles import LANES, serial_and_parallel
-from moe.cpu_linear import ROW_BLOCK, pack, pays, unpack
-from moe.quantised_weight import QuantisedWeight, inputs_per_code
+from moe.cpu.linear import ROW_BLOCK, pack, pays, unpack
+from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
 
 
 def pack_codes(weight: QuantisedWeight) -> Tensor:

@@ -55,7 +55,7 @@ def is_exchanged(module: nn.Module) -> bool:
 
 def route_both_ways(family: str) -> Routers:
     """Exchange a family's routers; rows through each, and through its class's own forward."""
-    from moe.gpu.routers import exchange_routers  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.routers import exchange_routers  # noqa: PLC0415 - in the interpreter
 
     net = make_model(family)
     routers = [module for module in net.modules() if "Router" in type(module).__name__]
@@ -138,7 +138,7 @@ class ShortRouter(PlainRouter):
 
 
 def exchanged_kinds() -> list[bool]:
-    from moe.gpu.routers import exchange_routers  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.routers import exchange_routers  # noqa: PLC0415 - in the interpreter
 
     kinds = (PlainRouter, SquaringRouter, WarmRouter, LastRouter, ShortRouter)
     net = nn.ModuleList([*(kind() for kind in kinds), nn.Linear(16, 8), PlainRouter()])
@@ -153,8 +153,8 @@ def test_a_router_that_does_something_else_keeps_its_own(interpreter: RankPool) 
 
 def route_by_a_devices_weight() -> tuple[bool, float, bool]:
     """As with --batch-invariant: the weight is no parameter, and multiplies by itself."""
+    from moe.adopt.routers import exchange_routers  # noqa: PLC0415
     from moe.gpu.linear_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.routers import exchange_routers  # noqa: PLC0415
 
     net = nn.ModuleList([PlainRouter()])
     weight = net[0].weight.detach()

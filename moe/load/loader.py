@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe.load_plan import LoadPlan, Source
-from moe.quantised_weight import QuantisedWeight
-from moe.stored_tensors import StoredTensors
+from moe.load.plan import LoadPlan, Source
+from moe.load.quantised_weight import QuantisedWeight
+from moe.load.stored_tensors import StoredTensors
 
 Report = Callable[[str, float], None]  # stage, fraction done
 Weight = Tensor | QuantisedWeight

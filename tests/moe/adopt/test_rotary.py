@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 def exchange(family: str) -> Found:
     os.environ["TRITON_INTERPRET"] = "1"
-    from attention.gpu.rotary_modules import exchange_rotary  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.rotary import exchange_rotary  # noqa: PLC0415 - in the interpreter
 
     model = make_model(family)
     file = importlib.import_module(type(model).__module__)

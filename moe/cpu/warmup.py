@@ -10,8 +10,8 @@ import torch
 from attention.cpu_attention import paged_attention
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
-from moe.cpu_linear import silu_and_mul
-from moe.packed_weight import PackedWeight
+from moe.cpu.linear import silu_and_mul
+from moe.cpu.packed_weight import PackedWeight
 
 if TYPE_CHECKING:
     from moe.model import Model

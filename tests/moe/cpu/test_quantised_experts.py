@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.cpu.experts import ExpertLayer, SlotTensors
 from moe.expert_weights import digest, exchange_slot, manifest, read_slot, spare_slot, try_out
-from moe.experts import ExpertLayer, SlotTensors
-from moe.quantised_weight import QuantisedWeight
+from moe.load.quantised_weight import QuantisedWeight
 from moe.spare_slots import SpareSlots
-from tests.moe.test_experts import FORMS, Form, experts_module, layer_of, routed, run
+from tests.moe.cpu.test_experts import FORMS, Form, experts_module, layer_of, routed, run
 from tests.support.quantise import quantise_fp8, quantise_mxfp4
 
 FORM = FORMS["biases"]  # 32 intermediate, with biases
@@ -47,7 +47,7 @@ def layers(
 ) -> tuple[ExpertLayer, ExpertLayer]:
     """In both formats; MXFP4 takes inputs in blocks of 32."""
     if request.param == "mxfp4":
-        monkeypatch.setattr("tests.moe.test_experts.HIDDEN", 32)
+        monkeypatch.setattr("tests.moe.cpu.test_experts.HIDDEN", 32)
     return layers_of(FORM, request.param)
 
 

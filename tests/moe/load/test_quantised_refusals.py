@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.checkpoint import CheckpointError
 from moe.families import UnsupportedModelError
+from moe.load.checkpoint import CheckpointError
 from moe.model import Skeleton
 from tests.moe.loaded import load, refused
 from tests.moe.quantised_cases import FP8, MXFP4, Case, bytes_of

@@ -23,11 +23,11 @@ from attention.cpu_tiles import LANES
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
-from moe.cpu_linear import grouped_linear, pack, silu_and_mul
-from moe.cpu_quantised_linear import grouped_quantised_linear, pack_codes, pack_scales
+from moe.cpu.linear import grouped_linear, pack, silu_and_mul
+from moe.cpu.quantised_linear import grouped_quantised_linear, pack_codes, pack_scales
 from moe.current_step import CurrentStep
+from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
 from moe.load_counts import LayerCounts
-from moe.quantised_weight import QuantisedWeight, inputs_per_code
 from moe.replicas import Route
 from moe.shared_experts import SharedExpert, meanwhile_of
 

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint on disk: names, shapes, and reads that are counted.
 
 Reads are lazy (memory-mapped safetensors), whole tensors or rows of the first dimension, so that a rank touches
-only what it keeps. It knows nothing of models; `moe.loader` maps names to parameters.
+only what it keeps. It knows nothing of models; `moe.load.loader` maps names to parameters.
 """
 
 import json

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.cpu_linear import grouped_linear, linear, pack, silu_and_mul, unpack
+from moe.cpu.linear import grouped_linear, linear, pack, silu_and_mul, unpack
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(16, 1), (1, 1), (15, 7), (17, 64), (48, 33), (250, 128)]  # N, K

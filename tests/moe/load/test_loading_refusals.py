@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe.checkpoint import CheckpointError
+from moe.load.checkpoint import CheckpointError
 from tests.conftest import PoolOf
 from tests.moe.loaded import Tensors, refused, rewrite
 from tests.support.serving import build

@@ -14,8 +14,8 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.transports.choose import open_transport
 from expert_placement.placement import Placement
 from kvcache.step import Span, Step
+from moe.cpu.experts import ExpertLayer, SlotTensors, serve_experts
 from moe.current_step import CurrentStep
-from moe.experts import ExpertLayer, SlotTensors, serve_experts
 from moe.load_counts import LoadCounts
 from moe.replicas import routes
 

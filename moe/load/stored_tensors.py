@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from moe.checkpoint import Checkpoint, CheckpointError
-from moe.quantisation import Quantisation
-from moe.quantised_weight import QuantisedWeight
+from moe.load.checkpoint import Checkpoint, CheckpointError
+from moe.load.quantisation import Quantisation
+from moe.load.quantised_weight import QuantisedWeight
 
 FP8_CODES, FP8_SCALES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
 UNSERVED = ("F8_", "F6_", "F4", "U8", "I8", "U16", "I16", "U32", "I32")  # beginnings of safetensors' dtypes
