@@ -12,7 +12,7 @@ CLIENTS := $(CLIENTS_VENV)/.installed
 NPM := tests/clients/npm
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: serve test test-all test-clients lint bench-serve proto clean
+.PHONY: serve test test-all test-clients lint sizes bench-serve proto clean
 
 serve: $(RUNTIME)
 	@$(BIN)/wideep serve $(ARGS)
@@ -30,6 +30,9 @@ lint: $(DEVELOP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+sizes:
+	@$(PYTHON) -m tests.house.sizes
 
 bench-serve: $(DEVELOP)
 	$(BIN)/python -m benchmarks.serve $(ARGS)

@@ -66,6 +66,9 @@ def test_an_expected_death_is_a_result() -> None:
 
 
 def test_a_hang_is_killed() -> None:
-    with RankPool(2) as pool, pytest.raises(RankError, match=r"ranks \[1\] of 2"):
+    with (
+        RankPool(2) as pool,
+        pytest.raises(RankError, match=r"ranks \[(0, )?1\] of 2"),
+    ):  # 0 may be slow to start
         pool.run(hang_on_rank_one, timeout_s=0.5)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pool.pids)
