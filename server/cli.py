@@ -184,7 +184,7 @@ def _run_experts(args: argparse.Namespace) -> int:
 
 
 def _run_checker() -> int:
-    from server.front.structure.checker import run_checker
+    from server.front.structure.checker_process import run_checker
 
     return run_checker()
 

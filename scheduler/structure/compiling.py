@@ -1,7 +1,7 @@
 """Compiles the forms that requests ask for, in a thread beside the step loop.
 
 A request waits here until its form is compiled and others go on. One thread: forms compile in milliseconds, and
-the front has let none through that does not (`server.front.structure.checks`). Its stack is far larger than the one on which
+the front has let none through that does not (`server.front.structure.structure_checks`). Its stack is far larger than the one on which
 the front's checker compiles, because llguidance recurses along a chain of references and overflowing the stack would
 end the rank: what fits there fits here. What imports llguidance (`scheduler.structure.forms`) is imported when the first
 request asks for a form, so an engine that nobody asks runs without it.

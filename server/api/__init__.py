@@ -1,1 +1,1 @@
-"""The OpenAI-compatible routes: schemas, checks, and the shapes of answers and streams."""
+"""What clients may ask: OpenAI's, vLLM's and Anthropic's requests, checked, and the JSON and events of answers."""

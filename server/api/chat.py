@@ -11,15 +11,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from scheduler.policy.request import Logprobs
-from server.api.chat_turn import ChatMessage, ChatTurn, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from server.api.logprobs import chat_logprobs, prompt_logprobs_list
+from server.api.answer_json import TextEvent, chat_logprobs, event, prompt_logprobs_list
+from server.api.chat_turn import ChatMessage, ChatTurn
+from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.api.parsers.registry import NONE
 from server.api.schemas import ChatRequest
+from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect
-from server.api.text_event import TextEvent, event
 from server.front.generations import Piece
 from server.front.requests import Requests
-from server.front.served import ServedModel
 from server.http.described import STREAM_RESPONSE
 from server.http.hot_routes import HotEndpoint
 

@@ -1,48 +1,117 @@
 """One turn of a chat, from the request to what the answer means: the part that is the same for every chat endpoint.
 
 `ChatTurn.open` checks a request, renders and tokenizes its prompt and gives its choices to ranks. `parser` turns a
-choice's pieces into content, reasoning and tool calls as they come, `message` a whole choice at once. How that is worded is
-the endpoint's matter: /v1/chat/completions words it as it is, others turn their request into a ChatRequest first.
+choice's pieces into content, reasoning and tool calls as they come, `message` a whole choice at once. The JSON is the
+endpoint's matter: /v1/chat/completions shows a turn as it is, others turn their request into a ChatRequest first.
 """
 
 import uuid
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scheduler.policy.request import FinishReason, Structure
-from server.api.chat_prompt import render_chat
-from server.api.message_parser import ChatMessage, MessageParser, ToolCall
-from server.api.messages import template_messages
-from server.api.params import asks_for, refuse_unserved
+from server.api.answer_json import usage_of
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
 from server.api.parsers.registry import NONE
-from server.api.reasoning_tokens import ReasoningCount
+from server.api.prompts import encode, render_chat, template_messages
+from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import ChatRequest
+from server.api.served import ServedModel
 from server.api.streaming import finish_word
 from server.api.structure import check_structure, refuse_second_form, structure_of
-from server.api.text import LONG_TEXT, check_unicode, encode
 from server.api.tools import ToolUse, tool_use_of
-from server.api.usage import usage_of
 from server.errors import bad_request
 from server.front.generations import Answer, Ask, Piece
 from server.front.requests import Requests
-from server.front.served import ServedModel
 
-__all__ = [
-    "LONG_TEXT",
-    "ChatMessage",
-    "ChatTurn",
-    "ContentDelta",
-    "Delta",
-    "MessageParser",
-    "ReasoningDelta",
-    "ToolCall",
-    "ToolCallDelta",
-    "check_unicode",
-    "encode",
-    "render_chat",
-]
+
+class ReasoningCount:
+    """The count for one growing answer."""
+
+    def __init__(self, count_tokens: Callable[[str], int]) -> None:
+        """Args: count_tokens tokenizes a text and returns how many tokens it has."""
+        self.num_tokens = 0
+        self._count_tokens = count_tokens
+        self._num_pending = 0  # tokens whose text is held back
+
+    def note(self, deltas: Sequence[Delta], num_tokens: int) -> None:
+        """Take note of a piece: what it became, and how many tokens it had."""
+        self._num_pending += num_tokens
+        if not deltas:
+            return
+        thoughts = [delta.text for delta in deltas if isinstance(delta, ReasoningDelta)]
+        if len(thoughts) == len(deltas):
+            self.num_tokens += self._num_pending
+        elif thoughts:
+            self.num_tokens += min(self._num_pending, self._count_tokens("".join(thoughts)))
+        self._num_pending = 0
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A whole call."""
+
+    call_id: str
+    name: str
+    arguments: str = ""  # JSON text
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """What a whole choice says."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+class MessageParser:
+    """Reads one choice as its pieces come."""
+
+    def __init__(
+        self, parser: TextParser, reasoning: ReasoningCount, *, max_calls: int | None, shows_reasoning: bool
+    ) -> None:
+        """Args: max_calls is how many calls are passed on; None is all."""
+        self._parser = parser
+        self._reasoning = reasoning
+        self._max_calls = max_calls
+        self._shows_reasoning = shows_reasoning
+        self.num_calls = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many of the tokens so far were reasoning, shown or not."""
+        return self._reasoning.num_tokens
+
+    def push(self, piece: Piece) -> list[Delta]:
+        """Return what a piece adds."""
+        return self._passed(self._parser.push(piece.text), len(piece.token_ids))
+
+    def finish(self) -> list[Delta]:
+        """Return what was held back: the choice has ended. May be called again."""
+        return self._passed(self._parser.finish(), 0)
+
+    def finish_word(self, reason: FinishReason | None) -> str | None:
+        """Return OpenAI's word for how the choice ended, None while it goes on.
+
+        A call that was cut off has "length", as text has. (With a function that the request names OpenAI and vLLM
+        say "stop"; that is `ChatTurn.finish_word`'s matter.)
+        """
+        return "tool_calls" if self.num_calls and reason is FinishReason.STOP else finish_word(reason)
+
+    def _passed(self, deltas: list[Delta], num_tokens: int) -> list[Delta]:
+        self._reasoning.note(deltas, num_tokens)
+        return [delta for delta in deltas if self._passes(delta)]
+
+    def _passes(self, delta: Delta) -> bool:
+        if isinstance(delta, ReasoningDelta):
+            return self._shows_reasoning
+        if isinstance(delta, ToolCallDelta):
+            if self._max_calls is not None and delta.index >= self._max_calls:
+                return False
+            self.num_calls = max(self.num_calls, delta.index + 1)
+        return True
 
 
 class ChatTurn:

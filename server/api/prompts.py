@@ -1,62 +1,310 @@
-"""The four forms of a completion's prompt: text, token ids, or a list of either."""
+"""From messages, tools or text to a prompt's token ids.
 
-from collections.abc import Sequence
+A chat's messages become what templates take: text or parts, calls with arguments as objects, reasoning by both names.
+Everything else a client puts into a message (name, tool_call_id, ...) reaches the template as sent. What OpenAI's clients
+send and templates trip over is brought to one form here: content null beside calls, an empty list of calls, arguments
+as a JSON string.
 
-from server.api.schemas import MAX_CHOICES, CompletionRequest
-from server.api.text import encode
+Where the template knows no tools, they are described in the system message, and calls and results become text. The form is
+one that the model's parser reads: DeepSeek's own, which its templates leave to the server (the tool-call section of
+DeepSeek-V3.1's model card), or Hermes' tags for everybody else. A model that was never taught tools may still not use them;
+with tool_choice "required" or a named function it then at least knows what the arguments mean.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from server import errors
+from server.api.parsers.token_calls import DEEPSEEK
+from server.api.schemas import ChatRequest, Message, is_deeper
+from server.api.served import ServedModel
+from server.api.tools import ToolUse, tool_use_of
 from server.errors import bad_request
-from server.front.served import ServedModel
+from server.front.tokenizer import ChatTemplateError
 
-_FORMS = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids."
-_NONE = f"Either prompt or prompt_embeds must be provided and non-empty, and this server takes no embeddings. {_FORMS}"
+LONG_TEXT = 20_000  # characters; encoding more takes milliseconds and leaves the event loop
 
 
-async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
-    """Bring the four forms of a prompt to lists of token ids.
+def check_unicode(text: str, param: str) -> None:
+    """Refuse what is no text.
 
     Raises:
-        ApiError: 400, none of the four forms, empty, or an id that the model does not have.
+        ApiError: 400, half a surrogate pair.
     """
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [await _encode_text(body, prompt, model)]
-    if prompt is None or prompt == []:
-        raise bad_request(_NONE, "prompt")
-    if not isinstance(prompt, list):
-        raise bad_request(_FORMS, "prompt")
-    if all(type(each) is int for each in prompt):
-        return [_check_ids(prompt, model)]
-    if len(prompt) > MAX_CHOICES:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
         raise bad_request(
-            f"prompt is a list of {len(prompt)}; up to {MAX_CHOICES} are taken at once.", "prompt"
+            f"{param} is not valid Unicode: {error.reason} at character {error.start}.", param
+        ) from None
+
+
+async def encode(text: str, model: ServedModel, *, add_special_tokens: bool, param: str) -> list[int]:
+    """Tokenize, long texts beside the event loop.
+
+    Raises:
+        ApiError: 400, the text has half a surrogate pair, is empty, or longer than any text that fits.
+    """
+    check_unicode(text, param)
+    # Tokenizing takes a hundred times the text's memory, so what cannot fit is not tokenized.
+    least_tokens = -(-len(text) // model.tokenizer.longest_token_chars)
+    if least_tokens > model.max_len():
+        raise errors.too_long(least_tokens, model.max_len(), None, param, is_least=True)
+    if len(text) < LONG_TEXT:
+        token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        token_ids = await asyncio.to_thread(
+            model.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
-    if all(isinstance(each, str) for each in prompt):
-        return [await _encode_text(body, each, model) for each in prompt]
-    if all(isinstance(each, list) and all(type(number) is int for number in each) for each in prompt):
-        return [_check_ids(each, model) for each in prompt]
-    raise bad_request(_FORMS, "prompt")
-
-
-def echo_of(body: CompletionRequest, place: int, prompt_ids: Sequence[int], model: ServedModel) -> str:
-    """Return the text of prompt number `place`: as it was sent, where it was text and is whole."""
-    sent = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if isinstance(sent[place], str) and body.truncate_prompt_tokens is None:
-        return str(sent[place])
-    return model.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-
-
-async def _encode_text(body: CompletionRequest, text: str, model: ServedModel) -> list[int]:
-    return await encode(text, model, add_special_tokens=body.add_special_tokens is not False, param="prompt")
-
-
-def _check_ids(token_ids: list[int], model: ServedModel) -> list[int]:
     if not token_ids:
-        raise bad_request("prompt is empty: there is no token to start from.", "prompt")
-    low, high, last = min(token_ids), max(token_ids), model.tokenizer.vocab_size - 1
-    if low < 0:
-        raise bad_request(f"prompt has token id {low}; ids must be greater than or equal to 0.", "prompt")
-    if high > last:
-        raise bad_request(
-            f"prompt has token id {high}, which is out of vocabulary; ids are 0 to {last}.", "prompt"
-        )
+        raise bad_request(f"{param} is empty: there is no token to start from.", param)
     return token_ids
+
+
+TemplateMessage = dict[str, Any]
+MAX_DEPTH = 64  # of a call's arguments; templates write them out recursively
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
+    """Return a chat's messages for the template, content as text.
+
+    Raises:
+        ApiError: 400, naming the message and the field.
+    """
+    return [_template_message(place, message) for place, message in enumerate(messages)]
+
+
+def with_parts(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages with content as a list of text parts."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}] if message["content"] else []}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+def with_text_arguments(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages whose calls have their arguments as JSON text: some templates paste them as they are."""
+    return [
+        {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _template_message(place: int, message: Message) -> TemplateMessage:
+    fields = message.model_dump(exclude_unset=True)
+    content = message.content
+    where = f"messages.{place}"
+    if isinstance(content, list):
+        fields["content"] = "\n".join(
+            _part_text(f"{where}.content.{number}", part) for number, part in enumerate(content)
+        )
+    elif content is not None and not isinstance(content, str):
+        raise bad_request(f"{where}.content must be text or a list of text parts.", f"{where}.content")
+    elif content is None and message.role == "assistant":
+        fields["content"] = ""  # templates would print "None"
+    calls = fields.pop("tool_calls", None)
+    if calls is not None:
+        parsed = _calls(calls, f"{where}.tool_calls")
+        fields |= {"tool_calls": parsed} if parsed else {}
+    reasoning = fields.get("reasoning", fields.get("reasoning_content"))  # vLLM's order
+    if isinstance(reasoning, str):
+        fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if fields.get("tool_calls") and not fields.get("content"):
+            fields.setdefault("thinking", reasoning)  # gpt-oss' name, taken beside calls without content
+    return fields
+
+
+def _part_text(where: str, part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise bad_request(f"{where} must be an object with a type.", where)
+    if part["type"] not in _TEXT_PARTS:
+        raise bad_request(
+            f"{where} is of type {part['type']!r}; this model takes only text.", f"{where}.type"
+        )
+    name = _TEXT_PARTS[part["type"]]
+    if not isinstance(part.get(name), str):
+        raise bad_request(f"{where}.{name} must be a string.", f"{where}.{name}")
+    text: str = part[name]
+    return text
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise bad_request(f"{where} must be a list of calls.", where)
+    return [_call(call, f"{where}.{number}") for number, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise bad_request(
+            f"{where} must be an object with function.name and function.arguments.", f"{where}.function"
+        )
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str | dict | None) or is_deeper(arguments, MAX_DEPTH):
+        raise bad_request(
+            f"{where}.function.arguments must be an object as JSON in a string.",
+            f"{where}.function.arguments",
+        )
+    return {**call, "function": {**function, "arguments": _object_of(arguments)}}
+
+
+def _object_of(arguments: str | dict[str, Any] | None) -> Any:
+    """Return arguments as an object; as sent, if they are none: a history may hold a call that was cut off."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    if not arguments.strip():
+        return {}
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) and not is_deeper(parsed, MAX_DEPTH) else arguments
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+_HERMES = (
+    "You can call these functions, each described in JSON:\n<tools>\n{tools}\n</tools>\n"
+    "To call one, write its name and arguments like this, once per call, and nothing after it:\n"
+    '<tool_call>\n{{"name": "NAME", "arguments": {{...}}}}\n</tool_call>'
+)
+_DEEPSEEK = (
+    "## Tools\nYou have access to the following tools:\n\n{tools}\n\n"
+    "IMPORTANT: ALWAYS adhere to this exact format for tool use:\n{call}\n\n"
+    "The name must be that of a tool above, the arguments JSON by its parameters. Chain calls without separators."
+)
+_DEEPSEEK_CALL = {
+    "deepseek_v3": f"function{DEEPSEEK.separator}NAME\n```json\nARGUMENTS\n```",
+    "deepseek_v31": f"NAME{DEEPSEEK.separator}ARGUMENTS",
+}
+
+
+def tool_text(tools: Sequence[dict[str, Any]], form: str) -> str:
+    """Return what a model is told of its tools.
+
+    Args:
+        form: "hermes", "deepseek_v3" or "deepseek_v31".
+    """
+    if form == "hermes":
+        return _HERMES.format(tools="\n".join(map(_json, tools)))
+    call = _DEEPSEEK_CALL[form].join(DEEPSEEK.call).join(DEEPSEEK.section)
+    described = [
+        f"### {tool['function']['name']}\nDescription: {tool['function'].get('description') or ''}\n\n"
+        f"Parameters: {_json(tool['function']['parameters'])}"
+        for tool in tools
+    ]
+    return _DEEPSEEK.format(tools="\n\n".join(described), call=call)
+
+
+def mentions_tools(messages: Sequence[TemplateMessage]) -> bool:
+    """Tell whether a chat has calls or results in it."""
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
+def tell(messages: Sequence[TemplateMessage], text: str, *, role: str = "system") -> list[TemplateMessage]:
+    """Return messages that begin with a text.
+
+    Args:
+        role: "system", or "user" for templates that take no system message.
+    """
+    first = messages[0]
+    content = first.get("content") or ""
+    if first["role"] == role == "user":
+        return [{**first, "content": f"{text}\n\n{content}"}, *messages[1:]]
+    if role == "system" and first["role"] in ("system", "developer"):
+        return [{**first, "content": f"{content}\n\n{text}"}, *messages[1:]]
+    return [{"role": role, "content": text}, *messages]
+
+
+def as_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages with calls and results written out in Hermes' tags."""
+    return [_as_text(message) for message in messages]
+
+
+def _as_text(message: TemplateMessage) -> TemplateMessage:
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+    texts = [f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join([content, *texts] if content else texts)}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def render_chat(body: ChatRequest, model: ServedModel, tools: ToolUse | None = None) -> str:
+    """Return a chat's prompt.
+
+    Args:
+        tools: what `tool_use_of` made of the body's; None looks itself.
+
+    Raises:
+        ApiError: 400, a message, a tool, or the template's refusal of them.
+    """
+    tools = tools or tool_use_of(body)
+    template = model.tokenizer.template
+    refusal = ""
+    for messages in _spellings(template_messages(body.messages), model, tools):
+        try:
+            return _render(body, model, with_parts(messages) if template.wants_parts else messages, tools)
+        except ChatTemplateError as error:
+            refusal = refusal or f"{error}"
+    raise bad_request(refusal, "messages")
+
+
+def _spellings(
+    messages: list[TemplateMessage], model: ServedModel, tools: ToolUse
+) -> Iterator[list[TemplateMessage]]:
+    """Yield the messages as most templates take them, then in other ways for those that refuse."""
+    template, form = model.tokenizer.template, model.markup.taught_form
+    if mentions_tools(messages) and not template.knows_calls:
+        messages = as_text(messages)
+    if tools.tools and form is not None and not template.knows_tools:
+        text = tool_text(tools.tools, form)
+        tellings = [tell(messages, text), tell(messages, text, role="user")]
+    else:
+        tellings = [messages]
+    for told in tellings:
+        yield told
+        if any(message.get("tool_calls") for message in told):
+            yield with_text_arguments(told)
+
+
+def _render(body: ChatRequest, model: ServedModel, messages: list[TemplateMessage], tools: ToolUse) -> str:
+    continues = bool(body.continue_final_message)
+    begins = body.add_generation_prompt
+    return model.tokenizer.render_chat(
+        messages,
+        tools=tools.tools if model.tokenizer.template.knows_tools else (),
+        add_generation_prompt=not continues if begins is None else begins,
+        continue_final_message=continues,
+        documents=body.documents or (),
+        template_kwargs=_template_kwargs(body),
+    )
+
+
+def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """Return what the template is told beside the messages; the client's own words come last."""
+    effort = body.reasoning_effort
+    said: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        said["enable_thinking"] = False
+    return said | (body.chat_template_kwargs or {})

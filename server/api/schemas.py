@@ -126,3 +126,18 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Tell whether a JSON value has more than `depth` levels of lists and objects, without recursion."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(depth):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from scheduler.policy.request import FinishReason, Logprobs
-from server.api.text_event import event
+from server.api.answer_json import event
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece
 from server.http.error_response import ErrorResponse

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from scheduler.policy.request import Structure
-from server.api.nesting import is_deeper
-from server.api.schemas import SamplingFields
+from server.api.schemas import SamplingFields, is_deeper
+from server.api.served import ServedModel
 from server.errors import bad_request
-from server.front.served import ServedModel
 
 MAX_CHARS = 1 << 18  # of a schema, regex or grammar
 MAX_DEPTH = 64  # of a schema

@@ -9,13 +9,12 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from server.api.chat_prompt import render_chat
-from server.api.drafts import json_response
-from server.api.responses_chat import validated
+from server.api.blocks import json_response
+from server.api.prompts import LONG_TEXT, check_unicode, encode, render_chat
+from server.api.responses.request import validated
 from server.api.schemas import ChatRequest
-from server.api.text import LONG_TEXT, check_unicode, encode
+from server.api.served import ServedModel
 from server.errors import bad_request
-from server.front.served import ServedModel
 
 _T = TypeVar("_T")
 _MAX_CHARS = 1 << 20  # tokenizing takes a hundred times the text's memory

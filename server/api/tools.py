@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.policy.request import Structure
-from server.api.nesting import is_deeper
 from server.api.parsers.deltas import TextParser
 from server.api.parsers.json_calls import JsonListParser, NamedCallParser
-from server.api.parsers.values import ArgumentTypes
-from server.api.schemas import ChatRequest
+from server.api.parsers.tag_calls import ArgumentTypes
+from server.api.schemas import ChatRequest, is_deeper
 from server.errors import bad_request
 
 MAX_DEPTH = 64  # of a tool's description, its schema included

@@ -1,13 +1,16 @@
-"""Token ids to text, as they come, never showing half a character.
+"""Token ids to text, as they come: never half a character, never the head of a stop string.
 
 A token may end inside a UTF-8 character, and what a token looks like may depend on the one before it (a leading
 blank). So the last shown tokens are decoded again with the new ones, and text is shown once it does not end in
 U+FFFD: the window method of Hugging Face's text-generation-inference. Rejected: `tokenizers.decoders.DecodeStream`,
 which raises on some byte sequences and cannot be flushed.
+
+A stop string ends the text at its first occurrence. What could still become one is held back until the next characters
+decide, so a reader never sees text that has to be taken back.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_BYTES_OF_CHARACTER = 4  # in UTF-8; more pending tokens than this hold more than one character
@@ -79,3 +82,63 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._decoder.decode(token_ids, skip_special_tokens=self._skip) if token_ids else ""
+
+
+class Screened(NamedTuple):
+    """What may be shown, and the stop string that ended the text, if one did."""
+
+    text: str
+    stop: str | None
+
+
+class StopScreen:
+    """Screens one growing text."""
+
+    def __init__(self, stops: tuple[str, ...], *, include_stop: bool = False) -> None:
+        """Args: stops without empty strings; include_stop shows the stop string that ended the text."""
+        assert all(stops), "an empty stop string would end every text at once"
+        self._stops = stops
+        self._include = include_stop
+        self._hold = max(map(len, stops), default=1) - 1
+        self._held = ""
+
+    def push(self, text: str) -> Screened:
+        """Take more text; return what may be shown now."""
+        if not self._stops:
+            return Screened(text, None)
+        seen = self._held + text
+        found = self._first_stop(seen)
+        if found is not None:
+            at, stop = found
+            self._held = ""
+            return Screened(seen[: at + len(stop)] if self._include else seen[:at], stop)
+        cut = len(seen) - self._longest_head(seen)
+        self._held = seen[cut:]
+        return Screened(seen[:cut], None)
+
+    def pass_by(self, text: str) -> str:
+        """Take text that is not screened (before min_tokens); return it with what was held."""
+        shown, self._held = self._held + text, ""
+        return shown
+
+    def flush(self) -> str:
+        """Return what was held back: the text has ended, so it is no stop string."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _first_stop(self, seen: str) -> tuple[int, str] | None:
+        """Find the stop string that is complete first; of several ending together, the one that starts first."""
+        hits = [(seen.find(stop), stop) for stop in self._stops]
+        ends = [(at + len(stop), at, stop) for at, stop in hits if at >= 0]
+        if not ends:
+            return None
+        _, at, stop = min(ends)
+        return at, stop
+
+    def _longest_head(self, seen: str) -> int:
+        """Return how many characters at the end begin a stop string."""
+        for length in range(min(self._hold, len(seen)), 0, -1):
+            tail = seen[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

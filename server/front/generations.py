@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from server.errors import ApiError
-from server.front.detokenizer import Decoder, Detokenizer
-from server.front.stops import StopScreen
+from server.front.detokenizer import Decoder, Detokenizer, StopScreen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,11 +24,10 @@ from expert_placement.history import History
 from server.api.anthropic.messages import messages_routes
 from server.api.chat import chat_routes, hot_chat
 from server.api.completions import completion_routes, hot_completion
-from server.api.invocations import invocation_routes
-from server.api.load import load_routes
-from server.api.models import model_routes
 from server.api.parsers.registry import markup_of
-from server.api.responses import responses_routes
+from server.api.responses.routes import responses_routes
+from server.api.served import ServedModel
+from server.api.service_routes import invocation_routes, load_routes, model_routes
 from server.api.tokenize import tokenize_routes
 from server.errors import draining
 from server.experts.dashboard.routes import dashboard_routes
@@ -43,8 +42,7 @@ from server.front.membership import Epochs
 from server.front.readiness import why_no_change, why_not_ready
 from server.front.requests import Requests
 from server.front.router import Router
-from server.front.served import ServedModel
-from server.front.structure.checks import StructureChecks
+from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.api_keys import ApiKeys
 from server.http.app import build_app

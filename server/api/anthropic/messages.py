@@ -1,22 +1,155 @@
-"""POST /v1/messages and /v1/messages/count_tokens."""
+"""POST /v1/messages and /v1/messages/count_tokens: the message object while it grows, and the endpoints.
+
+The order of events is that of https://docs.anthropic.com/en/api/messages-streaming: message_start, per block start,
+deltas and stop, then message_delta with the stop reason and the usage, and message_stop.
+"""
 
 import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastapi import APIRouter
+from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.anthropic.answers import MessageDraft
-from server.api.anthropic.request import chat_request, prompt_request
-from server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from scheduler.policy.request import FinishReason
+from server.api.answer_json import usage_of
+from server.api.anthropic.errors import error_body
+from server.api.anthropic.request import CountTokensRequest, MessagesRequest, chat_request, prompt_request
+from server.api.blocks import (
+    Block,
+    BlockEvent,
+    BlockKind,
+    Blocks,
+    Closed,
+    DraftChunks,
+    DraftStream,
+    Grew,
+    Opened,
+    complete,
+    json_response,
+)
 from server.api.chat_turn import ChatTurn
-from server.api.drafts import DraftChunks, DraftStream, complete, json_response
+from server.api.parsers.deltas import Delta
+from server.api.served import ServedModel
 from server.api.tokenize import count_tokens as count_prompt_tokens
-from server.api.usage import usage_of
-from server.front.generations import Answer
+from server.errors import ApiError
+from server.front.generations import Answer, Piece
 from server.front.requests import Requests
-from server.front.served import ServedModel
 from server.http.described import STREAM_RESPONSE
+
+Event = dict[str, Any]
+
+_DELTAS = {
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessageDraft:
+    """The message object, and what a stream says while it is made."""
+
+    def __init__(
+        self, message_id: str, model: str, *, usage: Callable[[], dict[str, int]], context_ends: bool
+    ) -> None:
+        """Args: usage counts what was generated so far; context_ends: the context holds less than max_tokens."""
+        self.message: dict[str, Any] = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": None,
+        }
+        self._blocks = Blocks()
+        self._signatures: dict[int, str] = {}
+        self._usage = usage
+        self._context_ends = context_ends
+
+    def begin(self) -> list[Event]:
+        """Word the beginning."""
+        message = self.message | {"usage": self._usage() | {"output_tokens": 0}}
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
+        """Word what was gained."""
+        return [word for each in self._blocks.push(deltas) for word in self._word(each)]
+
+    def finish(self, piece: Piece) -> list[Event]:
+        """Word the end, and complete the message."""
+        events = [word for each in self._blocks.finish() for word in self._word(each)]
+        stop = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
+        usage = self._usage()
+        content = [self._content(block) for block in self._blocks.all]
+        self.message |= {"content": content, "usage": usage, **stop}
+        return [*events, {"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}]
+
+    def fail(self, failure: ApiError) -> list[Event]:
+        """Word a failure after the stream's beginning."""
+        return [error_body(failure)]
+
+    def _word(self, happened: BlockEvent) -> list[Event]:
+        block = happened.block
+        if isinstance(happened, Opened):
+            return [{"type": "content_block_start", "index": block.index, "content_block": _beginning(block)}]
+        if isinstance(happened, Grew):
+            kind, field = _DELTAS[block.kind]
+            return [_delta(block, {"type": kind, field: happened.text})]
+        assert isinstance(happened, Closed), happened
+        events = [{"type": "content_block_stop", "index": block.index}]
+        if block.kind is BlockKind.REASONING:
+            signature = {"type": "signature_delta", "signature": self._signature(block)}
+            events.insert(0, _delta(block, signature))
+        return events
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        """Word a whole block."""
+        if block.kind is BlockKind.REASONING:
+            return {"type": "thinking", "thinking": block.text, "signature": self._signature(block)}
+        if block.kind is BlockKind.TEXT:
+            return {"type": "text", "text": block.text}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(block.text)}
+
+    def _signature(self, block: Block) -> str:
+        """Return a mark of the right form: clients drop thinking without one. It is not checked when it returns."""
+        return self._signatures.setdefault(block.index, uuid.uuid4().hex)
+
+    def _stop_reason(self, piece: Piece) -> str:
+        if piece.finish_reason is FinishReason.LENGTH:
+            return "model_context_window_exceeded" if self._context_ends else "max_tokens"
+        if self._blocks.has_calls:
+            return "tool_use"
+        return "end_turn" if _stop_sequence(piece) is None else "stop_sequence"
+
+
+def _beginning(block: Block) -> dict[str, Any]:
+    """Word a block that is still empty; what it has by now follows as deltas."""
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    if block.kind is BlockKind.TEXT:
+        return {"type": "text", "text": ""}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+
+
+def _delta(block: Block, delta: dict[str, str]) -> Event:
+    return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+
+def _stop_sequence(piece: Piece) -> str | None:
+    return piece.stop_reason if isinstance(piece.stop_reason, str) else None
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Read a call's arguments; of those that were cut short, what came, as Anthropic's own clients do."""
+    try:
+        content = from_json(text or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:

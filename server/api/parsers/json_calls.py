@@ -9,8 +9,7 @@ Arguments are passed on as they come. The name may stand after them; then they w
 
 import secrets
 
-from server.api.parsers.json_text import decode_json
-from server.api.parsers.reader import NOTHING, MarkupParser, Reading
+from server.api.parsers.reader import NOTHING, MarkupParser, Reading, decode_json
 
 _ARGUMENTS = ("arguments", "parameters")
 

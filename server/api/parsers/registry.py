@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from server.api.parsers.deltas import PlainParser, TextParser
-from server.api.parsers.dsml_calls import TOKEN as DSML
-from server.api.parsers.dsml_calls import DsmlParser
 from server.api.parsers.harmony import CHANNEL, MESSAGE, HarmonyParser
 from server.api.parsers.json_calls import MistralParser, TaggedJsonParser, WholeJsonParser
 from server.api.parsers.reader import MarkupParser
-from server.api.parsers.tag_calls import MINIMAX_M2, QWEN3_CODER, GlmParser, NamedTagParser
+from server.api.parsers.tag_calls import (
+    MINIMAX_M2,
+    QWEN3_CODER,
+    ArgumentTypes,
+    DsmlParser,
+    GlmParser,
+    NamedTagParser,
+)
+from server.api.parsers.tag_calls import TOKEN as DSML
 from server.api.parsers.thinking import CLOSING, OPENING, ThinkParser, WrappedAnswerParser, is_opened
 from server.api.parsers.token_calls import DEEPSEEK, KIMI, DeepseekParser, KimiParser
-from server.api.parsers.values import ArgumentTypes
 
 NONE = "none"  # turns parsing off
 GPT_OSS = "openai"
@@ -132,7 +137,7 @@ class Markup:
 
     @property
     def taught_form(self) -> str | None:
-        """Which of `server.api.tool_prompt`'s forms the parser reads."""
+        """Which of `server.api.prompts`'s forms the parser reads."""
         if _TOOLS.get(self.tools) is _TOOLS[_GENERIC]:
             return _GENERIC
         return self.tools if self.tools in ("deepseek_v3", "deepseek_v31") else None

@@ -1,23 +1,94 @@
 """Calls that are written in tags, one pair per argument.
 
-Documented in the model repositories of Qwen3-Coder (chat template), MiniMax-M2 (tool calling guide) and GLM-4.5 (chat
-template):
+Documented in the model repositories of Qwen3-Coder (chat template), MiniMax-M2 (tool calling guide), GLM-4.5 (chat
+template) and DeepSeek (encoding/; DSML: V3.2 has function_calls as the section's name, V4 tool_calls; bars are U+FF5C):
 
     <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>
     <minimax:tool_call>\\n<invoke name="NAME">\\n<parameter name="KEY">VALUE</parameter>\\n</invoke>\\n</minimax:tool_call>
     <tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n</tool_call>
+    <|DSML|function_calls>\\n<|DSML|invoke name="NAME">\\n<|DSML|parameter name="KEY" string="true">VALUE</|DSML|parameter>\\n
+    </|DSML|invoke>\\n</|DSML|function_calls>
 
-Text comes out as it comes in, other arguments whole: only its end tells what a value is. If the text ends inside one,
-the object stays open, so that nobody takes a call that was cut off for a whole one.
+Such formats write "5" for the number and for the text. DSML marks text itself; for the others the function's schema decides:
+text stays text where a string is allowed, and is read as JSON otherwise. What does not fit stays text: the caller's own
+validation then sees what the model wrote. Text comes out as it comes in, other arguments whole: only its end tells what a
+value is. If the text ends inside one, the object stays open, so that nobody takes a call that was cut off for a whole one.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from server.api.parsers.reader import Found, MarkupParser, Reading
-from server.api.parsers.values import ArgumentTypes
+from server.api.parsers.reader import Found, MarkupParser, Reading, decode_json
+
+Schema = Mapping[str, Any]
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_MAX_DEPTH = 8  # of anyOf in anyOf
+
+
+class ArgumentTypes:
+    """The arguments' schemas of a request's functions."""
+
+    def __init__(self, parameters: Mapping[str, Schema]) -> None:
+        """Args: parameters are each function's JSON schema."""
+        self._parameters = parameters
+
+    def is_text(self, function: str, argument: str) -> bool:
+        """Tell whether an argument is text whatever is written."""
+        kinds = self._kinds(function, argument)
+        return "string" in kinds and "null" not in kinds
+
+    def json_of(self, function: str, argument: str, text: str) -> str:
+        """Return an argument's JSON text."""
+        kinds = self._kinds(function, argument)
+        word = text.strip()
+        if "string" in kinds and not (word.lower() == "null" and "null" in kinds):
+            return json.dumps(text, ensure_ascii=False)
+        if word.lower() in _WORDS:
+            return json.dumps(_WORDS[word.lower()])
+        try:
+            return json.dumps(decode_json(word), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            return json.dumps(text, ensure_ascii=False)
+
+    def _kinds(self, function: str, argument: str) -> set[str]:
+        root = self._parameters.get(function) or {}
+        properties = root.get("properties")
+        schema = properties.get(argument) if isinstance(properties, Mapping) else None
+        return _kinds(schema, root, _MAX_DEPTH)
+
+
+def _kinds(schema: Any, root: Schema, depth: int) -> set[str]:
+    """Collect the JSON types that a schema allows, as far as it says."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return set()
+    said = schema.get("type")
+    kinds = {said} if isinstance(said, str) else set(said if isinstance(said, list) else ())
+    for value in _listed(schema, "enum"):
+        kinds.add("string" if isinstance(value, str) else "null" if value is None else "other")
+    for way in ("anyOf", "oneOf", "allOf"):
+        for each in _listed(schema, way):
+            kinds |= _kinds(each, root, depth - 1)
+    if isinstance(schema.get("$ref"), str):
+        kinds |= _kinds(_resolve(schema["$ref"], root), root, depth - 1)
+    return kinds
+
+
+def _listed(schema: Schema, key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _resolve(reference: str, root: Schema) -> Any:
+    """Return what a reference within the same schema points to, None if nothing."""
+    at: Any = root
+    for step in reference.removeprefix("#").split("/"):
+        if step:
+            at = at.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
+    return at
+
 
 _QUOTED = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)')""")
 _FUNCTION_NAME = re.compile(r"[\w.:/-]+")
@@ -216,3 +287,48 @@ class GlmParser(TagCallParser):
         self.end()
         if mark == "<tool_call>":
             self.put_back(mark)
+
+
+TOKEN = "\uff5cDSML\uff5c"
+_IS_TEXT = re.compile(r"""\sstring=["'](true|false)["']""")
+_ANY_JSON = ArgumentTypes({})  # knows no function: what is JSON is taken as such
+
+
+def dsml_tags(section: str) -> Tags:
+    """Return the tags of a version.
+
+    Args:
+        section: "function_calls" or "tool_calls".
+    """
+    return Tags(
+        section=(f"<{TOKEN}{section}>", f"</{TOKEN}{section}>"),
+        call=(f"<{TOKEN}invoke name=", f"</{TOKEN}invoke>"),
+        argument=(f"<{TOKEN}parameter name=", f"</{TOKEN}parameter>"),
+    )
+
+
+class DsmlParser(NamedTagParser):
+    """Named tags with one more attribute."""
+
+    def __init__(self, section: str, types: ArgumentTypes) -> None:
+        super().__init__(dsml_tags(section), types)
+        self.markers = (TOKEN,)
+
+    def read_argument(self) -> Reading[bool]:
+        """Read one argument; tell whether it was whole. Its text is raw: no line end is left out."""
+        found = yield from self.until(">")
+        key = self.name_in(found)
+        if not key:
+            return False
+        said = _IS_TEXT.search(found.text)
+        types = None if said is None else _ANY_TEXT if said[1] == "true" else _ANY_JSON
+        return (yield from self.read_value(key, trim=_unchanged, types=types))
+
+
+class _AnyText(ArgumentTypes):
+    def is_text(self, function: str, argument: str) -> bool:
+        """Say that everything is."""
+        return True
+
+
+_ANY_TEXT = _AnyText({})

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from scheduler.policy.request import FinishReason
-from server.api.chat_turn import ContentDelta, MessageParser, ReasoningDelta, ToolCallDelta, render_chat
-from server.api.parsers.deltas import Delta, merge
+from server.api.chat_turn import MessageParser, ReasoningCount
+from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, merge
 from server.api.parsers.registry import markup_of
-from server.api.reasoning_tokens import ReasoningCount
+from server.api.prompts import render_chat
 from server.api.schemas import ChatRequest
+from server.api.served import ServedModel
 from server.errors import ApiError
 from server.front.generations import Piece
-from server.front.served import ServedModel
-from server.front.structure.checks import StructureChecks
+from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
 

@@ -14,11 +14,11 @@ import torch
 
 from scheduler.policy.request import Request
 from server.api.completions import completion_routes
+from server.api.served import ServedModel
 from server.front.journal import Journal
 from server.front.requests import Requests
 from server.front.router import Router
-from server.front.served import ServedModel
-from server.front.structure.checks import StructureChecks
+from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.api_keys import ApiKeys
 from server.http.app import build_app

@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from scheduler.policy.request import Logprobs
-from server.api.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs_list
+from server.api.answer_json import CompletionLogprobs, chat_logprobs, prompt_logprobs_list
 from server.front.tokenizer import Tokenizer
 
 WORDS = [b"a", b"bc", b"\xe2\x82", b"\xac", b" d", b"\xff", b"", b""]

@@ -4,11 +4,18 @@ from typing import Any
 
 import pytest
 
-from server.api.messages import template_messages, with_parts, with_text_arguments
 from server.api.parsers.registry import Markup
 from server.api.parsers.token_calls import DEEPSEEK
+from server.api.prompts import (
+    as_text,
+    mentions_tools,
+    tell,
+    template_messages,
+    tool_text,
+    with_parts,
+    with_text_arguments,
+)
 from server.api.schemas import Message
-from server.api.tool_prompt import as_text, mentions_tools, tell, tool_text
 from server.errors import ApiError
 from tests.server.api.parsers.reading import read
 from tests.server.api.parsers.texts import TYPES

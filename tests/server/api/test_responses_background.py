@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from server.api.drafts import DraftChunks
-from server.api.message_parser import MessageParser
+from server.api.blocks import DraftChunks
+from server.api.chat_turn import MessageParser, ReasoningCount
 from server.api.parsers.deltas import PlainParser
-from server.api.reasoning_tokens import ReasoningCount
-from server.api.responses_background import BackgroundRun, BackgroundRuns
-from server.api.responses_output import ResponseDraft
-from server.api.responses_schemas import ResponsesRequest
+from server.api.responses.answer import ResponseDraft
+from server.api.responses.kept import BackgroundRun, BackgroundRuns
+from server.api.responses.request import ResponsesRequest
 from server.errors import ApiError
 from server.front.generations import Answer
 

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 
-from server.api.responses_chat import chat_request
-from server.api.responses_input import messages_of
-from server.api.responses_schemas import ResponsesRequest, refuse_unserved_responses
+from server.api.responses.request import (
+    ResponsesRequest,
+    chat_request,
+    messages_of,
+    refuse_unserved_responses,
+)
 from server.errors import ApiError
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a":1}'}

@@ -8,10 +8,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from scheduler.policy.request import FinishReason, Logprobs
+from server.api.chat_turn import ReasoningCount
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from server.api.reasoning_tokens import ReasoningCount
-from server.api.responses_output import ResponseDraft
-from server.api.responses_schemas import ResponsesRequest
+from server.api.responses.answer import ResponseDraft
+from server.api.responses.request import ResponsesRequest
 from server.errors import ApiError
 from server.front.generations import Piece
 

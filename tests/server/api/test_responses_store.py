@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.api.responses_store import ResponseStore
+from server.api.responses.kept import ResponseStore
 from server.errors import ApiError
 
 

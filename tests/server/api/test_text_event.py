@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.policy.request import FinishReason, Request, SamplingParams
+from server.api.answer_json import TextEvent, event
 from server.api.completions import Worded
 from server.api.schemas import CompletionRequest
-from server.api.text_event import TextEvent, event
+from server.api.served import ServedModel
 from server.front.generations import Answer, Ask, Piece
-from server.front.served import ServedModel
 
 TEXTS = ["", "plain", 'quotes " and \\ and \n', "ünïcode 漢字 🦊", "\ue000", "\u2028\x7f\x00"]
 

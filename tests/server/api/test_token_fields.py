@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from scheduler.policy.request import Request, TokenBias
-from server.api.params import _UNSERVED, asks_for, refuse_unserved
+from server.api.sampling import _UNSERVED, asks_for, refuse_unserved
 from server.api.schemas import CompletionRequest, SamplingFields
+from server.api.served import ServedModel
 from server.errors import ApiError
-from server.front.served import ServedModel
-from server.front.structure.checks import StructureChecks
+from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 
 MAX_LEN = 64

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.front.stops import StopScreen
+from server.front.detokenizer import StopScreen
 
 WORDS = st.text("ab<", min_size=1, max_size=4)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.front.template_facts import TemplateFacts, facts_of
+from server.front.tokenizer import TemplateFacts, facts_of
 
 PARTS = "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}"
 NAMED = "{% for m in messages %}{% set c = m.content | list %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}"

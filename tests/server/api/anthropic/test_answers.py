@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from scheduler.policy.request import FinishReason
-from server.api.anthropic.answers import MessageDraft
 from server.api.anthropic.errors import error_body
+from server.api.anthropic.messages import MessageDraft
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.errors import ApiError
 from server.front.generations import Piece

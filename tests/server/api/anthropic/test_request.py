@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from server.api.anthropic.conversation import messages_of
-from server.api.anthropic.request import chat_request, prompt_request
-from server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from server.api.anthropic.request import (
+    CountTokensRequest,
+    MessagesRequest,
+    chat_request,
+    messages_of,
+    prompt_request,
+)
 from server.errors import ApiError
 
 HELLO = [{"role": "user", "content": "hello"}]

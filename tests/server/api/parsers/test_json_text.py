@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.api.parsers.json_text import JsonSpan, decode_json
+from server.api.parsers.reader import JsonSpan, decode_json
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from server.api.parsers.values import ArgumentTypes
+from server.api.parsers.tag_calls import ArgumentTypes
 
 SCHEMA = {
     "properties": {

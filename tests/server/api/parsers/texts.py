@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from server.api.parsers.deltas import TextParser
 from server.api.parsers.harmony import HarmonyParser
 from server.api.parsers.registry import Markup
-from server.api.parsers.values import ArgumentTypes
+from server.api.parsers.tag_calls import ArgumentTypes
 
 TYPES = ArgumentTypes(
     {

@@ -13,7 +13,7 @@ from scheduler.policy.request import Request, SamplingParams, Structure
 from scheduler.structure.compiling import StructureCompiler, Structured
 from scheduler.structure.vocabulary import Vocabulary
 from server.errors import ApiError
-from server.front.structure.checks import StructureChecks
+from server.front.structure.structure_checks import StructureChecks
 from tests.support.structures import VOCABULARY
 
 TIMEOUT_S = 90.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from server import errors
 from server.api.parsers.registry import Markup
-from server.front.structure.checks import StructureChecks
+from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 
 

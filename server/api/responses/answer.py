@@ -12,9 +12,9 @@ from typing import Any
 
 from scheduler.policy.request import FinishReason, Logprobs
 from server.api.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
+from server.api.chat_turn import ReasoningCount
 from server.api.parsers.deltas import Delta
-from server.api.reasoning_tokens import ReasoningCount
-from server.api.responses_schemas import ResponsesRequest
+from server.api.responses.request import ResponsesRequest
 from server.errors import ApiError
 from server.front.generations import Piece
 

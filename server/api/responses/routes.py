@@ -9,22 +9,25 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.chat_turn import ChatTurn
-from server.api.drafts import DraftChunks, DraftStream, complete, json_response
-from server.api.logprobs import chat_logprobs
-from server.api.reasoning_tokens import ReasoningCount
-from server.api.responses_background import BackgroundRun, BackgroundRuns, Following
-from server.api.responses_chat import chat_request, own_name
-from server.api.responses_input import ChatMessage, items_to_messages, messages_of
-from server.api.responses_output import ResponseDraft
-from server.api.responses_schemas import ResponsesRequest, refuse_unserved_responses
-from server.api.responses_store import ResponseStore
+from server.api.answer_json import chat_logprobs, usage_of
+from server.api.blocks import DraftChunks, DraftStream, complete, json_response
+from server.api.chat_turn import ChatTurn, ReasoningCount
+from server.api.responses.answer import ResponseDraft
+from server.api.responses.kept import BackgroundRun, BackgroundRuns, Following, ResponseStore
+from server.api.responses.request import (
+    ChatMessage,
+    ResponsesRequest,
+    chat_request,
+    items_to_messages,
+    messages_of,
+    own_name,
+    refuse_unserved_responses,
+)
+from server.api.served import ServedModel
 from server.api.tokenize import count_tokens
-from server.api.usage import usage_of
 from server.errors import ApiError, bad_request
 from server.front.generations import Answer
 from server.front.requests import Requests
-from server.front.served import ServedModel
 from server.http.described import STREAM_RESPONSE
 
 

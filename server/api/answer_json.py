@@ -1,15 +1,66 @@
-"""Log-probabilities in the forms that OpenAI and vLLM gave them.
+"""What answers of several endpoints have in common: server-sent events, the `usage` object, log-probabilities.
+
+Most events of a stream differ in one text only. Such an event is encoded once, with a mark in the text's place; after
+that only the text is encoded, which takes 0.2 us where the whole object takes 4.5 (measured).
 
 A token that is no whole UTF-8 text is spelled "bytes:\\xe2\\x82" in completions, as OpenAI does there: two such tokens
 must not become one key. Chats have a field for the bytes and show U+FFFD.
 """
 
 import codecs
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from scheduler.policy.request import Logprobs
+from server.front.generations import Generation
 from server.front.tokenizer import Tokenizer
+
+_MARK = "\ue000text\ue000"  # of Unicode's private use: in no name
+encode_json = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":")
+).encode  # json.dumps makes one per call
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + encode_json(content).encode() + b"\n\n"
+
+
+class TextEvent:
+    """The event, without its text."""
+
+    def __init__(self, word: Callable[[str], dict[str, Any]]) -> None:
+        """Args: word returns the event's content with a given text, which occurs in it once."""
+        self._before, self._after = event(word(_MARK)).split(encode_json(_MARK).encode())
+
+    def of(self, text: str) -> bytes:
+        """Return the event with this text: the bytes that `event` makes of it."""
+        return self._before + encode_json(text).encode() + self._after
+
+
+def usage_of(
+    generations: Iterable[Generation], n: int, *, told: Collection[int] | None = None
+) -> dict[str, Any]:
+    """Count a request's tokens.
+
+    Args:
+        generations: every choice, n in a row per prompt; a prompt is counted once, however many choices it has.
+        n: choices per prompt.
+        told: the choices whose output counts, by index; None is all.
+    """
+    choices = list(generations)
+    prompt_tokens = sum(len(choice.ask.request.prompt_ids) for choice in choices[::n])
+    output_tokens = sum(choice.num_tokens for choice in choices if told is None or choice.index in told)
+    # Of a prompt's n choices only the first can find nothing cached: its count is the prompt's.
+    cached_tokens = sum(choice.num_cached_tokens for choice in choices[::n])
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
 
 LEAST = -9999.0  # JSON has no minus infinity; vLLM's floor
 

@@ -1,0 +1,393 @@
+"""A /v1/responses request: its fields, its items as chat messages, and the chat request that asks for the same.
+
+Unknown keys are accepted; what is known and not served is refused by name. The sampling fields that vLLM adds to its
+own /v1/responses (top_k, seed, stop, ...) are chat's. Items that one answer was made of (reasoning, a message, calls)
+become one assistant message again, because that is what chat templates know.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from server.api.schemas import MAX_LOGPROBS, MAX_TOOLS, ChatRequest, SamplingFields
+from server.errors import bad_request, trouble_in
+
+LOGPROBS = "message.output_text.logprobs"  # in `include`
+MAX_METADATA = 16  # as OpenAI's
+_INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_METADATA = {"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}
+
+_UNSERVED = {
+    "conversation": "send the history as input, or use previous_response_id",
+    "prompt": "this server stores no prompt templates; send the text as input",
+    "echo": "an answer is told without what came before it",
+}
+
+
+class Reasoning(BaseModel):
+    """reasoning. `summary` is accepted and moot: the reasoning itself is delivered."""
+
+    model_config = ConfigDict(extra="allow")
+
+    effort: str | None = None
+
+
+class TextConfig(BaseModel):
+    """text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses."""
+
+    # text or a list of items; checked in responses_input
+    input: Annotated[Any, WithJsonSchema(_INPUT)] = None
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    metadata: Annotated[Any, WithJsonSchema(_METADATA)] = None  # checked below
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Any = None  # a word or an object; checked in responses_chat
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = Field(None, fail_fast=True)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer's text comes with log-probabilities."""
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+
+def check_metadata(metadata: Any) -> None:
+    """Check what is echoed only; a hundred thousand wrong values are one error.
+
+    Raises:
+        ApiError: 400.
+    """
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
+        raise bad_request(f"metadata must be an object of up to {MAX_METADATA} strings.", "metadata")
+    for name, value in metadata.items():
+        if not isinstance(value, str):
+            raise bad_request(f"metadata.{name} must be a string.", f"metadata.{name}")
+
+
+def refuse_unserved_responses(body: ResponsesRequest) -> None:
+    """Refuse what would be silently ignored, and what cannot be echoed.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    check_metadata(body.metadata)
+    if body.background and body.store is False:
+        raise bad_request("background can only be used when `store` is true: leave store out.", "background")
+    extra = body.model_extra or {}
+    for name, instead in _UNSERVED.items():
+        if extra.get(name):
+            raise bad_request(f"{name!r} is not supported by this server: {instead}.", name)
+    for name in ("prompt_logprobs", "return_token_ids"):
+        wish = getattr(body, name)
+        if wish is not None and wish is not False:
+            raise bad_request(f"{name!r} is told by /v1/chat/completions only.", name)
+    if (body.n or 1) != 1:
+        raise bad_request("n must be 1: a response has one answer.", "n")
+
+
+ChatMessage = dict[str, Any]
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_ITEMS = "message, function_call, function_call_output, reasoning"
+_MAX_ITEMS = 10_000
+
+
+def messages_of(given: Any) -> list[ChatMessage]:
+    """Return a request's input as chat messages.
+
+    Raises:
+        ApiError: 400, naming the item.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise bad_request("input must be a string or a list of items, and not empty.", "input")
+    if len(given) > _MAX_ITEMS:
+        raise bad_request(f"input has {len(given)} items; up to {_MAX_ITEMS} are taken.", "input")
+    messages = items_to_messages(given)
+    if not messages:
+        raise bad_request("input has only reasoning that is encrypted or empty.", "input")
+    return messages
+
+
+def items_to_messages(items: Sequence[Any]) -> list[ChatMessage]:
+    """Return a list of input or output items as chat messages.
+
+    Raises:
+        ApiError: 400, naming the item.
+    """
+    messages: list[ChatMessage] = []
+    for number, item in enumerate(items):
+        where = f"input.{number}"
+        if not isinstance(item, dict):
+            raise bad_request(f"{where} must be an object; got {type(item).__name__}.", where)
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "message":
+            _add_message(messages, item, where)
+        elif kind == "function_call":
+            _add_call(messages, item, where)
+        elif kind == "function_call_output":
+            _add_call_output(messages, item, where)
+        elif kind == "reasoning":
+            _add_reasoning(messages, item, where)
+        else:
+            raise bad_request(f"{where} is of type {kind!r}; this server takes {_ITEMS}.", f"{where}.type")
+    return messages
+
+
+def _add_message(messages: list[ChatMessage], item: Mapping[str, Any], where: str) -> None:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise bad_request(
+            f"{where}.role is {role!r}; it must be one of {', '.join(_ROLES)}.", f"{where}.role"
+        )
+    content = item.get("content")
+    if not isinstance(content, str | list):
+        raise bad_request(f"{where}.content must be a string or a list of parts.", f"{where}.content")
+    if role != "assistant":
+        parts = content if isinstance(content, str) else _text_parts(content, f"{where}.content")
+        messages.append({"role": role, "content": parts})
+        return
+    text = content if isinstance(content, str) else _joined(content, f"{where}.content")
+    current = _open_assistant(messages)
+    if current is not None and current["content"] is None:
+        current["content"] = text
+    else:
+        messages.append({"role": "assistant", "content": text})
+
+
+def _add_call(messages: list[ChatMessage], item: Mapping[str, Any], where: str) -> None:
+    call_id, name, arguments = (string_of(item, field, where) for field in ("call_id", "name", "arguments"))
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    current = _open_assistant(messages)
+    if current is None:
+        current = {"role": "assistant", "content": None}
+        messages.append(current)
+    current.setdefault("tool_calls", []).append(call)
+
+
+def _add_call_output(messages: list[ChatMessage], item: Mapping[str, Any], where: str) -> None:
+    output = item.get("output")
+    if not isinstance(output, str | list):
+        raise bad_request(f"{where}.output must be a string or a list of parts.", f"{where}.output")
+    text = output if isinstance(output, str) else _joined(output, f"{where}.output")
+    messages.append({"role": "tool", "tool_call_id": string_of(item, "call_id", where), "content": text})
+
+
+def _add_reasoning(messages: list[ChatMessage], item: Mapping[str, Any], where: str) -> None:
+    """What is encrypted is another server's and cannot be read; the rest comes back as the model wrote it."""
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list):
+        raise bad_request(f"{where}.content must be a list of parts.", f"{where}.content")
+    text = _joined(parts, f"{where}.content")
+    if text:
+        messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+
+
+def _open_assistant(messages: list[ChatMessage]) -> ChatMessage | None:
+    """Return the assistant message that the next item belongs to, None if the last message is another's."""
+    return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+
+
+def string_of(item: Mapping[str, Any], field: str, where: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise bad_request(f"{where}.{field} must be a string.", f"{where}.{field}")
+    return value
+
+
+def _text_parts(parts: Sequence[Any], where: str) -> list[dict[str, str]]:
+    return [
+        {"type": "text", "text": _part_text(part, f"{where}.{number}")} for number, part in enumerate(parts)
+    ]
+
+
+def _joined(parts: Sequence[Any], where: str) -> str:
+    return "".join(_part_text(part, f"{where}.{number}") for number, part in enumerate(parts))
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    field = "refusal" if kind == "refusal" else "text"
+    if field == "text" and kind not in _TEXT_PARTS:
+        raise bad_request(f"{where} is of type {kind!r}; this model takes only text.", f"{where}.type")
+    return string_of(part, field, where)
+
+
+_FOREIGN = {"conversation", "prompt", "truncation", "max_tool_calls", "service_tier"}
+_OWN_NAMES = (  # a field of the chat request, or its beginning -> of the response's
+    (re.compile(r"messages\b.*"), "input"),
+    (re.compile(r"max_completion_tokens"), "max_output_tokens"),
+    (re.compile(r"response_format\.json_schema\b"), "text.format"),
+    (re.compile(r"response_format\b"), "text.format"),
+    (re.compile(r"reasoning_effort"), "reasoning.effort"),
+    (re.compile(r"(tools\.\d+)\.function\b"), r"\1"),
+)
+
+
+def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> ChatRequest:
+    """Return the chat request that asks for the same.
+
+    Args:
+        history: every message but the instructions, oldest first.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    shared = set(SamplingFields.model_fields) - {"max_tokens", "stream_options"}
+    extra = {name: value for name, value in (body.model_extra or {}).items() if name not in _FOREIGN}
+    fields: dict[str, Any] = extra | body.model_dump(include=shared, exclude_unset=True)
+    fields["messages"] = _with_instructions(body.instructions, history)
+    fields["max_completion_tokens"] = body.max_output_tokens or body.max_tokens
+    if body.wants_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    fields |= _tool_fields(body)
+    response_format = _response_format(body)
+    if response_format is not None:
+        if body.structured_outputs:
+            raise bad_request("Cannot specify both structured_outputs and text.format.", "structured_outputs")
+        fields["response_format"] = response_format
+    fields |= _reasoning_fields(body)
+    if _goes_on(body.input, history[-1]):
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    return validated(fields)
+
+
+def own_name(param: str) -> str:
+    """Return the name under which /v1/responses has a chat request's field."""
+    for pattern, name in _OWN_NAMES:
+        if pattern.match(param):
+            return pattern.sub(name, param)
+    return param
+
+
+def validated(fields: Mapping[str, Any]) -> ChatRequest:
+    """Build a chat request from translated fields.
+
+    Raises:
+        ApiError: 400, in the words of chat's own check.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(step) for step in first["loc"])
+        raise bad_request(f"{param} is wrong: {trouble_in(first)}.", param) from error
+
+
+def _with_instructions(instructions: str | None, history: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Put the instructions in front; many templates take one system message only, so those at the head are joined."""
+    head = [instructions] if instructions else []
+    begin = 0
+    for message in history:
+        if message["role"] not in ("system", "developer"):
+            break
+        content = message["content"]
+        head.append(content if isinstance(content, str) else "\n".join(part["text"] for part in content))
+        begin += 1
+    system = [{"role": "system", "content": "\n\n".join(head)}] if head else []
+    return [*system, *history[begin:]]
+
+
+def _tool_fields(body: ResponsesRequest) -> dict[str, Any]:
+    tools, choice = body.tools or [], body.tool_choice
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            where = f"tools.{number}"
+            raise bad_request(
+                f"{where} is of type {tool.get('type')!r}; this server runs no tools of its own and takes "
+                "type 'function' only.",
+                f"{where}.type",
+            )
+        string_of(tool, "name", f"tools.{number}")
+    if choice == "required" and not tools:
+        raise bad_request("Tool choice 'required' must be specified with 'tools' parameter.", "tool_choice")
+    if isinstance(choice, dict):
+        tools, choice = _chosen(tools, choice)
+    fields: dict[str, Any] = {}
+    if tools:
+        fields["tools"] = [_chat_tool(tool) for tool in tools]
+    if choice is not None and (tools or choice != "auto"):
+        fields["tool_choice"] = choice
+    if body.parallel_tool_calls is not None and tools:
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
+    return fields
+
+
+def _chosen(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+    """Resolve a tool_choice that is an object: one function, or a selection of them."""
+    kind = choice.get("type")
+    if kind == "function":
+        name = choice.get("name")
+        if name not in [tool.get("name") for tool in tools]:
+            param = "tool_choice" if isinstance(name, str) else "tool_choice.name"
+            raise bad_request(f"Tool choice {name!r} not found in 'tools' parameter.", param)
+        return tools, {"type": "function", "function": {"name": name}}
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+        allowed = [each.get("name") for each in choice["tools"] if isinstance(each, dict)]
+        return [tool for tool in tools if tool.get("name") in allowed], choice.get("mode", "auto")
+    raise bad_request(
+        f"tool_choice is of type {kind!r}; an object must be of type 'function' or 'allowed_tools'.",
+        "tool_choice",
+    )
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {
+        name: tool[name]
+        for name in ("name", "description", "parameters", "strict")
+        if tool.get(name) is not None
+    }
+    return {"type": "function", "function": function}
+
+
+def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+    """Return text.format in chat's nesting."""
+    wanted = body.text.format if body.text else None
+    if wanted is None or wanted.get("type") == "text":
+        return None
+    if wanted.get("type") == "json_schema":
+        inner = {name: value for name, value in wanted.items() if name != "type"}
+        return {"type": "json_schema", "json_schema": inner}
+    if wanted.get("type") == "json_object":
+        return {"type": "json_object"}
+    raise bad_request(
+        f"text.format is of type {wanted.get('type')!r}; it must be text, json_object or json_schema.",
+        "text.format.type",
+    )
+
+
+def _reasoning_fields(body: ResponsesRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if body.reasoning and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.chat_template_kwargs:
+        fields["chat_template_kwargs"] = body.chat_template_kwargs
+    return fields
+
+
+def _goes_on(given: Any, message: ChatMessage) -> bool:
+    """Tell whether the last item is an answer that was cut short, to be continued; `message` is what it became."""
+    last = given[-1] if isinstance(given, list) else None
+    cut = isinstance(last, dict) and last.get("status") in ("in_progress", "incomplete")
+    return cut and message["role"] == "assistant" and "tool_calls" not in message and bool(message["content"])
