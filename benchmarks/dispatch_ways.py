@@ -17,8 +17,8 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.fp8 import dequantise_fp8, quantise_fp8
 from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
 from dispatch.row_formats import row_format
-from dispatch.transport import RankTable, Transport
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.wire import RankTable, Transport
 
 HIDDEN, CHOICES, EXPERTS = 1024, 8, 64  # K is 8 unless the command line has another
 SCALE = "DeepSeek-V3 with hidden 7168 / 7 = 1024, experts 256 / 4 = 64, top-8; float32 rows"

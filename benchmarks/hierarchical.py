@@ -26,8 +26,8 @@ from dispatch import layout
 from dispatch.dispatcher import Dispatcher, Traffic
 from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from dispatch.hierarchical.groups import open_hierarchical
-from dispatch.transport import RankTable, Transport
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.wire import RankTable, Transport
 from tests.support.ranks import RankPool
 
 EXPERTS, GROUPS, TOP_GROUPS, CHOICES = 256, 8, 4, 8  # DeepSeek-V3, arXiv 2412.19437, section 4.2

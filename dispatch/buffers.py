@@ -17,7 +17,7 @@ from dispatch.cpu_kernels.message import (
     NUM_TABLES,
     SENT_BYTES,
 )
-from dispatch.transport import RankTable
+from dispatch.wires.wire import RankTable
 
 _MOST_VIEWS = 256  # of one buffer
 

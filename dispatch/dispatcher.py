@@ -31,7 +31,7 @@ from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 from dispatch.native import compile_all
 from dispatch.row_formats import PlainRows, RowFormat
-from dispatch.transport import RankTable, Transport
+from dispatch.wires.wire import RankTable, Transport
 
 __all__ = ["Dispatched", "Dispatcher", "Handle", "TokenDispatcher", "Traffic"]
 

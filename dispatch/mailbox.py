@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from dispatch.availability import ON_DEVICE
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, TransportUnavailable
-from dispatch.transport import RankTable
-from dispatch.transports import signals
-from dispatch.transports.segment import SharedSegment
+from dispatch.wires import signals
+from dispatch.wires.segment import SharedSegment
+from dispatch.wires.wire import RankTable
 
 MAX_WIDTH = signals.PAYLOAD_WORDS
 NAMES = ("auto", "local", "gloo", "shm", *ON_DEVICE)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dispatch.errors import PeerLost, RanksDisagree
 from dispatch.meanwhile import Meanwhile, nothing
-from dispatch.transport import RankTable, Transport
+from dispatch.wires.wire import RankTable, Transport
 
 _ALIGNMENT = 64  # of every part of a message, so that any dtype can be viewed where it lies
 _MAGIC = 0x57455053  # another protocol's message on the same transport does not begin like this

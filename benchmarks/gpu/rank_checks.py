@@ -29,8 +29,8 @@ from dispatch.gpu.wide import WideDispatcher
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.mode import NORMAL, Mode
-from dispatch.transport import Transport
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.wire import Transport
 
 WAIT_S = 100.0  # of a rank for the other, which may be interpreted
 _LAYERS = 3

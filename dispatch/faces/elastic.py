@@ -26,8 +26,8 @@ from dispatch.faces.events import EventHandle, EventOverlap, finished
 from dispatch.faces.released import Released
 from dispatch.faces.rows import Rows, as_biases, split_rows
 from dispatch.rows import RowExchange
-from dispatch.transport import RankTable
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.wire import RankTable
 
 
 class ElasticBuffer(ElasticDomains, RefusedCalls, Released):

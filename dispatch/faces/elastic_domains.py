@@ -7,7 +7,7 @@ import torch.distributed as dist
 from dispatch.errors import DispatchError
 from dispatch.faces.elastic_sizes import buffer_bytes, check_domains, find_node_size
 from dispatch.faces.events import EventHandle
-from dispatch.transports.segment import identify_process
+from dispatch.wires.segment import identify_process
 
 NUM_SMS = 4  # the smallest number that DeepEP takes; ours uses none
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from dispatch.low_latency.choose import open_low_latency
 from dispatch.low_latency.exchange import LowLatencyExchange
-from dispatch.transport import Transport
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.wire import Transport
 
 _ON_GPU = ("auto", "nccl", "nvshmem")
 

@@ -29,7 +29,7 @@ from dispatch.gpu import flags
 from dispatch.gpu.symmetric import TEXT_BYTES, OpenMemory, SymmetricLayout, SymmetricMemory
 from dispatch.low_latency.exchange import OneTravels, Posted
 from dispatch.low_latency.shape import LowLatencyShape
-from dispatch.transport import decode_refusal, encode_refusal
+from dispatch.wires.wire import decode_refusal, encode_refusal
 
 POLLS_PER_S = 1_000_000  # of a GPU, about: a look at a flag goes to memory
 _POLLS_PER_LOOK = 10_000  # by a host that looks at the clock in between

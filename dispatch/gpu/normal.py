@@ -19,7 +19,7 @@ from dispatch.gpu.packed import Packed
 from dispatch.gpu.permute import PairOrders
 from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.rows import Route, RowExchange
-from dispatch.transport import Transport
+from dispatch.wires.wire import Transport
 
 
 class NormalWay:

@@ -24,10 +24,10 @@ from dispatch.gpu.packed_exchange import PackedExchange
 from dispatch.gpu.wide import WideDispatcher
 from dispatch.low_latency.choose import open_memory_for
 from dispatch.row_formats import describe_rows
-from dispatch.transport import Transport
-from dispatch.transports.choose import open_transport
-from dispatch.transports.collective import CollectiveTransport
-from dispatch.transports.segment import identify_process
+from dispatch.wires.choose import open_transport
+from dispatch.wires.nccl import CollectiveTransport
+from dispatch.wires.segment import identify_process
+from dispatch.wires.wire import Transport
 
 _HOST_TRANSPORTS = ("gloo", "shm")
 _ASKED = "it was asked for"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.low_latency.shape import ROW_ALIGNMENT, LowLatencyShape, aligned
-from dispatch.transports.segment import SharedSegment
+from dispatch.wires.segment import SharedSegment
 
 TEXT_BYTES = 1024  # a power of two, above `MAX_REFUSAL_BYTES`
 _LINE_BYTES = 128

@@ -34,7 +34,7 @@ from dispatch.hierarchical.stage import Stage
 from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import row_format
-from dispatch.transport import Transport
+from dispatch.wires.wire import Transport
 
 _DISPATCH, _WEIGHTS, _ANSWERS = 1, 2, 3  # first word of a message: what it is
 

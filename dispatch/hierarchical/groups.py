@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dispatch.errors import TransportUnavailable
 from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
 
 
 def open_hierarchical(

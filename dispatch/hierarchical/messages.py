@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dispatch.errors import RanksDisagree
 from dispatch.meanwhile import Meanwhile, nothing
-from dispatch.transport import RankTable, Transport
+from dispatch.wires.wire import RankTable, Transport
 
 MAX_WORDS, MAX_PARTS = 8, 4
 _ALIGNMENT = 64

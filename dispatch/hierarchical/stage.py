@@ -14,7 +14,7 @@ from typing import Self
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
 from dispatch.hierarchical.messages import Message, num_bytes, swap
 from dispatch.meanwhile import Meanwhile, nothing
-from dispatch.transport import Transport
+from dispatch.wires.wire import Transport
 
 _ORIGIN_END = "|"
 

@@ -1,4 +1,4 @@
-"""Pick what moves low-latency calls: compiled CPU passes over a transport, or Triton kernels over symmetric memory.
+"""Pick what moves low-latency calls: compiled CPU passes over a wire, or Triton kernels over symmetric memory.
 
 By the device of the buffer: Triton on a GPU, CPU passes on the CPU. Triton on the CPU runs in its interpreter, which is
 for tests: it must be asked for, and be switched on before Python starts. Triton is an optional package and imported
@@ -12,18 +12,18 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.gpu.symmetric import OpenMemory, SharedMemory
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.exchange import LowLatencyExchange
-from dispatch.transport import Transport
+from dispatch.wires.wire import Wire
 
 Kernels = Literal["auto", "triton"]
 KERNELS = ("auto", "triton")
 
 
 def open_low_latency(
-    transport: Transport,
+    wire: Wire,
     group: dist.ProcessGroup,
     device: torch.device,
     *,
@@ -36,21 +36,21 @@ def open_low_latency(
     """Open an exchange for the ranks of `group`. Collective where it is Triton's.
 
     Args:
-        transport: for the CPU passes; not owned.
+        wire: for the CPU passes; not owned.
         device: where tokens lie.
         kernels: "auto", or "triton" for the kernels' interpreter on the CPU.
         provider: of memory between GPUs: "CUDA" maps that of peers which can be addressed, "NVSHMEM" reaches all.
         num_bytes: of symmetric memory to begin with.
-        timeout_s, mask_lost: as the transport was opened with.
+        timeout_s, mask_lost: as the wire was opened with.
 
     Raises:
         ValueError: unknown kernels.
-        TransportUnavailable: no Triton, no interpreter on the CPU, or no symmetric memory.
+        WireUnavailable: no Triton, no interpreter on the CPU, or no symmetric memory.
     """
     if kernels not in KERNELS:
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(KERNELS)}")
     if device.type == "cpu" and kernels == "auto":
-        return CpuExchange(transport)
+        return CpuExchange(wire)
     kernels_module = load_triton(device)
     kind = "shared" if device.type == "cpu" else provider
     open_memory = open_memory_for(kind, group, device, timeout_s=timeout_s)
@@ -64,17 +64,17 @@ def load_triton(device: torch.device) -> Any:
     """Import `dispatch.gpu.exchange`.
 
     Raises:
-        TransportUnavailable: Triton is not installed, or compiles where it should interpret.
+        WireUnavailable: Triton is not installed, or compiles where it should interpret.
     """
     try:
         triton = importlib.import_module("triton")
     except ImportError as error:
-        raise TransportUnavailable(
+        raise WireUnavailable(
             f"low-latency mode on {device} needs Triton, which cannot be imported ({error}); "
             "pip install 'wideep[gpu]'"
         ) from error
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
-        raise TransportUnavailable(
+        raise WireUnavailable(
             "kernels is 'triton' on the CPU, where only Triton's interpreter runs; set TRITON_INTERPRET=1 before "
             "Python starts, or leave kernels='auto'"
         )
@@ -90,7 +90,7 @@ def open_memory_for(
         provider: "shared" between CPU ranks of one host; between GPUs "CUDA" or "NVSHMEM", see `open_low_latency`.
 
     Raises:
-        TransportUnavailable: a package is missing.
+        WireUnavailable: a package is missing.
     """
     if provider == "shared":
         return partial(SharedMemory, group, timeout_s=timeout_s)

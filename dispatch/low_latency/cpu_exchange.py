@@ -24,7 +24,7 @@ from dispatch.low_latency.exchange import OneTravels, Posted
 from dispatch.low_latency.ring import DispatchSlot, Results
 from dispatch.low_latency.shape import HEADER_BYTES, LowLatencyShape
 from dispatch.native import compile_all
-from dispatch.transport import RankTable, Transport
+from dispatch.wires.wire import RankTable, Transport
 
 _QUANTISE = {torch.bfloat16: cpu_fp8.quantise_bfloat16, torch.float32: cpu_fp8.quantise_float32}
 _SUMS = {torch.bfloat16: cpu_answers.sum_bfloat16, torch.float32: cpu_answers.sum_float32}

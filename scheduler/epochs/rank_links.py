@@ -14,7 +14,7 @@ from dispatch.errors import TransportUnavailable
 from dispatch.hierarchical.groups import open_hierarchical
 from dispatch.mailbox import open_mailbox
 from dispatch.row_formats import row_format
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
 from moe.backend import Backend
 from scheduler.moves.peer_channel import make_group
 from scheduler.policy.config import EngineConfig

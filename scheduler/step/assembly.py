@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import Store
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import TransportUnavailable
-from dispatch.transports.segment import available_bytes
 from dispatch.unconnected import UnconnectedDispatcher
+from dispatch.wires.segment import available_bytes
 from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from dispatch.errors import PeerRefused
-from dispatch.transport import RankTable, Transport
+from dispatch.wires.wire import RankTable, Transport
 
 
 def message(round_: int, source: int, to: int, num_bytes: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from dispatch.alternating import AlternatingDispatcher
 from dispatch.dispatcher import Dispatcher
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.local import LocalTransport
 from tests.dispatch.oracle import compute_pairs, make_cases, simulate
 
 S = 4

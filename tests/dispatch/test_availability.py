@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dispatch import availability
 from dispatch.availability import BACKENDS, check_service_backend, why_unavailable
 from dispatch.errors import TransportUnavailable
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
 from tests.conftest import PoolOf
 
 

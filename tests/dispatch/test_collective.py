@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchTimeout, PeerLost, RanksDisagree
-from dispatch.transport import RankTable, Transport
-from dispatch.transports.choose import open_transport
-from dispatch.transports.collective import CollectiveTransport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.nccl import CollectiveTransport
+from dispatch.wires.wire import RankTable, Transport
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.messages import swap

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dispatch import layout
 from dispatch.dispatcher import Dispatched, Dispatcher
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.local import LocalTransport
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.oracle import make_cases, simulate
 

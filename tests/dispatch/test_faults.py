@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
 from tests.conftest import PoolOf
 
 VICTIM = 2

@@ -15,8 +15,8 @@ from dispatch.hierarchical.groups import open_hierarchical
 from dispatch.hierarchical.messages import Message, swap
 from dispatch.hierarchical.plan import node_choices, plan_arrival, plan_spread
 from dispatch.row_formats import row_format
-from dispatch.transport import RankTable
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.wire import RankTable
 from tests.conftest import PoolOf
 from tests.dispatch.hierarchical_cases import S, open_here
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate

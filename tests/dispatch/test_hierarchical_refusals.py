@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dispatch.errors import DispatchError
 from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from dispatch.hierarchical.groups import open_hierarchical
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.local import LocalTransport
 from tests.conftest import PoolOf
 from tests.dispatch.hierarchical_cases import S, open_here
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree, TransportUnavailable
-from dispatch.transport import RankTable, Transport
-from dispatch.transports.choose import open_transport
-from dispatch.transports.collective import CollectiveTransport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.nccl import CollectiveTransport
+from dispatch.wires.wire import RankTable, Transport
 from tests.conftest import PoolOf
 from tests.dispatch.messages import message, size_of, swap
 

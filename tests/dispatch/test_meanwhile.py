@@ -14,8 +14,8 @@ from dispatch.errors import PeerRefused
 from dispatch.hierarchical.groups import open_hierarchical
 from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode, low_latency
-from dispatch.transports.choose import open_transport
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.local import LocalTransport
 from tests.conftest import PoolOf
 from tests.dispatch.gpu.ranks import interpret, open_wide
 from tests.support.ranks import RankPool

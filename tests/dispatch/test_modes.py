@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dispatch.dispatcher import Dispatcher
 from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
 from dispatch.row_formats import row_format
-from dispatch.transports.choose import open_transport
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.local import LocalTransport
 from tests.conftest import PoolOf
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate
 

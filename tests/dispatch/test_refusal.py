@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, PeerRefused
-from dispatch.transport import MAX_REFUSAL_BYTES, RankTable, Transport, decode_refusal, encode_refusal
-from dispatch.transports.choose import open_transport
-from dispatch.transports.collective import CollectiveTransport
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.local import LocalTransport
+from dispatch.wires.nccl import CollectiveTransport
+from dispatch.wires.wire import MAX_REFUSAL_BYTES, RankTable, Transport, decode_refusal, encode_refusal
 from tests.conftest import PoolOf
 from tests.dispatch.messages import swap, swap_or_refuse, text_of
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dispatch.errors import PeerLost, PeerRefused, RanksDisagree
 from dispatch.rows import Received, RowExchange, sent_tokens
-from dispatch.transports.choose import open_transport
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.local import LocalTransport
 from tests.conftest import PoolOf
 
 BACKENDS = [("auto", 1), ("shm", 2), ("gloo", 2), ("shm", 4), ("gloo", 4)]

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import RanksDisagree, TransportUnavailable
-from dispatch.transports import segment
-from dispatch.transports.choose import open_transport
-from dispatch.transports.gloo import INCOMING_BYTES, MAX_PART_BYTES, fitting_part_bytes
-from dispatch.transports.shm import MAX_REGION_BYTES, SEGMENT_BYTES, fitting_region_bytes
+from dispatch.wires import segment
+from dispatch.wires.choose import open_transport
+from dispatch.wires.gloo import INCOMING_BYTES, MAX_PART_BYTES, fitting_part_bytes
+from dispatch.wires.shm import MAX_REGION_BYTES, SEGMENT_BYTES, fitting_region_bytes
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layers
 from tests.dispatch.oracle import RankCase, make_cases, simulate

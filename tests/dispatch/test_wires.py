@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from dispatch import Buffer, rows
 from dispatch.errors import TransportUnavailable
 from dispatch.faces import wires
-from dispatch.transports.collective import CollectiveTransport
+from dispatch.wires.nccl import CollectiveTransport
 from tests.conftest import PoolOf
 from tests.dispatch import test_buffer as buffers
 from tests.dispatch.buffer_cases import portable
@@ -27,7 +27,7 @@ HOST_TABLES = {  # functions that make tensors for the host: counts of ranks and
     "dispatch/rows.py: send",  # the matrix of counts
     "dispatch/rows.py: give_back",  # ranks, which are then moved
     "dispatch/rows.py: _pack_head",
-    "dispatch/transports/collective.py: _start_headers",
+    "dispatch/wires/nccl.py: _start_headers",
     "dispatch/faces/normal_mode.py: _count_experts",
     "dispatch/faces/handles.py: pack",  # counts of nodes
 }

@@ -7,7 +7,9 @@ import torch.distributed
 
 from dispatch import cpu_kernels
 from dispatch.native import compile_all
-from dispatch.transports import parts, regions, signals
+from dispatch.wires import gloo_parts as parts
+from dispatch.wires import shm_regions as regions
+from dispatch.wires import signals
 
 __all__ = ["numba", "numpy", "torch"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.local import LocalTransport
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.transports.choose import open_transport
+from dispatch.wires.choose import open_transport
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.interpreted import open_interpreted
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, make_cases, zero_undefined

@@ -13,7 +13,7 @@ from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.low_latency.shape import LowLatencyShape
 from dispatch.native import compile_all
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.local import LocalTransport
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import (
     Layer,

@@ -7,7 +7,7 @@ import torch
 
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.local import LocalTransport
 from tests.conftest import PoolOf
 from tests.dispatch.caught import catch
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.transports.choose import open_transport
-from dispatch.transports.local import LocalTransport
+from dispatch.wires.choose import open_transport
+from dispatch.wires.local import LocalTransport
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, make_cases
 from tests.support.graph_safe import GraphSafe

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from dispatch.availability import BACKENDS, why_unavailable
 from dispatch.errors import TransportUnavailable
-from dispatch.transport import Transport
-from dispatch.transports.collective import CollectiveTransport
-from dispatch.transports.gloo import MIN_REGION_BYTES as MIN_GLOO_REGION_BYTES
-from dispatch.transports.gloo import GlooTransport
-from dispatch.transports.local import LocalTransport
-from dispatch.transports.shm import ShmTransport
+from dispatch.wires.gloo import MIN_REGION_BYTES as MIN_GLOO_REGION_BYTES
+from dispatch.wires.gloo import GlooTransport
+from dispatch.wires.local import LocalTransport
+from dispatch.wires.nccl import CollectiveTransport
+from dispatch.wires.shm import ShmTransport
+from dispatch.wires.wire import Transport
 
 _ASKED = "it was asked for"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
 from dispatch.meanwhile import Meanwhile, nothing
-from dispatch.transport import MAX_REFUSAL_BYTES, REFUSED, RankTable, decode_refusal, encode_refusal
+from dispatch.wires.wire import MAX_REFUSAL_BYTES, REFUSED, RankTable, decode_refusal, encode_refusal
 
 _ALIGNMENT = 64
 _SIZE, _NUMBER, _EPOCH, _TEXT_BYTES, _TEXT = 0, 1, 2, 3, 4  # words of a header

@@ -15,9 +15,9 @@ from torch import Tensor
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
 from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.native import compile_all
-from dispatch.transport import RankTable, decode_refusal, encode_refusal
-from dispatch.transports import parts
-from dispatch.transports.gloo_wires import PeerByPeer, Together
+from dispatch.wires import gloo_parts as parts
+from dispatch.wires.gloo_sends import PeerByPeer, Together
+from dispatch.wires.wire import RankTable, decode_refusal, encode_refusal
 
 MAX_PART_BYTES = 16 << 20
 MIN_PART_BYTES = 1 << 20

@@ -13,8 +13,8 @@ round posts and waits for (written here), and the mask. Every argument is an int
 """
 
 from dispatch.native import compiled, copy, inlined, words
-from dispatch.transport import REFUSED
-from dispatch.transports import signals
+from dispatch.wires import signals
+from dispatch.wires.wire import REFUSED
 
 STRIDE = (1 << 20) + 1
 DISAGREEMENT, REFUSAL, OUT_OF_STEP = 0, 1, 2  # kinds of problem of `find_windows`

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
-from dispatch.transport import RankTable
+from dispatch.wires.wire import RankTable
 
 _TAG_PART, _TAG_REST, _TAG_PROBE = 0x57E8, 0x57E9, 0x57EA
 _NEARLY = 0.9  # of a time-out

@@ -11,7 +11,7 @@ are addresses of int64 [R].
 """
 
 from dispatch.native import compiled, inlined, words
-from dispatch.transport import REFUSED
+from dispatch.wires.wire import REFUSED
 
 ALIGNMENT = 64
 PREFIX_BYTES = 64  # size, number, epoch, bytes of a refusal's text; and room to keep the rest aligned

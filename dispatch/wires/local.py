@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dispatch.meanwhile import Meanwhile, nothing
-from dispatch.transport import RankTable
+from dispatch.wires.wire import RankTable
 
 
 class LocalTransport:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from dispatch import native
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, TransportUnavailable
-from dispatch.transport import RankTable
-from dispatch.transports import signals
+from dispatch.wires import signals
+from dispatch.wires.wire import RankTable
 
 _LIVENESS_NS = 50_000_000  # how long to wait before looking whether the peer lives
 _SPIN_NS = 50_000  # ranks of one step arrive within tens of microseconds; a futex wake costs about as much

@@ -16,9 +16,9 @@ from torch import Tensor
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
 from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.native import compile_all
-from dispatch.transport import RankTable, decode_refusal, encode_refusal
-from dispatch.transports import regions
-from dispatch.transports.segment import SharedSegment
+from dispatch.wires import shm_regions as regions
+from dispatch.wires.segment import SharedSegment
+from dispatch.wires.wire import RankTable, decode_refusal, encode_refusal
 
 MAX_REGION_BYTES = 4 << 20
 MIN_REGION_BYTES = 64 << 10
