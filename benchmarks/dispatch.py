@@ -1,7 +1,7 @@
 """What does one dispatch plus one combine cost between ranks of this host, in both modes, over shm and over gloo?
 
 Peer: `all_to_all_single` over gloo with the same rows, sizes known beforehand. Bound: a layer's bytes over the
-transport's ceiling, measured in the same run with messages of 2 MiB that are copied in, exchanged and copied out.
+wire's ceiling, measured in the same run with messages of 2 MiB that are copied in, exchanged and copied out.
 Goals: normal mode at most 1.3 x the peer on gloo; shm at least 3 x as fast as gloo at 1 to 64 tokens.
 `all_gather` is the floor of a mode that would give every token to every rank (dispatch alone): where it is not below
 low latency's dispatch, such a mode cannot win.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.dispatch_ways import CHOICES, SCALE, TRANSPORTS, Measured, Times, measure
+from benchmarks.dispatch_ways import CHOICES, SCALE, WIRES, Measured, Times, measure
 from tests.support.ranks import RankPool
 
 MODES = ("normal", "low_latency", "fp8")
@@ -62,7 +62,7 @@ def row_of(ranks: int, tokens: int, measured: Measured) -> dict[str, Any]:
     }
     row["all_gather_over_low_latency"] = {
         name: round(ways[f"{name} all_gather"]["dispatch_us"] / ways[f"{name} low_latency"]["dispatch_us"], 2)
-        for name in TRANSPORTS
+        for name in WIRES
     }
     return row
 

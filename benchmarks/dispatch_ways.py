@@ -17,12 +17,12 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.fp8 import dequantise_fp8, quantise_fp8
 from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_transport
-from dispatch.wires.wire import RankTable, Transport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.wire import RankTable, Wire
 
 HIDDEN, CHOICES, EXPERTS = 1024, 8, 64  # K is 8 unless the command line has another
 SCALE = "DeepSeek-V3 with hidden 7168 / 7 = 1024, experts 256 / 4 = 64, top-8; float32 rows"
-TRANSPORTS = ("shm", "gloo")
+WIRES = ("shm", "gloo")
 BLOCK = 10  # runs of one way before the next has its turn
 CEILING_BYTES = 2 << 20  # per pair
 CEILING_RUNS = 7
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
 
     seconds: dict[str, list[Times]]  # every run, by way
     sent_bytes: dict[str, tuple[int, int]]  # per layer to other ranks: dispatch, combine
-    ceiling: dict[str, float]  # bytes per second that a rank sends at most, by transport
+    ceiling: dict[str, float]  # bytes per second that a rank sends at most, by wire
 
 
 def measure(tokens: int, choices: int, runs: int) -> Measured:
@@ -53,7 +53,7 @@ def measure(tokens: int, choices: int, runs: int) -> Measured:
     sent_bytes: dict[str, tuple[int, int]] = {}
     ceiling: dict[str, float] = {}
     opened: list[Dispatcher] = []
-    for name in TRANSPORTS:
+    for name in WIRES:
         for kind, mode, rows in (
             ("normal", NORMAL, "auto"),
             ("low_latency", low_latency(fitting_capacity(tokens)), "auto"),
@@ -68,7 +68,7 @@ def measure(tokens: int, choices: int, runs: int) -> Measured:
         gathering = open_dispatcher(name, "auto")
         opened.append(gathering)
         ways[f"{name} all_gather"] = all_gather_floor(gathering, layer)
-        ceiling[name] = measure_ceiling(gathering.transport)
+        ceiling[name] = measure_ceiling(gathering.wire)
     ways["plain"], sent_bytes["plain"] = plain_exchange(opened[0], layer)
     seconds: dict[str, list[Times]] = {name: [] for name in ways}
     for block in range(1 + -(-runs // BLOCK)):
@@ -89,8 +89,8 @@ def make_layer(tokens: int, choices: int = CHOICES) -> Layer:
 
 def open_dispatcher(name: str, rows: str) -> Dispatcher:
     """Open a dispatcher over all ranks."""
-    transport = open_transport(name, dist.group.WORLD)
-    return Dispatcher(transport, slots_per_rank=EXPERTS // transport.world_size, rows=row_format(rows))
+    wire = open_wire(name, dist.group.WORLD)
+    return Dispatcher(wire, slots_per_rank=EXPERTS // wire.world_size, rows=row_format(rows))
 
 
 def time_layer(dispatcher: Dispatcher, layer: Layer, mode: Mode) -> Times:
@@ -112,7 +112,7 @@ def check_layer(dispatcher: Dispatcher, layer: Layer, mode: Mode) -> None:
     x_TH = dequantise_fp8(*quantise_fp8(layer.x_TH), torch.float32) if is_fp8 else layer.x_TH
     token_TK = torch.arange(len(x_TH)).unsqueeze(1).expand_as(layer.slots_TK)
     want = layout.sum_answers(x_TH, token_TK, layer.weights_TK, torch.float32)
-    assert torch.equal(combined, want), f"{dispatcher.transport.name}, {mode}: wrong sums"
+    assert torch.equal(combined, want), f"{dispatcher.wire.name}, {mode}: wrong sums"
 
 
 def all_gather_floor(dispatcher: Dispatcher, layer: Layer) -> Callable[[], Times]:
@@ -121,20 +121,20 @@ def all_gather_floor(dispatcher: Dispatcher, layer: Layer) -> Callable[[], Times
     Rows and slots are copied in, exchanged, all rows copied out; left out is finding the pairs, and dropping rows
     that are not for this rank. The combine after it is the usual one, so that caches are as cold as elsewhere.
     """
-    transport, dispatched = dispatcher.transport, dispatcher.dispatch(layer.x_TH, layer.slots_TK)
+    wire, dispatched = dispatcher.wire, dispatcher.dispatch(layer.x_TH, layer.slots_TK)
     slots, x = (tensor.view(-1).view(torch.uint8) for tensor in (layer.slots_TK, layer.x_TH))
-    sizes = _equal_sizes(transport, len(slots) + len(x))
-    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    sizes = _equal_sizes(wire, len(slots) + len(x))
+    peers = [peer for peer in range(wire.world_size) if peer != wire.rank]
 
     def time_floor() -> Times:
         begin = time.perf_counter()
-        transport.open_windows(sizes)
+        wire.open_windows(sizes)
         for peer in peers:
-            window = transport.send_window(peer)
+            window = wire.send_window(peer)
             window[: len(slots)] = slots
             window[len(slots) :] = x
-        transport.exchange(sizes, sizes)
-        torch.cat([x, *(transport.received(peer) for peer in peers)])
+        wire.exchange(sizes, sizes)
+        torch.cat([x, *(wire.received(peer) for peer in peers)])
         middle = time.perf_counter()
         y_PH = dispatched.x_NH[dispatched.row_P]
         resumed = time.perf_counter()
@@ -144,29 +144,29 @@ def all_gather_floor(dispatcher: Dispatcher, layer: Layer) -> Callable[[], Times
     return time_floor
 
 
-def measure_ceiling(transport: Transport) -> float:
+def measure_ceiling(wire: Wire) -> float:
     """Return the bytes per second that a rank sends in the largest exchange: copied in, exchanged, copied out."""
-    sizes = _equal_sizes(transport, CEILING_BYTES)
+    sizes = _equal_sizes(wire, CEILING_BYTES)
     source = torch.ones(CEILING_BYTES, dtype=torch.uint8)
-    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    peers = [peer for peer in range(wire.world_size) if peer != wire.rank]
     target = torch.empty(len(peers), CEILING_BYTES, dtype=torch.uint8)
     times = []
     for _ in range(CEILING_RUNS):
         begin = time.perf_counter()
-        transport.open_windows(sizes)
+        wire.open_windows(sizes)
         for peer in peers:
-            transport.send_window(peer).copy_(source)
-        transport.exchange(sizes, sizes)
+            wire.send_window(peer).copy_(source)
+        wire.exchange(sizes, sizes)
         for index, peer in enumerate(peers):
-            target[index].copy_(transport.received(peer))
+            target[index].copy_(wire.received(peer))
         times.append(time.perf_counter() - begin)
     return len(peers) * CEILING_BYTES / min(times)
 
 
-def _equal_sizes(transport: Transport, num_bytes: int) -> RankTable:
-    sizes = RankTable(transport.world_size)
+def _equal_sizes(wire: Wire, num_bytes: int) -> RankTable:
+    sizes = RankTable(wire.world_size)
     sizes.values[:] = num_bytes
-    sizes.values[transport.rank] = 0
+    sizes.values[wire.rank] = 0
     return sizes
 
 

@@ -8,7 +8,7 @@ service's invariance), when they come back once per node.
 
     python -m benchmarks.hierarchical [--shapes 2x2 4x2 8x2] [--tokens 128] [--hidden 512] [--save]
 
-Counted bytes: every rank counts what it hands to a transport for ranks of other nodes, headers included; results of
+Counted bytes: every rank counts what it hands to a wire for ranks of other nodes, headers included; results of
 flat and node-limited exchanges are compared bit for bit first. Rows are bfloat16. All ranks run on this host. The
 last rows are computed from the same routing, without ranks and headers, for the sizes that DeepSeek-V3 is served at.
 """
@@ -26,8 +26,8 @@ from dispatch import layout
 from dispatch.dispatcher import Dispatcher, Traffic
 from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from dispatch.hierarchical.groups import open_hierarchical
-from dispatch.wires.choose import open_transport
-from dispatch.wires.wire import RankTable, Transport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.wire import RankTable, Wire
 from tests.support.ranks import RankPool
 
 EXPERTS, GROUPS, TOP_GROUPS, CHOICES = 256, 8, 4, 8  # DeepSeek-V3, arXiv 2412.19437, section 4.2
@@ -53,22 +53,22 @@ def choose_experts(tokens: int, seed: int, *, is_grouped: bool) -> Tensor:
     return scores_TE.topk(CHOICES, dim=1).indices
 
 
-class CountingTransport:
-    """A transport that counts the bytes for other nodes; everything else is the wrapped one's."""
+class CountingWire:
+    """A wire that counts the bytes for other nodes; everything else is the wrapped one's."""
 
-    def __init__(self, transport: Transport, node_size: int) -> None:
-        self._transport = transport
-        node = transport.rank // node_size
-        self._elsewhere = [peer for peer in range(transport.world_size) if peer // node_size != node]
+    def __init__(self, wire: Wire, node_size: int) -> None:
+        self._wire = wire
+        node = wire.rank // node_size
+        self._elsewhere = [peer for peer in range(wire.world_size) if peer // node_size != node]
         self.counts: list[int] = []  # of every exchange
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+        return getattr(self._wire, name)
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self.counts.append(sum(int(send_bytes.values[peer]) for peer in self._elsewhere))
-        self._transport.open_windows(send_bytes)
+        self._wire.open_windows(send_bytes)
 
 
 def count_crossing(
@@ -86,7 +86,7 @@ def count_crossing(
         y_PH = sent.x_NH[sent.row_P]
         return sent.x_NH.clone(), dispatcher.combine(y_PH, weights_TK, sent)
 
-    counting = CountingTransport(open_transport("auto", dist.group.WORLD), node_size)
+    counting = CountingWire(open_wire("auto", dist.group.WORLD), node_size)
     flat = Dispatcher(counting, slots_per_rank=S)
     want = layer(flat)
     flat.close()

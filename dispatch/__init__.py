@@ -1,4 +1,4 @@
-"""All-to-all for experts: transports, the service's `Dispatcher`, and DeepEP's interfaces over the same wires.
+"""All-to-all for experts: wires, the service's `Dispatcher`, and DeepEP's interfaces over the same wires.
 
     from dispatch import Buffer          # DeepEP's V1 interface
 

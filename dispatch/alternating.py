@@ -33,7 +33,7 @@ class AlternatingDispatcher:
     """See `TokenDispatcher`. `close` closes both.
 
     Args:
-        first, second: of the same ranks, with transports of their own; all that can be seen is equal. Taken over.
+        first, second: of the same ranks, with wires of their own; all that can be seen is equal. Taken over.
         turn: of the halves.
     """
 

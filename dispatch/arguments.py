@@ -1,7 +1,7 @@
 """What is wrong with a call's arguments, as a sentence that names the argument, the value and the rule; or nothing.
 
 Each looks at a tensor a few times only, as they run in every layer. All checks come before anything is sent. The caller turns a sentence into a refusal on every rank
-(`Transport.refuse`), because ranks that were given good arguments wait for this one.
+(`Wire.refuse`), because ranks that were given good arguments wait for this one.
 """
 
 from collections.abc import Iterable

@@ -45,7 +45,7 @@ class Waits(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes that a rank gave its transport for other ranks, headers and unused room included."""
+    """Bytes that a rank gave its wire for other ranks, headers and unused room included."""
 
     dispatch_bytes: int
     combine_bytes: int
@@ -56,7 +56,7 @@ class TokenDispatcher(Protocol):
 
     Attributes:
         world_size: number of ranks.
-        name: the transport, or both; reason: why it was taken.
+        name: the wire, or both; reason: why it was taken.
         row_format: how rows travel, in words.
         is_replayable: whether low-latency calls may be captured in a CUDA graph.
     """

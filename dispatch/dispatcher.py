@@ -1,12 +1,12 @@
 """Dispatch and combine: tokens go to the ranks that hold their slots, answers come home and are summed.
 
-The service's one way to move tokens, under every face. It ties the layout's compiled passes to a transport's windows
+The service's one way to move tokens, under every face. It ties the layout's compiled passes to a wire's windows
 and keeps the memory: buffers grow and are never given back, so a call allocates nothing but what it returns, and in
 low-latency mode with `out=` nothing at all (see `mode`).
 It knows slots, not experts or placements, and keeps no process group: a new membership epoch gets a new Dispatcher.
 
-A bad argument is refused on every rank before anything is sent, and the next call works (`Transport.refuse`). A rank
-that the transport masks as lost takes part in nothing: what was chosen there adds nothing.
+A bad argument is refused on every rank before anything is sent, and the next call works (`Wire.refuse`). A rank
+that the wire masks as lost takes part in nothing: what was chosen there adds nothing.
 
 Idea: DeepEP (one copy of a token per rank; low-latency combine sums in top-k order at the source); see `layout`.
 
@@ -31,7 +31,7 @@ from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 from dispatch.native import compile_all
 from dispatch.row_formats import PlainRows, RowFormat
-from dispatch.wires.wire import RankTable, Transport
+from dispatch.wires.wire import RankTable, Wire
 
 __all__ = ["Dispatched", "Dispatcher", "Handle", "TokenDispatcher", "Traffic"]
 
@@ -62,22 +62,22 @@ class Dispatcher:
     """One rank's end of the exchange. Calls are collective, in the same order on all ranks.
 
     Args:
-        transport: taken over; `close` closes it.
+        wire: taken over; `close` closes it.
         slots_per_rank: S; physical slot p is local slot p % S of rank p // S.
         rows: how rows travel (default: as they are); equal on all ranks. Answers always travel as they are.
     """
 
     is_replayable = False
 
-    def __init__(self, transport: Transport, *, slots_per_rank: int, rows: RowFormat | None = None) -> None:
+    def __init__(self, wire: Wire, *, slots_per_rank: int, rows: RowFormat | None = None) -> None:
         if slots_per_rank < 1:
             raise ValueError(f"slots_per_rank is {slots_per_rank}; it must be at least 1")
-        self.transport = transport
+        self.wire = wire
         self.slots_per_rank = slots_per_rank
         self._rows = rows or PlainRows()
-        self.world_size, self.name, self.reason = transport.world_size, transport.name, transport.reason
-        self._shape = (slots_per_rank, transport.world_size, transport.rank)
-        self._space = Workspace(slots_per_rank, transport.world_size)
+        self.world_size, self.name, self.reason = wire.world_size, wire.name, wire.reason
+        self._shape = (slots_per_rank, wire.world_size, wire.rank)
+        self._space = Workspace(slots_per_rank, wire.world_size)
         self._call = 0
         self._dispatch_clock, self._combine_clock = ExchangeClock(), ExchangeClock()
         compile_all(*kernels.KERNELS)
@@ -119,7 +119,7 @@ class Dispatcher:
         Raises:
             ValueError: a bad argument; all other ranks get PeerRefused. Nothing is sent, the next call works.
             RanksDisagree: H, K, dtype, S or mode differ between ranks; on all ranks, and the next call works.
-            PeerLost, DispatchTimeout: the transport is of no more use.
+            PeerLost, DispatchTimeout: the wire is of no more use.
         """
         self._call += 2  # of a refused call too, as on all ranks
         problem = dispatch_problem(x_TH, slots_TK, mode)
@@ -169,7 +169,7 @@ class Dispatcher:
         else:
             stranger = self._sum_any(y_PH, weights_TK, handle, out_TH)
         if stranger >= 0:
-            ours = f"rank {self.transport.rank}'s combine with H={handle.hidden}, {handle.dtype}"
+            ours = f"rank {self.wire.rank}'s combine with H={handle.hidden}, {handle.dtype}"
             raise RanksDisagree(f"rank {stranger} made another call than {ours}")
         return out_TH
 
@@ -177,17 +177,17 @@ class Dispatcher:
         """See `TokenDispatcher`. Every call says itself what went wrong."""
 
     def close(self) -> None:
-        """Close the transport; peers that wait for this rank get PeerLost. Local; may be called twice."""
-        self.transport.close()
+        """Close the wire; peers that wait for this rank get PeerLost. Local; may be called twice."""
+        self.wire.close()
 
     def _send(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> _Call:
         """Plan, and write the messages."""
-        space, transport, (S, R, rank) = self._space, self.transport, self._shape
+        space, wire, (S, R, rank) = self._space, self.wire, self._shape
         (T, H), K, dtype, slots = x_TH.shape, slots_TK.shape[1], x_TH.dtype, slots_TK.data_ptr()
         room, row_bytes = capacity or T, self._rows.row_bytes(H, dtype)
         rows = self._rows.encode(x_TH, room)
         space.reserve_tokens(room, K)
-        mask, sizes, choices = transport.mask.address, space.send_bytes, space.choices.address
+        mask, sizes, choices = wire.mask.address, space.send_bytes, space.choices.address
         bad = kernels.plan(
             slots, T, K, S, R, rank, space.tables, row_bytes, capacity,
             space.homes_at, mask, sizes.address, choices,
@@ -195,10 +195,10 @@ class Dispatcher:
         if bad >= 0:
             self._refuse(slot_problem(slots_TK, bad, R, S))
         space.write_header(self._call, row_bytes, K, S, capacity, self._rows.code(dtype))
-        transport.open_windows(sizes)
+        wire.open_windows(sizes)
         kernels.pack(
             rows, slots, choices, T, K, S, R, rank, space.tables, space.header_at,
-            mask, transport.send_addresses.address, space.own_tokens.address, space.own_slots.address,
+            mask, wire.send_addresses.address, space.own_tokens.address, space.own_slots.address,
         )  # fmt: skip
         return _Call(x_TH, rows, T, K, H, dtype, capacity)
 
@@ -206,13 +206,13 @@ class Dispatcher:
         self, clock: ExchangeClock, sent: RankTable, received: RankTable | None, meanwhile: Meanwhile
     ) -> None:
         """Exchange the messages; the time of `meanwhile` is not the exchange's."""
-        transport, begun_ns = self.transport, perf_counter_ns()
-        transport.begin_exchange(sent, received)
+        wire, begun_ns = self.wire, perf_counter_ns()
+        wire.begin_exchange(sent, received)
         if meanwhile is not nothing:
             left_ns = perf_counter_ns()
             meanwhile()
             begun_ns += perf_counter_ns() - left_ns
-        transport.finish_exchange()
+        wire.finish_exchange()
         clock.add(perf_counter_ns() - begun_ns)
 
     def _receive(self, call: _Call) -> tuple[Tensor, int]:
@@ -235,23 +235,23 @@ class Dispatcher:
         space, (S, R, rank) = self._space, self._shape
         rows_at, row_room = self._rows.room(call.hidden, call.dtype)
         num_rows, num_pairs, stranger = kernels.receive(
-            space.header_at, call.num_choices, S, R, rank, space.tables, self.transport.recv_addresses.address,
+            space.header_at, call.num_choices, S, R, rank, space.tables, self.wire.recv_addresses.address,
             space.own_slots.address, space.row_of_pair.address, space.offsets_at, space.pair_of_answer.address,
             space.pair_of_answer.capacity, call.rows, space.own_tokens.address, rows_at, row_room, in_place,
         )  # fmt: skip
         return num_rows, num_pairs, row_room, stranger
 
     def _write_answers(self, y_PH: Tensor, handle: Handle) -> None:
-        space, transport, (_, R, rank) = self._space, self.transport, self._shape
+        space, wire, (_, R, rank) = self._space, self.wire, self._shape
         row_bytes, call = handle.hidden * handle.dtype.itemsize, handle.call + 1
         sent, received = space.answer_send, space.answer_recv
         kernels.size_answers(
-            row_bytes, R, rank, space.tables, transport.mask.address, sent.address, received.address
+            row_bytes, R, rank, space.tables, wire.mask.address, sent.address, received.address
         )
-        transport.open_windows(sent)
+        wire.open_windows(sent)
         kernels.pack_answers(
             y_PH.data_ptr(), row_bytes, R, rank, space.tables, sent.address,
-            transport.send_addresses.address, space.pair_of_answer.address, call,
+            wire.send_addresses.address, space.pair_of_answer.address, call,
         )  # fmt: skip
 
     def _sum(self, y_PH: Tensor, weights_TK: Tensor, handle: Handle, out_TH: Tensor) -> int:
@@ -261,7 +261,7 @@ class Dispatcher:
         weights_TK = weights_TK.float().contiguous()
         return _SUMS[handle.dtype](
             y_PH.data_ptr(), weights_TK.data_ptr(), space.choices.address, T, K, H, R, rank, space.tables,
-            self.transport.recv_addresses.address, space.pair_of_answer.address,
+            self.wire.recv_addresses.address, space.pair_of_answer.address,
             space.scratch.reserve(8 * H), out_TH.data_ptr(), handle.call + 1,
         )  # fmt: skip
 
@@ -269,14 +269,14 @@ class Dispatcher:
         """The same with the oracle, for types without a compiled sum."""
         space, (_, R, rank) = self._space, self._shape
         T, K, H = handle.num_tokens, handle.num_choices, handle.hidden
-        row_bytes, windows = H * handle.dtype.itemsize, self.transport.recv_addresses.address
+        row_bytes, windows = H * handle.dtype.itemsize, self.wire.recv_addresses.address
         stranger = kernels.check_answers(row_bytes, R, rank, windows, handle.call + 1)
         if stranger >= 0:
             return stranger
         gathered = space.scratch.reserve(T * K * row_bytes)
         kernels.gather_answers(
             y_PH.data_ptr(), row_bytes, space.choices.address, T, K, R, rank, space.tables,
-            self.transport.recv_addresses.address, space.pair_of_answer.address, gathered,
+            self.wire.recv_addresses.address, space.pair_of_answer.address, gathered,
         )  # fmt: skip
         answer_QH = space.scratch.view(T * K * row_bytes).view(y_PH.dtype).view(T * K, H)
         has_choice_TK = space.choices.view(2 * T * K).view(T, K, 2)[:, :, 0] >= 0
@@ -296,13 +296,13 @@ class Dispatcher:
 
     def _refuse(self, problem: str) -> NoReturn:
         """Tell all ranks that this one's arguments are bad; collective."""
-        self.transport.refuse(problem)
+        self.wire.refuse(problem)
         raise ValueError(problem)
 
     def _disagree(self, peer: int, call: _Call) -> NoReturn:
         """Name what differs. Every rank gets here: where not all are equal, each has a peer that differs."""
-        rank = self.transport.rank
-        theirs = self.transport.received(peer)[: message.HEADER_BYTES].view(torch.int64).tolist()
+        rank = self.wire.rank
+        theirs = self.wire.received(peer)[: message.HEADER_BYTES].view(torch.int64).tolist()
         ours = list(self._space.header)
         wrong = [
             f"its {name} is {theirs[i]}, here {ours[i]}"

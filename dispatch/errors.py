@@ -7,7 +7,7 @@ class DispatchError(Exception):
 
 
 class PeerLost(DispatchError):  # noqa: N818 - the name says what happened
-    """A peer's process is gone, closed its transport, or lost its connection.
+    """A peer's process is gone, closed its wire, or lost its connection.
 
     Attributes:
         rank: the peer that is lost, as far as this rank knows.
@@ -22,7 +22,7 @@ class DispatchTimeout(DispatchError):  # noqa: N818
     """A peer is alive, or seems to be, and did not send in time.
 
     Attributes:
-        rank: the first rank that was waited for; None where the transport does not say (gloo, above two ranks).
+        rank: the first rank that was waited for; None where the wire does not say (gloo, above two ranks).
     """
 
     def __init__(self, rank: int | None, timeout_s: float, doing: str) -> None:
@@ -52,5 +52,5 @@ class RanksDisagree(DispatchError):  # noqa: N818
     """Two ranks made a call with different sizes, or not the same call: the group is out of step."""
 
 
-class TransportUnavailable(DispatchError):  # noqa: N818
-    """The transport that was asked for cannot work here; the message says why, on every rank alike."""
+class WireUnavailable(DispatchError):  # noqa: N818
+    """The wire that was asked for cannot work here; the message says why, on every rank alike."""

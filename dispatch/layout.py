@@ -6,7 +6,7 @@ one rounding, so that the result does not depend on where an expert lives (DeepE
 order too; its normal combine sums per rank first, which changes with the placement).
 Both sides can compute every order from the slots alone, so answers carry no metadata.
 
-`cpu_kernels` does the same faster and is tested against this, bit for bit. Nothing here knows a transport.
+`cpu_kernels` does the same faster and is tested against this, bit for bit. Nothing here knows a wire.
 
 Legend: T tokens of this rank, K choices, N rows received, P pairs of this rank, Q answers received, R ranks,
 S slots per rank, H hidden.

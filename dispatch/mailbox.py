@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.availability import ON_DEVICE
-from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, TransportUnavailable
+from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, WireUnavailable
 from dispatch.wires import signals
 from dispatch.wires.segment import SharedSegment
 from dispatch.wires.wire import RankTable
@@ -154,7 +154,7 @@ class GlooMailbox:
 def open_mailbox(
     name: str, group: dist.ProcessGroup | None, *, width: int, timeout_s: float = 30.0
 ) -> Mailbox:
-    """Open a mailbox over all ranks of `group`. Collective. Names and fall-back are those of `open_transport`;
+    """Open a mailbox over all ranks of `group`. Collective. Names and fall-back are those of `open_wire`;
     what connects devices leaves it to auto, as headers are the hosts'.
 
     Args:
@@ -170,7 +170,7 @@ def open_mailbox(
         return GlooMailbox(group, width)
     try:
         return ShmMailbox(group, width, timeout_s=timeout_s)
-    except TransportUnavailable:
+    except WireUnavailable:
         if name == "shm":
             raise
         return GlooMailbox(group, width)

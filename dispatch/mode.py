@@ -4,7 +4,7 @@ Normal: a message holds what is sent, and its size travels with it. Low latency:
 number of tokens per rank, whatever is sent, so that sizes and places never change from call to call: nothing grows,
 nothing follows behind what did not fit, and the call can be replayed (DeepEP's two modes, chosen per call).
 
-Knows no transport. Rejected: a third mode in which every rank gets all tokens, which was never faster (docs/LOG.md).
+Knows no wire. Rejected: a third mode in which every rank gets all tokens, which was never faster (docs/LOG.md).
 """
 
 from typing import NamedTuple

@@ -2,15 +2,15 @@
 
 A row is one token; what travels of it lies in several tensors, here called planes (hidden values, scales, choices,
 weights), which all have one row per token and otherwise any shape and dtype. A message holds a head, then each
-plane's rows as bytes, so that dtypes that a transport does not know (float8) travel too, in one exchange.
-Rows arrive ordered by source rank, then source token, whatever the transport.
+plane's rows as bytes, so that dtypes that a wire does not know (float8) travel too, in one exchange.
+Rows arrive ordered by source rank, then source token, whatever the wire.
 
 The head says what call this is, in words that must be equal on all ranks, so that ranks which disagree get the words
 of both in an error instead of wrong data; and how many rows the sender sends to every rank, so that all ranks know
 the whole matrix and can agree on it later. Sizes are always found out in the exchange itself, even where a cached
 route predicts them: it costs no further round trip, and a peer with another route is then named instead of waited for.
 
-Plain torch over a `Transport`; knows neither experts nor sums. The service's `Dispatcher` does not use it: its rows
+Plain torch over a `Wire`; knows neither experts nor sums. The service's `Dispatcher` does not use it: its rows
 have one plane, and compiled kernels.
 
 Legend: T tokens of this rank, N rows received, Q rows that came back, R ranks.
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from dispatch.errors import PeerLost, RanksDisagree
 from dispatch.meanwhile import Meanwhile, nothing
-from dispatch.wires.wire import RankTable, Transport
+from dispatch.wires.wire import RankTable, Wire
 
 _ALIGNMENT = 64  # of every part of a message, so that any dtype can be viewed where it lies
-_MAGIC = 0x57455053  # another protocol's message on the same transport does not begin like this
+_MAGIC = 0x57455053  # another protocol's message on the same wire does not begin like this
 _FIRST_WORDS = 3  # magic, length of the call's words, number of counts and notes
 
 
@@ -74,13 +74,13 @@ class RowExchange:
     """One rank's end. Calls are collective, in the same order on all ranks; none of them keeps anything.
 
     Args:
-        transport: stays the caller's to close. Masked ranks are an error here: every rank must take part.
+        wire: stays the caller's to close. Masked ranks are an error here: every rank must take part.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self._send_bytes = RankTable(transport.world_size)
-        self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._send_bytes = RankTable(wire.world_size)
+        self._peers = [rank for rank in range(wire.world_size) if rank != wire.rank]
 
     def send(
         self,
@@ -103,14 +103,14 @@ class RowExchange:
         Raises:
             RanksDisagree: a peer made another call; all ranks raise, and the next call works.
             PeerRefused: a peer's caller refused its arguments; likewise.
-            PeerLost, DispatchTimeout: as the transport.
+            PeerLost, DispatchTimeout: as the wire.
         """
         token_T = torch.arange(is_token_in_rank_TR.shape[0], dtype=torch.int32, device=planes[0].device)
         rows_R = sent_tokens(is_token_in_rank_TR)
         parts = self._exchange(call, [*planes, token_T], rows_R, note, meanwhile)
         *received, source_token_N = _join([*planes, token_T], parts)
         route = Route(is_token_in_rank_TR, torch.tensor([part.counts for part in parts]))
-        counts_R = [part.counts[self.transport.rank] for part in parts]
+        counts_R = [part.counts[self.wire.rank] for part in parts]
         return Received(received, source_token_N, counts_R, route, [part.note for part in parts])
 
     def resend(self, planes: Sequence[Tensor], route: Route, *, call: str = "resend") -> list[Tensor]:
@@ -134,12 +134,12 @@ class RowExchange:
         Raises:
             as `resend`.
         """
-        counts = route.counts_RR[:, self.transport.rank].tolist()
+        counts = route.counts_RR[:, self.wire.rank].tolist()
         rows_R = torch.split(torch.arange(sum(counts), device=planes[0].device), counts)
         parts = self._exchange(f"{call}, route {route.fingerprint:08x}", planes, rows_R, ())
         tokens_R = sent_tokens(route.is_token_in_rank_TR)
         sent = torch.tensor([tokens.numel() for tokens in tokens_R])
-        ranks = torch.arange(self.transport.world_size).repeat_interleave(sent)
+        ranks = torch.arange(self.wire.world_size).repeat_interleave(sent)
         return GivenBack(_join(planes, parts), torch.cat(tokens_R), ranks.to(planes[0].device))
 
     def refuse(self, problem: str) -> NoReturn:
@@ -148,7 +148,7 @@ class RowExchange:
         Raises:
             ValueError: with `problem`, here; every other rank raises PeerRefused with it.
         """
-        self.transport.refuse(problem)
+        self.wire.refuse(problem)
         raise ValueError(problem)
 
     def _exchange(
@@ -168,27 +168,27 @@ class RowExchange:
             self._send_bytes.values[peer] = head.numel() + sum(
                 _padded(counts[peer] * p.shape[1]) for p in flat
             )
-        self.transport.open_windows(self._send_bytes)
+        self.wire.open_windows(self._send_bytes)
         for peer in self._peers:
-            if not self.transport.mask.values[peer]:
-                _fill(self.transport.send_window(peer), head, flat, rows_R[peer])
-        self.transport.exchange(self._send_bytes, None, meanwhile)
-        own = _Part(counts, list(note), [p.index_select(0, rows_R[self.transport.rank]) for p in flat])
-        return [own if r == self.transport.rank else self._read(r, words, flat) for r in range(len(counts))]
+            if not self.wire.mask.values[peer]:
+                _fill(self.wire.send_window(peer), head, flat, rows_R[peer])
+        self.wire.exchange(self._send_bytes, None, meanwhile)
+        own = _Part(counts, list(note), [p.index_select(0, rows_R[self.wire.rank]) for p in flat])
+        return [own if r == self.wire.rank else self._read(r, words, flat) for r in range(len(counts))]
 
     def _read(self, peer: int, words: str, flat: list[Tensor]) -> _Part:
         """Take a peer's message apart; the planes stay where they lie."""
-        if self.transport.mask.values[peer]:
+        if self.wire.mask.values[peer]:
             raise PeerLost(peer, "it is masked, and this exchange needs every rank")
-        message = self.transport.received(peer)
+        message = self.wire.received(peer)
         theirs, values, at = _unpack_head(message)
         if theirs != words:
-            here = f"rank {self.transport.rank} is in {words!r}"
+            here = f"rank {self.wire.rank} is in {words!r}"
             raise RanksDisagree(
                 f"rank {peer} is in {theirs!r} where {here}; all ranks must make the same call"
             )
-        R = self.transport.world_size
-        count, planes = values[self.transport.rank], []
+        R = self.wire.world_size
+        count, planes = values[self.wire.rank], []
         for plane in flat:
             num_bytes = count * plane.shape[1]
             planes.append(message[at : at + num_bytes].view(count, plane.shape[1]))

@@ -29,8 +29,8 @@ from dispatch.gpu.wide import WideDispatcher
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.mode import NORMAL, Mode
-from dispatch.wires.choose import open_transport
-from dispatch.wires.wire import Transport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.wire import Wire
 
 WAIT_S = 100.0  # of a rank for the other, which may be interpreted
 _LAYERS = 3
@@ -208,8 +208,8 @@ def _shapes(setting: Setting) -> dict[str, Shape]:
     return _TINY_SHAPES if setting.is_tiny else _SHAPES
 
 
-def _open_gloo() -> Transport:
-    return open_transport("gloo", _world(), timeout_s=WAIT_S)
+def _open_gloo() -> Wire:
+    return open_wire("gloo", _world(), timeout_s=WAIT_S)
 
 
 def _open_triton(bench: Bench) -> TritonExchange:

@@ -1,6 +1,6 @@
 """`layout` for the CPU, compiled: one pass each to plan, pack, unpack, pack answers and sum them.
 
-Works on addresses, so that a call costs a microsecond and rows go straight into a transport's windows and out of
+Works on addresses, so that a call costs a microsecond and rows go straight into a wire's windows and out of
 them. This rank's own rows never travel: they are read from where they are. Every argument is an int64.
 Modules follow a token's way: `message` (what travels), `sending`, `receiving`, `answers`.
 """

@@ -2,7 +2,7 @@
 
 `receive` does all in one call where the buffers are large enough: a call from Python costs more than small steps do.
 
-Legend as in `layout`. A peer that is lost (`Transport.mask`) has no window: its address is 0.
+Legend as in `layout`. A peer that is lost (`Wire.mask`) has no window: its address is 0.
 """
 
 from dispatch.cpu_kernels.message import (

@@ -1,4 +1,4 @@
-"""The sender's side of a dispatch: count, size the messages, write them into the transport's windows.
+"""The sender's side of a dispatch: count, size the messages, write them into the wire's windows.
 
 Legend as in `layout`.
 """

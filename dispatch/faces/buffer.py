@@ -1,4 +1,4 @@
-"""`Buffer`: DeepEP's V1 interface over our transports, so that code written for `deep_ep` runs on ours.
+"""`Buffer`: DeepEP's V1 interface over our wires, so that code written for `deep_ep` runs on ours.
 
 Names, argument order, shapes and handles are DeepEP's (deep_ep/buffers/legacy.py at dd758ca); what comes after its
 arguments, by keyword only, is ours. A face: `normal_mode` and `dispatch.low_latency` do the work, and the service's
@@ -43,11 +43,11 @@ class Buffer(LocalCalls, LowLatencyCalls, Released):
         num_nvl_bytes, num_rdma_bytes: kept, of no effect on the CPU: buffers grow as needed.
         low_latency_mode: kept, of no effect on the CPU: both modes work on any buffer.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: of no effect.
-        explicitly_destroy: `destroy` may be called then, and must be to release the transport before the end.
+        explicitly_destroy: `destroy` may be called then, and must be to release the wire before the end.
         enable_shrink: a rank that is lost in a low-latency call is masked and not an error; see the mask methods.
             Normal mode needs every rank, as DeepEP's does.
         comm: an mpi4py communicator; refused, we meet over torch.distributed.
-        backend: a transport ("auto", "gloo", "shm", ...; see `open_transport`), or "deep_ep": the installed package.
+        backend: a wire ("auto", "gloo", "shm", ...; see `open_wire`), or "deep_ep": the installed package.
         strict: refuse what DeepEP's hardware could not do (dtypes, sizes, numbers of ranks, contiguity).
         timeout_s: how long a peer may keep this rank waiting.
         node_size: ranks of a node. With more ranks than that, layouts and handles are internode ones.
@@ -63,7 +63,7 @@ class Buffer(LocalCalls, LowLatencyCalls, Released):
 
     Raises:
         ValueError: no group, comm, or a limit of DeepEP's with strict.
-        TransportUnavailable: the backend cannot work here.
+        WireUnavailable: the backend cannot work here.
     """
 
     def __new__(cls, *_: Any, backend: str = "auto", **__: Any) -> Self:
@@ -101,11 +101,11 @@ class Buffer(LocalCalls, LowLatencyCalls, Released):
             check_buffer(self.group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode)
         self._wires = open_wires(backend, group, timeout_s=timeout_s, mask_lost=enable_shrink)
         self._kernels = kernels
-        transport = self._wires.transport
-        self._normal = NormalMode(RowExchange(transport), node_size=node_size)
+        wire = self._wires.wire
+        self._normal = NormalMode(RowExchange(wire), node_size=node_size)
         self._world = args.World(num_ranks=self.group_size, num_nodes=self._normal.num_nodes, strict=strict)
         self.runtime: Any = Runtime(self.rank, self._normal.num_nodes, node_size)
-        self._close = weakref.finalize(self, transport.close)
+        self._close = weakref.finalize(self, wire.close)
         if low_latency_mode and self._wires.device.type != "cpu":
             self.open_low_latency()
 
@@ -252,7 +252,7 @@ class Buffer(LocalCalls, LowLatencyCalls, Released):
         self.settle_low_latency()
         problem = args.first_problem(args.fork_problem(method, forks))
         if problem:
-            self._wires.transport.refuse(problem)
+            self._wires.wire.refuse(problem)
             raise TypeError(problem)
         return [args.config_problem(config), args.stream_problem(event, is_async, allocates, self._world)]
 

@@ -26,7 +26,7 @@ from dispatch.faces.events import EventHandle, EventOverlap, finished
 from dispatch.faces.released import Released
 from dispatch.faces.rows import Rows, as_biases, split_rows
 from dispatch.rows import RowExchange
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from dispatch.wires.wire import RankTable
 
 
@@ -50,7 +50,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         num_allocated_qps: kept; 0 is DeepEP's own choice.
         num_cpu_timeout_secs, num_gpu_timeout_secs: upper limits of `timeout_s`.
         explicitly_destroy: `destroy` may be called then.
-        backend: a transport, as in `open_transport`.
+        backend: a wire, as in `open_wire`.
         strict: refuse what DeepEP's hardware could not do.
         timeout_s: how long a peer may keep this rank waiting.
         node_size: ranks of a node; None: those of a host, where hosts hold equal blocks of ranks, else all.
@@ -61,7 +61,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         scaleout_rank_idx, scaleup_rank_idx, num_rdma_ranks, num_nvlink_ranks, explicitly_destroy: as in DeepEP.
 
     Raises:
-        ValueError: no group, sizes or domains that cannot be. TransportUnavailable: as `open_transport`.
+        ValueError: no group, sizes or domains that cannot be. WireUnavailable: as `open_wire`.
     """
 
     def __init__(
@@ -103,24 +103,24 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         if strict and align_to_buffer(self.num_bytes) != self.num_bytes:
             raise ValueError(f"num_bytes is {num_bytes}; DeepEP needs a multiple of 2 MiB (strict=True)")
         limit_s = min(timeout_s, num_cpu_timeout_secs, num_gpu_timeout_secs)
-        transport = open_transport(backend, group, timeout_s=limit_s)
+        wire = open_wire(backend, group, timeout_s=limit_s)
         self._mode = ElasticMode(
-            RowExchange(transport),
+            RowExchange(wire),
             scaleup_ranks=self.num_scaleup_ranks,
             allow_multiple_reduction=self.allow_multiple_reduction,
         )
         self._world = World(num_ranks=self.num_ranks, num_nodes=self.num_rdma_ranks, strict=strict)
         self._nothing = RankTable(self.num_ranks)
-        self.runtime: Any = transport
-        self._close = weakref.finalize(self, transport.close)
+        self.runtime: Any = wire
+        self._close = weakref.finalize(self, wire.close)
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
         """Wait until all ranks are here. Collective. The arguments have no effect on the CPU."""
-        transport = self._mode.exchange.transport
-        transport.open_windows(self._nothing)
-        transport.exchange(self._nothing, self._nothing)
+        wire = self._mode.exchange.wire
+        wire.open_windows(self._nothing)
+        wire.exchange(self._nothing, self._nothing)
 
     def dispatch(
         self,

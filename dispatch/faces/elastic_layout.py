@@ -2,7 +2,7 @@
 
 Rows come ordered by source rank, then token, and keep that order within an expert. What pads an expert to the
 alignment, and the rest of worst-case shapes, is zero (-1 where an index is expected), so that results are the same bits
-every time. Plain torch; knows no transport.
+every time. Plain torch; knows no wire.
 
 Legend: T tokens of this rank, K choices, N rows received, L experts of a rank, R ranks.
 """

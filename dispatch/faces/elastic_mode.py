@@ -24,14 +24,14 @@ class ElasticMode:
     """One rank's end. Calls are collective, in the same order on all ranks.
 
     Args:
-        exchange: over the buffer's transport.
+        exchange: over the buffer's wire.
         scaleup_ranks: ranks of a logical domain.
         allow_multiple_reduction: sum by rank, and by domain where there are several, before the final sum.
     """
 
     def __init__(self, exchange: RowExchange, *, scaleup_ranks: int, allow_multiple_reduction: bool) -> None:
         self.exchange = exchange
-        self.rank, self.num_ranks = exchange.transport.rank, exchange.transport.world_size
+        self.rank, self.num_ranks = exchange.wire.rank, exchange.wire.world_size
         self._scaleup_ranks = scaleup_ranks
         self._reduces_early = allow_multiple_reduction
         self._reduces_domains = allow_multiple_reduction and scaleup_ranks < self.num_ranks

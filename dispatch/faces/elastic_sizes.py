@@ -1,4 +1,4 @@
-"""Sizes and domains of `ElasticBuffer`: arithmetic without a transport."""
+"""Sizes and domains of `ElasticBuffer`: arithmetic without a wire."""
 
 from collections.abc import Hashable, Sequence
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.faces import arguments as args
 from dispatch.faces.config import NVL_PEERS, Config
 from dispatch.faces.limits import check_buffer
@@ -25,7 +25,7 @@ class InstalledCalls:
     """Mixed in before `Buffer`. `strict` is always on; `timeout_s` and `node_size` are the package's own.
 
     Raises:
-        TransportUnavailable: the package is not installed, cannot be loaded, or is our shim.
+        WireUnavailable: the package is not installed, cannot be loaded, or is our shim.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ def load_package() -> ModuleType:
     """Import the real `deep_ep`.
 
     Raises:
-        TransportUnavailable: it is not there, its libraries are not, or the one found is our shim.
+        WireUnavailable: it is not there, its libraries are not, or the one found is our shim.
     """
     try:
         package = importlib.import_module("deep_ep")
     except (ImportError, OSError, AssertionError) as error:  # it asserts about NCCL while it is imported
-        raise TransportUnavailable(
+        raise WireUnavailable(
             f"backend is 'deep_ep', but importing deep_ep failed: {type(error).__name__}: {error}; "
             "build it from github.com/deepseek-ai/DeepEP, or take backend='auto'"
         ) from error
     if getattr(package, "is_wideep_shim", False):
-        raise TransportUnavailable(
+        raise WireUnavailable(
             "backend is 'deep_ep', but the deep_ep that is imported is WideEP's own shim; "
             "take its directory off PYTHONPATH, or take backend='auto'"
         )

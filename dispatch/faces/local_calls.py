@@ -54,7 +54,7 @@ class LocalCalls:
         device = self._wires.device
         if device.type != "cpu":
             return torch.cuda.current_stream(device)
-        name = self._wires.transport.name
+        name = self._wires.wire.name
         raise DispatchError(
             f"get_comm_stream: backend {name} has no streams; a call's work is done when it returns"
         )

@@ -54,14 +54,14 @@ class NormalMode:
     """Dispatch and combine of one rank. Collective, in the same order on all ranks.
 
     Args:
-        exchange: over the buffer's transport.
+        exchange: over the buffer's wire.
         node_size: ranks per node, for the handles and counts that tell nodes apart; the rows do not depend on it.
     """
 
     def __init__(self, exchange: RowExchange, *, node_size: int) -> None:
         self.exchange = exchange
         self.node_size = node_size
-        self.rank, self.num_ranks = exchange.transport.rank, exchange.transport.world_size
+        self.rank, self.num_ranks = exchange.wire.rank, exchange.wire.world_size
         self.num_nodes = -(-self.num_ranks // node_size)
 
     def dispatch(self, call: DispatchArguments) -> Arrived:

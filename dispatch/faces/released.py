@@ -12,7 +12,7 @@ class Released:
     _close: Callable[[], Any]
 
     def destroy(self) -> None:
-        """Release the transport; peers that still wait for this rank get PeerLost. Local.
+        """Release the wire; peers that still wait for this rank get PeerLost. Local.
 
         Raises:
             ValueError: the buffer was made without explicitly_destroy=True.

@@ -1,4 +1,4 @@
-"""Small things that callers ask of DeepEP's C++ runtime, and which here need no transport. All local."""
+"""Small things that callers ask of DeepEP's C++ runtime, and which here need no wire. All local."""
 
 from typing import NamedTuple
 

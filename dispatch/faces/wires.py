@@ -1,6 +1,6 @@
-"""What a public buffer exchanges through: where its tensors lie, a transport for normal mode, one thing for low latency.
+"""What a public buffer exchanges through: where its tensors lie, a wire for normal mode, one thing for low latency.
 
-On a machine without CUDA, and with a backend of the CPU anywhere, that is the CPU and `open_transport`. On a GPU it is
+On a machine without CUDA, and with a backend of the CPU anywhere, that is the CPU and `open_wire`. On a GPU it is
 NCCL's collectives for normal mode and Triton kernels over symmetric memory for low-latency mode. What follows from
 that choice on a GPU is tested with stand-ins on the CPU only, and was never run on one.
 """
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from dispatch.low_latency.choose import open_low_latency
 from dispatch.low_latency.exchange import LowLatencyExchange
-from dispatch.wires.choose import open_transport
-from dispatch.wires.wire import Transport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.wire import Wire
 
 _ON_GPU = ("auto", "nccl", "nvshmem")
 
@@ -23,7 +23,7 @@ class Wires(NamedTuple):
     """Opened by `open_wires`.
 
     Attributes:
-        transport: for normal mode, and on the CPU for low-latency mode.
+        wire: for normal mode, and on the CPU for low-latency mode.
         device: where the tensors of all calls lie.
         group: the bootstrap group.
         provider: of symmetric memory between GPUs.
@@ -31,7 +31,7 @@ class Wires(NamedTuple):
         mask_lost: mask ranks that are lost in a low-latency call.
     """
 
-    transport: Transport
+    wire: Wire
     device: torch.device
     group: dist.ProcessGroup
     provider: Literal["CUDA", "NVSHMEM"]
@@ -41,7 +41,7 @@ class Wires(NamedTuple):
     def open_low_latency(self, kernels: str, num_bytes: int) -> LowLatencyExchange:
         """Open what low-latency calls go through. Collective on a GPU; see `low_latency.choose`."""
         return open_low_latency(
-            self.transport,
+            self.wire,
             self.group,
             self.device,
             kernels=kernels,
@@ -53,28 +53,28 @@ class Wires(NamedTuple):
 
 
 def open_wires(backend: str, group: dist.ProcessGroup, *, timeout_s: float, mask_lost: bool) -> Wires:
-    """Open the transport of a public buffer. Collective.
+    """Open the wire of a public buffer. Collective.
 
     Args:
-        backend: as `open_transport`; where there is a GPU auto means nccl, and nvshmem is nccl for normal mode.
-        mask_lost: for low-latency mode; on the CPU its transport is opened so.
+        backend: as `open_wire`; where there is a GPU auto means nccl, and nvshmem is nccl for normal mode.
+        mask_lost: for low-latency mode; on the CPU its wire is opened so.
 
     Raises:
-        as `open_transport`.
+        as `open_wire`.
     """
     device = device_of(backend, has_cuda=torch.cuda.is_available())
     provider: Literal["CUDA", "NVSHMEM"] = "NVSHMEM" if backend == "nvshmem" else "CUDA"
     if device.type == "cpu":
-        transport = open_transport(backend, group, timeout_s=timeout_s, mask_lost=mask_lost)
+        wire = open_wire(backend, group, timeout_s=timeout_s, mask_lost=mask_lost)
     else:
         device = torch.device(device.type, torch.cuda.current_device())
         collectives = group_with_backend(group, device.type, "nccl", timeout_s=timeout_s)
-        transport = open_transport("nccl", collectives, timeout_s=timeout_s)
-    return Wires(transport, device, group, provider, timeout_s, mask_lost)
+        wire = open_wire("nccl", collectives, timeout_s=timeout_s)
+    return Wires(wire, device, group, provider, timeout_s, mask_lost)
 
 
 def device_of(backend: str, *, has_cuda: bool) -> torch.device:
-    """Say where a buffer's tensors lie; where there is no CUDA the transport's opening says what is missing."""
+    """Say where a buffer's tensors lie; where there is no CUDA the wire's opening says what is missing."""
     return torch.device("cuda" if has_cuda and backend in _ON_GPU else "cpu")
 
 

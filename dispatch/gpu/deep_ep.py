@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch import fp8
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.faces.config import NVL_PEERS
 from dispatch.faces.installed import load_package
 from dispatch.gpu.combine import combine_pairs
@@ -49,12 +49,12 @@ def open_deep_ep(
         module: what stands in for the package; None: it is imported.
 
     Raises:
-        TransportUnavailable: DeepEP is not installed, or is a version without `Buffer`.
+        WireUnavailable: DeepEP is not installed, or is a version without `Buffer`.
     """
     module = module or load_package()
     if not hasattr(module, "Buffer"):
         version = getattr(module, "__version__", "an unknown version")
-        raise TransportUnavailable(
+        raise WireUnavailable(
             f"deep_ep is installed as {version}, which has no Buffer; install DeepEP 1.x to 2.1, or use auto or nccl"
         )
     buffers = _Buffers(module, group, slots_per_rank, is_fp8=rows == "fp8")

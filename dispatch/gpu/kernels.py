@@ -4,7 +4,7 @@
 
 Every rank has the same layout of symmetric memory (`symmetric.py`); the table holds each rank's base address, or 0 for a
 peer that cannot be addressed and is reached by NVSHMEM (`HAS_REMOTE`, `triton_nvshmem.py`; compiled, never run). Two
-phases are enough, as in `transports.signals`.
+phases are enough, as in `wires.signals`.
 No atomics decide an order: a token has one place at each peer, and receivers count. Hence the same bits as the oracle.
 
 A call is a chain of launches: begin, send, post, wait, place, deliver; begin, answer, post, wait, sum (`flags`,

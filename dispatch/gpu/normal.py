@@ -1,4 +1,4 @@
-"""Normal mode between device tensors: rows of any number travel by a transport, and the host knows their sizes.
+"""Normal mode between device tensors: rows of any number travel by a wire, and the host knows their sizes.
 
 For steps with prompts, whose sizes no graph could fix. Over NCCL windows lie on the devices; over gloo and shared memory
 they lie in the host's, which serves ranks that share a GPU. Exchanging is `RowExchange`'s, sorting and summing are the
@@ -19,14 +19,14 @@ from dispatch.gpu.packed import Packed
 from dispatch.gpu.permute import PairOrders
 from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.rows import Route, RowExchange
-from dispatch.wires.wire import Transport
+from dispatch.wires.wire import Wire
 
 
 class NormalWay:
     """See `Way`.
 
     Args:
-        transport: taken over; `close` closes it.
+        wire: taken over; `close` closes it.
         device: of tokens.
         slots_per_rank: S.
         is_fp8: whether rows travel in FP8.
@@ -34,14 +34,12 @@ class NormalWay:
 
     is_replayable = False
 
-    def __init__(
-        self, transport: Transport, *, device: torch.device, slots_per_rank: int, is_fp8: bool
-    ) -> None:
-        self._transport, self._rows = transport, RowExchange(transport)
+    def __init__(self, wire: Wire, *, device: torch.device, slots_per_rank: int, is_fp8: bool) -> None:
+        self._wire, self._rows = wire, RowExchange(wire)
         self._slots_per_rank, self._is_fp8 = slots_per_rank, is_fp8
         self._pairs = PairOrders(slots_per_rank, device)
-        self._answers = PairOrders(transport.world_size, device)
-        self._sent, self._answered = [0] * transport.world_size, [0] * transport.world_size
+        self._answers = PairOrders(wire.world_size, device)
+        self._sent, self._answered = [0] * wire.world_size, [0] * wire.world_size
         self._dispatch_ns = self._combine_ns = 0
 
     @property
@@ -59,13 +57,13 @@ class NormalWay:
     ) -> Packed:
         """See `Way`. Waits for the device."""
         begun_ns = perf_counter_ns()
-        R, S = self._transport.world_size, self._slots_per_rank
+        R, S = self._wire.world_size, self._slots_per_rank
         slots_TK = torch.where((slots_TK >= 0) & (slots_TK < R * S), slots_TK, NOT_HERE)
         rank_TK = ranks_of(slots_TK, S)
         planes = [*self._travelling(x_TH), slots_TK.to(torch.int32)]
         received = self._rows.send(planes, token_mask(rank_TK, R), call="dispatch", meanwhile=meanwhile)
         *values, slots_NK = received.planes
-        self._order = self._pairs.order(localise(slots_NK.long(), self._transport.rank, S))
+        self._order = self._pairs.order(localise(slots_NK.long(), self._wire.rank, S))
         self._rank_TK, self._counts_R = rank_TK, received.counts_R
         self._count(self._sent, received.route, planes)
         x_NH = fp8.dequantise_fp8(values[0], values[1], x_TH.dtype) if self._is_fp8 else values[0]
@@ -80,7 +78,7 @@ class NormalWay:
         begun_ns = perf_counter_ns()
         pair_NK = self._order.pair_of_choice_TK
         is_pair_NK = pair_NK != NOT_HERE
-        rank_R = torch.arange(self._transport.world_size, device=y_PH.device)
+        rank_R = torch.arange(self._wire.world_size, device=y_PH.device)
         source_N = rank_R.repeat_interleave(torch.tensor(self._counts_R, device=y_PH.device))
         source_Q = source_N.unsqueeze(1).expand_as(pair_NK)[is_pair_NK]  # in order of (row, choice)
         answer_QH = y_PH[pair_NK[is_pair_NK].long()]
@@ -94,20 +92,20 @@ class NormalWay:
 
     def refuse(self, problem: str) -> None:
         """See `Way`."""
-        self._transport.refuse(problem)
+        self._wire.refuse(problem)
 
     def check(self) -> None:
         """See `Way`. Everything is said at once."""
 
     def close(self) -> None:
         """See `Way`."""
-        self._transport.close()
+        self._wire.close()
 
     def _count(self, sent: list[int], route: Route, planes: list[Tensor]) -> None:
         """Add the bytes that went to other ranks."""
         row_bytes = sum(plane.shape[1:].numel() * plane.element_size() for plane in planes)
-        for rank, count in enumerate(route.counts_RR[self._transport.rank].tolist()):
-            sent[rank] += 0 if rank == self._transport.rank else count * row_bytes
+        for rank, count in enumerate(route.counts_RR[self._wire.rank].tolist()):
+            sent[rank] += 0 if rank == self._wire.rank else count * row_bytes
 
     def _travelling(self, x_TH: Tensor) -> list[Tensor]:
         return list(fp8.quantise_fp8(x_TH)) if self._is_fp8 else [x_TH]

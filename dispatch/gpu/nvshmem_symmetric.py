@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.gpu.nvshmem import find_device_library
 
 _LINKED = ("send_rows", "send_answers", "post_flags", "post_refusal")  # the kernels that call NVSHMEM
@@ -30,7 +30,7 @@ class NvshmemMemory:
         core: the module nvshmem.core, or what stands in for it; None: it is imported.
 
     Raises:
-        TransportUnavailable: a package is missing, or NVSHMEM runs in this process with other ranks.
+        WireUnavailable: a package is missing, or NVSHMEM runs in this process with other ranks.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ def _load() -> Any:
     try:
         return importlib.import_module("nvshmem.core")
     except ImportError as error:
-        raise TransportUnavailable(
+        raise WireUnavailable(
             f"nvshmem needs the package nvshmem4py-cu13 ({error}); pip install 'wideep[gpu]'"
         ) from error
 
@@ -81,7 +81,7 @@ def _start(core: Any, group: dist.ProcessGroup, device: torch.device) -> None:
     ranks = dist.get_process_group_ranks(group)
     if _started:
         if _started[0] != ranks:
-            raise TransportUnavailable(
+            raise WireUnavailable(
                 f"NVSHMEM runs in this process with ranks {_started[0]}, and cannot run with ranks {ranks} too"
             )
         return

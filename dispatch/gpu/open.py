@@ -1,7 +1,7 @@
 """Open the service's dispatcher between device tensors: what the user asked for, or the best that these ranks have; and
 say why.
 
-Two things are chosen: a transport for steps with prompts, and memory that kernels write to for decode steps, where there
+Two things are chosen: a wire for steps with prompts, and memory that kernels write to for decode steps, where there
 is some. Ranks tell each other what they have, and all decide the same from it (`decide`). The interpreter of kernels on
 the CPU has shared memory for both, and is how this is tested.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dispatch.availability import why_unavailable
 from dispatch.dispatched import TokenDispatcher
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.gpu.local import LocalDispatcher
 from dispatch.gpu.low_latency import LowLatencyWay
 from dispatch.gpu.normal import NormalWay
@@ -24,12 +24,12 @@ from dispatch.gpu.packed_exchange import PackedExchange
 from dispatch.gpu.wide import WideDispatcher
 from dispatch.low_latency.choose import open_memory_for
 from dispatch.row_formats import describe_rows
-from dispatch.wires.choose import open_transport
-from dispatch.wires.nccl import CollectiveTransport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.nccl import NcclWire
 from dispatch.wires.segment import identify_process
-from dispatch.wires.wire import Transport
+from dispatch.wires.wire import Wire
 
-_HOST_TRANSPORTS = ("gloo", "shm")
+_HOST_WIRES = ("gloo", "shm")
 _ASKED = "it was asked for"
 _INTERPRETER = "interpreter"
 _LANES = 16
@@ -51,7 +51,7 @@ class RankFacts(NamedTuple):
 class Choice(NamedTuple):
     """What all ranks take."""
 
-    transport: str  # nccl, gloo, shm or auto
+    wire: str  # nccl, gloo, shm or auto
     memory: str  # for kernels: CUDA, NVSHMEM or shared; "" for none
     reason: str
 
@@ -79,7 +79,7 @@ def open_gpu_dispatcher(
 
     Raises:
         ValueError: unknown name of rows.
-        TransportUnavailable: what was asked for cannot work here; on all ranks alike.
+        WireUnavailable: what was asked for cannot work here; on all ranks alike.
     """
     describe_rows(rows)
     if group is None or dist.get_world_size(group) == 1:
@@ -91,22 +91,22 @@ def open_gpu_dispatcher(
         )
         return dispatcher
     choice = decide(backend, _gather(_own_facts(device), group))
-    transport = _open_transport(choice.transport, group, device, timeout_s=timeout_s, epoch=epoch)
-    normal = NormalWay(transport, device=device, slots_per_rank=slots_per_rank, is_fp8=rows == "fp8")
+    wire = _open_wire(choice.wire, group, device, timeout_s=timeout_s, epoch=epoch)
+    normal = NormalWay(wire, device=device, slots_per_rank=slots_per_rank, is_fp8=rows == "fp8")
     exchange, problem = _open_exchange(choice.memory, group, device, timeout_s)
     if problem and backend == "nvshmem":
-        transport.close()
-        raise TransportUnavailable(f"nvshmem cannot be used: {problem}; use auto")
+        wire.close()
+        raise WireUnavailable(f"nvshmem cannot be used: {problem}; use auto")
     reason = f"{choice.reason}; but {problem}, so the host waits in every step" if problem else choice.reason
     low_latency = None
     if exchange is not None:
         low_latency = LowLatencyWay(exchange, slots_per_rank=slots_per_rank, is_fp8=rows == "fp8")
-    name = f"{transport.name} and {choice.memory} memory" if exchange else transport.name
-    log.info("rank %d dispatches through %s, as %s", transport.rank, name, reason)
+    name = f"{wire.name} and {choice.memory} memory" if exchange else wire.name
+    log.info("rank %d dispatches through %s, as %s", wire.rank, name, reason)
     return WideDispatcher(
         normal,
         low_latency,
-        world_size=transport.world_size,
+        world_size=wire.world_size,
         device=device,
         row_format=describe_rows(rows),
         name=name,
@@ -118,9 +118,9 @@ def decide(backend: str, facts: list[RankFacts]) -> Choice:
     """Decide for all ranks; the same on each.
 
     Raises:
-        TransportUnavailable: what was asked for cannot work between these.
+        WireUnavailable: what was asked for cannot work between these.
     """
-    if backend in _HOST_TRANSPORTS:
+    if backend in _HOST_WIRES:
         return Choice(
             backend, "", f"{_ASKED}; rows go through the hosts' memory, and every step waits for it"
         )
@@ -130,7 +130,7 @@ def decide(backend: str, facts: list[RankFacts]) -> Choice:
     if problem and backend == "auto":
         return Choice("auto", "", f"{problem}; rows go through the hosts' memory")
     if problem:
-        raise TransportUnavailable(f"{backend} cannot be used: {problem}; use auto, gloo or shm")
+        raise WireUnavailable(f"{backend} cannot be used: {problem}; use auto, gloo or shm")
     return _decide_memory(backend, facts)
 
 
@@ -149,7 +149,7 @@ def _decide_memory(backend: str, facts: list[RankFacts]) -> Choice:
     is_one_host = len({own.host for own in facts}) == 1
     if backend == "nvshmem":
         if without:
-            raise TransportUnavailable(f"nvshmem cannot be used: ranks {without} do not have it; use auto")
+            raise WireUnavailable(f"nvshmem cannot be used: ranks {without} do not have it; use auto")
         return Choice("nccl", "NVSHMEM", f"{_ASKED}; decode steps go by its memory, others by NCCL")
     if is_one_host:
         asked = f"{_ASKED}, and " if backend == "nccl" else ""
@@ -181,14 +181,14 @@ def _gather(own: T, group: dist.ProcessGroup) -> list[T]:
     return everybody
 
 
-def _open_transport(
+def _open_wire(
     name: str, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float, epoch: int
-) -> Transport:
+) -> Wire:
     if name != "nccl":
-        return open_transport(name, group, timeout_s=timeout_s, epoch=epoch)
+        return open_wire(name, group, timeout_s=timeout_s, epoch=epoch)
     ranks = dist.get_process_group_ranks(group)
     wires = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="nccl")
-    return CollectiveTransport(wires, device=device, timeout_s=timeout_s, epoch=epoch, reason=_ASKED)
+    return NcclWire(wires, device=device, timeout_s=timeout_s, epoch=epoch, reason=_ASKED)
 
 
 def _open_exchange(
@@ -202,7 +202,7 @@ def _open_exchange(
         open_memory = open_memory_for(memory, group, device, timeout_s=timeout_s)
         lanes = 1 if device.type == "cpu" else _LANES  # interpreted programs run one after another
         exchange = PackedExchange(open_memory, dist.get_world_size(group), timeout_s=timeout_s, lanes=lanes)
-    except TransportUnavailable as error:
+    except WireUnavailable as error:
         problem = str(error)
     problems = [text for text in _gather(problem, group) if text]
     if problems and exchange is not None:

@@ -157,7 +157,7 @@ class SharedMemory:
     """Between CPU ranks of one host. Opening is collective over `group`.
 
     Raises:
-        TransportUnavailable: not one host, or the memory cannot be had; on every rank alike.
+        WireUnavailable: not one host, or the memory cannot be had; on every rank alike.
     """
 
     device = torch.device("cpu")

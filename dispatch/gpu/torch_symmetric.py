@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symm_mem
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 
 
 class TorchSymmetricMemory:
@@ -21,12 +21,12 @@ class TorchSymmetricMemory:
         group: its store is used; no collective of a device runs on it.
 
     Raises:
-        TransportUnavailable: there is no CUDA device, or a peer cannot be addressed.
+        WireUnavailable: there is no CUDA device, or a peer cannot be addressed.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
         if not torch.cuda.is_available():
-            raise TransportUnavailable(
+            raise WireUnavailable(
                 "torch's symmetric memory needs a CUDA device and this machine has none; use shm or gloo"
             )
         self.rank, self.world_size, self.device = dist.get_rank(group), dist.get_world_size(group), device
@@ -46,10 +46,10 @@ class TorchSymmetricMemory:
 
 
 def check_addresses(addresses: list[int]) -> None:
-    """Raise TransportUnavailable if a peer has none: only NVSHMEM reaches such a one."""
+    """Raise WireUnavailable if a peer has none: only NVSHMEM reaches such a one."""
     missing = [rank for rank, address in enumerate(addresses) if not address]
     if missing:
-        raise TransportUnavailable(
+        raise WireUnavailable(
             f"the memory of ranks {missing} cannot be addressed from here (no NVLink or another host); "
             "open the buffer with backend='nvshmem', which reaches them by puts"
         )

@@ -1,8 +1,8 @@
 """Several ranks' dispatch on devices: each step goes the way that the lock-step header's mode says, as on the CPU.
 
-Decode steps go by low-latency kernels, which the host neither waits for nor counts; steps with prompts by a transport.
+Decode steps go by low-latency kernels, which the host neither waits for nor counts; steps with prompts by a wire.
 Both give the pairs and the bits of `Dispatcher`. Where ranks have no memory that kernels can write to, all steps go by
-the transport.
+the wire.
 
 Legend: T tokens, K choices, H hidden, P pairs, S slots per rank.
 """

@@ -1,6 +1,6 @@
 """Node-limited dispatch: a token crosses to another node once, however many of that node's ranks it is for.
 
-The same calls, rows, pairs and bits as the flat `Dispatcher` (I2 of the design), over two transports: "rail" joins the
+The same calls, rows, pairs and bits as the flat `Dispatcher` (I2 of the design), over two wires: "rail" joins the
 ranks of the same local index across nodes, "inner" the ranks of one node. `plan` has the arithmetic; see there
 for the stages. Answers come home the same way back, one row per (token, choice), and are summed at the source in the
 order of the choices: no byte is saved in combine then. With `reduce_in_node` each node's answers to a token are summed
@@ -11,7 +11,7 @@ Idea: DeepEP's internode kernels (RDMA between equal local indices, NVLink insid
 DeepSeek-V3 (arXiv 2412.19437), which bounds the nodes of a token. Rejected: node-limited sending inside the flat
 dispatcher's kernels, which would tie both to one message; plain torch serves what is bound by slow links.
 
-A refusal must reach ranks that share neither transport with who refuses. Every rank meets in both stages, every node
+A refusal must reach ranks that share neither wire with who refuses. Every rank meets in both stages, every node
 has a member on every rail, and every rail one in every node: who refused or heard of it in stage one refuses stage
 two. After two stages all know, so a third is never entered.
 
@@ -34,7 +34,7 @@ from dispatch.hierarchical.stage import Stage
 from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import row_format
-from dispatch.wires.wire import Transport
+from dispatch.wires.wire import Wire
 
 _DISPATCH, _WEIGHTS, _ANSWERS = 1, 2, 3  # first word of a message: what it is
 
@@ -59,19 +59,19 @@ class HierarchicalDispatcher:
         slots_per_rank: S, equal on all ranks; physical slot p is local slot p % S of rank p // S.
         rows: how rows travel, "auto" or "fp8", as for `Dispatcher`; equal on all ranks.
         reduce_in_node: sum each node's answers before they cross; equal on all ranks. Outside I2.
-        release: called once by `close`, after the transports are closed.
+        release: called once by `close`, after the wires are closed.
 
     Attributes:
         rank, world_size, node, num_nodes, node_size: this rank's place.
-        name, reason: the two transports and why they were taken, as a transport says it.
+        name, reason: the two wires and why they were taken, as a wire says it.
     """
 
     is_replayable = False
 
     def __init__(
         self,
-        rail: Transport,
-        inner: Transport,
+        rail: Wire,
+        inner: Wire,
         *,
         slots_per_rank: int,
         rows: str = "auto",
@@ -184,9 +184,9 @@ class HierarchicalDispatcher:
         """See `TokenDispatcher`. Every call says itself what went wrong."""
 
     def close(self) -> None:
-        """Close both transports; peers that wait for this rank get PeerLost. Local; may be called twice."""
-        self._rail.transport.close()
-        self._inner.transport.close()
+        """Close both wires; peers that wait for this rank get PeerLost. Local; may be called twice."""
+        self._rail.wire.close()
+        self._inner.wire.close()
         release, self._release = self._release, None
         if release is not None:
             release()

@@ -1,4 +1,4 @@
-"""Open a node-limited dispatcher from one group of ranks: its two transports, and the groups they meet in.
+"""Open a node-limited dispatcher from one group of ranks: its two wires, and the groups they meet in.
 
 Ranks are numbered node by node, as torchrun does. Node size is a parameter and not asked of the hosts, so that nodes
 can be smaller than a host (a test), or larger (racks whose links are as fast as a host's).
@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 
 
 def open_hierarchical(
@@ -28,17 +28,17 @@ def open_hierarchical(
     """Open node-limited dispatch over the ranks of `group`. Collective over the default group.
 
     Args:
-        name: transport of both stages, as in `open_transport`; auto takes shared memory inside a host and what works
+        name: wire of both stages, as in `open_wire`; auto takes shared memory inside a host and what works
             across.
         group: a gloo group of consecutive nodes; None stands for one rank. Where a stage joins all its ranks (node
             size 1 or the group's), the stage uses the group itself.
         node_size: ranks of a node; divides the number of ranks. 1 and that number are flat dispatch.
         slots_per_rank, rows, reduce_in_node: see `HierarchicalDispatcher`; equal on all ranks.
-        timeout_s, epoch: as in `open_transport`.
+        timeout_s, epoch: as in `open_wire`.
 
     Raises:
         ValueError: a bad node size, on every rank, also where ranks differ in what they ask for.
-        TransportUnavailable: a stage's transport cannot work here, or a peer did not come.
+        WireUnavailable: a stage's wire cannot work here, or a peer did not come.
     """
     settings = {
         "node_size": node_size,
@@ -56,7 +56,7 @@ def open_hierarchical(
     rail_group, inner_group = (_join(group, ranks, timeout_s) for ranks in (rails, nodes))
     made = [own for own in (rail_group, inner_group) if own is not None and own is not group]
     rail, inner = (
-        open_transport(name, own, timeout_s=timeout_s, epoch=epoch) for own in (rail_group, inner_group)
+        open_wire(name, own, timeout_s=timeout_s, epoch=epoch) for own in (rail_group, inner_group)
     )
 
     def release() -> None:
@@ -99,7 +99,7 @@ def _join(
         try:
             made = dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend="gloo")
         except RuntimeError as error:  # all that gloo says of a peer that is gone
-            raise TransportUnavailable(f"ranks {list(ranks)} could not meet: {error}") from error
+            raise WireUnavailable(f"ranks {list(ranks)} could not meet: {error}") from error
         if dist.get_rank(group) in ranks:
             own = made
     return own

@@ -1,6 +1,6 @@
 """Tensors as one message per pair of ranks, for code in plain torch: words that say what they are, then the bytes.
 
-A transport moves windows of bytes; the flat dispatcher's compiled passes fill them by address. What runs per node, and
+A wire moves windows of bytes; the flat dispatcher's compiled passes fill them by address. What runs per node, and
 not per token, needs no such passes: it hands over tensors and gets each peer's back. A message tells its own sizes, so
 that the receiver needs to know nothing beforehand; where it does, both sides can say so and gloo need not guess.
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dispatch.errors import RanksDisagree
 from dispatch.meanwhile import Meanwhile, nothing
-from dispatch.wires.wire import RankTable, Transport
+from dispatch.wires.wire import RankTable, Wire
 
 MAX_WORDS, MAX_PARTS = 8, 4
 _ALIGNMENT = 64
@@ -42,7 +42,7 @@ def num_bytes(message: Message) -> int:
 
 
 def swap(
-    transport: Transport,
+    wire: Wire,
     messages: Sequence[Message],
     expected: Sequence[Sequence[int]] | None = None,
     meanwhile: Meanwhile = nothing,
@@ -50,29 +50,27 @@ def swap(
     """Send one message to every rank and return what each sent. Collective.
 
     Args:
-        transport: what carries them; its own rank's message does not travel.
+        wire: what carries them; its own rank's message does not travel.
         messages: by rank.
         expected: bytes of the parts to come from each rank, where the receiver knows them; then on all ranks.
         meanwhile: called while the messages travel; see there.
 
     Returns:
-        By rank: the words and the parts as uint8 [bytes], views that live until this transport's next exchange.
+        By rank: the words and the parts as uint8 [bytes], views that live until this wire's next exchange.
 
     Raises:
-        PeerRefused, PeerLost, DispatchTimeout, RanksDisagree: as the transport's `exchange`.
+        PeerRefused, PeerLost, DispatchTimeout, RanksDisagree: as the wire's `exchange`.
     """
-    rank, ranks = transport.rank, range(transport.world_size)
-    send_bytes = RankTable(transport.world_size)
+    rank, ranks = wire.rank, range(wire.world_size)
+    send_bytes = RankTable(wire.world_size)
     for peer in ranks:
         send_bytes.values[peer] = 0 if peer == rank else num_bytes(messages[peer])
-    transport.open_windows(send_bytes)
+    wire.open_windows(send_bytes)
     for peer in ranks:
         if peer != rank:
-            _write(transport.send_window(peer), messages[peer])
-    transport.exchange(send_bytes, _recv_bytes(rank, expected), meanwhile)
-    return [
-        _as_bytes(messages[peer]) if peer == rank else _read(transport.received(peer), peer) for peer in ranks
-    ]
+            _write(wire.send_window(peer), messages[peer])
+    wire.exchange(send_bytes, _recv_bytes(rank, expected), meanwhile)
+    return [_as_bytes(messages[peer]) if peer == rank else _read(wire.received(peer), peer) for peer in ranks]
 
 
 def _recv_bytes(rank: int, expected: Sequence[Sequence[int]] | None) -> RankTable | None:

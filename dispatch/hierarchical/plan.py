@@ -6,7 +6,7 @@ of its node that hold a choice (stage two, "inner"). Both stages are the flat la
 node size * S slots, the second over the ranks of one node. Every order follows from the slots on both sides of an
 exchange, so answers carry no metadata, and rows end up as in flat dispatch: by source rank, then token.
 
-Nothing here knows a transport. Legend: T tokens, K choices, N rows, P pairs, S slots per rank, M nodes, H hidden.
+Nothing here knows a wire. Legend: T tokens, K choices, N rows, P pairs, S slots per rank, M nodes, H hidden.
 """
 
 from typing import NamedTuple

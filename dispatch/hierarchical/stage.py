@@ -1,6 +1,6 @@
-"""One of the two transports of node-limited dispatch, speaking of the whole group's ranks.
+"""One of the two wires of node-limited dispatch, speaking of the whole group's ranks.
 
-A transport numbers its own ranks; errors that leave here name the ranks the user knows. A refusal that was heard in
+A wire numbers its own ranks; errors that leave here name the ranks the user knows. A refusal that was heard in
 one stage is handed on in the next, so its text travels with the rank it is from in front: "5|slots_TK[0, 1] is ...".
 A peer that is lost or late in one stage is known only to the ranks of that stage: the rank that finds out closes all,
 so that those who wait for it in the other stage hear at once and not by time-out.
@@ -14,7 +14,7 @@ from typing import Self
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
 from dispatch.hierarchical.messages import Message, num_bytes, swap
 from dispatch.meanwhile import Meanwhile, nothing
-from dispatch.wires.wire import Transport
+from dispatch.wires.wire import Wire
 
 _ORIGIN_END = "|"
 
@@ -23,17 +23,15 @@ class Stage:
     """Swap messages between some ranks of the group.
 
     Args:
-        transport: between them.
-        ranks: their numbers in the whole group, in the order of the transport's own.
+        wire: between them.
+        ranks: their numbers in the whole group, in the order of the wire's own.
         rank: this rank's number in the whole group.
         close: called when a peer is lost or late.
     """
 
-    def __init__(
-        self, transport: Transport, ranks: Sequence[int], rank: int, close: Callable[[], None]
-    ) -> None:
-        assert len(ranks) == transport.world_size, "every rank of the transport has a number"
-        self.transport, self.ranks, self.rank = transport, ranks, rank
+    def __init__(self, wire: Wire, ranks: Sequence[int], rank: int, close: Callable[[], None]) -> None:
+        assert len(ranks) == wire.world_size, "every rank of the wire has a number"
+        self.wire, self.ranks, self.rank = wire, ranks, rank
         self._close = close
         self.sent_bytes: Counter[tuple[int, int]] = Counter()  # by (first word, rank), headers included
         self.waited_ns: Counter[int] = Counter()  # in swaps, by first word
@@ -73,7 +71,7 @@ class Stage:
     def refuse(self, origin: int, text: str) -> None:
         """Tell the ranks of this stage, in place of its swap, that rank `origin` of the group refuses. Collective."""
         try:
-            self.transport.refuse(f"{origin}{_ORIGIN_END}{text}")
+            self.wire.refuse(f"{origin}{_ORIGIN_END}{text}")
         except DispatchError as error:
             raise self._translated(error) from error.__cause__
 
@@ -86,7 +84,7 @@ class Stage:
     ) -> list[Message]:
         begun_ns = perf_counter_ns()
         try:
-            received = swap(self.transport, messages, expected, meanwhile)
+            received = swap(self.wire, messages, expected, meanwhile)
             self.waited_ns[words[0]] += perf_counter_ns() - begun_ns
             self._count(messages, words[0])
         except DispatchError as error:

@@ -1,4 +1,4 @@
-"""Low-latency dispatch and combine over a `Transport`: pack, send, and only when asked receive.
+"""Low-latency dispatch and combine over a `Wire`: pack, send, and only when asked receive.
 
 After the first call of a shape nothing is allocated and Python looks at no tensor's contents. Every message has a size
 that both sides know beforehand with `fixed_bytes`; without it only what is filled travels, which CPU wires find out
@@ -24,7 +24,7 @@ from dispatch.low_latency.exchange import OneTravels, Posted
 from dispatch.low_latency.ring import DispatchSlot, Results
 from dispatch.low_latency.shape import HEADER_BYTES, LowLatencyShape
 from dispatch.native import compile_all
-from dispatch.wires.wire import RankTable, Transport
+from dispatch.wires.wire import RankTable, Wire
 
 _QUANTISE = {torch.bfloat16: cpu_fp8.quantise_bfloat16, torch.float32: cpu_fp8.quantise_float32}
 _SUMS = {torch.bfloat16: cpu_answers.sum_bfloat16, torch.float32: cpu_answers.sum_float32}
@@ -48,22 +48,22 @@ class CpuExchange(OneTravels):
     """See `LowLatencyExchange`.
 
     Args:
-        transport: not owned. Opened with `mask_lost`, it masks ranks that are lost.
+        wire: not owned. Opened with `mask_lost`, it masks ranks that are lost.
         fixed_bytes: send messages of their largest size, whatever is in them.
     """
 
     dtypes: tuple[torch.dtype, ...] | None = None
 
-    def __init__(self, transport: Transport, *, fixed_bytes: bool = False) -> None:
-        self.transport, self.device = transport, transport.device
-        self.rank, self.world_size = transport.rank, transport.world_size
+    def __init__(self, wire: Wire, *, fixed_bytes: bool = False) -> None:
+        self.wire, self.device = wire, wire.device
+        self.rank, self.world_size = wire.rank, wire.world_size
         self._fixed_bytes = fixed_bytes
-        R = transport.world_size
-        self._place = (R, transport.rank)
+        R = wire.world_size
+        self._place = (R, wire.rank)
         self._send_bytes, self._recv_bytes = RankTable(R), RankTable(R)
         self._row_counts, self._pack_cursors = RankTable(R), RankTable(2 * R)
-        self._mask = transport.mask.address
-        self._send_at, self._recv_at = transport.send_addresses.address, transport.recv_addresses.address
+        self._mask = wire.mask.address
+        self._send_at, self._recv_at = wire.send_addresses.address, wire.recv_addresses.address
         self._results = Results(CpuSlot, self.device)
         self._rows, self._own_answers = GrowingBuffer(torch.uint8), GrowingBuffer(torch.uint8)
         self._entries, self._scratch = GrowingBuffer(torch.int32), GrowingBuffer(torch.uint8)
@@ -73,7 +73,7 @@ class CpuExchange(OneTravels):
     def refuse(self, text: str) -> None:
         """See `LowLatencyExchange`."""
         self.settle()
-        self.transport.refuse(text)
+        self.wire.refuse(text)
 
     def slot_of(self, source_token_LN: Tensor) -> CpuSlot | None:
         """See `LowLatencyExchange`."""
@@ -92,11 +92,11 @@ class CpuExchange(OneTravels):
     def set_mask(self, rank: int, is_masked: bool) -> None:
         """See `LowLatencyExchange`."""
         self.settle()
-        self.transport.mask.values[rank] = int(is_masked)
+        self.wire.mask.values[rank] = int(is_masked)
 
     def write_mask(self, status_R: Tensor) -> None:
         """See `LowLatencyExchange`."""
-        status_R.copy_(torch.from_numpy(self.transport.mask.values))
+        status_R.copy_(torch.from_numpy(self.wire.mask.values))
 
     def post_dispatch(
         self,
@@ -124,14 +124,14 @@ class CpuExchange(OneTravels):
             self._fill_sizes(self._send_bytes, shape.dispatch_bytes)
         else:
             kernels.size_rows(counts, shape.row_bytes, K, R, rank, self._mask, self._send_bytes.address)
-        self.transport.open_windows(self._send_bytes)
+        self.wire.open_windows(self._send_bytes)
         kernels.pack(
             rows, shape.row_bytes, topk, T, K, L, R, rank, shape.max_tokens, self._mask, counts,
             self._pack_cursors.address, self._send_at, self._entries.reserve(shape.max_tokens * (1 + K)),
         )  # fmt: skip
         if self._fixed_bytes:
             self._fill_sizes(self._recv_bytes, shape.dispatch_bytes)
-        self.transport.begin_exchange(self._send_bytes, self._recv_bytes if self._fixed_bytes else None)
+        self.wire.begin_exchange(self._send_bytes, self._recv_bytes if self._fixed_bytes else None)
         return slot, self._travel(partial(self._receive_rows, slot, rows, stats_L, waited_R))
 
     def post_combine(
@@ -157,14 +157,14 @@ class CpuExchange(OneTravels):
         if self._fixed_bytes:
             for sizes in (self._send_bytes, self._recv_bytes):
                 self._fill_sizes(sizes, HEADER_BYTES + shape.answers_per_rank * row_bytes)
-        self.transport.open_windows(self._send_bytes)
+        self.wire.open_windows(self._send_bytes)
         own = self._own_answers.reserve(shape.answers_per_rank * row_bytes) if may_wait else 0
         cpu_answers.pack_answers(
             y_LNH.data_ptr(), row_bytes, shape.experts_per_rank, R, rank, shape.max_tokens, self._mask,
             slot.layout_range_LR.data_ptr(), self._send_at, own,
             self._bases.reserve(shape.experts_per_rank),
         )  # fmt: skip
-        self.transport.begin_exchange(self._send_bytes, self._recv_bytes)
+        self.wire.begin_exchange(self._send_bytes, self._recv_bytes)
         if out_TH is None:
             out_TH = self._results.next_output(shape, y_LNH.dtype, topk_TK.shape[0])
         return out_TH, self._travel(partial(self._sum_answers, slot, topk_TK, weights_TK, out_TH, waited_R))
@@ -173,12 +173,12 @@ class CpuExchange(OneTravels):
         """See `LowLatencyExchange`."""
         self.settle()
         self._fill_sizes(self._send_bytes, HEADER_BYTES)
-        self.transport.open_windows(self._send_bytes)
+        self.wire.open_windows(self._send_bytes)
         self._fill_sizes(self._recv_bytes, HEADER_BYTES)
-        self.transport.exchange(self._send_bytes, self._recv_bytes)
+        self.wire.exchange(self._send_bytes, self._recv_bytes)
 
     def close(self) -> None:
-        """See `LowLatencyExchange`. The transport stays its owner's."""
+        """See `LowLatencyExchange`. The wire stays its owner's."""
 
     def _travelling_rows(
         self, shape: LowLatencyShape, x_TH: Tensor, round_scale: bool, may_wait: bool
@@ -202,13 +202,13 @@ class CpuExchange(OneTravels):
 
     def _fill_sizes(self, sizes: RankTable, num_bytes: int) -> None:
         sizes.values[:] = num_bytes
-        sizes.values[self.transport.mask.values != 0] = 0
-        sizes.values[self.transport.rank] = 0
+        sizes.values[self.wire.mask.values != 0] = 0
+        sizes.values[self.wire.rank] = 0
 
     def _finish(self, row_bytes: int, K: int, L: int, M: int, doing: str, waited_R: Tensor | None) -> None:
         """Wait for the peers' messages and see that they are of this call."""
         begin = time.perf_counter_ns()
-        self.transport.finish_exchange()
+        self.wire.finish_exchange()
         R, rank = self._place
         if waited_R is not None:
             kernels.add_wait(waited_R.data_ptr(), R, rank, self._mask, time.perf_counter_ns() - begin)

@@ -77,7 +77,7 @@ class LowLatencyExchange(Protocol):
     dtypes: tuple[torch.dtype, ...] | None
 
     def settle(self) -> None:
-        """Finish the call that travels, if one does: for whoever uses the transport otherwise. Collective."""
+        """Finish the call that travels, if one does: for whoever uses the wire otherwise. Collective."""
         ...
 
     def refuse(self, text: str) -> None:

@@ -7,7 +7,7 @@ Differences from DeepEP, all for the better or without effect:
 - bad arguments are an error on every rank before anything is delivered, and the next call works;
 - results come from a ring of two per shape: the third call of a kind overwrites the first one's results. DeepEP says
   the same of its buffers ("you cannot hold more than 2 results");
-- wait statistics are in nanoseconds, not clock cycles. A CPU transport waits for all peers at once, so each gets the
+- wait statistics are in nanoseconds, not clock cycles. A CPU wire waits for all peers at once, so each gets the
   time that the slowest took.
 What a GPU does differently, where the host does not wait, is said in `dispatch.gpu.exchange`.
 
@@ -87,7 +87,7 @@ class LowLatencyFace(CheckedCalls):
 
         Raises:
             ValueError: bad arguments, on this rank. PeerRefused: on another. The next call works.
-            PeerLost, DispatchTimeout, RanksDisagree: the transport is of no more use.
+            PeerLost, DispatchTimeout, RanksDisagree: the wire is of no more use.
         """
         shape = self._checked_shape(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, (use_fp8, round_scale, use_ue8m0)
@@ -210,7 +210,7 @@ class LowLatencyFace(CheckedCalls):
             self.exchange.set_mask(rank, False)
 
     def settle(self) -> None:
-        """Receive what travels, if its hook has not run: before the transport is used for anything else."""
+        """Receive what travels, if its hook has not run: before the wire is used for anything else."""
         self.exchange.settle()
 
     def _need_shrink(self) -> None:

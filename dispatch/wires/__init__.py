@@ -1,1 +1,1 @@
-"""The wires: one file per transport, and `choose.open_transport`, which picks."""
+"""The wires: one file per wire, and `choose.open_wire`, which picks."""

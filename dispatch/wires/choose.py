@@ -1,4 +1,4 @@
-"""Pick the transport: what the user asked for, or the fastest that works between these ranks; and say why.
+"""Pick the wire: what the user asked for, or the fastest that works between these ranks; and say why.
 
 The one place that decides. `availability` says what a name needs of the machine, without torch, so that a service can
 refuse it before anything is loaded.
@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from dispatch.availability import BACKENDS, why_unavailable
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.wires.gloo import MIN_REGION_BYTES as MIN_GLOO_REGION_BYTES
-from dispatch.wires.gloo import GlooTransport
-from dispatch.wires.local import LocalTransport
-from dispatch.wires.nccl import CollectiveTransport
-from dispatch.wires.shm import ShmTransport
-from dispatch.wires.wire import Transport
+from dispatch.wires.gloo import GlooWire
+from dispatch.wires.local import LocalWire
+from dispatch.wires.nccl import NcclWire
+from dispatch.wires.shm import ShmWire
+from dispatch.wires.wire import Wire
 
 _ASKED = "it was asked for"
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class _Wish(NamedTuple):
-    """What every kind of transport is opened with."""
+    """What every kind of wire is opened with."""
 
     group: dist.ProcessGroup
     timeout_s: float
@@ -34,7 +34,7 @@ class _Wish(NamedTuple):
     mask_lost: bool
 
 
-def open_transport(
+def open_wire(
     name: str,
     group: dist.ProcessGroup | None,
     *,
@@ -42,41 +42,41 @@ def open_transport(
     epoch: int = 0,
     region_bytes: int | None = None,
     mask_lost: bool = False,
-) -> Transport:
-    """Open a transport over all ranks of `group`. Collective.
+) -> Wire:
+    """Open a wire over all ranks of `group`. Collective.
 
     Args:
         name: one of BACKENDS. auto: local for one rank, shm when all ranks are on one host and can map the same
-            memory, gloo otherwise. nvshmem and deep_ep are no transports: nothing of theirs is exchanged in windows.
+            memory, gloo otherwise. nvshmem and deep_ep are no wires: nothing of theirs is exchanged in windows.
         group: a gloo group, used to meet, and by gloo to exchange; for nccl one whose device has a backend. None
             stands for one rank.
         timeout_s: how long a peer may keep this rank waiting.
-        epoch: membership epoch; a transport serves one.
+        epoch: membership epoch; a wire serves one.
         region_bytes: of shm and gloo, a multiple of 64, of gloo at least 1024: the largest message (with 64 bytes of
             gloo's) that goes in one piece; None: what fits.
-        mask_lost: an exchange masks a peer that is lost, or late by `timeout_s`, and goes on (see `Transport.mask`).
+        mask_lost: an exchange masks a peer that is lost, or late by `timeout_s`, and goes on (see `Wire.mask`).
             gloo can mask a peer that died, one that hangs is an error there; nccl cannot mask.
 
     Raises:
         ValueError: unknown name, local with more than one rank, or bad region_bytes or timeout_s.
-        TransportUnavailable: what was asked for by name cannot work here.
+        WireUnavailable: what was asked for by name cannot work here.
     """
     _check(name, region_bytes, timeout_s)
     world_size = 1 if group is None else dist.get_world_size(group)
     if name == "local" and world_size > 1:
-        raise ValueError(f"transport is 'local' with {world_size} ranks; use auto, gloo or shm")
+        raise ValueError(f"wire is 'local' with {world_size} ranks; use auto, gloo or shm")
     if group is None or name == "local" or (world_size == 1 and name == "auto"):
         reason = _ASKED if name == "local" else "there is one rank"
-        transport: Transport = LocalTransport(epoch=epoch, reason=reason)
+        wire: Wire = LocalWire(epoch=epoch, reason=reason)
     else:
-        transport = _open_between(name, _Wish(group, timeout_s, epoch, region_bytes, mask_lost))
-    log.info("rank %d dispatches through %s, as %s", transport.rank, transport.name, transport.reason)
-    return transport
+        wire = _open_between(name, _Wish(group, timeout_s, epoch, region_bytes, mask_lost))
+    log.info("rank %d dispatches through %s, as %s", wire.rank, wire.name, wire.reason)
+    return wire
 
 
 def _check(name: str, region_bytes: int | None, timeout_s: float) -> None:
     if name not in BACKENDS:
-        raise ValueError(f"transport is {name!r}; it must be one of {', '.join(BACKENDS)}")
+        raise ValueError(f"wire is {name!r}; it must be one of {', '.join(BACKENDS)}")
     least = MIN_GLOO_REGION_BYTES if name == "gloo" else 64
     if region_bytes is not None and (region_bytes % 64 or region_bytes < least):
         raise ValueError(f"region_bytes is {region_bytes}; it must be a multiple of 64 and at least {least}")
@@ -84,17 +84,17 @@ def _check(name: str, region_bytes: int | None, timeout_s: float) -> None:
         raise ValueError(f"timeout_s is {timeout_s}; it must be above 0 seconds")
 
 
-def _open_between(name: str, wish: _Wish) -> Transport:
+def _open_between(name: str, wish: _Wish) -> Wire:
     if name == "gloo":
         return _open_gloo(wish, _ASKED)
     if name == "nccl":
         return _open_nccl(wish)
     if name in ("nvshmem", "deep_ep"):
-        problem = why_unavailable(name) or "it exchanges no windows of bytes, so it is no transport"
-        raise TransportUnavailable(f"{name} cannot be used: {problem}; use auto, gloo or shm")
+        problem = why_unavailable(name) or "it exchanges no windows of bytes, so it is no wire"
+        raise WireUnavailable(f"{name} cannot be used: {problem}; use auto, gloo or shm")
     reason = _ASKED if name == "shm" else "all ranks are on one host and map the same memory"
     try:
-        return ShmTransport(
+        return ShmWire(
             wish.group,
             timeout_s=wish.timeout_s,
             epoch=wish.epoch,
@@ -102,15 +102,15 @@ def _open_between(name: str, wish: _Wish) -> Transport:
             region_bytes=wish.region_bytes,
             mask_lost=wish.mask_lost,
         )
-    except TransportUnavailable as error:  # on all ranks alike, so all fall back alike
+    except WireUnavailable as error:  # on all ranks alike, so all fall back alike
         if name == "shm":
             raise
         return _open_gloo(wish, str(error))
 
 
-def _open_gloo(wish: _Wish, reason: str) -> Transport:
+def _open_gloo(wish: _Wish, reason: str) -> Wire:
     fits = wish.region_bytes is None or wish.region_bytes >= MIN_GLOO_REGION_BYTES
-    return GlooTransport(
+    return GlooWire(
         wish.group,
         timeout_s=wish.timeout_s,
         epoch=wish.epoch,
@@ -120,13 +120,11 @@ def _open_gloo(wish: _Wish, reason: str) -> Transport:
     )
 
 
-def _open_nccl(wish: _Wish) -> Transport:
+def _open_nccl(wish: _Wish) -> Wire:
     problem = why_unavailable("nccl") or ("" if torch.cuda.is_available() else "torch sees no CUDA device")
     if not problem and wish.mask_lost:
         problem = "its collectives need every rank, so it cannot mask one"
     if problem:
-        raise TransportUnavailable(f"nccl cannot be used: {problem}; use auto, gloo or shm")
+        raise WireUnavailable(f"nccl cannot be used: {problem}; use auto, gloo or shm")
     device = torch.device("cuda", torch.cuda.current_device())
-    return CollectiveTransport(
-        wish.group, device=device, timeout_s=wish.timeout_s, epoch=wish.epoch, reason=_ASKED
-    )
+    return NcclWire(wish.group, device=device, timeout_s=wish.timeout_s, epoch=wish.epoch, reason=_ASKED)

@@ -26,8 +26,8 @@ INCOMING_BYTES = 256 << 20  # address space of all parts together stays within i
 _NO_REFUSAL = -1
 
 
-class GlooTransport:
-    """See `Transport`. `group` is a gloo group that runs nothing else meanwhile."""
+class GlooWire:
+    """See `Wire`. `group` is a gloo group that runs nothing else meanwhile."""
 
     name = "gloo"
     device = torch.device("cpu")
@@ -62,11 +62,11 @@ class GlooTransport:
         )
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self._open_windows(send_bytes, _NO_REFUSAL)
 
     def send_window(self, rank: int) -> Tensor:
-        """See `Transport`."""
+        """See `Wire`."""
         if rank == self.rank:
             return self._outgoing.memory[:0]
         first = int(self.send_addresses.values[rank]) - self._outgoing.address
@@ -75,18 +75,18 @@ class GlooTransport:
     def exchange(
         self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
     ) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self.begin_exchange(send_bytes, recv_bytes)
         meanwhile()
         self.finish_exchange()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self._expected = recv_bytes
         self._begin()
 
     def finish_exchange(self) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         expected = 0 if self._expected is None else self._expected.address
         longest = self._finish(expected)
         if longest < 0:
@@ -95,7 +95,7 @@ class GlooTransport:
             self._exchange_rests()
 
     def received(self, rank: int) -> Tensor:
-        """See `Transport`."""
+        """See `Wire`."""
         address = int(self.recv_addresses.values[rank])
         if address == 0:
             return self._incoming.memory[:0]
@@ -104,7 +104,7 @@ class GlooTransport:
         return place.memory[first : first + int(self._found.values[rank])]
 
     def refuse(self, text: str) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         content = torch.tensor(list(encode_refusal(text)), dtype=torch.uint8)
         sizes = RankTable(self.world_size)
         sizes.values[:] = content.numel()
@@ -118,14 +118,14 @@ class GlooTransport:
             self._raise_for(longest)
 
     def close(self) -> None:
-        """See `Transport`. The group stays its owner's to destroy, and ends then, as nothing here holds it."""
+        """See `Wire`. The group stays its owner's to destroy, and ends then, as nothing here holds it."""
         wires, self._wires = self._wires, None
         if wires is not None:
             wires.close()
 
     def _open_windows(self, send_bytes: RankTable, text_bytes: int) -> None:
         if self._wires is None:
-            raise DispatchError("the transport is closed")
+            raise DispatchError("the wire is closed")
         total = self._place_messages(send_bytes, text_bytes)
         if total > self._outgoing.capacity:
             self._outgoing.reserve(total)

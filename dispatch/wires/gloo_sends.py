@@ -125,7 +125,7 @@ class Together(_Wires):
         """Start to exchange parts: messages of `split` [R] bytes, 0 for this rank, as they lie in `outgoing`."""
         if 1 in self._mask.values.tolist():  # ndarray.any takes 25 us when its code is cold
             raise DispatchError(
-                "a rank is masked, and this transport was opened without mask_lost, by which gloo can do without it"
+                "a rank is masked, and this wire was opened without mask_lost, by which gloo can do without it"
             )
         if max(split) > self._part_bytes:
             heads = [message[: self._part_bytes] for message in torch.split(outgoing[: sum(split)], split)]

@@ -7,8 +7,8 @@ from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.wires.wire import RankTable
 
 
-class LocalTransport:
-    """See `Transport`."""
+class LocalWire:
+    """See `Wire`."""
 
     name = "local"
     rank = 0
@@ -22,30 +22,30 @@ class LocalTransport:
         self._nothing = torch.empty(0, dtype=torch.uint8)
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
 
     def send_window(self, rank: int) -> Tensor:
-        """See `Transport`."""
+        """See `Wire`."""
         return self._nothing
 
     def exchange(
         self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
     ) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         meanwhile()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
 
     def finish_exchange(self) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
 
     def received(self, rank: int) -> Tensor:
-        """See `Transport`."""
+        """See `Wire`."""
         return self._nothing
 
     def refuse(self, text: str) -> None:
-        """See `Transport`. There is nobody to tell."""
+        """See `Wire`. There is nobody to tell."""
 
     def close(self) -> None:
-        """See `Transport`."""
+        """See `Wire`."""

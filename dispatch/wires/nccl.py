@@ -1,4 +1,4 @@
-"""torch.distributed's all_to_all between device tensors: the transport of a group whose device has a backend, NCCL's.
+"""torch.distributed's all_to_all between device tensors: the wire of a group whose device has a backend, NCCL's.
 
 Sizes of an all-to-all must be known on both sides, and a rank that refuses knows nobody's; so each exchange begins
 with one of small headers: size, exchange, epoch, and a refusal's text. That costs a second collective and a wait of
@@ -21,8 +21,8 @@ _SIZE, _NUMBER, _EPOCH, _TEXT_BYTES, _TEXT = 0, 1, 2, 3, 4  # words of a header
 _HEADER_WORDS = _TEXT + MAX_REFUSAL_BYTES // 8
 
 
-class CollectiveTransport:
-    """See `Transport`. `group` runs nothing else meanwhile; its own time-out bounds every wait.
+class NcclWire:
+    """See `Wire`. `group` runs nothing else meanwhile; its own time-out bounds every wait.
 
     Args:
         device: where windows lie; the group has a backend for it.
@@ -51,7 +51,7 @@ class CollectiveTransport:
         self._sent, self._found = [0] * self.world_size, [0] * self.world_size
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self._check_open()
         self._sent = [int(size) for size in send_bytes.values]
         self._sent[self.rank] = 0
@@ -59,38 +59,38 @@ class CollectiveTransport:
         self._outgoing.write_addresses(self.send_addresses)
 
     def send_window(self, rank: int) -> Tensor:
-        """See `Transport`."""
+        """See `Wire`."""
         return self._outgoing.message(rank)
 
     def exchange(
         self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
     ) -> None:
-        """See `Transport`. Sizes are waited for first; `meanwhile` runs beside the windows."""
+        """See `Wire`. Sizes are waited for first; `meanwhile` runs beside the windows."""
         self.begin_exchange(send_bytes, recv_bytes)
         self._finish(meanwhile)
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Transport`. Sizes go now, windows when all sizes are known."""
+        """See `Wire`. Sizes go now, windows when all sizes are known."""
         expected = None if recv_bytes is None else [int(size) for size in recv_bytes.values]
         self._expected = expected
         self._start_headers(self._sent, b"")
 
     def finish_exchange(self) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self._finish(nothing)
 
     def received(self, rank: int) -> Tensor:
-        """See `Transport`."""
+        """See `Wire`."""
         return self._incoming.message(rank)
 
     def refuse(self, text: str) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self._check_open()
         self._start_headers([REFUSED] * self.world_size, encode_refusal(text))
         self._finish_headers()
 
     def close(self) -> None:
-        """See `Transport`. The group stays its owner's to destroy."""
+        """See `Wire`. The group stays its owner's to destroy."""
         self._group = None
 
     def _finish(self, meanwhile: Meanwhile) -> None:
@@ -109,9 +109,7 @@ class CollectiveTransport:
 
     def _start_headers(self, sizes: list[int], text: bytes) -> None:
         if self.mask.values.any():
-            raise DispatchError(
-                "a rank is masked; a collective needs every rank, so this transport cannot mask"
-            )
+            raise DispatchError("a rank is masked; a collective needs every rank, so this wire cannot mask")
         self._number += 1
         padded = text.ljust(MAX_REFUSAL_BYTES, b"\0")
         words = torch.frombuffer(bytearray(padded), dtype=torch.int64)
@@ -174,7 +172,7 @@ class CollectiveTransport:
 
     def _check_open(self) -> None:
         if self._group is None:
-            raise DispatchError("the transport is closed")
+            raise DispatchError("the wire is closed")
 
 
 class _DeviceBytes:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch import native
-from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, TransportUnavailable
+from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, WireUnavailable
 from dispatch.wires import signals
 from dispatch.wires.wire import RankTable
 
@@ -74,7 +74,7 @@ class SharedSegment:
         timeout_s: how long a peer may keep this rank waiting.
 
     Raises:
-        TransportUnavailable: not one host, or the memory cannot be had or mapped; on every rank alike.
+        WireUnavailable: not one host, or the memory cannot be had or mapped; on every rank alike.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, *, timeout_s: float) -> None:
@@ -169,7 +169,7 @@ class SharedSegment:
         if kind == _LOST:
             return _Loss(_LOST, about, PeerLost(about, f"rank {late} found that out"))
         if kind == _CLOSED:
-            return _Loss(_LOST, late, PeerLost(late, "it has closed its transport"))
+            return _Loss(_LOST, late, PeerLost(late, "it has closed its wire"))
         peer = self._peers[late]
         if _start_ticks(peer.pid) != peer.start_ticks:
             return _Loss(_LOST, late, PeerLost(late, f"its process {peer.pid} is gone"))
@@ -203,7 +203,7 @@ def _map_together(group: dist.ProcessGroup, total: int) -> tuple[list[HostIdenti
             os.close(descriptor)
     first = next((text for text in problems if text), None)
     if first or memory is None:
-        raise TransportUnavailable(f"shared memory cannot be used: {first}")
+        raise WireUnavailable(f"shared memory cannot be used: {first}")
     return peers, memory
 
 

@@ -4,7 +4,7 @@ Every ordered pair has two regions, used in turn by the parity of a running numb
 written there by the sender's kernel and read there by the receiver's: no copy in between. A larger one is staged in
 private memory on both sides and goes through the regions in chunks, one a round; see `regions` for the rounds.
 
-A transport of another epoch has another anonymous file: what a late peer of an old epoch writes lands in memory that
+A wire of another epoch has another anonymous file: what a late peer of an old epoch writes lands in memory that
 nobody else maps any more.
 """
 
@@ -26,8 +26,8 @@ SEGMENT_BYTES = 64 << 20  # all regions together stay within it, down to MIN_REG
 _ALIGNMENT = 64
 
 
-class ShmTransport:
-    """See `Transport`. Opening is collective over `group`, which must be of one host."""
+class ShmWire:
+    """See `Wire`. Opening is collective over `group`, which must be of one host."""
 
     name = "shm"
     device = torch.device("cpu")
@@ -67,7 +67,7 @@ class ShmTransport:
         self._is_open = True
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self._check_open()
         sizes, table, exchange = send_bytes.address, self.send_addresses.address, self._exchange + 1
         staged = regions.place_windows(*self._place, exchange, sizes, self._outgoing.address, table)
@@ -77,20 +77,20 @@ class ShmTransport:
         self._sent = send_bytes
 
     def send_window(self, rank: int) -> Tensor:
-        """See `Transport`."""
+        """See `Wire`."""
         size = 0 if rank == self.rank else int(self._sent.values[rank])
         return self._bytes_at(int(self.send_addresses.values[rank]), size, self._outgoing)
 
     def exchange(
         self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
     ) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self.begin_exchange(send_bytes, recv_bytes)
         meanwhile()
         self.finish_exchange()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self._exchange += 1
         self._sent, self._expected = send_bytes, recv_bytes
         regions.post_first_round(
@@ -98,7 +98,7 @@ class ShmTransport:
         )
 
     def finish_exchange(self) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self._segment.wait(self._numbers, "an exchange", mask=self._mask_lost)
         expected = 0 if self._expected is None else self._expected.address
         rounds = regions.find_windows(
@@ -111,13 +111,13 @@ class ShmTransport:
             self._exchange_rounds(rounds)
 
     def received(self, rank: int) -> Tensor:
-        """See `Transport`."""
+        """See `Wire`."""
         address = int(self.recv_addresses.values[rank])
         size = 0 if rank == self.rank or address == 0 else int(self._found.values[rank])
         return self._bytes_at(address, size, self._incoming)
 
     def refuse(self, text: str) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         self._check_open()
         content = np.frombuffer(encode_refusal(text, self._region_bytes), dtype=np.uint8)
         self._exchange += 1
@@ -125,7 +125,7 @@ class ShmTransport:
         self._segment.wait(self._numbers, "a refused exchange", mask=self._mask_lost)
 
     def close(self) -> None:
-        """See `Transport`."""
+        """See `Wire`."""
         if self._is_open:
             self._is_open = False
             self._segment.close()
@@ -166,7 +166,7 @@ class ShmTransport:
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise DispatchError("the transport is closed")
+            raise DispatchError("the wire is closed")
 
 
 class _Staging:

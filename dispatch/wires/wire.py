@@ -1,4 +1,4 @@
-"""The seam between layout and wires: a transport exchanges one message of bytes per pair of ranks, and knows no
+"""The seam between layout and wires: a wire exchanges one message of bytes per pair of ranks, and knows no
 arithmetic, tokens or experts.
 
 Messages live in windows. The sender asks for a window per destination and writes straight into it; after the
@@ -37,7 +37,7 @@ class RankTable:
         self.address: int = self.values.ctypes.data
 
 
-class Transport(Protocol):
+class Wire(Protocol):
     """One exchange at a time, in the same order on all ranks. Holds the only reference to a process group.
 
     Attributes:
@@ -45,7 +45,7 @@ class Transport(Protocol):
         world_size: number of ranks.
         epoch: membership epoch it belongs to; messages of another epoch cannot arrive.
         name: "local", "gloo", "shm" or "nccl".
-        reason: one sentence on why this transport was chosen.
+        reason: one sentence on why this wire was chosen.
         device: where windows lie.
         send_addresses: int64 [R], where to write the message for each rank; set by `open_windows`.
         recv_addresses: int64 [R], where each rank's message lies; set by `exchange`.
@@ -91,7 +91,7 @@ class Transport(Protocol):
 
         Raises:
             PeerRefused: a peer's arguments were bad; nothing was delivered to anybody, the next exchange works.
-            PeerLost, DispatchTimeout: a peer did not send; this transport is then of no more use.
+            PeerLost, DispatchTimeout: a peer did not send; this wire is then of no more use.
             RanksDisagree: a peer sent another number of bytes, or is at another exchange.
         """
         ...

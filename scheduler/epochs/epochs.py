@@ -7,7 +7,7 @@ the one that is followed. Only where no order comes at all, or an error is a bug
 
 from functools import partial
 
-from dispatch.errors import DispatchTimeout, PeerLost, TransportUnavailable
+from dispatch.errors import DispatchTimeout, PeerLost, WireUnavailable
 from scheduler.epochs.membership import (
     ORDER_TIMEOUT_S,
     CannotHoldError,
@@ -76,7 +76,7 @@ class Epochs:
             pass
         except CannotHoldError as error:
             reason, is_final = str(error), True
-        except (*PEER_IS_GONE, TransportUnavailable) as error:
+        except (*PEER_IS_GONE, WireUnavailable) as error:
             reason = f"{type(error).__name__}: {error}"
         self._regrouping.part()
         self._tell(reason, is_final=is_final)

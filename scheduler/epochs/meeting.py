@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from scheduler.epochs.membership import IsOver, OvertakenError
 
 ARRIVAL_TIMEOUT_S = 29.5  # just before the front gives those up that did not come (30 s after its order)
@@ -38,7 +38,7 @@ def meet(
 
     Raises:
         OvertakenError: it is over.
-        TransportUnavailable: a member did not come, or was lost in between.
+        WireUnavailable: a member did not come, or was lost in between.
     """
     if len(members) == 1:
         return
@@ -53,7 +53,7 @@ def meet(
             timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
         )
     except RuntimeError as error:  # all that gloo says of a peer that is gone
-        raise TransportUnavailable(
+        raise WireUnavailable(
             f"rank {rank} could not meet ranks {list(members)} in epoch {epoch}: {error}"
         ) from error
 
@@ -82,7 +82,7 @@ def _await_all(
         if is_over(_POLL_S):
             raise OvertakenError
         if clock() >= deadline_s:
-            raise TransportUnavailable(
+            raise WireUnavailable(
                 f"ranks {missing} did not come to epoch {epoch} within {ARRIVAL_TIMEOUT_S:g} s"
             )
     if is_over():

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from dispatch.alternating import AlternatingDispatcher
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.hierarchical.groups import open_hierarchical
 from dispatch.mailbox import open_mailbox
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from moe.backend import Backend
 from scheduler.moves.peer_channel import make_group
 from scheduler.policy.config import EngineConfig
@@ -26,14 +26,14 @@ from scheduler.turns import Turns
 def open_groups(
     config: EngineConfig, connect_timeout_s: float | None = None
 ) -> list[dist.ProcessGroup | None]:
-    """Make the groups of the transports, one for each half of a step, and of the mailbox, which is last: they run side
+    """Make the groups of the wires, one for each half of a step, and of the mailbox, which is last: they run side
     by side, so they need one each. Collective; one rank has none.
 
     Args:
         connect_timeout_s: how long making one may take; None: as long as what it is used for.
 
     Raises:
-        TransportUnavailable: ranks could not meet.
+        WireUnavailable: ranks could not meet.
     """
     if config.world_size == 1:
         return [None, None]
@@ -42,7 +42,7 @@ def open_groups(
     try:
         return [make_group(ranks, config.timeout_s, connect_timeout_s) for _ in range(count)]
     except RuntimeError as error:  # all that gloo says of a peer that is gone
-        raise TransportUnavailable(f"rank {config.rank} could not meet the others: {error}") from error
+        raise WireUnavailable(f"rank {config.rank} could not meet the others: {error}") from error
 
 
 def open_dispatchers(
@@ -55,7 +55,7 @@ def open_dispatchers(
     """Open one dispatcher, or two that alternate where steps may run in halves. Collective.
 
     Raises:
-        TransportUnavailable: what was asked for cannot work between these ranks.
+        WireUnavailable: what was asked for cannot work between these ranks.
     """
     first, *others = [_open_dispatcher(config, backend, group, slots_per_rank) for group in groups]
     return AlternatingDispatcher(first, others[0], turns) if others else first
@@ -101,5 +101,5 @@ def _open_dispatcher(
             epoch=epoch,
             rows=config.dispatch_dtype,
         )
-    transport = open_transport(name, group, timeout_s=timeout_s, epoch=epoch)
-    return Dispatcher(transport, slots_per_rank=slots_per_rank, rows=row_format(config.dispatch_dtype))
+    wire = open_wire(name, group, timeout_s=timeout_s, epoch=epoch)
+    return Dispatcher(wire, slots_per_rank=slots_per_rank, rows=row_format(config.dispatch_dtype))

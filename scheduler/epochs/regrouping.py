@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch._C._distributed_c10d import Store
 
 from dispatch.dispatched import TokenDispatcher
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from expert_placement.placement import Placement
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
@@ -102,7 +102,7 @@ class Regrouping:
         Raises:
             OvertakenError: it is over, or for others only.
             CannotHoldError: this rank cannot hold what the order gives it.
-            TransportUnavailable: a member did not come, or was lost in between.
+            WireUnavailable: a member did not come, or was lost in between.
         """
         lasting = self._lasting
         if lasting.config.rank not in order.members:
@@ -116,7 +116,7 @@ class Regrouping:
             RuntimeError,
             ConfigError,
         ) as error:  # all that gloo says of a peer that is gone; placements differ
-            raise TransportUnavailable(f"epoch {order.epoch} could not begin: {error}") from error
+            raise WireUnavailable(f"epoch {order.epoch} could not begin: {error}") from error
 
     def _serve(self, order: Order, step: int) -> LockStep:
         lasting, placement = self._lasting, order.placement
@@ -216,4 +216,4 @@ def _open_channel(num_members: int) -> PeerChannel:
     try:
         return open_channel(list(range(num_members)), CONNECT_TIMEOUT_S)
     except ChannelError as error:
-        raise TransportUnavailable(str(error)) from error
+        raise WireUnavailable(str(error)) from error

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from dispatch.dispatched import TokenDispatcher
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.unconnected import UnconnectedDispatcher
 from dispatch.wires.segment import available_bytes
 from expert_placement.placement import Placement
@@ -59,7 +59,7 @@ class Assembled(NamedTuple):
     model: Model
     max_model_len: int
     num_blocks: int
-    transport: str  # which, and why
+    wire: str  # which, and why
     dispatch: str  # which steps go in which mode, and how rows travel
     telemetry: Telemetry
     experts: ExpertMap
@@ -92,7 +92,7 @@ def assemble(
 
     Raises:
         UnsupportedModelError, ConfigError, KVMemoryError, SchedulerLimitsError, CheckpointError,
-        TransportUnavailable: each says what to change.
+        WireUnavailable: each says what to change.
     """
     # The step loop lets go of the interpreter in every kernel. Where another thread (moves, requests that arrive) runs
     # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
@@ -278,7 +278,7 @@ def _channel(config: EngineConfig) -> PeerChannel:
     try:
         return open_channel(list(range(config.world_size)))
     except ChannelError as error:
-        raise TransportUnavailable(f"rank {config.rank}: {error}") from error
+        raise WireUnavailable(f"rank {config.rank}: {error}") from error
 
 
 def _make_relocation(

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dispatch.dispatched import TokenDispatcher
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
 from moe.cpu.backend import CPU
@@ -49,10 +49,10 @@ def open_device_dispatcher(
     """Return what moves tokens between experts on GPUs. Collective.
 
     Raises:
-        TransportUnavailable: what was asked for cannot work between these ranks.
+        WireUnavailable: what was asked for cannot work between these ranks.
     """
     if config.dispatch_node_size:
-        raise TransportUnavailable(
+        raise WireUnavailable(
             f"--dispatch-node-size is {config.dispatch_node_size}; between GPUs every rank sends to every other: give 0"
         )
     gpu = importlib.import_module("dispatch.gpu.open")

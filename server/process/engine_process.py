@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from dispatch.errors import DispatchError, TransportUnavailable
+from dispatch.errors import DispatchError, WireUnavailable
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
 from scheduler.policy.config import ConfigError, EngineConfig
@@ -91,7 +91,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         available=available_bytes,
     )
     if place.rank == 0 and not num_restarts:
-        print(f"Dispatch: {built.transport}; {built.dispatch}", file=sys.stderr, flush=True)
+        print(f"Dispatch: {built.wire}; {built.dispatch}", file=sys.stderr, flush=True)
     try:
         _walk(built, config, front, supervisor, num_restarts)
     finally:
@@ -121,7 +121,7 @@ def _join(place: Place, store: Store) -> None:
             timeout=timedelta(seconds=JOIN_TIMEOUT_S),
         )
     except RuntimeError as error:  # all that gloo says of a peer that is gone
-        raise TransportUnavailable(f"rank {place.rank} could not meet the others: {error}") from error
+        raise WireUnavailable(f"rank {place.rank} could not meet the others: {error}") from error
 
 
 def _walk(

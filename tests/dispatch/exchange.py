@@ -1,10 +1,10 @@
-"""What ranks of a pool run: whole dispatches and combines through a transport, and the same bits they must give."""
+"""What ranks of a pool run: whole dispatches and combines through a wire, and the same bits they must give."""
 
 import torch
 import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs
 
 
@@ -16,7 +16,7 @@ def run_layer(dispatcher: Dispatcher, case: RankCase) -> RankResult:
     )
     x_NH, row_P, offsets, _ = dispatched
     parts = (x_NH.clone(), row_P.clone(), offsets.clone())
-    y_PH = compute_pairs(x_NH, row_P, offsets, dispatcher.transport.rank)
+    y_PH = compute_pairs(x_NH, row_P, offsets, dispatcher.wire.rank)
     combined = dispatcher.combine(
         y_PH, case.weights_TK, dispatched, meanwhile=lambda: worked.append("beside the answers")
     )
@@ -27,12 +27,12 @@ def run_layer(dispatcher: Dispatcher, case: RankCase) -> RankResult:
 def run_layers(
     name: str, layers: list[list[RankCase]], slots_per_rank: int, region_bytes: int | None
 ) -> list[RankResult]:
-    """Run several layers, each with one case per rank, through one transport."""
+    """Run several layers, each with one case per rank, through one wire."""
     group = dist.group.WORLD
-    transport = open_transport(name, group, timeout_s=20.0, region_bytes=region_bytes)
-    assert transport.name == name
-    dispatcher = Dispatcher(transport, slots_per_rank=slots_per_rank)
+    wire = open_wire(name, group, timeout_s=20.0, region_bytes=region_bytes)
+    assert wire.name == name
+    dispatcher = Dispatcher(wire, slots_per_rank=slots_per_rank)
     torch.manual_seed(0)
-    results = [run_layer(dispatcher, cases[transport.rank]) for cases in layers]
+    results = [run_layer(dispatcher, cases[wire.rank]) for cases in layers]
     dispatcher.close()
     return results

@@ -1,9 +1,9 @@
-"""Exchanges of plain bytes through a transport, with contents that say where they come from; run by ranks of a pool."""
+"""Exchanges of plain bytes through a wire, with contents that say where they come from; run by ranks of a pool."""
 
 import torch
 
 from dispatch.errors import PeerRefused
-from dispatch.wires.wire import RankTable, Transport
+from dispatch.wires.wire import RankTable, Wire
 
 
 def message(round_: int, source: int, to: int, num_bytes: int) -> torch.Tensor:
@@ -17,39 +17,37 @@ def size_of(round_: int, source: int, to: int, largest: int) -> int:
     return (5 * round_ + 3 * source + 7 * to) % 11 * largest // 10
 
 
-def swap(transport: Transport, round_: int, largest: int, *, is_known: bool) -> list[str]:
+def swap(wire: Wire, round_: int, largest: int, *, is_known: bool) -> list[str]:
     """Exchange one round's messages. Returns what is wrong with what arrived; nothing comes from masked ranks."""
-    R, rank = transport.world_size, transport.rank
+    R, rank = wire.world_size, wire.rank
     sends, receives = RankTable(R), RankTable(R)
     for peer in range(R):
         sends.values[peer] = size_of(round_, rank, peer, largest)
         receives.values[peer] = size_of(round_, peer, rank, largest)
-    transport.open_windows(sends)
+    wire.open_windows(sends)
     for peer in range(R):
-        window = transport.send_window(peer)
+        window = wire.send_window(peer)
         if peer != rank:
             window.copy_(message(round_, rank, peer, int(sends.values[peer])))
-    transport.exchange(sends, receives if is_known else None)
+    wire.exchange(sends, receives if is_known else None)
     wrong = []
     for peer in range(R):
-        is_silent = peer == rank or transport.mask.values[peer] == 1
+        is_silent = peer == rank or wire.mask.values[peer] == 1
         want = message(round_, peer, rank, 0 if is_silent else int(receives.values[peer]))
-        if not torch.equal(transport.received(peer), want):
+        if not torch.equal(wire.received(peer), want):
             wrong.append(f"round {round_}: rank {rank} has other bytes of {peer}")
-        if is_silent and transport.recv_addresses.values[peer] != 0 and peer != rank:
+        if is_silent and wire.recv_addresses.values[peer] != 0 and peer != rank:
             wrong.append(f"round {round_}: rank {rank} has an address for masked rank {peer}")
     return wrong
 
 
-def swap_or_refuse(
-    transport: Transport, round_: int, largest: int, refusers: list[int], *, is_known: bool
-) -> str:
+def swap_or_refuse(wire: Wire, round_: int, largest: int, refusers: list[int], *, is_known: bool) -> str:
     """One round in which some ranks refuse; returns this rank's error, or "" if there was none."""
-    if transport.rank in refusers:
-        transport.refuse(text_of(transport.rank))
-        return text_of(transport.rank)
+    if wire.rank in refusers:
+        wire.refuse(text_of(wire.rank))
+        return text_of(wire.rank)
     try:
-        wrong = swap(transport, round_, largest, is_known=is_known)
+        wrong = swap(wire, round_, largest, is_known=is_known)
     except PeerRefused as error:
         assert (error.rank, error.text) == (min(refusers), text_of(min(refusers))), error
         return str(error)

@@ -4,7 +4,7 @@ import torch
 
 from dispatch.alternating import AlternatingDispatcher
 from dispatch.dispatcher import Dispatcher
-from dispatch.wires.local import LocalTransport
+from dispatch.wires.local import LocalWire
 from tests.dispatch.oracle import compute_pairs, make_cases, simulate
 
 S = 4
@@ -23,7 +23,7 @@ class Halves:
 
 def test_halves_do_not_disturb_each_other_and_hand_over_after_their_own_work() -> None:
     """Both dispatch before either combines: one dispatcher would refuse the older rows."""
-    turn, both = Halves(), [Dispatcher(LocalTransport(), slots_per_rank=S) for _ in range(2)]
+    turn, both = Halves(), [Dispatcher(LocalWire(), slots_per_rank=S) for _ in range(2)]
     dispatcher = AlternatingDispatcher(*both, turn)
     cases = [make_cases(seed, [5 + seed], slots_per_rank=S)[0] for seed in range(2)]
     sent = []
@@ -44,7 +44,7 @@ def test_halves_do_not_disturb_each_other_and_hand_over_after_their_own_work() -
 
 
 def test_what_it_says_of_itself_is_of_both() -> None:
-    both = [Dispatcher(LocalTransport(), slots_per_rank=S) for _ in range(2)]
+    both = [Dispatcher(LocalWire(), slots_per_rank=S) for _ in range(2)]
     dispatcher = AlternatingDispatcher(*both, Halves())
     both[0]._dispatch_clock.add(5)
     both[1]._dispatch_clock.add(7)

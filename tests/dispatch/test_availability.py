@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from dispatch import availability
 from dispatch.availability import BACKENDS, check_service_backend, why_unavailable
-from dispatch.errors import TransportUnavailable
-from dispatch.wires.choose import open_transport
+from dispatch.errors import WireUnavailable
+from dispatch.wires.choose import open_wire
 from tests.conftest import PoolOf
 
 
 def open_by_name(name: str) -> str:
     try:
-        open_transport(name, dist.group.WORLD)
-    except TransportUnavailable as error:
+        open_wire(name, dist.group.WORLD)
+    except WireUnavailable as error:
         return str(error)
     return "no error"
 
@@ -69,7 +69,7 @@ def test_local_serves_one_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["nvshmem", "deep_ep"])
-def test_what_is_no_transport_is_refused_on_every_rank(pool_of: PoolOf, name: str) -> None:
+def test_what_is_no_wire_is_refused_on_every_rank(pool_of: PoolOf, name: str) -> None:
     for text in pool_of(2).run(open_by_name, name):
         assert text.startswith(f"{name} cannot be used: ")
         assert text.endswith("; use auto, gloo or shm")

@@ -12,7 +12,7 @@ from tests.conftest import PoolOf
 from tests.dispatch.buffer_cases import BufferCase, expect_combined, expect_dispatch, make_cases, portable
 
 L = 2  # experts per rank
-BACKENDS = [  # transport, ranks, whether they are on two nodes: what a handle says of nodes knows no transport
+BACKENDS = [  # wire, ranks, whether they are on two nodes: what a handle says of nodes knows no wire
     ("auto", 1, False),
     ("shm", 2, True),
     ("gloo", 2, False),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch import Buffer, Config
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from tests.conftest import PoolOf
 
 
@@ -90,7 +90,7 @@ def refuse_to_delegate(kind: str) -> str:
         sys.modules["deep_ep"] = stand_in(is_wideep_shim=True)
     try:
         Buffer(dist.group.WORLD, 128 if kind != "limits" else 100, backend="deep_ep")
-    except (TransportUnavailable, ValueError) as error:
+    except (WireUnavailable, ValueError) as error:
         return str(error)
     finally:
         sys.modules.pop("deep_ep", None)

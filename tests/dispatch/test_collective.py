@@ -1,4 +1,4 @@
-"""The transport over collectives of device tensors, here CPU tensors over gloo: the same bits as every other."""
+"""The wire over collectives of device tensors, here CPU tensors over gloo: the same bits as every other."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchTimeout, PeerLost, RanksDisagree
-from dispatch.wires.choose import open_transport
-from dispatch.wires.nccl import CollectiveTransport
-from dispatch.wires.wire import RankTable, Transport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.nccl import NcclWire
+from dispatch.wires.wire import RankTable, Wire
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.messages import swap
@@ -17,16 +17,16 @@ from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
 S = 4
 
 
-def open_collective(epoch: int = 0) -> Transport:
-    return CollectiveTransport(
+def open_collective(epoch: int = 0) -> Wire:
+    return NcclWire(
         dist.group.WORLD, device=torch.device("cpu"), timeout_s=20.0, epoch=epoch, reason="of a test"
     )
 
 
 def run_both(layers: list[list[RankCase]]) -> list[tuple[RankResult, RankResult]]:
-    """Every layer through the collectives and through gloo's own transport."""
-    transports = [open_collective(), open_transport("gloo", dist.group.WORLD, timeout_s=20.0)]
-    dispatchers = [Dispatcher(transport, slots_per_rank=S) for transport in transports]
+    """Every layer through the collectives and through gloo's own wire."""
+    wires = [open_collective(), open_wire("gloo", dist.group.WORLD, timeout_s=20.0)]
+    dispatchers = [Dispatcher(wire, slots_per_rank=S) for wire in wires]
     torch.manual_seed(0)
     results = []
     for cases in layers:
@@ -58,11 +58,11 @@ def test_collectives_give_the_bits_of_gloo_and_of_the_oracle(pool_of: PoolOf, wo
 
 
 def swap_rounds(is_known: bool) -> list[str]:
-    transport = open_collective()
+    wire = open_collective()
     wrong = []
     for round_ in range(6):
-        wrong += swap(transport, round_, 3000, is_known=is_known)
-    transport.close()
+        wrong += swap(wire, round_, 3000, is_known=is_known)
+    wire.close()
     return wrong
 
 
@@ -72,16 +72,16 @@ def test_messages_arrive_whether_sizes_are_known_or_not(pool_of: PoolOf, is_know
 
 
 def expect_too_much() -> str:
-    transport = open_collective()
+    wire = open_collective()
     sends, receives = RankTable(2), RankTable(2)
     receives.values[:] = 64
     try:
-        transport.open_windows(sends)
-        transport.exchange(sends, receives)
+        wire.open_windows(sends)
+        wire.exchange(sends, receives)
     except RanksDisagree as error:
         return str(error)
     finally:
-        transport.close()
+        wire.close()
     return "no error"
 
 
@@ -92,13 +92,13 @@ def test_unexpected_sizes_are_a_named_error(pool_of: PoolOf) -> None:
 
 
 def meet_in_two_epochs() -> str:
-    transport = open_collective(epoch=dist.get_rank())
+    wire = open_collective(epoch=dist.get_rank())
     try:
-        swap(transport, 0, 100, is_known=False)
+        swap(wire, 0, 100, is_known=False)
     except RanksDisagree as error:
         return str(error)
     finally:
-        transport.close()
+        wire.close()
     return "no error"
 
 
@@ -109,16 +109,16 @@ def test_ranks_of_two_epochs_do_not_mix(pool_of: PoolOf) -> None:
 
 
 def lose_rank_one() -> tuple[str, int | None]:
-    transport = open_collective()
-    swap(transport, 0, 100, is_known=False)
+    wire = open_collective()
+    swap(wire, 0, 100, is_known=False)
     if dist.get_rank() == 1:
         raise SystemExit
     try:
-        swap(transport, 1, 100, is_known=False)
+        swap(wire, 1, 100, is_known=False)
     except (PeerLost, DispatchTimeout) as error:
         return type(error).__name__, error.rank
     finally:
-        transport.close()
+        wire.close()
     return "no error", None
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dispatch import layout
 from dispatch.dispatcher import Dispatched, Dispatcher
-from dispatch.wires.local import LocalTransport
+from dispatch.wires.local import LocalWire
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.oracle import make_cases, simulate
 
@@ -18,7 +18,7 @@ S = 4
 
 @pytest.fixture
 def dispatcher() -> Dispatcher:
-    return Dispatcher(LocalTransport(), slots_per_rank=S)
+    return Dispatcher(LocalWire(), slots_per_rank=S)
 
 
 def local_dispatch(dispatcher: Dispatcher, T: int = 3) -> Dispatched:
@@ -37,7 +37,7 @@ def local_dispatch(dispatcher: Dispatcher, T: int = 3) -> Dispatched:
 def test_one_rank_equals_the_oracle(
     seed: int, tokens: int, hidden: int, choices: int, no_choice: float, dtype: torch.dtype
 ) -> None:
-    dispatcher = Dispatcher(LocalTransport(), slots_per_rank=S)
+    dispatcher = Dispatcher(LocalWire(), slots_per_rank=S)
     cases = make_cases(
         seed, [tokens], hidden=hidden, choices=choices, slots_per_rank=S, no_choice=no_choice, dtype=dtype
     )
@@ -140,4 +140,4 @@ def test_combine_refuses_an_older_dispatch(dispatcher: Dispatcher) -> None:
 
 def test_slots_per_rank_must_be_positive() -> None:
     with pytest.raises(ValueError, match="slots_per_rank is 0"):
-        Dispatcher(LocalTransport(), slots_per_rank=0)
+        Dispatcher(LocalWire(), slots_per_rank=0)

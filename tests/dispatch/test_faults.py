@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from tests.conftest import PoolOf
 
 VICTIM = 2
@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
 
 def lose_a_rank(name: str, number: int, moment: str, timeout_s: float) -> Outcome:
     """Run two layers; then the victim gets the signal before its dispatch or before its combine."""
-    dispatcher = Dispatcher(open_transport(name, dist.group.WORLD, timeout_s=timeout_s), slots_per_rank=2)
+    dispatcher = Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=timeout_s), slots_per_rank=2)
     x_TH, slots_TK, weights_TK = torch.ones(4, 64), torch.arange(24).view(4, 6) % 6, torch.ones(4, 6)
     begin = time.monotonic()
     try:
@@ -75,8 +75,8 @@ def test_a_stopped_peer_times_out_on_every_survivor(pool_of: PoolOf, name: str, 
 
 
 def leave_early() -> str:
-    """Rank 1 closes its transport while rank 0 waits for it."""
-    dispatcher = Dispatcher(open_transport("shm", dist.group.WORLD, timeout_s=30), slots_per_rank=2)
+    """Rank 1 closes its wire while rank 0 waits for it."""
+    dispatcher = Dispatcher(open_wire("shm", dist.group.WORLD, timeout_s=30), slots_per_rank=2)
     if dist.get_rank() == 1:
         dispatcher.close()
         return "closed"
@@ -90,11 +90,11 @@ def leave_early() -> str:
 
 
 def test_a_peer_that_closes_is_lost_at_once(pool_of: PoolOf) -> None:
-    assert pool_of(2).run(leave_early) == ["rank 1 is lost: it has closed its transport", "closed"]
+    assert pool_of(2).run(leave_early) == ["rank 1 is lost: it has closed its wire", "closed"]
 
 
 def use_after_close(name: str) -> str:
-    dispatcher = Dispatcher(open_transport(name, dist.group.WORLD), slots_per_rank=2)
+    dispatcher = Dispatcher(open_wire(name, dist.group.WORLD), slots_per_rank=2)
     dispatcher.close()
     try:
         dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]]))
@@ -104,17 +104,17 @@ def use_after_close(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo"])
-def test_a_closed_transport_says_so(pool_of: PoolOf, name: str) -> None:
-    assert pool_of(2).run(use_after_close, name) == ["the transport is closed"] * 2
+def test_a_closed_wire_says_so(pool_of: PoolOf, name: str) -> None:
+    assert pool_of(2).run(use_after_close, name) == ["the wire is closed"] * 2
 
 
 def count_mappings_after_use() -> tuple[int, int, int]:
     """(mappings while open, mappings once closed, descriptors gained)."""
     descriptors = len(os.listdir("/proc/self/fd"))
-    transport = open_transport("shm", dist.group.WORLD)
+    wire = open_wire("shm", dist.group.WORLD)
     during = Path("/proc/self/maps").read_text().count("memfd:wideep")
     dist.barrier()
-    transport.close()
+    wire.close()
     after = Path("/proc/self/maps").read_text().count("memfd:wideep")
     return during, after, len(os.listdir("/proc/self/fd")) - descriptors
 
@@ -126,7 +126,7 @@ def test_closing_returns_memory_and_descriptors(pool_of: PoolOf) -> None:
 
 def run_many_small_exchanges(name: str, count: int) -> int:
     """Hammer the flags: ranks drift apart at random, so that both spinning and sleeping waits happen."""
-    dispatcher = Dispatcher(open_transport(name, dist.group.WORLD, timeout_s=20), slots_per_rank=1)
+    dispatcher = Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=20), slots_per_rank=1)
     R, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     wrong = 0

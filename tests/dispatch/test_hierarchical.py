@@ -15,7 +15,7 @@ from dispatch.hierarchical.groups import open_hierarchical
 from dispatch.hierarchical.messages import Message, swap
 from dispatch.hierarchical.plan import node_choices, plan_arrival, plan_spread
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from dispatch.wires.wire import RankTable
 from tests.conftest import PoolOf
 from tests.dispatch.hierarchical_cases import S, open_here
@@ -90,7 +90,7 @@ def test_every_float_type_travels(pool_of: PoolOf, dtype: torch.dtype) -> None:
 
 def run_in_fp8(case_of_rank: list[RankCase]) -> list[list[torch.Tensor]]:
     """The same layer flat and by nodes, with rows in FP8."""
-    flat = Dispatcher(open_transport("auto", dist.group.WORLD), slots_per_rank=S, rows=row_format("fp8"))
+    flat = Dispatcher(open_wire("auto", dist.group.WORLD), slots_per_rank=S, rows=row_format("fp8"))
     by_node = open_here("auto", 2, rows="fp8")
     results = []
     for dispatcher in (flat, by_node):
@@ -132,19 +132,19 @@ def test_bytes_that_cross_are_counted(pool_of: PoolOf) -> None:
 
 def send_nothing() -> str:
     """Rank 1 takes part in an exchange without saying what it is."""
-    transport = open_transport("auto", dist.group.WORLD, timeout_s=20.0)
+    wire = open_wire("auto", dist.group.WORLD, timeout_s=20.0)
     nothing = RankTable(2)
     try:
-        if transport.rank == 1:
-            transport.open_windows(nothing)
-            transport.exchange(nothing, None)
+        if wire.rank == 1:
+            wire.open_windows(nothing)
+            wire.exchange(nothing, None)
         else:
-            swap(transport, [Message((1,), ())] * 2)
+            swap(wire, [Message((1,), ())] * 2)
     except RanksDisagree as error:
         return str(error)
     finally:
         dist.barrier()
-        transport.close()
+        wire.close()
     return "no error"
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dispatch.errors import DispatchError
 from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from dispatch.hierarchical.groups import open_hierarchical
-from dispatch.wires.local import LocalTransport
+from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 from tests.dispatch.hierarchical_cases import S, open_here
 
@@ -66,7 +66,7 @@ BAD_ONE = {
 def test_bad_arguments_of_one_rank_are_an_error_on_all_and_the_next_call_works(
     pool_of: PoolOf, name: str, reduce: bool
 ) -> None:
-    """Rank 1 of 2 x 2: rank 2 shares no transport with it."""
+    """Rank 1 of 2 x 2: rank 2 shares no wire with it."""
     seen = pool_of(4).run(attempt_all, name, 2, reduce, [{1: bad} for bad in BAD_ONE.values()])
     for rank in range(4):
         for text, outcome in zip(BAD_ONE, seen[rank], strict=True):
@@ -124,7 +124,7 @@ def combine_the_older() -> tuple[str, bool]:
 
 
 def leave_early(name: str) -> str:
-    """Rank 3 closes while the others dispatch: rank 0 shares no transport with it."""
+    """Rank 3 closes while the others dispatch: rank 0 shares no wire with it."""
     dispatcher = open_here(name, 2)
     if dispatcher.rank == 3:
         dispatcher.close()
@@ -166,4 +166,4 @@ def test_a_bad_node_size_is_refused_on_every_rank(pool_of: PoolOf) -> None:
 
 def test_slots_per_rank_must_be_positive() -> None:
     with pytest.raises(ValueError, match="slots_per_rank is 0"):
-        HierarchicalDispatcher(LocalTransport(), LocalTransport(), slots_per_rank=0)
+        HierarchicalDispatcher(LocalWire(), LocalWire(), slots_per_rank=0)

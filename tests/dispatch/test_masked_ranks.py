@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.mode import NORMAL, Mode, low_latency
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate
@@ -16,16 +16,16 @@ S, LOST = 4, 2
 
 def run_without(name: str, cases: list[RankCase], mode: Mode) -> tuple[RankResult, RankResult] | None:
     """One layer with everybody, then one without rank LOST, which makes no further call."""
-    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0, mask_lost=True)
-    dispatcher, case = Dispatcher(transport, slots_per_rank=S), cases[transport.rank]
+    wire = open_wire(name, dist.group.WORLD, timeout_s=20.0, mask_lost=True)
+    dispatcher, case = Dispatcher(wire, slots_per_rank=S), cases[wire.rank]
     whole = run_layer(dispatcher, case)
     rest = None
-    if transport.rank != LOST:
-        transport.mask.values[LOST] = 1
+    if wire.rank != LOST:
+        wire.mask.values[LOST] = 1
         dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
         x_NH, row_P, offsets, _ = dispatched
         parts = (x_NH.clone(), row_P.clone(), offsets.clone())
-        y_PH = compute_pairs(x_NH, row_P, offsets, transport.rank)
+        y_PH = compute_pairs(x_NH, row_P, offsets, wire.rank)
         rest = RankResult(*parts, dispatcher.combine(y_PH, case.weights_TK, dispatched))
     dist.barrier()
     dispatcher.close()

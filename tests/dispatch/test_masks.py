@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree, TransportUnavailable
-from dispatch.wires.choose import open_transport
-from dispatch.wires.nccl import CollectiveTransport
-from dispatch.wires.wire import RankTable, Transport
+from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree, WireUnavailable
+from dispatch.wires.choose import open_wire
+from dispatch.wires.nccl import NcclWire
+from dispatch.wires.wire import RankTable, Wire
 from tests.conftest import PoolOf
 from tests.dispatch.messages import message, size_of, swap
 
@@ -35,22 +35,22 @@ class Survival(NamedTuple):
     seconds: float
 
 
-def open_wires(name: str, mask_lost: bool, timeout_s: float = LONG_S) -> Transport:
-    return open_transport(name, dist.group.WORLD, timeout_s=timeout_s, region_bytes=1024, mask_lost=mask_lost)
+def open_wires(name: str, mask_lost: bool, timeout_s: float = LONG_S) -> Wire:
+    return open_wire(name, dist.group.WORLD, timeout_s=timeout_s, region_bytes=1024, mask_lost=mask_lost)
 
 
 def mask_by_hand(name: str, mask_lost: bool) -> list[str]:
     """Ranks 0 to 2 do without rank 3 for a while, and it without them; then all are together again."""
-    transport = open_wires(name, mask_lost)
+    wire = open_wires(name, mask_lost)
     rank, R = dist.get_rank(), dist.get_world_size()
     wrong = []
     for round_ in range(12):
         is_split = 4 <= round_ < 8
         for peer in range(R):
-            transport.mask.values[peer] = is_split and peer != rank and 3 in (peer, rank)
+            wire.mask.values[peer] = is_split and peer != rank and 3 in (peer, rank)
         largest = LARGE if round_ % 3 == 0 else SMALL
-        wrong += swap(transport, round_, largest, is_known=round_ % 2 == 1)
-    transport.close()
+        wrong += swap(wire, round_, largest, is_known=round_ % 2 == 1)
+    wire.close()
     return wrong
 
 
@@ -63,16 +63,16 @@ def mask_where_it_cannot_be(name: str) -> str:
     group = dist.group.WORLD
     if name == "nccl":
         device = torch.device("cpu")
-        transport: Transport = CollectiveTransport(group, device=device, timeout_s=20.0, epoch=0, reason="")
+        wire: Wire = NcclWire(group, device=device, timeout_s=20.0, epoch=0, reason="")
     else:
-        transport = open_wires(name, mask_lost=False)
-    transport.mask.values[1 - dist.get_rank()] = 1
+        wire = open_wires(name, mask_lost=False)
+    wire.mask.values[1 - dist.get_rank()] = 1
     try:
-        swap(transport, 0, SMALL, is_known=False)
+        swap(wire, 0, SMALL, is_known=False)
     except DispatchError as error:
         return str(error)
     finally:
-        transport.close()
+        wire.close()
     return "no error"
 
 
@@ -84,35 +84,35 @@ def test_a_mask_that_cannot_be_honoured_is_an_error(pool_of: PoolOf, name: str) 
 
 def lose_the_last(name: str, mask_lost: bool, number: int, moment: str, timeout_s: float) -> Survival:
     """The last rank gets a signal in round 0 ("before" any exchange) or 2; the others go on to round 5."""
-    transport = open_wires(name, mask_lost, timeout_s)
+    wire = open_wires(name, mask_lost, timeout_s)
     rank, R = dist.get_rank(), dist.get_world_size()
     is_victim, wrong, begin = rank == R - 1, [], time.monotonic()
     try:
         for round_ in range(6):
             if round_ == (0 if moment == "before" else 2) and is_victim:
-                die(transport, number, moment)
+                die(wire, number, moment)
             begin = time.monotonic()
-            wrong += swap(transport, round_, LARGE, is_known=round_ % 2 == 1)
+            wrong += swap(wire, round_, LARGE, is_known=round_ % 2 == 1)
     except (PeerLost, DispatchTimeout) as error:
         return Survival(
-            type(error).__name__, error.rank, transport.mask.values.tolist(), wrong, time.monotonic() - begin
+            type(error).__name__, error.rank, wire.mask.values.tolist(), wrong, time.monotonic() - begin
         )
     finally:
-        transport.close()
-    return Survival("none", None, transport.mask.values.tolist(), wrong, 0.0)
+        wire.close()
+    return Survival("none", None, wire.mask.values.tolist(), wrong, 0.0)
 
 
-def die(transport: Transport, number: int, moment: str) -> None:
+def die(wire: Wire, number: int, moment: str) -> None:
     """Before an exchange, or half-way: everything is posted, but later pieces of large messages never come."""
     if moment == "during":
-        rank, R = transport.rank, transport.world_size
+        rank, R = wire.rank, wire.world_size
         sends = RankTable(R)
         for peer in range(R):
             sends.values[peer] = size_of(2, rank, peer, LARGE)
-        transport.open_windows(sends)
+        wire.open_windows(sends)
         for peer in range(R - 1):
-            transport.send_window(peer).copy_(message(2, rank, peer, int(sends.values[peer])))
-        transport.begin_exchange(sends, None)
+            wire.send_window(peer).copy_(message(2, rank, peer, int(sends.values[peer])))
+        wire.begin_exchange(sends, None)
     os.kill(os.getpid(), number)
 
 
@@ -168,16 +168,16 @@ def stop_and_regroup(name: str, key: str) -> list[str]:
     """Rank 2 stops. The others time out, meet again under epoch 1, wake it, and go on until it has given up."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
-    transport = open_wires(name, mask_lost=False, timeout_s=STOP_TIMEOUT_S)
-    wrong = swap(transport, 0, SMALL, is_known=False)
+    wire = open_wires(name, mask_lost=False, timeout_s=STOP_TIMEOUT_S)
+    wrong = swap(wire, 0, SMALL, is_known=False)
     if rank == 2:
         store.set(f"{key}-pid", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-        errors = [error_of(transport, round_) for round_ in (1, 2, 3)]
+        errors = [error_of(wire, round_) for round_ in (1, 2, 3)]
         store.set(f"{key}-gave-up", "yes")
         return [*wrong, *errors]
-    lost = error_of(transport, 1)
-    transport.close()
+    lost = error_of(wire, 1)
+    wire.close()
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
@@ -186,7 +186,7 @@ def stop_and_regroup(name: str, key: str) -> list[str]:
         world_size=2,
         timeout=timedelta(seconds=LONG_S),
     )
-    survivors = open_transport(name, dist.group.WORLD, timeout_s=LONG_S, epoch=1, region_bytes=1024)
+    survivors = open_wire(name, dist.group.WORLD, timeout_s=LONG_S, epoch=1, region_bytes=1024)
     wrong += swap(survivors, 0, LARGE, is_known=False)
     if rank == 0:
         os.kill(int(store.get(f"{key}-pid")), signal.SIGCONT)
@@ -199,21 +199,21 @@ def stop_and_stay(key: str) -> tuple[list[str], list[int]]:
     """Rank 2 stops. The others mask it, wake it, and go on in the same epoch until it has masked them."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
-    transport = open_wires("shm", mask_lost=True, timeout_s=STOP_TIMEOUT_S)
-    wrong = swap(transport, 0, SMALL, is_known=False)
+    wire = open_wires("shm", mask_lost=True, timeout_s=STOP_TIMEOUT_S)
+    wrong = swap(wire, 0, SMALL, is_known=False)
     if rank == 2:
         store.set(f"{key}-pid", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
         for round_ in (1, 2, 3):
-            wrong += swap(transport, round_, SMALL, is_known=round_ % 2 == 1)
+            wrong += swap(wire, round_, SMALL, is_known=round_ % 2 == 1)
         store.set(f"{key}-gave-up", "yes")
     else:
-        wrong += swap(transport, 1, SMALL, is_known=True)
+        wrong += swap(wire, 1, SMALL, is_known=True)
         if rank == 0:
             os.kill(int(store.get(f"{key}-pid")), signal.SIGCONT)
-        wrong += swap_until(store, f"{key}-gave-up", transport)
-    transport.close()
-    return wrong, transport.mask.values.tolist()
+        wrong += swap_until(store, f"{key}-gave-up", wire)
+    wire.close()
+    return wrong, wire.mask.values.tolist()
 
 
 @pytest.mark.slow
@@ -224,25 +224,25 @@ def test_a_masked_rank_that_wakes_up_cannot_reach_the_others(pool_of: PoolOf) ->
     assert pool.collect() == [([], [0, 0, 1]), ([], [0, 0, 1]), ([], [1, 1, 0])]
 
 
-def error_of(transport: Transport, round_: int) -> str:
+def error_of(wire: Wire, round_: int) -> str:
     try:
-        wrong = swap(transport, round_, SMALL, is_known=True)
+        wrong = swap(wire, round_, SMALL, is_known=True)
     except (PeerLost, DispatchTimeout, RanksDisagree) as error:
         return f"{type(error).__name__}: {error}"
     return f"no error {wrong}"
 
 
-def swap_until(store: dist.Store, key: str, transport: Transport) -> list[str]:
+def swap_until(store: dist.Store, key: str, wire: Wire) -> list[str]:
     """Exchange until the key is there, at most for LONG_S; rank 0 says when that is by the size of its message."""
-    wrong, R, is_over = [], transport.world_size, RankTable(transport.world_size)
+    wrong, R, is_over = [], wire.world_size, RankTable(wire.world_size)
     deadline = time.monotonic() + LONG_S
     for round_ in range(1, 1_000_000):
-        wrong += swap(transport, round_, LARGE if round_ % 7 == 0 else SMALL, is_known=round_ % 2 == 1)
+        wrong += swap(wire, round_, LARGE if round_ % 7 == 0 else SMALL, is_known=round_ % 2 == 1)
         late = time.monotonic() > deadline
-        is_over.values[:] = 8 * (transport.rank == 0 and (late or store.check([key])))
-        transport.open_windows(is_over)
-        transport.exchange(is_over, None)
-        if is_over.values[0] or (transport.rank and transport.received(0).numel()):
+        is_over.values[:] = 8 * (wire.rank == 0 and (late or store.check([key])))
+        wire.open_windows(is_over)
+        wire.exchange(is_over, None)
+        if is_over.values[0] or (wire.rank and wire.received(0).numel()):
             return [*wrong, "rank 2 never gave up"] if late else wrong
     raise AssertionError(f"{R} ranks never end")
 
@@ -266,8 +266,8 @@ def test_a_late_rank_of_an_old_epoch_cannot_reach_the_survivors(pool_of: PoolOf,
 
 def ask_nccl_to_mask() -> str:
     try:
-        open_transport("nccl", dist.group.WORLD, mask_lost=True)
-    except TransportUnavailable as error:
+        open_wire("nccl", dist.group.WORLD, mask_lost=True)
+    except WireUnavailable as error:
         return str(error)
     return "no error"
 

@@ -14,8 +14,8 @@ from dispatch.errors import PeerRefused
 from dispatch.hierarchical.groups import open_hierarchical
 from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode, low_latency
-from dispatch.wires.choose import open_transport
-from dispatch.wires.local import LocalTransport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 from tests.dispatch.gpu.ranks import interpret, open_wide
 from tests.support.ranks import RankPool
@@ -64,8 +64,8 @@ def check(answers: list[torch.Tensor]) -> None:
 
 
 def meet_late(name: str) -> torch.Tensor:
-    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
-    dispatcher = Dispatcher(transport, slots_per_rank=S)
+    wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
+    dispatcher = Dispatcher(wire, slots_per_rank=S)
     combined = late_peer(dispatcher, name, NORMAL)
     dispatcher.close()
     return combined
@@ -103,7 +103,7 @@ def test_work_beside_is_launched_before_a_late_device_is_waited_for() -> None:
 
 def refuse_beside(name: str) -> tuple[str, int]:
     """Rank 1's type is wrong: what each rank is told, and how often it worked."""
-    dispatcher = Dispatcher(open_transport(name, dist.group.WORLD, timeout_s=20.0), slots_per_rank=S)
+    dispatcher = Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=20.0), slots_per_rank=S)
     worked: list[int] = []
     slots_TK = torch.zeros(1, 1, dtype=torch.int32 if dist.get_rank() else torch.int64)
     try:
@@ -131,6 +131,6 @@ def test_one_ranks_time_beside_is_not_counted_as_waiting(monkeypatch: pytest.Mon
         now_ns += 1_000_000
 
     monkeypatch.setattr("dispatch.dispatcher.perf_counter_ns", clock)
-    dispatcher = Dispatcher(LocalTransport(), slots_per_rank=S)
+    dispatcher = Dispatcher(LocalWire(), slots_per_rank=S)
     dispatcher.dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64), meanwhile=work)
     assert now_ns == 1_000_000 and dispatcher.waits.dispatch_ns == 0

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dispatch.dispatcher import Dispatcher
 from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_transport
-from dispatch.wires.local import LocalTransport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate
 
@@ -43,15 +43,15 @@ class NothingNew(TorchDispatchMode):
 
 def run_modes(name: str, layers: list[list[RankCase]], modes: list[Mode]) -> list[RankResult]:
     """Every layer in its mode, through one dispatcher."""
-    transport = open_transport(name, dist.group.WORLD if dist.is_initialized() else None, timeout_s=20.0)
-    dispatcher = Dispatcher(transport, slots_per_rank=S)
+    wire = open_wire(name, dist.group.WORLD if dist.is_initialized() else None, timeout_s=20.0)
+    dispatcher = Dispatcher(wire, slots_per_rank=S)
     results = []
     for cases, mode in zip(layers, modes, strict=True):
-        case = cases[transport.rank]
+        case = cases[wire.rank]
         dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
         x_NH, row_P, offsets, _ = dispatched
         parts = (x_NH.clone(), row_P.clone(), offsets.clone())
-        y_PH = compute_pairs(x_NH, row_P, offsets, transport.rank)
+        y_PH = compute_pairs(x_NH, row_P, offsets, wire.rank)
         out_TH = torch.full_like(case.x_TH, float("nan"))
         assert dispatcher.combine(y_PH, case.weights_TK, dispatched, out=out_TH) is out_TH
         results.append(RankResult(*parts, out_TH))
@@ -103,12 +103,12 @@ def guarded_calls(
     The first call of a shape makes room; it has one token, so what it makes room for is the mode's word. gloo's
     own buffers may grow later (its exchange cannot be captured anyway), so it runs without the guard.
     """
-    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
-    dispatcher = Dispatcher(transport, slots_per_rank=S, rows=row_format(rows))
+    wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
+    dispatcher = Dispatcher(wire, slots_per_rank=S, rows=row_format(rows))
     addresses, sent = set(), []
     for step, tokens in enumerate((1, 8, 2, 5, 8, 3, 7)):
-        rows = [(tokens + rank) % 9 for rank in range(transport.world_size)]
-        case = make_cases(step, rows, slots_per_rank=S, dtype=dtype, hidden=32)[transport.rank]
+        rows = [(tokens + rank) % 9 for rank in range(wire.world_size)]
+        case = make_cases(step, rows, slots_per_rank=S, dtype=dtype, hidden=32)[wire.rank]
         out_TH, before = torch.empty_like(case.x_TH), dispatcher.traffic
         guard = NothingNew() if step and name == "shm" else nullcontext()
         with guard:
@@ -136,7 +136,7 @@ def test_low_latency_takes_no_memory_reads_nothing_back_and_sends_one_size(
 
 
 def test_the_guard_sees_memory_and_values_being_taken() -> None:
-    dispatcher = Dispatcher(LocalTransport(), slots_per_rank=S)
+    dispatcher = Dispatcher(LocalWire(), slots_per_rank=S)
     case = make_cases(1, [5], slots_per_rank=S)[0]
     dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(8))
     y_PH = compute_pairs(*dispatched[:3], 0)
@@ -147,8 +147,8 @@ def test_the_guard_sees_memory_and_values_being_taken() -> None:
 
 
 def sent_in(name: str, mode: Mode, tokens: list[int]) -> list[int]:
-    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
-    dispatcher = Dispatcher(transport, slots_per_rank=S)
+    wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
+    dispatcher = Dispatcher(wire, slots_per_rank=S)
     sent = [0]
     for count in tokens:
         dispatcher.dispatch(torch.ones(count, 16), torch.zeros(count, 2, dtype=torch.int64), mode)

@@ -5,37 +5,35 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, PeerRefused
-from dispatch.wires.choose import open_transport
-from dispatch.wires.local import LocalTransport
-from dispatch.wires.nccl import CollectiveTransport
-from dispatch.wires.wire import MAX_REFUSAL_BYTES, RankTable, Transport, decode_refusal, encode_refusal
+from dispatch.wires.choose import open_wire
+from dispatch.wires.local import LocalWire
+from dispatch.wires.nccl import NcclWire
+from dispatch.wires.wire import MAX_REFUSAL_BYTES, RankTable, Wire, decode_refusal, encode_refusal
 from tests.conftest import PoolOf
 from tests.dispatch.messages import swap, swap_or_refuse, text_of
 
 SMALL, LARGE = 500, 9000  # against regions of 1 KB: many messages go in several pieces
 
 
-def open_wires(name: str, mask_lost: bool = False) -> Transport:
-    """Open a transport with small regions; nccl is the collective one, on CPU tensors over gloo."""
+def open_wires(name: str, mask_lost: bool = False) -> Wire:
+    """Open a wire with small regions; nccl is the collective one, on CPU tensors over gloo."""
     group = dist.group.WORLD
     if name == "nccl":
-        return CollectiveTransport(
-            group, device=torch.device("cpu"), timeout_s=20.0, epoch=0, reason="of a test"
-        )
-    return open_transport(name, group, timeout_s=20.0, region_bytes=1024, mask_lost=mask_lost)
+        return NcclWire(group, device=torch.device("cpu"), timeout_s=20.0, epoch=0, reason="of a test")
+    return open_wire(name, group, timeout_s=20.0, region_bytes=1024, mask_lost=mask_lost)
 
 
 def exchange_with_refusals(
     name: str, mask_lost: bool, is_known: bool, refusals: list[list[int]]
 ) -> list[str]:
     """Each entry of `refusals` is a round and the ranks that refuse it. Returns this rank's errors by round."""
-    transport = open_wires(name, mask_lost)
+    wire = open_wires(name, mask_lost)
     errors = []
     for round_, refusers in enumerate(refusals):
         largest = LARGE if round_ % 2 else SMALL
-        errors.append(swap_or_refuse(transport, round_, largest, refusers, is_known=is_known))
-    assert not transport.mask.values.any(), "a rank that refuses is not lost"
-    transport.close()
+        errors.append(swap_or_refuse(wire, round_, largest, refusers, is_known=is_known))
+    assert not wire.mask.values.any(), "a rank that refuses is not lost"
+    wire.close()
     return errors
 
 
@@ -63,16 +61,16 @@ def test_a_refusal_is_a_named_error_on_every_rank_and_the_next_exchange_works(
 
 def refuse_at_length(name: str, text: str) -> str:
     """Rank 0 refuses with a text; the others return what they read of it."""
-    transport = open_wires(name)
+    wire = open_wires(name)
     try:
-        if transport.rank == 0:
-            transport.refuse(text)
+        if wire.rank == 0:
+            wire.refuse(text)
         else:
-            swap(transport, 0, SMALL, is_known=False)
+            swap(wire, 0, SMALL, is_known=False)
     except PeerRefused as error:
         return error.text
     finally:
-        transport.close()
+        wire.close()
     return text
 
 
@@ -96,22 +94,22 @@ def test_refusals_survive_their_bytes() -> None:
 
 
 def test_one_rank_may_refuse() -> None:
-    transport = LocalTransport()
-    transport.refuse("nobody hears it")
-    transport.exchange(RankTable(1), None)
-    assert transport.received(0).numel() == 0
+    wire = LocalWire()
+    wire.refuse("nobody hears it")
+    wire.exchange(RankTable(1), None)
+    assert wire.received(0).numel() == 0
 
 
 def refuse_after_close(name: str) -> str:
-    transport = open_wires(name)
-    transport.close()
+    wire = open_wires(name)
+    wire.close()
     try:
-        transport.refuse("too late")
+        wire.refuse("too late")
     except DispatchError as error:
         return str(error)
     return "no error"
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo", "nccl"])
-def test_a_closed_transport_cannot_refuse(pool_of: PoolOf, name: str) -> None:
-    assert pool_of(2).run(refuse_after_close, name) == ["the transport is closed"] * 2
+def test_a_closed_wire_cannot_refuse(pool_of: PoolOf, name: str) -> None:
+    assert pool_of(2).run(refuse_after_close, name) == ["the wire is closed"] * 2

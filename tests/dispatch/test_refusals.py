@@ -12,7 +12,7 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.errors import PeerRefused, RanksDisagree
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
@@ -44,7 +44,7 @@ BAD_DISPATCHES = {
 
 
 def open_dispatcher(name: str, **settings: int) -> Dispatcher:
-    return Dispatcher(open_transport(name, dist.group.WORLD, timeout_s=20.0), slots_per_rank=S, **settings)
+    return Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=20.0), slots_per_rank=S, **settings)
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -61,7 +61,7 @@ def dispatch_badly(
 ) -> tuple[dict[str, str], RankResult]:
     """Make every bad call, each followed by nothing, then a good layer."""
     dispatcher = open_dispatcher(name)
-    rank = dispatcher.transport.rank
+    rank = dispatcher.wire.rank
     errors = {}
     for kind, bad in BAD_DISPATCHES.items():
         x_TH, slots_TK = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64)
@@ -102,7 +102,7 @@ def test_where_two_ranks_refuse_each_raises_its_own_error_and_the_others_the_low
 def combine_badly(name: str, bad_rank: int) -> tuple[list[str], bool]:
     dispatcher = open_dispatcher(name)
     x_TH, slots_TK, weights_TK = torch.ones(3, 8), torch.tensor([[0, 2]] * 3), torch.ones(3, 2)
-    is_bad = dispatcher.transport.rank == bad_rank
+    is_bad = dispatcher.wire.rank == bad_rank
     dispatched = dispatcher.dispatch(x_TH, slots_TK)
     y_PH = dispatched.x_NH[dispatched.row_P]
     spoilt = [
@@ -152,7 +152,7 @@ def disagree(name: str, kind: str, odd_rank: int) -> tuple[str, str]:
     assert group is not None
     is_odd = group.rank() == odd_rank
     dispatcher = Dispatcher(
-        open_transport(name, group, timeout_s=20.0),
+        open_wire(name, group, timeout_s=20.0),
         slots_per_rank=3 if kind == "slots per rank" and is_odd else 2,
         rows=row_format("fp8" if kind == "row format" and is_odd else "auto"),
     )

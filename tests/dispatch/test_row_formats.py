@@ -9,7 +9,7 @@ from dispatch.dispatcher import Dispatcher, Traffic
 from dispatch.fp8 import dequantise_fp8, quantise_fp8
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.oracle import RankCase, compute_pairs, make_cases, simulate
 
@@ -25,12 +25,12 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 def run_fp8(name: str, cases: list[RankCase], mode: Mode) -> tuple[Tensor, Tensor, Traffic]:
     """What a rank receives and combines, and what it sent."""
-    transport = open_transport(name, dist.group.WORLD if dist.is_initialized() else None, timeout_s=20.0)
-    dispatcher = Dispatcher(transport, slots_per_rank=S, rows=row_format("fp8"))
-    case = cases[transport.rank]
+    wire = open_wire(name, dist.group.WORLD if dist.is_initialized() else None, timeout_s=20.0)
+    dispatcher = Dispatcher(wire, slots_per_rank=S, rows=row_format("fp8"))
+    case = cases[wire.rank]
     dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
     x_NH = dispatched.x_NH.clone()
-    y_PH = compute_pairs(x_NH, dispatched.row_P, dispatched.slot_offsets, transport.rank)
+    y_PH = compute_pairs(x_NH, dispatched.row_P, dispatched.slot_offsets, wire.rank)
     combined = dispatcher.combine(y_PH, case.weights_TK, dispatched)
     dispatcher.close()
     return x_NH, combined, dispatcher.traffic

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dispatch.errors import PeerLost, PeerRefused, RanksDisagree
 from dispatch.rows import Received, RowExchange, sent_tokens
-from dispatch.wires.choose import open_transport
-from dispatch.wires.local import LocalTransport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 
 BACKENDS = [("auto", 1), ("shm", 2), ("gloo", 2), ("shm", 4), ("gloo", 4)]
@@ -80,13 +80,13 @@ def answers(planes: list[Tensor], rank: int) -> list[Tensor]:
 
 
 def run_cases(name: str) -> list[Seen]:
-    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
-    exchange, seen = RowExchange(transport), []
-    for cases in edge_cases(transport.world_size):
-        case = cases[transport.rank]
-        received = exchange.send(case.planes, case.is_token_in_rank_TR, note=[transport.rank, -7])
+    wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
+    exchange, seen = RowExchange(wire), []
+    for cases in edge_cases(wire.world_size):
+        case = cases[wire.rank]
+        received = exchange.send(case.planes, case.is_token_in_rank_TR, note=[wire.rank, -7])
         again = exchange.resend([case.planes[0].float() + 1], received.route)
-        back = exchange.give_back(answers(received.planes, transport.rank), received.route)
+        back = exchange.give_back(answers(received.planes, wire.rank), received.route)
         for ours, sent in zip(received.planes, case.planes, strict=True):
             assert ours.dtype == sent.dtype
             assert ours.shape == (received.source_token_N.shape[0], *sent.shape[1:])
@@ -94,7 +94,7 @@ def run_cases(name: str) -> list[Seen]:
             planes=[as_bytes(plane) for plane in received.planes]
         )  # float8 does not pickle
         seen.append(Seen(as_sent, again, *back))
-    transport.close()
+    wire.close()
     return seen
 
 
@@ -155,8 +155,8 @@ def test_rows_go_where_the_oracle_sends_them(pool_of: PoolOf, name: str, world_s
 
 def bad_calls(name: str) -> list[str]:
     """Calls on which ranks disagree, each followed by one on which they agree; returns what was raised."""
-    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
-    exchange, rank, R = RowExchange(transport), transport.rank, transport.world_size
+    wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
+    exchange, rank, R = RowExchange(wire), wire.rank, wire.world_size
     everywhere = torch.ones(2, R, dtype=torch.bool)
     good = exchange.send([torch.ones(2, 4)], everywhere)
     other = exchange.send([torch.ones(2 + rank, 4)], torch.ones(2 + rank, R, dtype=torch.bool))
@@ -187,7 +187,7 @@ def bad_calls(name: str) -> list[str]:
             raised.append(f"{type(error).__name__}: {error}")
         back = exchange.give_back([torch.full((2 * R, 3), float(rank))], good.route)
         assert torch.equal(back.planes[0][:, 0], torch.arange(R).repeat_interleave(2).float())
-    transport.close()
+    wire.close()
     return raised
 
 
@@ -213,19 +213,19 @@ def test_a_masked_rank_is_an_error(pool_of: PoolOf) -> None:
 
 
 def send_with_a_masked_peer() -> str:
-    transport = open_transport("shm", dist.group.WORLD, timeout_s=20.0, mask_lost=True)
-    transport.mask.values[1 - transport.rank] = 1
+    wire = open_wire("shm", dist.group.WORLD, timeout_s=20.0, mask_lost=True)
+    wire.mask.values[1 - wire.rank] = 1
     try:
-        RowExchange(transport).send([torch.ones(1, 4)], torch.ones(1, 2, dtype=torch.bool))
+        RowExchange(wire).send([torch.ones(1, 4)], torch.ones(1, 2, dtype=torch.bool))
     except PeerLost as error:
         return str(error)
     finally:
-        transport.close()
+        wire.close()
     return "nothing"
 
 
 def test_received_planes_are_new_memory() -> None:
-    exchange = RowExchange(LocalTransport())
+    exchange = RowExchange(LocalWire())
     x = torch.ones(2, 4)
     received = exchange.send([x], torch.ones(2, 1, dtype=torch.bool))
     received.planes[0].zero_()

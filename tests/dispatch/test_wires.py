@@ -1,162 +1,190 @@
-"""What a public buffer exchanges through: where its tensors lie, and normal mode over collectives of device tensors.
+"""Every backend and number of ranks gives the bits of the single-process oracle."""
 
-No GPU is at hand: the collective transport runs on CPU tensors, and a guard looks for tensors that the code makes
-without saying where, which on a GPU would be on the wrong device.
-"""
-
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
-from dispatch import Buffer, rows
-from dispatch.errors import TransportUnavailable
-from dispatch.faces import wires
-from dispatch.wires.nccl import CollectiveTransport
+from dispatch.dispatcher import Dispatcher
+from dispatch.errors import RanksDisagree, WireUnavailable
+from dispatch.wires import segment
+from dispatch.wires.choose import open_wire
+from dispatch.wires.gloo import INCOMING_BYTES, MAX_PART_BYTES, fitting_part_bytes
+from dispatch.wires.shm import MAX_REGION_BYTES, SEGMENT_BYTES, fitting_region_bytes
 from tests.conftest import PoolOf
-from tests.dispatch import test_buffer as buffers
-from tests.dispatch.buffer_cases import portable
+from tests.dispatch.exchange import run_layers
+from tests.dispatch.oracle import RankCase, make_cases, simulate
 
-_FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
-HOST_TABLES = {  # functions that make tensors for the host: counts of ranks and heads of messages
-    "dispatch/rows.py: send",  # the matrix of counts
-    "dispatch/rows.py: give_back",  # ranks, which are then moved
-    "dispatch/rows.py: _pack_head",
-    "dispatch/wires/nccl.py: _start_headers",
-    "dispatch/faces/normal_mode.py: _count_experts",
-    "dispatch/faces/handles.py: pack",  # counts of nodes
-}
+S = 4
+BACKENDS = [(name, world_size) for world_size in (2, 4, 8) for name in ("shm", "gloo")]
 
 
-@pytest.mark.parametrize(
-    ("backend", "has_cuda", "wanted"),
-    [
-        ("auto", False, "cpu"), ("nccl", False, "cpu"), ("nvshmem", False, "cpu"), ("auto", True, "cuda"),
-        ("nccl", True, "cuda"), ("nvshmem", True, "cuda"), ("gloo", True, "cpu"), ("shm", True, "cpu"),
-        ("local", True, "cpu"),
-    ],
-)  # fmt: skip
-def test_gpus_are_used_where_they_are_and_nothing_else_is_asked_for(
-    backend: str, has_cuda: bool, wanted: str
-) -> None:
-    assert wires.device_of(backend, has_cuda=has_cuda).type == wanted
+def edge_layers(R: int) -> list[list[RankCase]]:
+    """Layers that differ in the ways that matter, edges by name."""
+    uneven = [(5 * rank + 3) % 9 for rank in range(R)]
+    return [
+        make_cases(1, uneven),
+        make_cases(2, [0] * R),  # nobody has tokens
+        make_cases(3, [7] + [0] * (R - 1)),  # one rank has all tokens
+        make_cases(4, uneven, no_choice=1.0),  # padded rows only
+        make_cases(5, [6] * R, only_slot=R * S - 1, no_choice=0.0),  # all tokens to one slot, repeated
+        make_cases(6, uneven, choices=R + 3, no_choice=0.0),  # more choices than ranks
+        make_cases(7, uneven, choices=1, hidden=33),
+        make_cases(8, uneven, dtype=torch.bfloat16, hidden=7),
+        make_cases(9, uneven, dtype=torch.float16),
+        make_cases(10, uneven, dtype=torch.float64),
+        make_cases(11, [40] * R, hidden=256),  # the largest so far: buffers grow in mid-life
+        *[make_cases(seed, [(seed + rank) % 5 for rank in range(R)]) for seed in range(12, 20)],
+    ]
 
 
-def open_for_gpus() -> list[str]:
-    texts = []
-    for backend in ("nccl", "nvshmem"):
-        with pytest.raises(TransportUnavailable) as caught:
-            Buffer(dist.group.WORLD, backend=backend)
-        texts.append(str(caught.value))
-    return texts
+def check(pool_of: PoolOf, name: str, layers: list[list[RankCase]], region_bytes: int | None = None) -> None:
+    results = pool_of(len(layers[0])).run(run_layers, name, layers, S, region_bytes)
+    for index, cases in enumerate(layers):
+        for rank, want in enumerate(simulate(cases, S)):
+            for field, ours, oracle in zip(want._fields, results[rank][index], want, strict=True):
+                assert torch.equal(ours, oracle), f"{name}: layer {index}, rank {rank}, {field}"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device")
-def test_without_a_gpu_its_backends_are_a_named_error(pool_of: PoolOf) -> None:
-    for nccl, nvshmem in pool_of(2).run(open_for_gpus):
-        assert nccl.startswith("nccl cannot be used: this machine has no CUDA device")
-        assert nvshmem.startswith("nvshmem cannot be used: this machine has no CUDA device")
+@pytest.mark.parametrize(("name", "world_size"), BACKENDS)
+def test_all_backends_give_the_oracles_bits(pool_of: PoolOf, name: str, world_size: int) -> None:
+    check(pool_of, name, edge_layers(world_size))
 
 
-def test_other_kernels_than_ours_are_refused() -> None:
-    buffer = Buffer(_group_of_one(), kernels="cutlass")
-    with pytest.raises(ValueError, match="kernels is 'cutlass'; it must be one of auto, triton"):
-        buffer.clean_low_latency_buffer(1, 1, 1)
+@pytest.mark.parametrize(("name", "world_size"), BACKENDS[:4])
+def test_large_messages_give_the_oracles_bits(pool_of: PoolOf, name: str, world_size: int) -> None:
+    """Messages of up to 40 KB through regions of 1 KB: some pairs need many rounds, some one, some none."""
+    layers = [
+        make_cases(1, [40] * world_size, hidden=256),
+        make_cases(2, [0] * (world_size - 1) + [60], hidden=256),
+        make_cases(3, [1] * world_size),
+        make_cases(4, [30] + [1] * (world_size - 1), hidden=256, no_choice=0.7),
+        make_cases(5, [9] * world_size, only_slot=0, hidden=256),
+        make_cases(6, [2] * world_size, hidden=16),
+    ]
+    check(pool_of, name, layers, region_bytes=1024)
 
 
-def _group_of_one() -> Any:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return dist.group.WORLD
+def open_and_describe(name: str) -> tuple[str, str, int]:
+    wire = open_wire(name, dist.group.WORLD, epoch=3)
+    wire.close()
+    wire.close()
+    return wire.name, wire.reason, wire.epoch
 
 
-def make_groups() -> tuple[bool, bool, int, float]:
-    """A group is kept if it has the backend; else its ranks, and they alone, make one that has."""
-    kept = wires.group_with_backend(dist.group.WORLD, "cpu", "gloo", timeout_s=20.0) is dist.group.WORLD
-    pair = dist.new_group([0, 2], backend="gloo")
+def test_auto_takes_shared_memory_on_one_host(pool_of: PoolOf) -> None:
+    reason = "all ranks are on one host and map the same memory"
+    assert pool_of(2).run(open_and_describe, "auto") == [("shm", reason, 3)] * 2
+
+
+def open_on_two_hosts(name: str) -> tuple[str, str]:
+    """Give rank 1 another host name, as if it ran elsewhere."""
+    true_hostname = segment.socket.gethostname
     if dist.get_rank() == 1:
-        return kept, True, 0, 0.0
-    made = wires.group_with_backend(pair, "xpu", "gloo", timeout_s=20.0)
-    total = torch.tensor(float(dist.get_rank() + 1))
-    dist.all_reduce(total, group=made)
-    return kept, made is not pair, dist.get_world_size(made), float(total)
-
-
-def test_ranks_of_a_group_make_one_with_the_backend_that_it_lacks(pool_of: PoolOf) -> None:
-    assert pool_of(3).run(make_groups) == [(True, True, 2, 4.0), (True, True, 0, 0.0), (True, True, 2, 4.0)]
-
-
-class MadeAnywhere(TorchFunctionMode):
-    """Notes which of our functions make a tensor without saying on which device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _FACTORIES and "device" not in (kwargs or {}):
-            frame = sys._getframe(1)
-            path = frame.f_code.co_filename
-            if "/dispatch/" in path and "/tests/" not in path:
-                self.found.add(f"dispatch/{path.rpartition('/dispatch/')[2]}: {frame.f_code.co_name}")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def collectives_instead_of_nccl() -> Iterator[None]:
-    """Buffers open the transport of device tensors, over gloo."""
-
-    def open_collective(backend: str, group: Any, *, timeout_s: float, mask_lost: bool) -> Any:
-        return CollectiveTransport(
-            group, device=torch.device("cpu"), timeout_s=timeout_s, epoch=0, reason="of a test"
-        )
-
-    before, wires.open_transport = wires.open_transport, open_collective  # type: ignore[assignment]
+        segment.socket.gethostname = lambda: "elsewhere"
     try:
-        yield
+        wire = open_wire(name, dist.group.WORLD)
+    except WireUnavailable as error:
+        return "refused", str(error)
     finally:
-        wires.open_transport = before
+        segment.socket.gethostname = true_hostname
+    return wire.name, wire.reason
 
 
-def run_over_collectives(node_size: int) -> tuple[Any, Any, set[str]]:
-    """Normal mode over collectives and over gloo, with all forms of calls; and what made tensors anywhere."""
-    guard = MadeAnywhere()
-    with collectives_instead_of_nccl(), guard:
-        ours = buffers.run_layers("auto", node_size)
-    return ours, buffers.run_layers("gloo", node_size), guard.found
+def test_auto_takes_gloo_between_hosts_and_says_why(pool_of: PoolOf) -> None:
+    for name, reason in pool_of(2).run(open_on_two_hosts, "auto"):
+        assert name == "gloo"
+        assert "ranks [1] are not on the host of rank 0" in reason
 
 
-@pytest.mark.parametrize("node_size", [8, 1])
-def test_normal_mode_over_collectives_equals_gloo_and_leaves_nothing_on_the_cpu(
-    pool_of: PoolOf, node_size: int
-) -> None:
-    for ours, theirs, found in pool_of(2).run(run_over_collectives, node_size):
-        assert flat(ours) == flat(theirs)
-        assert "dispatch/rows.py: _pack_head" in found
-        assert found <= HOST_TABLES, found - HOST_TABLES
+def test_shm_between_hosts_is_refused_on_every_rank(pool_of: PoolOf) -> None:
+    for name, reason in pool_of(2).run(open_on_two_hosts, "shm"):
+        assert name == "refused"
+        assert "ranks [1] are not on the host of rank 0" in reason
 
 
-def flat(results: Any) -> Any:
-    """Turn tensors into what compares."""
-    if isinstance(results, torch.Tensor):
-        whole = portable(results.contiguous())
-        return str(whole.dtype), list(whole.shape), whole.view(-1).view(torch.uint8).tolist()
-    if isinstance(results, dict):
-        return {name: flat(value) for name, value in results.items()}
-    return [flat(value) for value in results] if isinstance(results, (list, tuple)) else results
+def open_with_little_memory(name: str) -> str:
+    """Pretend that little memory is left. Never ask for much instead: it would be taken from the whole machine."""
+    true_available = segment.available_bytes
+    segment.available_bytes = lambda: 1 << 20
+    try:
+        return open_wire(name, dist.group.WORLD).reason
+    except WireUnavailable as error:
+        return f"refused: {error}"
+    finally:
+        segment.available_bytes = true_available
 
 
-def test_the_guard_notices_a_tensor_made_anywhere() -> None:
-    guard = MadeAnywhere()
-    with guard:
-        wires.device_of("auto", has_cuda=False)
-        assert guard.found == set()
-        rows._pack_head("x", [1])
-    assert guard.found == {"dispatch/rows.py: _pack_head"}
+def test_too_little_memory_is_refused_with_the_sizes(pool_of: PoolOf) -> None:
+    for message in pool_of(2).run(open_with_little_memory, "shm"):
+        assert message.startswith("refused: ")
+        assert "bytes are needed, more than half of the 1048576 that are available" in message
+
+
+def test_auto_takes_gloo_when_memory_is_short(pool_of: PoolOf) -> None:
+    for reason in pool_of(2).run(open_with_little_memory, "auto"):
+        assert "more than half of the 1048576" in reason
+
+
+def disagree(name: str, wrong: str) -> str:
+    wire = open_wire(name, dist.group.WORLD, timeout_s=5)
+    dispatcher = Dispatcher(wire, slots_per_rank=S + (wire.rank if wrong == "slots" else 0))
+    hidden = 8 + (wire.rank if wrong == "hidden" else 0)
+    choices = 2 + (wire.rank if wrong == "choices" else 0)
+    try:
+        dispatcher.dispatch(torch.zeros(3, hidden), torch.zeros(3, choices, dtype=torch.int64))
+    except RanksDisagree as error:
+        return str(error)
+    finally:
+        dispatcher.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize("wrong", ["hidden", "choices", "slots"])
+def test_ranks_that_disagree_get_a_named_error(pool_of: PoolOf, name: str, wrong: str) -> None:
+    first, second = pool_of(2).run(disagree, name, wrong)
+    assert "rank 1 made another call than rank 0's dispatch with H=8, K=2" in first
+    assert "rank 0 made another call than rank 1's dispatch" in second
+
+
+def test_an_unknown_wire_is_refused() -> None:
+    with pytest.raises(ValueError, match="'pigeon'; it must be one of auto, local, gloo, shm, nccl"):
+        open_wire("pigeon", None)
+
+
+@pytest.mark.parametrize(("region_bytes", "least"), [(1000, 1024), (960, 1024), (0, 1024)])
+def test_a_bad_region_is_refused(region_bytes: int, least: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"is {region_bytes}; it must be a multiple of 64 and at least {least}"
+    ):
+        open_wire("gloo", None, region_bytes=region_bytes)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_a_bad_timeout_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="it must be above 0 seconds"):
+        open_wire("auto", None, timeout_s=timeout_s)
+
+
+def test_parts_stay_within_their_address_space() -> None:
+    assert fitting_part_bytes(2) == MAX_PART_BYTES
+    for world_size in (4, 16, 17, 33):
+        part = fitting_part_bytes(world_size)
+        assert part % 64 == 0
+        assert (world_size - 1) * part <= INCOMING_BYTES
+
+
+def test_regions_stay_within_the_segment() -> None:
+    assert fitting_region_bytes(2) == MAX_REGION_BYTES
+    for world_size in (4, 8, 16):
+        region = fitting_region_bytes(world_size)
+        assert region % 64 == 0
+        assert 2 * world_size * (world_size - 1) * region <= SEGMENT_BYTES
+
+
+def test_nothing_is_left_in_dev_shm(pool_of: PoolOf) -> None:
+    before = set(os.listdir("/dev/shm"))
+    pool_of(2).run(open_and_describe, "shm")
+    assert set(os.listdir("/dev/shm")) <= before

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from moe.cpu.backend import CPU
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.sampling.sampler import HostSampler
@@ -28,7 +28,7 @@ def test_other_devices_are_refused_by_name(name: str) -> None:
 
 def test_nodes_of_gpus_are_refused_with_what_to_give() -> None:
     config = EngineConfig(directory=Path(), kv_cache_bytes=0, device="cuda", dispatch_node_size=2)
-    with pytest.raises(TransportUnavailable, match="--dispatch-node-size is 2; between GPUs"):
+    with pytest.raises(WireUnavailable, match="--dispatch-node-size is 2; between GPUs"):
         open_device_dispatcher(config, CPU, None, 4)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dispatch.errors import PeerLost, RanksDisagree, TransportUnavailable
+from dispatch.errors import PeerLost, RanksDisagree, WireUnavailable
 from dispatch.mailbox import open_mailbox
 from expert_placement.placement import linear_placement
 from scheduler.epochs.epochs import Epochs
@@ -81,7 +81,7 @@ def test_no_fault_is_told_where_the_order_is_there_already_or_all_have_agreed_to
     assert told.words == [(1,), (2,)]
 
 
-@pytest.mark.parametrize("problem", [TransportUnavailable("nobody came"), PeerLost(1, "gone")])
+@pytest.mark.parametrize("problem", [WireUnavailable("nobody came"), PeerLost(1, "gone")])
 def test_a_member_that_is_lost_on_the_way_is_one_more_fault(problem: Exception) -> None:
     regrouping = FakeRegrouping(problem, None)
     told = Told(regrouping)

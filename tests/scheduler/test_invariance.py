@@ -139,7 +139,7 @@ def smallest_cache(directory: Path) -> int:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_and_transports_change_no_bit(
+def test_ranks_and_wires_change_no_bit(
     served_alone: tuple[Path, Answers], world_size: int, backend: str, pool_of: PoolOf
 ) -> None:
     directory, alone = served_alone

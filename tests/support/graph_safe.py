@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _HARMLESS = ("aten.slice", "aten.view", "aten.select", "aten.alias", "aten.copy_", "aten.detach")
-_WIRES = ("c10d.alltoall_base_", "c10d.send", "c10d.recv_")  # into memory that the transport owns
+_WIRES = ("c10d.alltoall_base_", "c10d.send", "c10d.recv_")  # into memory that the wire owns
 
 
 class GraphSafe(TorchDispatchMode):

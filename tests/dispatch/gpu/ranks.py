@@ -11,7 +11,7 @@ from dispatch.dispatched import Dispatched
 from dispatch.dispatcher import Dispatcher
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from tests.dispatch.oracle import RankCase, compute_pairs
 
 CPU, S = torch.device("cpu"), 3
@@ -70,9 +70,9 @@ def run_layer(dispatcher: Any, case: RankCase, mode: Mode = NORMAL) -> Outcome:
 
 def run_on_cpu(layers: list[list[RankCase]], rows: str) -> list[Outcome]:
     """The same through the CPU's dispatcher: what every device must equal."""
-    transport = open_transport("gloo", dist.group.WORLD, timeout_s=20.0)
-    dispatcher = Dispatcher(transport, slots_per_rank=S, rows=row_format(rows))
-    results = [run_layer(dispatcher, cases[transport.rank]) for cases in layers]
+    wire = open_wire("gloo", dist.group.WORLD, timeout_s=20.0)
+    dispatcher = Dispatcher(wire, slots_per_rank=S, rows=row_format(rows))
+    results = [run_layer(dispatcher, cases[wire.rank]) for cases in layers]
     dispatcher.close()
     return results
 

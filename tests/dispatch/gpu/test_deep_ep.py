@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch import Buffer
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.mode import NORMAL, Mode, low_latency
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer, run_on_cpu, without_repeats
@@ -66,7 +66,7 @@ def open_without_package() -> tuple[str, str]:
 def test_what_is_missing_of_deep_ep_is_named(interpreting_pair: RankPool) -> None:
     for absent, newer in interpreting_pair.run(open_without_package):
         assert absent.startswith(
-            f"{TransportUnavailable.__name__}: backend is 'deep_ep', but importing deep_ep failed"
+            f"{WireUnavailable.__name__}: backend is 'deep_ep', but importing deep_ep failed"
         )
         assert absent.endswith("build it from github.com/deepseek-ai/DeepEP, or take backend='auto'")
         assert "deep_ep is installed as 2.5.0, which has no Buffer" in newer

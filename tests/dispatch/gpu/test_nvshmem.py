@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from tests.support.ranks import RankPool
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
@@ -69,7 +69,7 @@ def open_twice(reachable: tuple[int, ...]) -> dict[str, Any]:
     try:
         nvshmem_symmetric.NvshmemMemory(alone[dist.get_rank()], 256, CPU, core)
         refusal = ""
-    except TransportUnavailable as error:
+    except WireUnavailable as error:
         refusal = str(error)
     return {
         "started": core.started,
@@ -105,6 +105,6 @@ def test_ranks_get_zeroed_memory_and_the_addresses_of_those_that_have_one(
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nvshmem", None)
     with pytest.raises(
-        TransportUnavailable, match=r"needs the package nvshmem4py-cu13.*pip install 'wideep\[gpu\]'"
+        WireUnavailable, match=r"needs the package nvshmem4py-cu13.*pip install 'wideep\[gpu\]'"
     ):
         nvshmem_symmetric._load()

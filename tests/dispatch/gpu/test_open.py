@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.gpu.open import RankFacts, decide
 
 ONE = RankFacts(("host",), "gpu-0", has_nccl=True, has_nvshmem=False)
@@ -17,7 +17,7 @@ def with_nvshmem(*facts: RankFacts) -> list[RankFacts]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "facts", "transport", "memory", "says"),
+    ("backend", "facts", "wire", "memory", "says"),
     [
         ("auto", [ONE, TWO], "nccl", "CUDA", "all GPUs are of one host"),
         ("nccl", [ONE, TWO], "nccl", "CUDA", "it was asked for, and all GPUs are of one host"),
@@ -33,10 +33,10 @@ def with_nvshmem(*facts: RankFacts) -> list[RankFacts]:
     ],
 )
 def test_what_is_taken_follows_from_what_all_ranks_have(
-    backend: str, facts: list[RankFacts], transport: str, memory: str, says: str
+    backend: str, facts: list[RankFacts], wire: str, memory: str, says: str
 ) -> None:
     choice = decide(backend, facts)
-    assert (choice.transport, choice.memory) == (transport, memory)
+    assert (choice.wire, choice.memory) == (wire, memory)
     assert says in choice.reason
 
 
@@ -52,6 +52,6 @@ def test_what_is_taken_follows_from_what_all_ranks_have(
     ],
 )
 def test_what_cannot_work_is_refused(backend: str, facts: list[RankFacts], text: str) -> None:
-    with pytest.raises(TransportUnavailable) as raised:
+    with pytest.raises(WireUnavailable) as raised:
         decide(backend, facts)
     assert str(raised.value) == text

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.interpreted import open_interpreted
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, make_cases, zero_undefined
@@ -26,11 +26,11 @@ def open_face(name: str, *, fixed_bytes: bool = False, **kwargs: Any) -> Iterato
         finally:
             exchange.close()
         return
-    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
+    wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
     try:
-        yield LowLatencyFace(CpuExchange(transport, fixed_bytes=fixed_bytes), **kwargs)
+        yield LowLatencyFace(CpuExchange(wire, fixed_bytes=fixed_bytes), **kwargs)
     finally:
-        transport.close()
+        wire.close()
 
 
 def run_layer(

@@ -13,7 +13,7 @@ from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.low_latency.shape import LowLatencyShape
 from dispatch.native import compile_all
-from dispatch.wires.local import LocalTransport
+from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import (
     Layer,
@@ -83,7 +83,7 @@ def test_one_rank_equals_the_oracle(
         seed, [tokens], hidden=hidden, choices=choices, experts_per_rank=4, no_choice=no_choice, dtype=dtype
     )
     layer = Layer(cases, 9, 4, *form)
-    assert_same(run_layer(LowLatencyFace(CpuExchange(LocalTransport())), layer), simulate(layer)[0], "local")
+    assert_same(run_layer(LowLatencyFace(CpuExchange(LocalWire())), layer), simulate(layer)[0], "local")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,13 +128,13 @@ def test_the_compiled_sum_keeps_the_order_of_choices() -> None:
     scale = 10.0 ** torch.randint(-30, 30, (64, 1), generator=generator).float()
     case = cases[0]._replace(x_TH=cases[0].x_TH * scale, weights_TK=cases[0].weights_TK * 1e3)
     layer = Layer([case], 64, 16)
-    assert_same(run_layer(LowLatencyFace(CpuExchange(LocalTransport())), layer), simulate(layer)[0], "local")
+    assert_same(run_layer(LowLatencyFace(CpuExchange(LocalWire())), layer), simulate(layer)[0], "local")
 
 
 def test_what_is_not_finite_arrives_as_nan() -> None:
     x_TH = torch.zeros(1, 256, dtype=torch.bfloat16)
     x_TH[0, 3] = float("inf")
-    face = LowLatencyFace(CpuExchange(LocalTransport()))
+    face = LowLatencyFace(CpuExchange(LocalWire()))
     for round_scale, use_ue8m0 in [(False, False), (True, False), (True, True)]:
         (rows, scales), *_ = face.low_latency_dispatch(
             x_TH, torch.tensor([[0]]), 1, 1, round_scale=round_scale, use_ue8m0=use_ue8m0

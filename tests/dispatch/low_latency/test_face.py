@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dispatch.faces.events import EventOverlap
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.face_inputs import BF16, bring
@@ -181,15 +181,15 @@ def test_waits_are_noted_for_peers(pool_of: PoolOf) -> None:
 
 def mask_one(name: str, layer: Layer, masked: int) -> torch.Tensor | None:
     """All but one rank mask that one; it takes no part."""
-    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
-    face = LowLatencyFace(CpuExchange(transport), enable_shrink=True)
+    wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
+    face = LowLatencyFace(CpuExchange(wire), enable_shrink=True)
     try:
-        if transport.rank == masked:
+        if wire.rank == masked:
             return None
         face.low_latency_update_mask_buffer(masked, mask=True)
-        status = torch.zeros(transport.world_size, dtype=torch.int32)
+        status = torch.zeros(wire.world_size, dtype=torch.int32)
         face.low_latency_query_mask_buffer(status)
-        assert status.tolist() == [int(rank == masked) for rank in range(transport.world_size)]
+        assert status.tolist() == [int(rank == masked) for rank in range(wire.world_size)]
         face.clean_low_latency_buffer(9, 16, 6)
         result = run_layer(face, layer)
         face.low_latency_clean_mask_buffer()
@@ -197,7 +197,7 @@ def mask_one(name: str, layer: Layer, masked: int) -> torch.Tensor | None:
         assert status.sum() == 0
         return result
     finally:
-        transport.close()
+        wire.close()
 
 
 @pytest.mark.parametrize("name", ["shm"])

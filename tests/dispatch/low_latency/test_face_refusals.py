@@ -7,7 +7,7 @@ import torch
 
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.wires.local import LocalTransport
+from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 from tests.dispatch.caught import catch
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
@@ -103,7 +103,7 @@ def test_combine_refuses_bad_input_by_name(
     ],
 )
 def test_strict_mode_has_deepeps_limits(change: dict[str, Any], message: str) -> None:
-    face = LowLatencyFace(CpuExchange(LocalTransport()), strict=True)
+    face = LowLatencyFace(CpuExchange(LocalWire()), strict=True)
     good = {**GOOD, "x": torch.zeros(3, 2048, dtype=BF16)}
     with pytest.raises(ValueError, match=message):
         face.low_latency_dispatch(**{**good, **change})
@@ -187,7 +187,7 @@ def test_masks_need_enable_shrink(face: LowLatencyFace) -> None:
 
 
 def test_mask_arguments_are_checked() -> None:
-    face = LowLatencyFace(CpuExchange(LocalTransport()), enable_shrink=True)
+    face = LowLatencyFace(CpuExchange(LocalWire()), enable_shrink=True)
     with pytest.raises(ValueError, match=r"rank_to_mask is 1; it must be in \[0, 1\)"):
         face.low_latency_update_mask_buffer(1, True)
     with pytest.raises(ValueError, match=r"mask_status is torch.int64 \[1\]"):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
-from dispatch.wires.choose import open_transport
-from dispatch.wires.local import LocalTransport
+from dispatch.wires.choose import open_wire
+from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, make_cases
 from tests.support.graph_safe import GraphSafe
@@ -51,11 +51,11 @@ def addresses_of_rounds(face: LowLatencyFace, layer: Layer, rounds: int, *, use_
 
 
 def rounds_of(name: str, layer: Layer, use_out: bool) -> list[list[int]]:
-    transport = open_transport(name, dist.group.WORLD, timeout_s=20.0)
+    wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
     try:
-        return addresses_of_rounds(LowLatencyFace(CpuExchange(transport)), layer, 6, use_out=use_out)
+        return addresses_of_rounds(LowLatencyFace(CpuExchange(wire)), layer, 6, use_out=use_out)
     finally:
-        transport.close()
+        wire.close()
 
 
 def check_turns(rounds: list[list[int]]) -> None:
@@ -74,7 +74,7 @@ def test_calls_neither_allocate_nor_synchronise(pool_of: PoolOf, name: str, is_f
 
 def test_the_result_goes_to_out() -> None:
     layer = Layer(make_cases(1, [3], hidden=256), 6, 2)
-    rounds = addresses_of_rounds(LowLatencyFace(CpuExchange(LocalTransport())), layer, 4, use_out=True)
+    rounds = addresses_of_rounds(LowLatencyFace(CpuExchange(LocalWire())), layer, 4, use_out=True)
     assert len({addresses[-1] for addresses in rounds}) == 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.gpu.symmetric import TEXT_BYTES, CombineContents, DispatchContents, SymmetricLayout
 from dispatch.gpu.torch_symmetric import TorchSymmetricMemory, check_addresses
 from dispatch.low_latency.choose import load_triton
@@ -61,7 +61,7 @@ def test_the_size_hint_has_room_for_deepeps_largest_calls() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device")
 def test_symmetric_memory_says_what_it_needs() -> None:
     with pytest.raises(
-        TransportUnavailable, match="needs a CUDA device and this machine has none; use shm or gloo"
+        WireUnavailable, match="needs a CUDA device and this machine has none; use shm or gloo"
     ):
         TorchSymmetricMemory(None, 128, torch.device("cuda"))  # type: ignore[arg-type]
 
@@ -69,17 +69,17 @@ def test_symmetric_memory_says_what_it_needs() -> None:
 def test_kernels_are_interpreted_on_the_cpu_only_where_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(TransportUnavailable, match="set TRITON_INTERPRET=1 before Python starts"):
+    with pytest.raises(WireUnavailable, match="set TRITON_INTERPRET=1 before Python starts"):
         load_triton(torch.device("cpu"))
     assert load_triton(torch.device("cuda", 0)).TritonExchange.dtypes == (BF16, torch.float16, torch.float32)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(TransportUnavailable, match=r"on cuda:0 needs Triton.*pip install 'wideep\[gpu\]'"):
+    with pytest.raises(WireUnavailable, match=r"on cuda:0 needs Triton.*pip install 'wideep\[gpu\]'"):
         load_triton(torch.device("cuda", 0))
 
 
 def test_peers_that_cannot_be_addressed_are_named() -> None:
     check_addresses([1 << 40, 1 << 41])
-    with pytest.raises(TransportUnavailable, match=r"memory of ranks \[1, 2\] cannot be addressed"):
+    with pytest.raises(WireUnavailable, match=r"memory of ranks \[1, 2\] cannot be addressed"):
         check_addresses([1 << 40, 0, 0])
 
 

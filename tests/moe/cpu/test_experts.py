@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.wires.choose import open_transport
+from dispatch.wires.choose import open_wire
 from expert_placement.placement import Placement
 from kvcache.step import Span, Step
 from moe.cpu.experts import ExpertLayer, SlotTensors, serve_experts
@@ -86,10 +86,10 @@ def layer_of(
                 if slots.bias_SN is not None:
                     slots.bias_SN[slot] = bias[expert]
         sides.append(slots)
-    transport = open_transport("auto", None, timeout_s=10.0, epoch=0)
+    wire = open_wire("auto", None, timeout_s=10.0, epoch=0)
     step = Step(max_tokens=32, max_sequences=1, max_blocks=2, block_tokens=16)
     route = routes(Placement(np.array([slot_expert]), EXPERTS, 1), 0)[0]
-    dispatcher = Dispatcher(transport, slots_per_rank=len(slot_expert))
+    dispatcher = Dispatcher(wire, slots_per_rank=len(slot_expert))
     slots = len(slot_expert)
     counts = LoadCounts(1, num_experts=EXPERTS, num_ranks=1, slots_per_rank=slots).layers[0]
     return ExpertLayer(sides[0], sides[1], route, EXPERTS, dispatcher, CurrentStep(step), counts)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dispatch.errors import TransportUnavailable
+from dispatch.errors import WireUnavailable
 from tests.support.families import VOCABULARY, write_checkpoint
 from tests.support.gpu_path import build_interpreted
 from tests.support.interpreted import interpret
@@ -36,7 +36,7 @@ def tokens_served(
     built = build_interpreted(directory, all2all_backend=backend, compiler=compiler)
     asked = [request(str(index), prompt, max_tokens=4) for index, prompt in enumerate(prompts)]
     served = serve(built, own_share(asked)).token_ids
-    return served, built.transport
+    return served, built.wire
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_ranks_on_gpus_serve_transformers_tokens(
     for index, prompt in enumerate(prompts):
         made = oracle.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None)
         assert served[str(index)] == made[0, len(prompt) :].tolist()
-    assert all(transport.startswith(says) for _, transport in parts)
+    assert all(wire.startswith(says) for _, wire in parts)
 
 
 def open_by_node(directory: Path) -> str:
     try:
         build_interpreted(directory, dispatch_node_size=1)
-    except TransportUnavailable as error:
+    except WireUnavailable as error:
         return str(error)
     return "no error"
 

@@ -1,0 +1,160 @@
+"""What a public buffer exchanges through: where its tensors lie, and normal mode over collectives of device tensors.
+
+No GPU is at hand: the collective wire runs on CPU tensors, and a guard looks for tensors that the code makes
+without saying where, which on a GPU would be on the wrong device.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from dispatch import Buffer, rows
+from dispatch.errors import WireUnavailable
+from dispatch.faces import wires
+from dispatch.wires.nccl import NcclWire
+from tests.conftest import PoolOf
+from tests.dispatch import test_buffer as buffers
+from tests.dispatch.buffer_cases import portable
+
+_FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
+HOST_TABLES = {  # functions that make tensors for the host: counts of ranks and heads of messages
+    "dispatch/rows.py: send",  # the matrix of counts
+    "dispatch/rows.py: give_back",  # ranks, which are then moved
+    "dispatch/rows.py: _pack_head",
+    "dispatch/wires/nccl.py: _start_headers",
+    "dispatch/faces/normal_mode.py: _count_experts",
+    "dispatch/faces/handles.py: pack",  # counts of nodes
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_cuda", "wanted"),
+    [
+        ("auto", False, "cpu"), ("nccl", False, "cpu"), ("nvshmem", False, "cpu"), ("auto", True, "cuda"),
+        ("nccl", True, "cuda"), ("nvshmem", True, "cuda"), ("gloo", True, "cpu"), ("shm", True, "cpu"),
+        ("local", True, "cpu"),
+    ],
+)  # fmt: skip
+def test_gpus_are_used_where_they_are_and_nothing_else_is_asked_for(
+    backend: str, has_cuda: bool, wanted: str
+) -> None:
+    assert wires.device_of(backend, has_cuda=has_cuda).type == wanted
+
+
+def open_for_gpus() -> list[str]:
+    texts = []
+    for backend in ("nccl", "nvshmem"):
+        with pytest.raises(WireUnavailable) as caught:
+            Buffer(dist.group.WORLD, backend=backend)
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device")
+def test_without_a_gpu_its_backends_are_a_named_error(pool_of: PoolOf) -> None:
+    for nccl, nvshmem in pool_of(2).run(open_for_gpus):
+        assert nccl.startswith("nccl cannot be used: this machine has no CUDA device")
+        assert nvshmem.startswith("nvshmem cannot be used: this machine has no CUDA device")
+
+
+def test_other_kernels_than_ours_are_refused() -> None:
+    buffer = Buffer(_group_of_one(), kernels="cutlass")
+    with pytest.raises(ValueError, match="kernels is 'cutlass'; it must be one of auto, triton"):
+        buffer.clean_low_latency_buffer(1, 1, 1)
+
+
+def _group_of_one() -> Any:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def make_groups() -> tuple[bool, bool, int, float]:
+    """A group is kept if it has the backend; else its ranks, and they alone, make one that has."""
+    kept = wires.group_with_backend(dist.group.WORLD, "cpu", "gloo", timeout_s=20.0) is dist.group.WORLD
+    pair = dist.new_group([0, 2], backend="gloo")
+    if dist.get_rank() == 1:
+        return kept, True, 0, 0.0
+    made = wires.group_with_backend(pair, "xpu", "gloo", timeout_s=20.0)
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total, group=made)
+    return kept, made is not pair, dist.get_world_size(made), float(total)
+
+
+def test_ranks_of_a_group_make_one_with_the_backend_that_it_lacks(pool_of: PoolOf) -> None:
+    assert pool_of(3).run(make_groups) == [(True, True, 2, 4.0), (True, True, 0, 0.0), (True, True, 2, 4.0)]
+
+
+class MadeAnywhere(TorchFunctionMode):
+    """Notes which of our functions make a tensor without saying on which device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _FACTORIES and "device" not in (kwargs or {}):
+            frame = sys._getframe(1)
+            path = frame.f_code.co_filename
+            if "/dispatch/" in path and "/tests/" not in path:
+                self.found.add(f"dispatch/{path.rpartition('/dispatch/')[2]}: {frame.f_code.co_name}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def collectives_instead_of_nccl() -> Iterator[None]:
+    """Buffers open the wire of device tensors, over gloo."""
+
+    def open_collective(backend: str, group: Any, *, timeout_s: float, mask_lost: bool) -> Any:
+        return NcclWire(group, device=torch.device("cpu"), timeout_s=timeout_s, epoch=0, reason="of a test")
+
+    before, wires.open_wire = wires.open_wire, open_collective  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        wires.open_wire = before
+
+
+def run_over_collectives(node_size: int) -> tuple[Any, Any, set[str]]:
+    """Normal mode over collectives and over gloo, with all forms of calls; and what made tensors anywhere."""
+    guard = MadeAnywhere()
+    with collectives_instead_of_nccl(), guard:
+        ours = buffers.run_layers("auto", node_size)
+    return ours, buffers.run_layers("gloo", node_size), guard.found
+
+
+@pytest.mark.parametrize("node_size", [8, 1])
+def test_normal_mode_over_collectives_equals_gloo_and_leaves_nothing_on_the_cpu(
+    pool_of: PoolOf, node_size: int
+) -> None:
+    for ours, theirs, found in pool_of(2).run(run_over_collectives, node_size):
+        assert flat(ours) == flat(theirs)
+        assert "dispatch/rows.py: _pack_head" in found
+        assert found <= HOST_TABLES, found - HOST_TABLES
+
+
+def flat(results: Any) -> Any:
+    """Turn tensors into what compares."""
+    if isinstance(results, torch.Tensor):
+        whole = portable(results.contiguous())
+        return str(whole.dtype), list(whole.shape), whole.view(-1).view(torch.uint8).tolist()
+    if isinstance(results, dict):
+        return {name: flat(value) for name, value in results.items()}
+    return [flat(value) for value in results] if isinstance(results, (list, tuple)) else results
+
+
+def test_the_guard_notices_a_tensor_made_anywhere() -> None:
+    guard = MadeAnywhere()
+    with guard:
+        wires.device_of("auto", has_cuda=False)
+        assert guard.found == set()
+        rows._pack_head("x", [1])
+    assert guard.found == {"dispatch/rows.py: _pack_head"}
