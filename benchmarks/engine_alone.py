@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple, Self
 
 from benchmarks.closed_loop import Timing
+from scheduler.assembly import assemble
+from scheduler.engine import Engine
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, Request, RequestOutput, SamplingParams
-from scheduler.step.assembly import assemble
-from scheduler.step.engine import Engine
 from server.process.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 20.0

@@ -24,8 +24,8 @@ from benchmarks.card import environment_card, print_card, print_tail
 from benchmarks.random_model import ensure_random_model
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
+from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import EngineConfig
-from scheduler.step.assembly import Assembled, assemble
 
 KINDS = {  # the first whose words are all in "file:function" takes a function's own time
     "linear kernels": (("cpu_linear.py", ":_linear"),),

@@ -35,11 +35,11 @@ from benchmarks.random_model import ensure_random_model
 from expert_placement.eplb_config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.placement import Placement
-from scheduler.moves.placement_report import MoveState, PlacementReport
+from scheduler.assembly import assemble
+from scheduler.engine import Engine
+from scheduler.moves.reports import MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, Request, RequestOutput, SamplingParams
-from scheduler.step.assembly import assemble
-from scheduler.step.engine import Engine
 
 GOAL = 1.1  # p99 during a move over p99 without
 PROMPT_TOKENS = 16

@@ -30,14 +30,13 @@ from benchmarks.card import environment_card, print_card, print_tail, save_resul
 from benchmarks.profile import NoDoorbell
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
+from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import Request, SamplingParams, Structure
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling.sampling import sample
-from scheduler.step.assembly import Assembled, assemble
-from scheduler.structure.grammar import compile_structure, open_tokenizer
-from scheduler.structure.matcher import GrammarMatcher
-from scheduler.structure.vocabulary import Vocabulary
+from scheduler.sampling.sampler import sample
+from scheduler.structure.compiler import Vocabulary
+from scheduler.structure.grammar import GrammarMatcher, compile_structure, open_tokenizer
 from server.front.tokenizer import Tokenizer
 from server.process.preflight.model_source import resolve_model
 

@@ -30,10 +30,10 @@ from benchmarks.random_model import ensure_random_model
 from dispatch.exchange_clock import ExchangeClock
 from kvcache.paged_cache import PagedCache
 from moe.load_counts import LoadCounts
-from scheduler.moves.load_report import ExpertMap, LoadReport
+from scheduler.assembly import Assembled, assemble
+from scheduler.moves.reports import ExpertMap, LoadReport
 from scheduler.moves.telemetry import REPORT_EVERY_S
 from scheduler.policy.config import EngineConfig
-from scheduler.step.assembly import Assembled, assemble
 from server.experts.load_window import ExpertsLoad
 from server.experts.snapshot import answer
 from server.http.json_parts import encode

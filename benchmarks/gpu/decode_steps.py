@@ -22,9 +22,9 @@ from benchmarks.gpu.rows import Figure, Row, Setting
 from benchmarks.gpu.served import Silent, sequence_of
 from benchmarks.gpu.timing import time_queued
 from kvcache.paged_cache import BLOCK_TOKENS
+from scheduler.assembly import Assembled, assemble
 from scheduler.policy.request import SamplingParams
 from scheduler.policy.scheduler import Batch, Scheduled
-from scheduler.step.assembly import Assembled, assemble
 from scheduler.step.batch_step import fill_step
 
 _BATCHES, _CONTEXT = (1, 32, 128, 256), 2048

@@ -20,9 +20,9 @@ from benchmarks.gpu.models import MODELS, config_of, engine_config, transformers
 from benchmarks.gpu.rows import Row, Setting
 from benchmarks.gpu.served import Silent, sequence_of
 from kvcache.paged_cache import BLOCK_TOKENS
+from scheduler.assembly import assemble
 from scheduler.policy.request import SamplingParams
 from scheduler.policy.scheduler import Batch, Scheduled
-from scheduler.step.assembly import assemble
 
 _CHUNK, _TAIL = 48, 4  # tokens of a prompt: half of them in each of two chunks, then one by one
 _ALLOWED_TIMES, _ALLOWED = 1.5, 1e-3

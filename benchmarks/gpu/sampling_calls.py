@@ -15,7 +15,7 @@ from benchmarks.gpu.served import sequence_of
 from scheduler.policy.request import SamplingParams
 from scheduler.sampling.gpu.draws import plan_draws
 from scheduler.sampling.gpu.sampling import SamplingScratch, choose_tokens
-from scheduler.sampling.sampling import sample
+from scheduler.sampling.sampler import sample
 
 KINDS = {
     "greedy": SamplingParams(max_tokens=8, temperature=0.0),

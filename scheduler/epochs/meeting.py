@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from dispatch.errors import WireUnavailable
-from scheduler.epochs.membership import IsOver, OvertakenError
+from scheduler.epochs.orders import IsOver, OvertakenError
 
 ARRIVAL_TIMEOUT_S = 29.5  # just before the front gives those up that did not come (30 s after its order)
 CONNECT_TIMEOUT_S = 10.0

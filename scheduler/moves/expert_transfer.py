@@ -22,8 +22,8 @@ from moe.expert_weights import (
     sample,
     try_out,
 )
-from scheduler.moves.peer_channel import Pace, PeerChannel
-from scheduler.moves.placement_report import Cause
+from scheduler.moves.channel import Pace, PeerChannel
+from scheduler.moves.reports import Cause
 
 _HEAD_BYTES = 2048
 

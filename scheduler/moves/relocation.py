@@ -23,9 +23,9 @@ from expert_placement.transfers import Transfer, transfers_between
 from moe.expert_weights import ExpertWeights, exchange_slot
 from moe.replicas import Route, routes
 from moe.spare_slots import SpareSlots
+from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel
 from scheduler.moves.expert_transfer import MoveError, Place, copy_expert, receive_expert, send_expert
-from scheduler.moves.peer_channel import ChannelError, NoPeers, Pace, PeerChannel
-from scheduler.moves.placement_report import Cause, MoveState, PlacementReport
+from scheduler.moves.reports import Cause, MoveState, PlacementReport
 
 CLOSE_TIMEOUT_S = 5.0  # what moves ends when its channel is closed, which is before
 

@@ -1,11 +1,9 @@
 """Where experts are when a service starts: what a file says, or evenly, with copies in the redundant slots."""
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 from expert_placement.eplb_config import EplbConfig
 from expert_placement.node_rules import rules_for_plan
@@ -64,29 +62,3 @@ def _from_file(file: Path, num_layers: int, num_experts: int, num_ranks: int) ->
             f"has {num_layers} layers of {num_experts} experts on {num_ranks} ranks: plan one for it"
         )
     return placement
-
-
-def hosts_of(group: dist.ProcessGroup | None) -> tuple[str, ...]:
-    """Tell the hosts of all ranks, in their order; collective over `group`, None being one rank."""
-    own = socket.gethostname()
-    if group is None:
-        return (own,)
-    told: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group=group)
-    return tuple(told)
-
-
-def check_agreed(placement: Placement, group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks start from the same placement; collective over `group`, None being one rank.
-
-    Raises:
-        ConfigError: they read different files.
-    """
-    if group is None:
-        return
-    told: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(told, f"{placement.digest()} version {placement.version}", group=group)
-    if len(set(told)) > 1:
-        raise ConfigError(
-            f"the ranks start from different placements ({', '.join(told)}); give every node the same file"
-        )

@@ -13,7 +13,7 @@ import numpy as np
 from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import Placement
 from moe.load_counts import DECODE, PREFILL, LoadCounts
-from scheduler.moves.load_report import ExpertMap, LoadReport
+from scheduler.moves.reports import ExpertMap, LoadReport
 from scheduler.step.runner import Runner
 
 REPORT_EVERY_S = 1.0

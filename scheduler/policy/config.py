@@ -1,11 +1,62 @@
-"""What an engine is told at start: one frozen value, checked before any weight is read."""
+"""What an engine is told at start: one frozen value, checked before any weight is read. Knows no torch."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from expert_placement.eplb_config import EplbConfig
-from scheduler.step.lockstep import DispatchMode, HalfThresholds
+
+
+class DispatchMode(Enum):
+    """Which of `dispatch.mode`'s modes steps take; the values are the command line's."""
+
+    AUTO = "auto"  # low latency for decode-only steps, normal for the others
+    NORMAL = "normal"  # always
+    LOW_LATENCY = "low_latency"  # always, with room for the largest batch
+
+
+class HalfThresholds(NamedTuple):
+    """Tokens that every rank must have for a step to run in two halves; vLLM's names and numbers."""
+
+    decode_tokens: int = 32  # of a step that only decodes
+    prefill_tokens: int = 512  # of one with prompts, its decodes included
+
+
+def why_no_halves(
+    num_ranks: int, *, on_gpus: bool = False, replays: bool = False, backend: str = "auto"
+) -> str:
+    """Say what two halves of a step cannot work with, and what to do; "" if they can.
+
+    Args:
+        num_ranks: of the service.
+        on_gpus: whether it computes there. replays: whether decode steps would be replayed from CUDA graphs.
+        backend: how ranks exchange tokens.
+    """
+    if num_ranks == 1:
+        return "--enable-dbo runs a step in two halves, one computing while the other's tokens travel between ranks; there is one rank: leave it out"
+    if on_gpus and replays:
+        return "--enable-dbo cannot be replayed from CUDA graphs, whose halves could not take turns: give --enforce-eager with it"
+    if backend == "deep_ep":
+        return "--enable-dbo needs two ways between the ranks, and deep_ep's buffer is one: give another --all2all-backend"
+    return ""
+
+
+def why_no_compiler(*, on_gpus: bool, is_invariant: bool, in_halves: bool) -> str:
+    """Say why models are not compiled with these settings; "" if they can be."""
+    if not on_gpus:
+        return "--enable-torch-compile is for GPUs; the CPU's kernels are compiled already: leave it out"
+    if is_invariant:
+        return (
+            "--enable-torch-compile does not go with --batch-invariant: compiled sums may have another order for "
+            "another number of rows; leave one of them out"
+        )
+    if in_halves:
+        return (
+            "--enable-torch-compile does not go with --enable-dbo, whose halves run on two threads; leave one of "
+            "them out"
+        )
+    return ""
 
 
 class ConfigError(ValueError):
@@ -24,7 +75,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens; None: the model's
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    device: str = "cpu"  # see `scheduler.step.devices`
+    device: str = "cpu"  # see `scheduler.step.parts`
     dtype: str = "auto"
     load_format: str = "auto"  # the directory's safetensors; "random": see `moe.load.random_checkpoint`
     batch_invariant: bool = False  # of a GPU; a CPU always is

@@ -1,32 +1,17 @@
-"""The local scheduler: which tokens of which sequences a rank runs in its next step.
-
-Continuous batching with chunked prefill. A step runs every decode first (one token each), then the rest of the
-prompt that is half done, then the prompts of waiting requests in order of arrival, cut to the step's token budget.
-Out of blocks preempts the latest arrival: its blocks go, it waits at the head of the queue, and prompt and generated
-tokens are computed again (mostly found in the prefix cache). Running sequences have all arrived before waiting ones,
-and at most one of them, the latest, is in the middle of its prompt.
-
-Planning may run ahead of results: `schedule` may be called again before `commit`, batches commit in order. A
-sequence that ends or is preempted while batches hold it keeps its blocks until the last of these commits, because
-the running step may still write them.
-
-Knows no torch, no model, no clock (times are passed in): the simulator runs the same code. Results depend on the
-order of calls only. Ideas: Orca (iteration-level batching), vLLM (preempt and recompute), Sarathi-Serve (chunked
-prefill beside decodes), nano-vllm (the size). Rejected: swapping blocks out to the host, which is slower than
-recomputing for short sequences and one more memory to account for.
-"""
+"""What a scheduler's limits must satisfy, checked once at start, and which requests they cannot serve."""
 
 import heapq
 from collections import deque
 from typing import NamedTuple
 
 from kvcache.blocks import BlockPool
-from scheduler.policy.limits import check_limits, why_unservable
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
-from scheduler.policy.roster import Roster
-from scheduler.policy.sequence import Sequence, SequenceStatus
-from scheduler.policy.structure import StructureMatcher
+from scheduler.policy.sequence import Roster, Sequence, SequenceStatus, StructureMatcher
 from scheduler.policy.tables import BlockTables
+
+
+class SchedulerLimitsError(ValueError):
+    """Limits that cannot serve every request the service accepts."""
 
 
 class DuplicateRequestError(ValueError):
@@ -335,3 +320,42 @@ class Scheduler:
 
 def _end_of(request_id: str, reason: FinishReason, error: str = "") -> RequestOutput:
     return RequestOutput(request_id=request_id, token_ids=[], finish_reason=reason, error=error)
+
+
+def check_limits(pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    """Refuse limits under which some request could never run.
+
+    Raises:
+        SchedulerLimitsError: naming the limit, the value seen and the values allowed.
+    """
+    if max_num_seqs < 1:
+        raise SchedulerLimitsError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
+    if max_num_batched_tokens < max_num_seqs:
+        raise SchedulerLimitsError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}; it must be at least max_num_seqs "
+            f"({max_num_seqs}), so that every running request gets its token in every step"
+        )
+    if max_model_len < 2:
+        raise SchedulerLimitsError(
+            f"max_model_len is {max_model_len}; it must be at least 2: one prompt token, one generated"
+        )
+    num_needed = pool.blocks_for(max_model_len)
+    if num_needed > pool.num_blocks:
+        raise SchedulerLimitsError(
+            f"max_model_len is {max_model_len} tokens, which need {num_needed} KV blocks of {pool.block_tokens}; "
+            f"the pool has {pool.num_blocks}: give the KV cache more memory, or set max_model_len to at most "
+            f"{pool.num_blocks * pool.block_tokens}"
+        )
+
+
+def why_unservable(request: Request, max_model_len: int) -> str:
+    """Say why a request can never run; empty when it can."""
+    num_tokens = len(request.prompt_ids)
+    if num_tokens == 0:
+        return "the prompt has no tokens; give at least one"
+    if num_tokens >= max_model_len:
+        return (
+            f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} fit, because max_model_len is "
+            f"{max_model_len} and at least one token is generated; shorten the prompt"
+        )
+    return ""

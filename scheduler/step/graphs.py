@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcache.gpu.step import DeviceStep
 from kvcache.paged_cache import PagedCache
-from scheduler.step.forward import Forward
+from scheduler.step.runner import Forward
 
 Run = Callable[[], Tensor]
 WARM_UPS = 2  # runs before a capture: kernels are compiled and scratch memory is made in the first

@@ -6,14 +6,14 @@ epoch and placement is checked each time, because a mismatch would mix up answer
 
 The decision includes how tokens travel. When no rank has a prompt to run, all know a step ahead how many tokens any
 of them can have, and dispatch in low-latency mode for that many; a step with prompts is in normal mode. Idea: the
-`auto` of SGLang's `--deepep-mode`, there decided by each rank's forward mode.
-"""
+`auto` of SGLang's `--deepep-mode`, there decided by each rank's forward mode."""
 
 from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from dispatch.mode import SMALLEST_CAPACITY, fitting_capacity
+from scheduler.policy.config import DispatchMode, HalfThresholds
 
 
 class LockStepError(RuntimeError):
@@ -31,21 +31,6 @@ class Mailbox(Protocol):
 
     def close(self) -> None:
         """Release what it holds; may be called twice."""
-
-
-class DispatchMode(Enum):
-    """Which of `dispatch.mode`'s modes steps take; the values are the command line's."""
-
-    AUTO = "auto"  # low latency for decode-only steps, normal for the others
-    NORMAL = "normal"  # always
-    LOW_LATENCY = "low_latency"  # always, with room for the largest batch
-
-
-class HalfThresholds(NamedTuple):
-    """Tokens that every rank must have for a step to run in two halves; vLLM's names and numbers."""
-
-    decode_tokens: int = 32  # of a step that only decodes
-    prefill_tokens: int = 512  # of one with prompts, its decodes included
 
 
 class Header(NamedTuple):
@@ -137,25 +122,6 @@ def agree_on_halves(headers: Sequence[Header], thresholds: HalfThresholds | None
     return all(header.num_decodes >= thresholds.decode_tokens for header in headers)
 
 
-def why_no_halves(
-    num_ranks: int, *, on_gpus: bool = False, replays: bool = False, backend: str = "auto"
-) -> str:
-    """Say what two halves of a step cannot work with, and what to do; "" if they can.
-
-    Args:
-        num_ranks: of the service.
-        on_gpus: whether it computes there. replays: whether decode steps would be replayed from CUDA graphs.
-        backend: how ranks exchange tokens.
-    """
-    if num_ranks == 1:
-        return "--enable-dbo runs a step in two halves, one computing while the other's tokens travel between ranks; there is one rank: leave it out"
-    if on_gpus and replays:
-        return "--enable-dbo cannot be replayed from CUDA graphs, whose halves could not take turns: give --enforce-eager with it"
-    if backend == "deep_ep":
-        return "--enable-dbo needs two ways between the ranks, and deep_ep's buffer is one: give another --all2all-backend"
-    return ""
-
-
 def describe_modes(mode: DispatchMode, max_num_seqs: int, max_num_batched_tokens: int) -> str:
     """Say in one sentence which steps are dispatched how."""
     if mode is DispatchMode.NORMAL:
@@ -239,3 +205,13 @@ class LockStep:
     def close(self) -> None:
         """Let ranks that wait for this one's header know that none will come. May be called twice."""
         self._mailbox.close()
+
+
+class Doorbell(Protocol):
+    """Wakes all ranks of a job."""
+
+    def ring(self, step: int) -> None:
+        """Wake everybody who sleeps before `step`; any thread."""
+
+    def wait(self, step: int) -> None:
+        """Sleep until somebody rings for `step`."""

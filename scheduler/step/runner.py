@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,11 +13,20 @@ from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
 from scheduler.policy.request import Logprobs
 from scheduler.policy.scheduler import Batch
-from scheduler.sampling.sampler import HostSampler, Sampler
-from scheduler.sampling.sampling import Sampled
+from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
 from scheduler.step.batch_step import fill_step
-from scheduler.step.forward import Forward
 from scheduler.two_batch import TwoBatch
+
+
+class Forward(Protocol):
+    """Runs a step; see `moe.model.Model.forward`."""
+
+    def __call__(
+        self, token_T: Tensor, cache: PagedCache, logits_R: Tensor, *, keeps_hidden: bool = False
+    ) -> Tensor:
+        """Return logits [R, V]."""
+        ...
+
 
 SCORED_ROWS = 64  # of a prompt at a time; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
 

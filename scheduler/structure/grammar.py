@@ -6,21 +6,23 @@ limits below, whatever the form. Rejected: xgrammar (Apache-2.0; C++), whose fig
 It needs torch, which the front must not load.
 
 A form may not look behind or ahead in regexes (neither library can). What llguidance does not know of JSON Schema
-(`not`, `if`, `uniqueItems`, `format`s of its own invention) is an error and never silently dropped.
-"""
+(`not`, `if`, `uniqueItems`, `format`s of its own invention) is an error and never silently dropped."""
 
 import json
+from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from scheduler.policy.request import Structure
-from scheduler.policy.structure import StructureError
-from scheduler.structure.vocabulary import Vocabulary
+from scheduler.policy.request import Request, Structure
+from scheduler.policy.sequence import Row
+from scheduler.structure.compiler import StructureError, Vocabulary
 
 # Room between the parts of JSON, as much as indented text needs. Without a bound a weak model writes blanks for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,  # an object of 500 optional properties
     initial_lexer_fuel=1_000_000,  # 50,000 a millisecond, says llguidance
@@ -30,8 +32,11 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,  # the client's schema stays out of messages
 )
+
 MAX_MESSAGE = 500  # characters
+
 _BODY = "structure"
+
 _OPTIONS = (
     '{"no_forcing": true}'  # else only one spelling is allowed where a text has no choice but its spelling
 )
@@ -144,3 +149,76 @@ class _Tokens:
         """Tokenize byte by byte: llguidance asks when it wants to spell what can only go on in one way."""
         data = text.encode() if isinstance(text, str) else text
         return [self._id_of_byte[byte] for byte in data if byte in self._id_of_byte]
+
+
+class GrammarMatcher:
+    """Follows one request's tokens."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, ignore_eos: bool) -> None:
+        """Take over a matcher that nobody else uses, made with `structure_grammar.open_tokenizer(vocabulary)`."""
+        self._matcher = matcher
+        self._end_ids = sorted(vocabulary.end_ids)
+        self._end_place = len(vocabulary.tokens)  # of the token that stands for the end
+        self._ignore_eos = ignore_eos
+        self.has_ended = matcher.is_stopped()
+        self.failure = ""
+
+    def mask(self, logits_V: Row) -> None:
+        """Set what may not come next to -inf, in place. A matcher that fails leaves the row and says why."""
+        if self.failure:
+            return
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self.failure = error_of(self._matcher)
+        if self.failure:
+            return
+        size = max(logits_V.size, self._end_place + 1)
+        allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
+        if allowed[self._end_place]:
+            allowed[self._end_ids] = not self._ignore_eos or not allowed[: self._end_place].any()
+        np.copyto(logits_V, -np.inf, where=~allowed[: logits_V.size])
+
+    def advance(self, token_id: int) -> None:
+        """Follow a token that was sampled; one that the form does not allow is a failure."""
+        if self.failure:
+            return
+        if token_id in self._end_ids:
+            self.has_ended = True
+        elif not self._matcher.consume_token(token_id):
+            self.failure = f"the structure cannot go on with token {token_id}: {error_of(self._matcher)}"
+        else:
+            self.has_ended = self._matcher.is_stopped()
+
+
+MAX_KEPT = 64  # compiled forms
+
+
+class Forms:
+    """One thread's alone."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Build the token tree."""
+        self._vocabulary, self._tokenizer = vocabulary, open_tokenizer(vocabulary)
+        self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
+
+    def matcher_for(self, request: Request) -> GrammarMatcher:
+        """Return a copy of the request's form that has followed the tokens which an earlier attempt delivered.
+
+        Raises:
+            StructureError: it cannot be compiled.
+        """
+        params = request.params
+        assert params.structure is not None, "only requests that ask for a form come here"
+        compiled = self._compile(params.structure)
+        ignore_eos = not self._vocabulary.end_ids & set(params.stop_token_ids)
+        matcher = GrammarMatcher(compiled.deep_copy(), self._vocabulary, ignore_eos=ignore_eos)
+        for token_id in request.replayed_ids:
+            matcher.advance(token_id)
+        return matcher
+
+    def _compile(self, structure: Structure) -> LLMatcher:
+        if structure not in self._compiled:
+            self._compiled[structure] = compile_structure(structure, self._tokenizer)
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(structure)
+        return self._compiled[structure]

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from scheduler.moves.placement_report import Cause
+from scheduler.moves.reports import Cause
 
 KINDS = ("shares", "repair", "plan", "apply", "rollback")
 DECISIONS = ("nothing", "shares", "repair")

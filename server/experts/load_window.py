@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from expert_placement.load import PHASES, LoadWindow, RankFigures, no_figures
-from scheduler.epochs.membership import Order
-from scheduler.moves.load_report import ExpertMap, LoadReport
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, LoadReport
 from server.experts.change_counts import ChangeCounts
 from server.experts.recorder import LoadRecorder
 from server.experts.series import LoadSeries

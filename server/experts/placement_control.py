@@ -23,8 +23,8 @@ from expert_placement.node_rules import rules_for_repair
 from expert_placement.placement import Placement
 from expert_placement.proposal import Proposal, Situation
 from expert_placement.transfers import stages
-from scheduler.epochs.membership import Order
-from scheduler.moves.placement_report import Cause
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import Cause
 from server.errors import ApiError, bad_request, not_ready
 from server.experts.load_window import ExpertsLoad
 from server.experts.stage_runner import RankCalls, StageRunner

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from expert_placement.load import PHASES, measured_balancedness
-from scheduler.moves.load_report import ExpertMap
+from scheduler.moves.reports import ExpertMap
 
 MAX_BYTES = 256 << 20
 _MIN_ROWS = 2

@@ -7,7 +7,7 @@ import numpy as np
 
 from expert_placement.load import PHASES, RankFigures, measured_balancedness
 from expert_placement.slowness import explain
-from scheduler.moves.load_report import ExpertMap
+from scheduler.moves.reports import ExpertMap
 
 
 class LoadSnapshot(NamedTuple):

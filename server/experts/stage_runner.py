@@ -7,7 +7,7 @@ import asyncio
 from typing import NamedTuple, Protocol
 
 from expert_placement.placement import Placement
-from scheduler.moves.placement_report import Cause, MoveState, PlacementReport
+from scheduler.moves.reports import Cause, MoveState, PlacementReport
 
 _ENDED = (MoveState.SERVING, MoveState.FAILED, MoveState.DROPPED)
 

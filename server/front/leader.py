@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from expert_placement.placement import Placement
-from scheduler.epochs.membership import Order
+from scheduler.epochs.orders import Order
 from server.front.membership import Effects, Epoch, Epochs, Phase
 from server.link.membership_wire import FaultWord
 

@@ -23,7 +23,7 @@ import jinja2
 from jinja2 import nodes
 from transformers import AutoTokenizer
 
-from scheduler.structure.vocabulary import Vocabulary
+from scheduler.structure.compiler import Vocabulary
 
 _CALLS = "tool_calls"
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # transformers' own tag; parsed without it

@@ -1,11 +1,11 @@
-"""Between `scheduler.moves.load_report` and the messages Load and Experts of ranks.proto: pure functions, both ways.
+"""Between `scheduler.moves.reports` and the messages Load and Experts of ranks.proto: pure functions, both ways.
 
 Matrices cross as their bytes: decoding 30,000 counts one by one would take the front milliseconds a rank.
 """
 
 import numpy as np
 
-from scheduler.moves.load_report import ExpertMap, LoadReport
+from scheduler.moves.reports import ExpertMap, LoadReport
 from server.link import ranks_pb2 as pb
 
 _SAME = (

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from scheduler.epochs.membership import Order
+from scheduler.epochs.orders import Order
 from server.link import placement_wire
 from server.link import ranks_pb2 as pb
 

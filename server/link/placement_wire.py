@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from expert_placement.placement import Placement
 from expert_placement.placement_file import from_json, to_json
-from scheduler.moves.placement_report import Cause, MoveState, PlacementReport
+from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from server.link import ranks_pb2 as pb
 
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from expert_placement.placement import Placement
-from scheduler.epochs.membership import Order
-from scheduler.moves.load_report import ExpertMap, LoadReport
-from scheduler.moves.placement_report import PlacementReport
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
 from scheduler.policy.request import RankStats, Request, RequestOutput
 from server.link import load_wire, membership_wire, placement_wire, wire
 from server.link import ranks_pb2 as pb

@@ -5,9 +5,9 @@ import socket
 import sys
 
 from moe.expert_weights import read_slot
-from scheduler.moves.placement_report import MoveState, PlacementReport
+from scheduler.assembly import Assembled
+from scheduler.moves.reports import MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
-from scheduler.step.assembly import Assembled
 from server.link.rank_link import RankLink
 from server.link.wire import RankFacts
 from server.process.front_probe import FRONT_IS_GONE, front_answers

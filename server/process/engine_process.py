@@ -23,15 +23,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from dispatch.errors import DispatchError, WireUnavailable
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
+from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import ConfigError, EngineConfig
-from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import RankStats, RequestOutput
-from scheduler.policy.structure import StructureError
-from scheduler.step.assembly import Assembled, assemble
-from scheduler.step.doorbell import StoreDoorbell
+from scheduler.policy.scheduler import SchedulerLimitsError
+from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError
-from scheduler.structure.vocabulary import Vocabulary
+from scheduler.structure.compiler import StructureError, Vocabulary
 from server.link.rank_link import LinkError
 from server.options.command_line import Options
 from server.process.engine_link import make_link, send_report, send_start

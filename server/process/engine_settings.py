@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from scheduler.policy.config import EngineConfig
-from scheduler.step.lockstep import DispatchMode, HalfThresholds
+from scheduler.policy.config import DispatchMode, EngineConfig, HalfThresholds
 from scheduler.step.sizing import cache_budget, gpu_cache_budget
 from server.options.command_line import Options
 from server.process.preflight.machine import available_bytes

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe.load.checkpoint import Checkpoint, CheckpointError
+from scheduler.assembly import assemble
 from scheduler.policy.config import EngineConfig
-from scheduler.step.assembly import assemble
 from tests.support.families import VOCABULARY
 from tests.support.serving import WaveDoorbell, build, own_share, teacher_forced
 

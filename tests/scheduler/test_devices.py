@@ -8,11 +8,10 @@ import torch
 
 from dispatch.errors import WireUnavailable
 from moe.cpu.backend import CPU
-from scheduler.policy.config import ConfigError, EngineConfig
+from scheduler.assembly import check_together
+from scheduler.policy.config import ConfigError, EngineConfig, HalfThresholds
 from scheduler.sampling.sampler import HostSampler
-from scheduler.step.assembly import check_together
-from scheduler.step.devices import backend_of, open_device_dispatcher, open_forward, open_sampler
-from scheduler.step.lockstep import HalfThresholds
+from scheduler.step.parts import backend_of, open_device_dispatcher, open_forward, open_sampler
 
 
 def test_the_cpu_is_the_way_that_needs_nothing() -> None:

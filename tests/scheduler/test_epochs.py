@@ -7,8 +7,8 @@ import pytest
 from dispatch.errors import PeerLost, RanksDisagree, WireUnavailable
 from dispatch.mailbox import open_mailbox
 from expert_placement.placement import linear_placement
-from scheduler.epochs.epochs import Epochs
-from scheduler.epochs.membership import CannotHoldError, IsOver, MembershipError, Order, OvertakenError
+from scheduler.epochs.follower import Epochs
+from scheduler.epochs.orders import CannotHoldError, IsOver, MembershipError, Order, OvertakenError
 from scheduler.step.lockstep import Header, LockStep
 
 PLACEMENT = linear_placement(1, 4, 2)

@@ -13,8 +13,8 @@ import torch
 
 from expert_placement.placement_file import save_placement
 from moe.model import Skeleton
+from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request, RequestOutput, TokenBias
-from scheduler.step.lockstep import DispatchMode
 from tests.conftest import PoolOf
 from tests.support.families import VOCABULARY, write_checkpoint
 from tests.support.placements import random_placement

@@ -6,12 +6,11 @@ from hypothesis import strategies as st
 
 from dispatch.mailbox import open_mailbox
 from kvcache.blocks import BlockPool
+from scheduler.policy.config import DispatchMode, HalfThresholds, why_no_halves
 from scheduler.policy.scheduler import Scheduler
 from scheduler.step.lockstep import (
     Agreement,
     Decision,
-    DispatchMode,
-    HalfThresholds,
     Header,
     LockStep,
     LockStepError,
@@ -21,7 +20,6 @@ from scheduler.step.lockstep import (
     decide,
     describe_halves,
     describe_modes,
-    why_no_halves,
 )
 from tests.support.serving import request
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from dispatch.errors import WireUnavailable
 from scheduler.epochs.meeting import ARRIVAL_TIMEOUT_S, meet
-from scheduler.epochs.membership import OvertakenError
+from scheduler.epochs.orders import OvertakenError
 
 
 class Clock:

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from expert_placement.placement import linear_placement
-from scheduler.epochs.membership import MembershipError, Order, Orders
+from scheduler.epochs.orders import MembershipError, Order, Orders
 
 PLACEMENT = linear_placement(1, 4, 2)
 

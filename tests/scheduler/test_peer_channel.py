@@ -3,7 +3,7 @@
 import threading
 
 from expert_placement.transfers import BUSY_PART
-from scheduler.moves.peer_channel import LEAST_BUSY_S, PIECE_BYTES, Pace
+from scheduler.moves.channel import LEAST_BUSY_S, PIECE_BYTES, Pace
 
 
 def begin(pace: Pace, num_bytes: int) -> threading.Event:

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import FinishReason, RequestOutput
-from scheduler.policy.scheduler import DuplicateRequestError
+from scheduler.policy.scheduler import DuplicateRequestError, SchedulerLimitsError
 from tests.support.policy_cases import rank_of, request_of, step
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe.expert_weights import read_slot
-from scheduler.moves.peer_channel import PeerChannel
-from scheduler.moves.placement_report import Cause, MoveState
+from scheduler.moves.channel import PeerChannel
+from scheduler.moves.reports import Cause, MoveState
 from tests.conftest import PoolOf
 from tests.scheduler.test_relocation import answers, moving, requests, slot_digests
 from tests.support.moves import MovedRank, Moves, build_with_copies, targets

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from expert_placement.eplb_config import EplbConfig
-from scheduler.moves.placement_report import MoveState, PlacementReport
+from scheduler.moves.reports import MoveState, PlacementReport
+from scheduler.policy.config import DispatchMode, HalfThresholds
 from scheduler.policy.request import Request
-from scheduler.step.lockstep import DispatchMode, HalfThresholds
 from tests.support.crew import Crew, Doom
 from tests.support.families import VOCABULARY, write_checkpoint
 from tests.support.moves import targets
@@ -193,7 +193,7 @@ def test_a_member_that_dies_while_it_meets_the_others_is_one_more_fault(
     checkpoint: Path, function: str
 ) -> None:
     wanted = requests(0, 6)
-    with Crew(checkpoint, 3, dooms={2: Doom(function=f"scheduler.epochs.regrouping.{function}")}) as crew:
+    with Crew(checkpoint, 3, dooms={2: Doom(function=f"scheduler.epochs.follower.{function}")}) as crew:
         for rank in range(3):
             crew.submit(rank, wanted[rank::3])
         crew.kill(1)

@@ -14,9 +14,9 @@ from dispatch.errors import DispatchError
 from expert_placement.placement import Placement, linear_placement
 from moe.expert_weights import ExpertWeights, digest, read_slot
 from scheduler.moves import expert_transfer, relocation
+from scheduler.moves.channel import NoPeers, Pace, PeerChannel
 from scheduler.moves.expert_transfer import Place
-from scheduler.moves.peer_channel import NoPeers, Pace, PeerChannel
-from scheduler.moves.placement_report import Cause, MoveState, PlacementReport
+from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from scheduler.policy.request import Request
 from tests.conftest import PoolOf
 from tests.support.families import VOCABULARY, write_checkpoint

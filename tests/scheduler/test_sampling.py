@@ -8,8 +8,7 @@ import torch
 
 from scheduler.policy.request import Request, SamplingParams, TokenBias
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling.logprobs import prompt_logprobs
-from scheduler.sampling.sampling import sample
+from scheduler.sampling.sampler import prompt_logprobs, sample
 
 VOCABULARY = 500
 

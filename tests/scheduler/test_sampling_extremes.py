@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.policy.request import Request, SamplingParams
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling.sampling import sample
+from scheduler.sampling.sampler import sample
 
 VOCABULARY = 64
 TINY = (5e-324, 1e-320, 1e-45, 1e-30, 1e-6)

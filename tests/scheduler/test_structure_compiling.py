@@ -8,9 +8,7 @@ import threading
 import pytest
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams, Structure
-from scheduler.policy.structure import StructureError
-from scheduler.structure.compiling import StructureCompiler, Structured
-from scheduler.structure.vocabulary import Vocabulary
+from scheduler.structure.compiler import StructureCompiler, Structured, StructureError, Vocabulary
 from tests.support.structures import END, OTHER_END, VOCABULARY, ids_of
 
 TIMEOUT_S = 20.0
@@ -96,15 +94,14 @@ def test_a_rank_without_a_tokenizer_says_so() -> None:
 def test_a_rank_without_llguidance_says_so_to_those_who_ask_for_a_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("forms", "grammar", "matcher"):
-        monkeypatch.delitem(sys.modules, f"scheduler.structure_{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "scheduler.structure.grammar", raising=False)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     (ready,) = ready_of(compiler_of()[0], request_of("1", Structure("regex", "a")))
     assert isinstance(ready, RequestOutput) and "this rank cannot import llguidance" in ready.error
 
 
 def test_an_engine_that_nobody_asks_for_forms_runs_without_llguidance() -> None:
-    code = "import scheduler.structure.compiling, sys; sys.exit('llguidance' in sys.modules)"
+    code = "import scheduler.structure.compiler, sys; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S, check=False).returncode == 0
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scheduler.policy.request import Structure
-from scheduler.policy.structure import StructureError
+from scheduler.structure.compiler import StructureError
 from scheduler.structure.grammar import compile_structure
 from tests.support.structures import TOKENIZER, accepts
 

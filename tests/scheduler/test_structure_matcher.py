@@ -3,9 +3,8 @@
 import numpy as np
 
 from scheduler.policy.request import FinishReason, Structure
-from scheduler.structure.grammar import compile_structure, open_tokenizer
-from scheduler.structure.matcher import GrammarMatcher
-from scheduler.structure.vocabulary import Vocabulary, vocabulary_from_json, vocabulary_to_json
+from scheduler.structure.compiler import Vocabulary, vocabulary_from_json, vocabulary_to_json
+from scheduler.structure.grammar import GrammarMatcher, compile_structure, open_tokenizer
 from tests.support.structures import (
     END,
     LONGER,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, Structure
-from scheduler.structure.vocabulary import Vocabulary
+from scheduler.structure.compiler import Vocabulary
 from tests.conftest import PoolOf
 from tests.support.families import VOCABULARY as NUM_TOKENS
 from tests.support.families import write_checkpoint

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatch.errors import DispatchError
-from scheduler.policy.config import ConfigError
+from scheduler.policy.config import ConfigError, DispatchMode, HalfThresholds
 from scheduler.policy.scheduler import Batch, Scheduled
-from scheduler.step.lockstep import DispatchMode, HalfThresholds
 from scheduler.two_batch import halve
 from tests.conftest import PoolOf
 from tests.scheduler.test_invariance import Answers, answers_of, collect, requests

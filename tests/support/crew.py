@@ -28,12 +28,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from expert_placement.placement import Placement
 from expert_placement.survivors import surviving
-from scheduler.epochs.membership import Order
-from scheduler.moves.placement_report import PlacementReport
+from scheduler.assembly import Assembled, assemble
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import PlacementReport
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, Request, RequestOutput
-from scheduler.step.assembly import Assembled, assemble
-from scheduler.step.doorbell import StoreDoorbell
+from scheduler.step.groups import StoreDoorbell
 from tests.support.ranks import GROUP_TIMEOUT_S, PR_SET_PDEATHSIG
 
 TIMEOUT_S = 90.0

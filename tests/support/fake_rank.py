@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from expert_placement.placement import Placement
-from scheduler.epochs.membership import Order
-from scheduler.moves.load_report import ExpertMap
-from scheduler.moves.placement_report import MoveState, PlacementReport
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
 from server.link.rank_link import RankLink
 from server.link.wire import RankFacts

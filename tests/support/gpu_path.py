@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcache.step import Span
-from scheduler.step.assembly import Assembled
+from scheduler.assembly import Assembled
 from tests.support.serving import build
 
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 48, "max_num_seqs": 3}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.moves.load_report import ExpertMap, LoadReport
+from scheduler.moves.reports import ExpertMap, LoadReport
 from server.experts.load_window import ExpertsLoad
 from server.experts.snapshot import answer
 from server.http.json_parts import encode

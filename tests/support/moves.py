@@ -11,9 +11,9 @@ import torch.distributed as dist
 from expert_placement.eplb_config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.placement import Placement
-from scheduler.moves.placement_report import MoveState, PlacementReport
+from scheduler.assembly import Assembled
+from scheduler.moves.reports import MoveState, PlacementReport
 from scheduler.policy.request import RankStats, Request, RequestOutput
-from scheduler.step.assembly import Assembled
 from tests.support.placements import random_placement
 from tests.support.serving import Served, build
 

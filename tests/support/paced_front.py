@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.paced_rank import PacedRank
 from expert_placement.placement import Placement, linear_placement
-from scheduler.moves.placement_report import MoveState, PlacementReport
+from scheduler.moves.reports import MoveState, PlacementReport
 from tests.support.front_process import FrontProcess
 from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report
 from tests.support.service_processes import wait_until

@@ -7,10 +7,9 @@ import torch
 
 from scheduler.policy.request import Request, SamplingParams, Structure
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling.sampling import sample
-from scheduler.structure.grammar import compile_structure, open_tokenizer
-from scheduler.structure.matcher import GrammarMatcher
-from scheduler.structure.vocabulary import Vocabulary
+from scheduler.sampling.sampler import sample
+from scheduler.structure.compiler import Vocabulary
+from scheduler.structure.grammar import GrammarMatcher, compile_structure, open_tokenizer
 
 END, OTHER_END, ROLE = 256, 257, 258
 LONGER = (

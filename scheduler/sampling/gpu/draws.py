@@ -1,7 +1,7 @@
 """What sampling on a GPU needs to know of a step's requests: made on the host, sent in one copy.
 
 Rules, structures and penalties are worked out here from the same code as on the CPU, as sets of ids and small changes of
-single logits; only what concerns the whole row is left to the device. Random numbers are the CPU's (`scheduler.sampling.sampling`).
+single logits; only what concerns the whole row is left to the device. Random numbers are the CPU's (`scheduler.sampling.sampler`).
 That costs microseconds per plain row, while the device still works on the logits; a structure costs a pass over V.
 A rule that would leave nothing to sample gives way as on the CPU, judged by the sets alone: logits that are -inf of their
 own count as allowed here.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scheduler.policy.sequence import Sequence
 from scheduler.sampling.gpu.sending import send
-from scheduler.sampling.sampling import LEAST_PENALTY, LEAST_TEMPERATURE, uniform_at
+from scheduler.sampling.sampler import LEAST_PENALTY, LEAST_TEMPERATURE, uniform_at
 
 GREEDY = -1.0  # in place of an inverse temperature
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Log-probabilities of rows of logits on a GPU: a few numbers per row go to the host, the logits do not.
 
-The device finds what `scheduler.sampling.logprobs` needs (a row's top, the sum of its exponentials, a token's logit and rank, the
+The device finds what `scheduler.sampling.sampler` needs (a row's top, the sum of its exponentials, a token's logit and rank, the
 likeliest tokens), the host puts it together with the CPU's arithmetic. A row is one program's, so its numbers do not
 depend on the rows beside it; sums are of float64.
 The likeliest are found by whole numbers that order as (logit, lower id first) does and are all different, so that
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from scheduler.policy.request import Logprobs
 from scheduler.sampling.gpu.sending import send
-from scheduler.sampling.logprobs import told
+from scheduler.sampling.sampler import told
 
 BLOCK = 4096
 KEYED_ROWS = 32  # at a time; their keys and what they are made of take some 28 bytes x vocabulary per row

@@ -1,4 +1,4 @@
-"""Samples a step's rows on a GPU for the runner, which sees what `scheduler.sampling.sampling` gives it on the CPU.
+"""Samples a step's rows on a GPU for the runner, which sees what `scheduler.sampling.sampler` gives it on the CPU.
 
 Logits stay on the device. The host reads once, after everything is launched: token ids, and of rows whose logprobs are
 asked for the few numbers that those are made of. Structures, rules and penalties travel beside the step (`draws`).
@@ -26,7 +26,7 @@ from scheduler.sampling.gpu.draws import Draws, plan_draws
 from scheduler.sampling.gpu.logprobs import Asked, answers, measure, size_of
 from scheduler.sampling.gpu.sampling import SamplingScratch, choose_tokens
 from scheduler.sampling.gpu.sending import send
-from scheduler.sampling.sampling import Sampled, sample
+from scheduler.sampling.sampler import Sampled, sample
 
 
 class DeviceSampler:

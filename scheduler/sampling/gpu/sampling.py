@@ -1,4 +1,4 @@
-"""From logits to tokens on a GPU, a whole batch at once: the order, rules and random numbers of `scheduler.sampling.sampling`.
+"""From logits to tokens on a GPU, a whole batch at once: the order, rules and random numbers of `scheduler.sampling.sampler`.
 
 Single logits are edited (biases, penalties), masks applied and tops found; greedy rows are done then. For the others each
 part of a row is weighed at a few levels, what may be drawn is gathered, and one program per row draws from that

@@ -20,9 +20,8 @@ from typing import TextIO
 from llguidance import LLTokenizer
 
 from scheduler.policy.request import Structure
-from scheduler.policy.structure import StructureError
+from scheduler.structure.compiler import StructureError, vocabulary_from_json
 from scheduler.structure.grammar import compile_structure, error_of, open_tokenizer
-from scheduler.structure.vocabulary import vocabulary_from_json
 from server.process.parent_death import die_with_parent
 
 CPU_S = 2.0  # for one form

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from scheduler.policy.request import Structure
-from scheduler.structure.vocabulary import LoadVocabulary, vocabulary_to_json
+from scheduler.structure.compiler import LoadVocabulary, vocabulary_to_json
 from server.errors import ApiError
 from server.process.children import WIDEEP_COMMAND
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatch.availability import check_service_backend
-from scheduler.policy.compiler import why_no_compiler
-from scheduler.step.lockstep import why_no_halves
+from scheduler.policy.config import why_no_compiler, why_no_halves
 from server.options.command_line import Options
 from server.process.preflight.http_port import check_port
 from server.process.preflight.machine import available_bytes

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scheduler.policy.request import Logprobs
-from scheduler.sampling.logprobs import RowLogprobs
+from scheduler.sampling.sampler import RowLogprobs
 from tests.scheduler.gpu.sampled_rows import VOCABULARY, close, logits
 from tests.support.ranks import RankPool
 

@@ -11,7 +11,7 @@ import torch
 
 from expert_placement.placement import Placement
 from moe.gpu.slots import DeviceSlots
-from scheduler.moves.placement_report import MoveState
+from scheduler.moves.reports import MoveState
 from tests.support.families import VOCABULARY, write_checkpoint
 from tests.support.gpu_path import Part, build_interpreted, run_steps
 from tests.support.ranks import RankPool

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scheduler.epochs.membership import Order
+from scheduler.assembly import assemble
+from scheduler.epochs.orders import Order
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, RequestOutput
-from scheduler.step.assembly import assemble
 from tests.support.families import VOCABULARY, write_checkpoint
 from tests.support.gpu_path import SETTINGS
 from tests.support.ranks import RankPool

@@ -9,8 +9,7 @@ import torch
 
 from scheduler.policy.request import Logprobs, TokenBias
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling.logprobs import prompt_logprobs
-from scheduler.sampling.sampling import Sampled, sample
+from scheduler.sampling.sampler import Sampled, prompt_logprobs, sample
 from tests.scheduler.gpu.sampled_rows import DRAWN, RULED, VOCABULARY, close, logits, sequence
 from tests.support.no_reads import CountedReads
 from tests.support.ranks import RankPool

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scheduler.sampling.gpu.draws import plan_draws
-from scheduler.sampling.sampling import sample
+from scheduler.sampling.sampler import sample
 from tests.scheduler.gpu.sampled_rows import VOCABULARY, drawn_rows, logits, ruled_rows, sequence
 from tests.support.ranks import RankPool
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from scheduler.policy.request import Logprobs, Structure, TokenBias
 from scheduler.policy.scheduler import Batch
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling.sampler import HostSampler, Sampler
-from scheduler.sampling.sampling import Sampled
-from scheduler.structure.vocabulary import Vocabulary
+from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
+from scheduler.structure.compiler import Vocabulary
 from tests.scheduler.gpu.sampled_rows import close
 from tests.support.families import VOCABULARY, make_model
 from tests.support.gpu_path import build_interpreted

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from scheduler.moves.load_report import LoadReport
+from scheduler.moves.reports import LoadReport
 from server.cli import main
 from tests.support.front_process import FrontProcess
 from tests.support.load_reports import EXPERTS, RANKS, counts, expert_map, report

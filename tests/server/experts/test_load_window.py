@@ -7,8 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from expert_placement.placement import linear_placement
-from scheduler.epochs.membership import Order
-from scheduler.moves.load_report import LoadReport
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import LoadReport
 from server.experts.load_window import ExpertsLoad
 from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
 from server.experts.snapshot import balancedness_json

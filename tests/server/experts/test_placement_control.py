@@ -14,9 +14,8 @@ from expert_placement.history import History
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.placement_file import from_json
 from expert_placement.survivors import surviving
-from scheduler.epochs.membership import Order
-from scheduler.moves.load_report import ExpertMap, LoadReport
-from scheduler.moves.placement_report import MoveState, PlacementReport
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
 from server.errors import ApiError
 from server.experts import placement_control
 from server.experts.load_window import ExpertsLoad

@@ -7,7 +7,7 @@ import pytest
 
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.survivors import surviving
-from scheduler.epochs.membership import Order
+from scheduler.epochs.orders import Order
 from server.front.leader import READ_BYTES_PER_S, Leader
 from server.front.membership import REGROUP_TIMEOUT_S, Epochs, Phase
 from server.link.membership_wire import FaultWord

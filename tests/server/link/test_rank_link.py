@@ -10,7 +10,7 @@ from queue import Queue
 import pytest
 
 from expert_placement.placement import linear_placement
-from scheduler.epochs.membership import Order
+from scheduler.epochs.orders import Order
 from scheduler.policy.request import (
     FinishReason,
     Logprobs,

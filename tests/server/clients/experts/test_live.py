@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from expert_placement.placement import linear_placement
-from scheduler.epochs.membership import Order
+from scheduler.epochs.orders import Order
 from server.cli import main
 from server.clients.experts import live as experts_live
 from server.clients.experts.client import ExpertsClient, ServiceError

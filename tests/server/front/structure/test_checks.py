@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.policy.request import Request, SamplingParams, Structure
-from scheduler.structure.compiling import StructureCompiler, Structured
-from scheduler.structure.vocabulary import Vocabulary
+from scheduler.structure.compiler import StructureCompiler, Structured, Vocabulary
 from server.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
 from tests.support.structures import VOCABULARY

@@ -5,8 +5,7 @@ than so many bytes while one step runs, and its mover works no longer than a sma
 a step's thread, what the mover takes is taken from steps. Bytes go in small pieces, so that no step bears many at once.
 When all ranks sleep there is nothing to disturb, and the pace is off. A peer that dies closes its connections and ends
 the wait; there is no time limit on a slow one, whose steps would tell first.
-Rejected: a lower priority for the mover's thread, which may hold the interpreter's lock when it loses its core.
-"""
+Rejected: a lower priority for the mover's thread, which may hold the interpreter's lock when it loses its core."""
 
 import threading
 import time
@@ -14,15 +13,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from expert_placement.transfers import BUSY_PART
+from scheduler.step.groups import make_group
 
 GROUP_TIMEOUT = timedelta(hours=24)  # a transfer waits its turn, however long the plan
+
 PIECE_BYTES = 128 << 10  # sent at once: some tenths of a millisecond of copying and hashing
+
 LEAST_BUSY_S = 0.25e-3  # beside every step, however short: about a piece and its check sum
+
 MOST_OWED_S = 0.02  # for one piece of work: what took longer (a compiler, say) is over and not made up for
 
 
@@ -99,24 +101,6 @@ class NoPeers:
 
     def close(self) -> None:
         """Nobody waits."""
-
-
-def make_group(
-    ranks: list[int], timeout_s: float, connect_timeout_s: float | None = None
-) -> dist.ProcessGroup:
-    """Make a gloo group of some of the default group's ranks; collective over that.
-
-    Args:
-        timeout_s: of collectives in it; what goes from one rank to another must say its own.
-        connect_timeout_s: of making it; None: the same.
-
-    Raises:
-        RuntimeError: all that gloo says of a peer that is gone.
-    """
-    connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=connect_s), backend="gloo")
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
-    return group
 
 
 def open_channel(ranks: list[int], connect_timeout_s: float | None = None) -> PeerChannel:

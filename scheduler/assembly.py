@@ -21,27 +21,37 @@ from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.step import Step
 from moe.backend import Backend
 from moe.model import Model, Skeleton, set_threads
-from scheduler.epochs.epochs import Epochs
-from scheduler.epochs.rank_links import can_replay, open_dispatchers, open_groups, open_lockstep
-from scheduler.epochs.regrouping import Lasting, Regrouping, Ties
+from scheduler.engine import Engine
+from scheduler.epochs.follower import Epochs, Lasting, Regrouping, Ties
+from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel, open_channel
 from scheduler.moves.expert_transfer import Place
-from scheduler.moves.load_report import ExpertMap
-from scheduler.moves.peer_channel import ChannelError, NoPeers, Pace, PeerChannel, open_channel
 from scheduler.moves.relocation import Relocation
-from scheduler.moves.start_placement import check_agreed, hosts_of, start_placement
+from scheduler.moves.reports import ExpertMap
+from scheduler.moves.start_placement import start_placement
 from scheduler.moves.telemetry import Telemetry, expert_map
-from scheduler.policy.compiler import why_no_compiler
-from scheduler.policy.config import ConfigError, EngineConfig, model_length
+from scheduler.policy.config import (
+    ConfigError,
+    DispatchMode,
+    EngineConfig,
+    model_length,
+    why_no_compiler,
+    why_no_halves,
+)
 from scheduler.policy.scheduler import Scheduler
-from scheduler.step.devices import backend_of, open_forward, open_sampler
-from scheduler.step.doorbell import Doorbell
-from scheduler.step.engine import Engine
-from scheduler.step.lockstep import DispatchMode, describe_halves, describe_modes, why_no_halves
+from scheduler.step.groups import check_agreed, hosts_of, open_groups
+from scheduler.step.lockstep import Doorbell, describe_halves, describe_modes
+from scheduler.step.parts import (
+    backend_of,
+    can_replay,
+    open_checkpoint,
+    open_dispatchers,
+    open_forward,
+    open_lockstep,
+    open_sampler,
+)
 from scheduler.step.runner import Runner
 from scheduler.step.sizing import num_blocks
-from scheduler.step.weights import open_checkpoint
-from scheduler.structure.compiling import StructureCompiler, no_vocabulary
-from scheduler.structure.vocabulary import LoadVocabulary
+from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
 from scheduler.turns import Turns
 from scheduler.two_batch import TwoBatch
 

@@ -1,13 +1,19 @@
-"""What of a rank belongs to an epoch, and how it passes to the next: groups, dispatchers, lock-step, channel, slots.
+"""From one epoch to the next: a rank that stands alone waits for the front's order and follows it, until one holds.
 
-Weights, KV cache, scheduler, sequences and the link to the front outlive epochs. `part` lets go of the others first,
-so that whoever still waits for this rank is woken; `follow` then does alone what it can do alone (room, weights), and
-only then meets the others, so that a slow disk keeps nobody inside a collective.
+What can go wrong on the way is told and outlived: a member that dies meanwhile, or does not come, is a fault like any
+other, and so is an order that this rank has no memory for, which only another order helps. A newer order overtakes
+the one that is followed. Only where no order comes at all, or an error is a bug, the engine ends.
+
+Process groups, dispatchers, lock-step, channel and the slots' contents belong to an epoch; weights, KV cache, scheduler,
+sequences and the link to the front outlive it. `Regrouping.part` lets go of what belongs to the epoch first, so that
+whoever still waits for this rank is woken; `follow` then does alone what it can do alone (room, weights), and only
+then meets the others, so that a slow disk keeps nobody inside a collective.
 While ranks are away rows travel flat, also where --dispatch-node-size asks for nodes: members need not divide by it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -15,7 +21,7 @@ from safetensors import SafetensorError
 from torch._C._distributed_c10d import Store
 
 from dispatch.dispatched import TokenDispatcher
-from dispatch.errors import WireUnavailable
+from dispatch.errors import DispatchTimeout, PeerLost, WireUnavailable
 from expert_placement.placement import Placement
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
@@ -23,19 +29,33 @@ from moe.load.checkpoint import CheckpointError
 from moe.model import Model
 from moe.slot_changes import Held, num_to_read
 from scheduler.epochs.meeting import CONNECT_TIMEOUT_S, meet, part
-from scheduler.epochs.membership import CannotHoldError, IsOver, Order, OvertakenError
-from scheduler.epochs.rank_links import can_replay, open_dispatchers, open_groups, open_lockstep
-from scheduler.moves.peer_channel import ChannelError, PeerChannel, open_channel
+from scheduler.epochs.orders import (
+    ORDER_TIMEOUT_S,
+    CannotHoldError,
+    IsOver,
+    OnFault,
+    OnRegrouped,
+    Order,
+    Orders,
+    OvertakenError,
+)
+from scheduler.moves.channel import ChannelError, PeerChannel, open_channel
 from scheduler.moves.relocation import Relocation
-from scheduler.moves.start_placement import check_agreed
 from scheduler.moves.telemetry import Telemetry
 from scheduler.policy.config import ConfigError, EngineConfig
-from scheduler.step.devices import open_forward
+from scheduler.step.groups import check_agreed, open_groups
 from scheduler.step.lockstep import LockStep
+from scheduler.step.parts import can_replay, open_dispatchers, open_forward, open_lockstep
 from scheduler.step.runner import Runner
 from scheduler.turns import Turns
 
 MOST_OF_AVAILABLE = 0.9  # of memory, that experts of lost ranks may take
+
+
+PEER_IS_GONE = (
+    PeerLost,
+    DispatchTimeout,
+)  # other errors between ranks are bugs, and another epoch would have them too
 
 
 class Ties(NamedTuple):
@@ -217,3 +237,72 @@ def _open_channel(num_members: int) -> PeerChannel:
         return open_channel(list(range(num_members)), CONNECT_TIMEOUT_S)
     except ChannelError as error:
         raise WireUnavailable(str(error)) from error
+
+
+class Epochs:
+    """One rank's way through epochs. `orders` takes them from any thread; the rest is the step loop's."""
+
+    def __init__(self, regrouping: Regrouping, *, timeout_s: float = ORDER_TIMEOUT_S) -> None:
+        """`timeout_s` bounds how long an order may take."""
+        self.orders = Orders()
+        self.on_fault: OnFault = _say_nothing
+        self.on_regrouped: OnRegrouped = _note_nothing
+        self._regrouping, self._timeout_s = regrouping, timeout_s
+        self._epoch, self._step = (
+            -1,
+            0,
+        )  # the last epoch that ended here or could not be followed; its last step
+
+    def end(self, lockstep: LockStep, reason: str) -> None:
+        """Let go of an epoch, and say why unless all ranks know that it is over.
+
+        Args:
+            reason: why its steps broke off; "" where they did not.
+        """
+        self._epoch, self._step = lockstep.epoch, lockstep.step
+        self._regrouping.part()
+        self._tell(reason)
+
+    def follow(self) -> LockStep | None:
+        """Follow orders until this rank serves in an epoch; None: all stop.
+
+        Raises:
+            MembershipError: no order came in time.
+        """
+        while (order := self.orders.wait(self._epoch, self._timeout_s)) is not None:
+            self._epoch = order.epoch
+            lockstep = self._try(order)
+            if lockstep is not None:
+                self.on_regrouped(order.epoch)
+                return lockstep
+        return None
+
+    def close(self) -> None:
+        """Let go of the epoch that serves, if one does, and of what lasts longer. May be called twice."""
+        self._regrouping.close()
+
+    def _try(self, order: Order) -> LockStep | None:
+        reason, is_final = "", False
+        try:
+            return self._regrouping.follow(order, self._step, partial(self.orders.is_over, order.epoch))
+        except OvertakenError:
+            pass
+        except CannotHoldError as error:
+            reason, is_final = str(error), True
+        except (*PEER_IS_GONE, WireUnavailable) as error:
+            reason = f"{type(error).__name__}: {error}"
+        self._regrouping.part()
+        self._tell(reason, is_final=is_final)
+        return None
+
+    def _tell(self, reason: str, *, is_final: bool = False) -> None:
+        if reason and not self.orders.is_over(self._epoch):
+            self.on_fault(self._epoch, reason, is_final=is_final)
+
+
+def _say_nothing(epoch: int, reason: str, *, is_final: bool = False) -> None:
+    """Stand for who is told of faults."""
+
+
+def _note_nothing(epoch: int) -> None:
+    """Stand for who is told of epochs."""

@@ -1,21 +1,63 @@
-"""Compiles the forms that requests ask for, in a thread beside the step loop.
+"""Compiles the structures that requests ask for, in a thread beside the step loop.
 
-A request waits here until its form is compiled and others go on. One thread: forms compile in milliseconds, and
-the front has let none through that does not (`server.front.structure.structure_checks`). Its stack is far larger than the one on which
-the front's checker compiles, because llguidance recurses along a chain of references and overflowing the stack would
-end the rank: what fits there fits here. What imports llguidance (`scheduler.structure.forms`) is imported when the first
-request asks for a form, so an engine that nobody asks runs without it.
+A request waits here until its structure is compiled and others go on. One thread: structures compile in milliseconds,
+and the front has let none through that does not (`server.front.structure.structure_checks`). Its stack is far larger than the one
+on which the front's checker compiles, because llguidance recurses along a chain of references and overflowing the stack
+would end the rank: what fits there fits here. What imports llguidance (`scheduler.structure.grammar`) is imported when the
+first request asks for a structure, so an engine that nobody asks runs without it.
+
+A `Vocabulary` is all that a grammar needs to know of a tokenizer, the tokens as bytes. Whoever builds one knows the
+tokenizer (`server.front.tokenizer`); ranks compile with it, and the front's checker process gets it as JSON.
 """
 
 import importlib
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput
-from scheduler.policy.structure import StructureError, StructureMatcher
-from scheduler.structure.vocabulary import LoadVocabulary, Vocabulary
+from scheduler.policy.sequence import StructureMatcher
+
+
+class StructureError(ValueError):
+    """A form that cannot be compiled; the message says why, in words for the client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Tokens by id."""
+
+    tokens: tuple[bytes, ...]  # what each stands for; special tokens by their names, unused ids empty
+    special_ids: frozenset[int]  # tokens that are no text
+    end_ids: frozenset[int]  # of those, the ones that end an answer
+
+
+LoadVocabulary = Callable[[], Vocabulary]
+
+
+def vocabulary_to_json(vocabulary: Vocabulary) -> str:
+    """Encode on one line."""
+    return json.dumps(
+        {
+            "tokens": [token.decode("latin-1") for token in vocabulary.tokens],
+            "special_ids": sorted(vocabulary.special_ids),
+            "end_ids": sorted(vocabulary.end_ids),
+        }
+    )
+
+
+def vocabulary_from_json(text: str) -> Vocabulary:
+    """Decode."""
+    content = json.loads(text)
+    return Vocabulary(
+        tokens=tuple(token.encode("latin-1") for token in content["tokens"]),
+        special_ids=frozenset(content["special_ids"]),
+        end_ids=frozenset(content["end_ids"]),
+    )
+
 
 STACK_BYTES = 64 << 20  # of address space; pages that nobody touches cost nothing
 
@@ -104,7 +146,7 @@ class StructureCompiler:
 
 def _open_forms(vocabulary: Vocabulary) -> Forms:
     try:
-        module = importlib.import_module("scheduler.structure.forms")
+        module = importlib.import_module("scheduler.structure.grammar")
     except ImportError as error:
         raise StructureError(f"this rank cannot import llguidance ({error}); install it there") from error
     forms: Forms = module.Forms(vocabulary)

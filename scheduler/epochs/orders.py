@@ -2,8 +2,7 @@
 
 A rank's number is its for ever; its place in an epoch is its index among that epoch's members. Process groups,
 dispatchers and placements have places. The front alone decides who the members are (D8 of the design), so ranks need
-no consensus: they follow the newest order that they have, and one that cannot be followed is told and outlived.
-"""
+no consensus: they follow the newest order that they have, and one that cannot be followed is told and outlived."""
 
 import threading
 from collections.abc import Callable

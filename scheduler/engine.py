@@ -17,15 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from scheduler.epochs.epochs import PEER_IS_GONE, Epochs
-from scheduler.epochs.membership import OnFault, OnRegrouped, Order
+from scheduler.epochs.follower import PEER_IS_GONE, Epochs
+from scheduler.epochs.orders import OnFault, OnRegrouped, Order
 from scheduler.moves.relocation import Relocation
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput
 from scheduler.policy.scheduler import Batch, Scheduler
-from scheduler.step.doorbell import Doorbell
-from scheduler.step.lockstep import Agreement, Decision, LockStep
+from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
 from scheduler.step.runner import Runner
-from scheduler.structure.compiling import StructureCompiler, Structured
+from scheduler.structure.compiler import StructureCompiler, Structured
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
 Arrival = (

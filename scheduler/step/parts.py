@@ -1,0 +1,181 @@
+"""From an engine's settings to its parts: backend, weights, dispatcher, lock-step, forward and sampler.
+
+Devices are `cpu`, `cuda` or `cuda:1`, and `interpreter`: the GPU path on CPU tensors, its kernels run by Triton's
+interpreter, which is how it is tested where there is no GPU (the process must set TRITON_INTERPRET=1 before it
+imports triton). Triton is an extra of the distribution, so the GPU path is imported when it is asked for.
+Dispatcher and lock-step belong to an epoch, and are opened anew for the next one.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from dispatch.alternating import AlternatingDispatcher
+from dispatch.dispatched import TokenDispatcher
+from dispatch.dispatcher import Dispatcher
+from dispatch.errors import WireUnavailable
+from dispatch.hierarchical.groups import open_hierarchical
+from dispatch.mailbox import open_mailbox
+from dispatch.row_formats import row_format
+from dispatch.wires.choose import open_wire
+from kvcache.paged_cache import PagedCache
+from moe.backend import Backend
+from moe.cpu.backend import CPU
+from moe.load.checkpoint import Checkpoint
+from moe.load.random_checkpoint import RandomCheckpoint
+from moe.model import Model, Skeleton
+from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
+from scheduler.sampling.sampler import HostSampler, Sampler
+from scheduler.step.lockstep import Header, LockStep
+from scheduler.step.runner import Forward
+from scheduler.turns import Turns
+
+INTERPRETER = "interpreter"
+
+
+def backend_of(config: EngineConfig) -> Backend:
+    """Return how a model is built for a device.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if config.device == "cpu":
+        return CPU
+    if config.device.partition(":")[0] not in ("cuda", INTERPRETER):
+        raise ConfigError(
+            f"the device is {config.device!r}; it must be cpu, cuda, cuda:0 ... or {INTERPRETER}"
+        )
+    gpu = importlib.import_module("moe.gpu.backend")
+    backend: Backend = gpu.open_backend(
+        config.device, config.dtype, is_invariant=config.batch_invariant, compiler=config.compiler
+    )
+    return backend
+
+
+def open_device_dispatcher(
+    config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
+) -> TokenDispatcher:
+    """Return what moves tokens between experts on GPUs. Collective.
+
+    Raises:
+        WireUnavailable: what was asked for cannot work between these ranks.
+    """
+    if config.dispatch_node_size:
+        raise WireUnavailable(
+            f"--dispatch-node-size is {config.dispatch_node_size}; between GPUs every rank sends to every other: give 0"
+        )
+    gpu = importlib.import_module("dispatch.gpu.open")
+    dispatcher: TokenDispatcher = gpu.open_gpu_dispatcher(
+        config.all2all_backend,
+        group,
+        device=backend.device,
+        slots_per_rank=slots_per_rank,
+        rows=config.dispatch_dtype,
+        timeout_s=config.timeout_s,
+        epoch=config.epoch,
+    )
+    return dispatcher
+
+
+def open_forward(
+    model: Model, cache: PagedCache, *, replays: bool, report: Callable[[str, float], None]
+) -> Forward:
+    """Return what runs a model's steps: on a GPU, graphs of those that only decode, if it `replays`."""
+    if model.device.type != "cuda" or not replays:
+        return model.forward
+    gpu = importlib.import_module("scheduler.step.graphs")
+    step: Any = model.step  # a `DeviceStep`, as the backend made it
+    graphs = gpu.DecodeGraphs(model.forward, step, cache)
+    graphs.capture(step.graph_sizes, gpu.CudaRecorder(), lambda share: report("graphs", share))
+    forward: Forward = graphs
+    return forward
+
+
+def open_sampler(config: EngineConfig, model: Model) -> Sampler:
+    """Return what makes tokens of a model's logits: on a GPU its kernels, compiled now."""
+    if config.device == "cpu":
+        return HostSampler()
+    gpu = importlib.import_module("scheduler.sampling.gpu.sampler")
+    sampler = gpu.DeviceSampler(config.max_num_seqs, model.lm_head.shape[0], model.device)
+    sampler.warm_up()
+    opened: Sampler = sampler
+    return opened
+
+
+def open_checkpoint(config: EngineConfig, skeleton: Skeleton) -> Checkpoint:
+    """Open the model's directory, or what draws a model's weights.
+
+    Raises:
+        ConfigError: there is no such format.
+        CheckpointError: the directory has no weights that can be read.
+    """
+    if config.load_format == "auto":
+        return Checkpoint(config.directory)
+    if config.load_format != "random":
+        raise ConfigError(f"load_format is {config.load_format!r}; it must be auto or random")
+    backend = skeleton.backend
+    return RandomCheckpoint(
+        config.directory, skeleton.model, device=backend.device, dtype=backend.model_dtype
+    )
+
+
+def open_dispatchers(
+    config: EngineConfig,
+    backend: Backend,
+    groups: Sequence[dist.ProcessGroup | None],
+    slots_per_rank: int,
+    turns: Turns,
+) -> TokenDispatcher:
+    """Open one dispatcher, or two that alternate where steps may run in halves. Collective.
+
+    Raises:
+        WireUnavailable: what was asked for cannot work between these ranks.
+    """
+    first, *others = [_open_dispatcher(config, backend, group, slots_per_rank) for group in groups]
+    return AlternatingDispatcher(first, others[0], turns) if others else first
+
+
+def open_lockstep(
+    config: EngineConfig, group: dist.ProcessGroup | None, placement_version: int, step: int = 0
+) -> LockStep:
+    """Open this rank's part in what ranks agree on before each step, of which `step` is the first. Collective."""
+    width = len(Header._fields)
+    mailbox = open_mailbox(config.all2all_backend, group, width=width, timeout_s=config.timeout_s)
+    return LockStep(
+        mailbox,
+        epoch=config.epoch,
+        timeout_s=config.timeout_s,
+        mode=config.dispatch_mode,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        placement_version=placement_version,
+        halves=config.halves,
+        step=step,
+    )
+
+
+def can_replay(config: EngineConfig, dispatcher: TokenDispatcher) -> bool:
+    """Whether decode steps may be replayed: several ranks do so in low-latency mode only."""
+    has_steps = config.world_size == 1 or config.dispatch_mode is not DispatchMode.NORMAL
+    return dispatcher.is_replayable and has_steps and not config.enforce_eager
+
+
+def _open_dispatcher(
+    config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
+) -> TokenDispatcher:
+    if config.device != "cpu":
+        return open_device_dispatcher(config, backend, group, slots_per_rank)
+    name, timeout_s, epoch = config.all2all_backend, config.timeout_s, config.epoch
+    if config.dispatch_node_size:
+        return open_hierarchical(
+            name,
+            group,
+            node_size=config.dispatch_node_size,
+            slots_per_rank=slots_per_rank,
+            timeout_s=timeout_s,
+            epoch=epoch,
+            rows=config.dispatch_dtype,
+        )
+    wire = open_wire(name, group, timeout_s=timeout_s, epoch=epoch)
+    return Dispatcher(wire, slots_per_rank=slots_per_rank, rows=row_format(config.dispatch_dtype))
