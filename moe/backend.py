@@ -23,7 +23,6 @@ from moe.load.loader import Keep, Loader, Report, Weight
 from moe.load.quantisation import Quantisation
 from moe.load_counts import LayerCounts, LoadCounts
 from moe.replicas import Route
-from moe.shared_experts import SharedExpert
 
 if TYPE_CHECKING:
     from moe.model import Model
@@ -82,7 +81,6 @@ class Experts(Protocol):
     dispatcher: TokenDispatcher  # of the epoch
     counts: LayerCounts | None
     sample_TD: Tensor | None  # some real rows, which try out experts that arrive
-    shared: Sequence[SharedExpert]  # computed while its rows travel
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Serve one layer; collective. Rows past the step's tokens are padding and come back finite."""
@@ -114,11 +112,6 @@ class Backend(Protocol):
     @property
     def experts(self) -> str:
         """Name under which the experts organ is registered."""
-        ...
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether torch.compile makes code of a model's layers: their modules must stay what they are."""
         ...
 
     @property

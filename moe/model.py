@@ -33,7 +33,6 @@ from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
 from moe.rehearsal import rehearse
 from moe.replicas import routes
-from moe.shared_experts import SharedExpert
 from moe.slot_changes import Held, change_slots
 from moe.spare_slots import SpareSlots
 
@@ -59,7 +58,7 @@ class Skeleton:
         self.experts = experts_modules(self.model)
         check_layout(self.experts, self.quantisation)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
-        self.cache_shapes, self.shared = rehearse(self.model, self.experts)
+        self.cache_shapes = rehearse(self.model)
         backend.check(self.model, self.cache_shapes, self.quantisation)
         self.model.set_attn_implementation(backend.attention)
         self.model.set_experts_implementation(backend.experts)
@@ -117,8 +116,6 @@ class Model:
             self.layers = self._load_experts(loader, dispatcher, num_spare, report)
             _restore_buffers(self._net)
             self._backend.finish(self._net)
-        if dispatcher.world_size > 1 and not self._backend.is_compiled:
-            self._lay_shared_beside()
         self._body = KeptBody(self._net)
 
     def hold(self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int) -> None:
@@ -180,12 +177,6 @@ class Model:
             module.expert_layer = layer
             layers.append(layer)
         return layers
-
-    def _lay_shared_beside(self) -> None:
-        """Let shared experts be computed while their layers' rows travel."""
-        for name, layer in zip(self.skeleton.experts, self.layers, strict=True):
-            found = self.skeleton.shared.get(name, [])
-            layer.shared = [SharedExpert(self._net.get_submodule(each.name), each) for each in found]
 
     @torch.inference_mode()
     def forward(

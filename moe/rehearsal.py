@@ -3,12 +3,12 @@
 A family may ask for more than the organs do: a bias on the attention scores, chosen blocks, a recurrent state in
 the cache, a mask of its own. Served anyway it would answer wrongly, without an error. So the skeleton's forward
 runs on a handful of rows with organs that only take notes: what every layer caches, what its mask lets a row
-see, which keywords it passes, what computes beside the experts (`moe.shared_rehearsal`). The mask is the authority on windows (phimoe slides its mask and passes no
+see, which keywords it passes. The mask is the authority on windows (phimoe slides its mask and passes no
 `sliding_window`); it is read off `transformers`' mask functions by asking them about chosen pairs of tokens.
 Rejected: a list of supported families (late for each new one), and trusting configuration fields.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvcache.paged_cache import LayerShape
 from kvcache.step import ROW_MULTIPLE
 from moe.families import UnsupportedModelError
-from moe.shared_rehearsal import Shared, Watch
 
 NAME = "wideep_rehearsal"
 # Attention keywords that the organ serves, and those that change no result at inference.
@@ -208,16 +207,9 @@ def _serve_experts(_module: Any, hidden_TD: Tensor, _ids_TK: Tensor, _weights_TK
     return torch.empty_like(hidden_TD)
 
 
-class Rehearsed(NamedTuple):
-    """What a run on meta showed."""
-
-    cache_shapes: list[LayerShape]  # what each layer caches and sees
-    shared: dict[str, list[Shared]]  # by experts module: what may be computed while its rows travel
-
-
 @torch.no_grad()
-def rehearse(model: PreTrainedModel, experts: Mapping[str, Any]) -> Rehearsed:
-    """Run a model on meta; leaves the rehearsal's organs set. `experts`: its experts modules, by name.
+def rehearse(model: PreTrainedModel) -> list[LayerShape]:
+    """Run a model on meta, to learn what each layer caches and sees; leaves the rehearsal's organs set.
 
     Raises:
         UnsupportedModelError: the model wants something that the organs do not do; the message says what.
@@ -228,18 +220,17 @@ def rehearse(model: PreTrainedModel, experts: Mapping[str, Any]) -> Rehearsed:
     model.set_attn_implementation(NAME)
     model.set_experts_implementation(NAME)
     model_type = model.config.model_type
-    notes, watch = Notes(model_type), Watch(model, experts)
+    notes = Notes(model_type)
     rows = torch.zeros(1, ROW_MULTIPLE, dtype=torch.int64, device="meta")
     try:
-        with watch.running():
-            logits = model(
-                input_ids=rows,
-                position_ids=rows,
-                past_key_values=notes,
-                use_cache=True,
-                logits_to_keep=rows[0, :2],
-                pages=notes,
-            ).logits
+        logits = model(
+            input_ids=rows,
+            position_ids=rows,
+            past_key_values=notes,
+            use_cache=True,
+            logits_to_keep=rows[0, :2],
+            pages=notes,
+        ).logits
     except UnsupportedModelError:
         raise
     except FOREIGN_ERRORS as error:
@@ -249,4 +240,4 @@ def rehearse(model: PreTrainedModel, experts: Mapping[str, Any]) -> Rehearsed:
         ) from error
     if logits.shape != (1, 2, model.config.vocab_size):
         raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")
-    return Rehearsed(notes.shapes(model.config.num_hidden_layers), watch.found())
+    return notes.shapes(model.config.num_hidden_layers)

@@ -35,7 +35,7 @@ class CpuBackend:
     model_dtype = torch.float32
     attention = attention_organ.NAME
     experts = experts_organ.NAME
-    is_compiled = warms_up_together = False
+    warms_up_together = False
 
     def register(self) -> None:
         """Make the organs known."""

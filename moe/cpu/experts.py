@@ -29,7 +29,6 @@ from moe.current_step import CurrentStep
 from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
 from moe.load_counts import LayerCounts
 from moe.replicas import Route
-from moe.shared_experts import SharedExpert, meanwhile_of
 
 NAME = "wideep_experts"
 SAMPLE_ROWS = 8
@@ -185,7 +184,6 @@ class ExpertLayer:
     current: CurrentStep
     counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
     sample_TD: Tensor | None = None  # some real rows, which try out experts that arrive
-    shared: Sequence[SharedExpert] = ()  # computed while rows travel
 
     @property
     def step(self) -> Step:
@@ -209,8 +207,7 @@ class ExpertLayer:
         ids_TK = ids_TK[:rows].contiguous()
         mode = Mode(self.step.agreed_tokens)
         slots_TK = self.route.slots(ids_TK)
-        beside = meanwhile_of(self.shared, hidden_TD)
-        sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, mode, meanwhile=beside)
+        sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, mode)
         begun_ns = perf_counter_ns()
         y_PD = self.compute(module, sent.x_NH[sent.row_P], sent.slot_offsets, parallel=self.step.is_parallel)
         if self.counts is not None:

@@ -73,7 +73,6 @@ class GpuBackend:
         self._compiler = compiler
         self.attention = attention_operator.NAME if compiler else attention_organ.NAME
         self.experts = operators.NAME if compiler else experts_organ.NAME
-        self.is_compiled = bool(compiler)
         self._loading: ExpertLoading | None = None  # of the model that it loaded
 
     def register(self) -> None:

@@ -7,7 +7,6 @@ Legend: T rows, padding included, D hidden dim, K choices per row, P pairs (row,
 I intermediate dim.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -29,7 +28,6 @@ from moe.gpu.load_counts import DeviceLayerCounts
 from moe.gpu.slots import DeviceSlots
 from moe.load_counts import LayerCounts
 from moe.replicas import Route
-from moe.shared_experts import SharedExpert, meanwhile_of
 
 NAME = "wideep_experts_gpu"
 
@@ -50,7 +48,6 @@ class DeviceExpertLayer:
     is_invariant: bool = False  # rows' bits do not tell a decode step from one with prompts
     counts: LayerCounts | None = None
     sample_TD: Tensor | None = None  # on the host
-    shared: Sequence[SharedExpert] = ()  # launched between what sends rows and what waits for them
     _way: DeviceRoute = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,8 +80,7 @@ class DeviceExpertLayer:
         placed = self.step.on_device
         table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None
         slots_TK = self._way.slots(ids_TK, placed.cache_slot_P, placed.num_decodes_1, table)
-        beside = meanwhile_of(self.shared, hidden_TD)
-        sent = self.dispatcher.dispatch(hidden_TD.contiguous(), slots_TK, self._mode(), meanwhile=beside)
+        sent = self.dispatcher.dispatch(hidden_TD.contiguous(), slots_TK, self._mode())
         y_PD = self.compute(
             module, self.up, self.down, sent.x_NH, sent.row_P, sent.slot_offsets, sent.handle.num_pairs
         )
