@@ -15,7 +15,6 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Call, MakeCall, bytes_of, spoiling
 from benchmarks.gpu.shapes import ExpertShape
-from dispatch.fp8 import dequantise_fp8, quantise_fp8
 from moe.gpu.formats import MICRO_BLOCK, SCALE_BLOCK
 from moe.gpu.grouped import grouped_linear
 from moe.gpu.tiles import MANY_ROWS, choose_tile
@@ -62,13 +61,10 @@ def grouped_call(
     places = torch.randperm(shape.slots, generator=generator, device=bench.device).int()
     offsets = [sum(counts[:slot]) for slot in range(shape.slots + 1)]
     x = bench.normal(generator, offsets[-1], K)
-    own, x_scales = quantise_fp8(x) if shape.form == "fp8 rows" else (x, None)
-    if x_scales is not None:
-        x = dequantise_fp8(own, x_scales, torch.float32)
     out = torch.empty(offsets[-1], N, dtype=bench.dtype, device=bench.device)
     run = functools.partial(
-        grouped_linear, own, weights.stored_WNK, bench.integers(offsets), places, num_pairs=offsets[-1], gate=gate,
-        x_scales_TB=x_scales, scales_WBB=weights.scales, biases_WN=biases, tile=tile, out=out,
+        grouped_linear, x, weights.stored_WNK, bench.integers(offsets), places, num_pairs=offsets[-1], gate=gate,
+        scales_WBB=weights.scales, biases_WN=biases, tile=tile, out=out,
     )  # fmt: skip
 
     def oracle(shift: int = 0) -> Tensor:
@@ -84,8 +80,8 @@ def grouped_call(
     return Call(
         run=run, prepare=spoiling(out), oracle=oracle, control=functools.partial(oracle, 1),
         operations=2 * offsets[-1] * height * K,
-        num_bytes=touched * weights.expert_bytes + bytes_of(own, x_scales, out),
-        rate="bf16_tflops" if x_scales is None else "fp8_tflops",
+        num_bytes=touched * weights.expert_bytes + bytes_of(x, out),
+        rate="bf16_tflops",
         peers={"grouped_mm": _torchs(bench, x, weights.stored_WNK, places, counts)} if plain else {},
     )  # fmt: skip
 
@@ -106,8 +102,7 @@ def uneven_maker(shape: ExpertShape, side: str, *, is_decode: bool) -> MakeCall:
     counts = [(0, 1, 5, 17)[slot % 4] for slot in range(shape.slots)]
     counts[-1] = 70
     num_pairs = 0 if is_decode else MANY_ROWS * shape.slots
-    is_fp8, has_fp8_rows = shape.form != "plain", shape.form == "fp8 rows"
-    tile = choose_tile(num_pairs, shape.slots, is_fp8=is_fp8, has_fp8_rows=has_fp8_rows)
+    tile = choose_tile(num_pairs, shape.slots, is_quantised=shape.form != "plain")
     return functools.partial(grouped_call, shape=shape, counts=counts, side=side, tile=tile)
 
 

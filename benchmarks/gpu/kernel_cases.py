@@ -18,7 +18,6 @@ from benchmarks.gpu.row_calls import (
     DEEPSEEK_ROUTING,
     GPT_OSS_ROUTING,
     QWEN3_ROUTING,
-    cast_call,
     norm_call,
     rotary_call,
     routing_call,
@@ -65,7 +64,6 @@ def checked_cases(setting: Setting) -> dict[str, MakeCall]:
         "routing qwen3": partial(routing_call, rows=300, experts=128, routing=QWEN3_ROUTING),
         "routing gpt-oss": partial(routing_call, rows=300, experts=32, routing=GPT_OSS_ROUTING),
         "routing deepseek": partial(routing_call, rows=300, experts=256, routing=DEEPSEEK_ROUTING),
-        "cast deepseek": partial(cast_call, rows=300, hidden=7168),
         "norm 2048": partial(norm_call, rows=300, hidden=2048),
         "norm 2880": partial(norm_call, rows=300, hidden=2880),
         "norm 7168": partial(norm_call, rows=300, hidden=7168),
@@ -155,7 +153,6 @@ def _rows() -> list[TimedCase]:
     for rows in (1, 32, 256, 8192):
         makers |= {
             f"norm 2048, {rows} rows": partial(norm_call, rows=rows, hidden=2048),
-            f"cast 7168, {rows} rows": partial(cast_call, rows=rows, hidden=7168),
             f"rotary qwen3, {rows} rows": partial(rotary_call, rows=rows, heads=32, kv_heads=4, dim=128),
             f"routing qwen3, {rows} rows": partial(
                 routing_call, rows=rows, experts=128, routing=QWEN3_ROUTING
@@ -180,7 +177,6 @@ def _tiny_checked() -> dict[str, MakeCall]:
         "grouped up": uneven_maker(shapes.TINY_BIASED, "up", is_decode=True),
         "grouped down": uneven_maker(shapes.TINY_EXPERTS, "down", is_decode=False),
         "grouped fp8": uneven_maker(shapes.TINY_FP8, "up", is_decode=True),
-        "grouped fp8 rows": uneven_maker(shapes.TINY_FP8_ROWS, "down", is_decode=False),
         "grouped mxfp4": uneven_maker(shapes.TINY_MXFP4, "down", is_decode=True),
         **_tiny_rows(),
     }
@@ -204,7 +200,6 @@ def _tiny_rows() -> dict[str, MakeCall]:
             experts=16,
             routing=replace(DEEPSEEK_ROUTING, choices=3, groups=4, groups_chosen=2),
         ),
-        "cast": partial(cast_call, rows=3, hidden=200),
         "norm": partial(norm_call, rows=3, hidden=48),
         "rotary": partial(rotary_call, rows=3, heads=2, kv_heads=1, dim=16),
         "write": partial(write_call, rows=5, kv_heads=2, dim=24),

@@ -11,10 +11,8 @@ from torch.nn import functional
 
 from attention.gpu.rotary import rotate
 from benchmarks.gpu.bench import Bench, Call, bytes_of
-from dispatch.fp8 import Quantised, dequantise_fp8, quantise_fp8
 from kvcache.gpu.write import write_pages
 from moe.gpu.norm import rms_norm
-from moe.gpu.quantise import quantise_rows
 from moe.gpu.routing import Routing, route
 
 BLOCK = 16
@@ -25,43 +23,21 @@ DEEPSEEK_ROUTING = Routing(choices=8, is_sigmoid=True, normalise=True, scale=2.5
 
 
 def norm_call(bench: Bench, seed: int, *, rows: int, hidden: int) -> Call:
-    """RMSNorm of rows to which a residual is added first; both results are checked."""
+    """RMSNorm of rows."""
     generator = bench.generator(seed)
-    x, residual = (bench.normal(generator, rows, hidden) for _ in range(2))
-    weight, own = bench.normal(generator, hidden), residual.clone()
+    x, weight = bench.normal(generator, rows, hidden), bench.normal(generator, hidden)
 
     def oracle(shift: int = 0) -> Tensor:
-        total = (x.float() + residual.float()).to(x.dtype).float()
-        normed = (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
-        return torch.cat((normed.float() * weight.float().roll(shift), total))
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+        return normed.float() * weight.float().roll(shift)
 
     return Call(
-        run=functools.partial(rms_norm, x, weight, EPS, residual_TD=own),
-        prepare=functools.partial(own.copy_, residual),
-        result=lambda out: torch.cat((out, own)),
+        run=functools.partial(rms_norm, x, weight, EPS),
         oracle=oracle,
         control=functools.partial(oracle, 1),
-        num_bytes=4 * bytes_of(x),
+        num_bytes=2 * bytes_of(x),
         peers={"torch": functools.partial(functional.rms_norm, x, (hidden,), weight, EPS)},
-    )
-
-
-def cast_call(bench: Bench, seed: int, *, rows: int, hidden: int) -> Call:
-    """Cast rows to FP8; checked as what comes back from it."""
-    x = bench.normal(bench.generator(seed), rows, hidden)
-
-    def wide(cast: Quantised) -> Tensor:
-        return dequantise_fp8(cast.x_TH, cast.scales, torch.float32)
-
-    def oracle(shift: int = 0) -> Tensor:
-        return wide(quantise_fp8(x.roll(shift, 0)))
-
-    return Call(
-        run=functools.partial(quantise_rows, x),
-        result=wide,
-        oracle=oracle,
-        control=functools.partial(oracle, 1),
-        num_bytes=bytes_of(x) * 3 // 2,
     )
 
 

@@ -33,7 +33,7 @@ class ExpertShape(NamedTuple):
     inner: int
     gate: str
     has_bias: bool = False
-    form: str = "plain"  # how weights are stored: plain, fp8, mxfp4; fp8 rows: rows are in FP8 too
+    form: str = "plain"  # how weights are stored: plain, fp8, mxfp4
 
 
 QWEN3 = AttentionShape(32, 4, 128)
@@ -48,16 +48,13 @@ QWEN3_EXPERTS = ExpertShape(128, 2048, 768, "silu")
 GPT_OSS_EXPERTS = ExpertShape(32, 2880, 2880, "swiglu_oai", has_bias=True)
 GPT_OSS_MXFP4 = GPT_OSS_EXPERTS._replace(form="mxfp4")
 DEEPSEEK_EXPERTS = ExpertShape(32, 7168, 2048, "silu", form="fp8")
-DEEPSEEK_FP8_ROWS = DEEPSEEK_EXPERTS._replace(form="fp8 rows")
 EXPERTS = {
     "qwen3": QWEN3_EXPERTS,
     "gpt-oss": GPT_OSS_EXPERTS,
     "gpt-oss mxfp4": GPT_OSS_MXFP4,
     "deepseek fp8": DEEPSEEK_EXPERTS,
-    "deepseek fp8 rows": DEEPSEEK_FP8_ROWS,
 }
 TINY_EXPERTS = ExpertShape(4, 64, 32, "silu")
 TINY_BIASED = ExpertShape(3, 32, 48, "swiglu_oai", has_bias=True)
 TINY_FP8 = ExpertShape(2, 128, 128, "silu", form="fp8")
-TINY_FP8_ROWS = TINY_FP8._replace(form="fp8 rows")
 TINY_MXFP4 = ExpertShape(2, 64, 32, "silu", form="mxfp4")

@@ -107,15 +107,12 @@ def _grouped(
 ) -> Tuned:
     """Rows: of every expert; all of them as many as the kernel is for."""
     like = no_experts(bench, shape, side)
-    is_fp8, has_fp8_rows = shape.form != "plain", shape.form == "fp8 rows"
-    choice = tile_of_launch(
-        rows[0] * shape.slots, shape.slots, like, is_fp8=is_fp8, has_fp8_rows=has_fp8_rows
-    )
+    choice = tile_of_launch(rows[0] * shape.slots, shape.slots, like)
     workloads = [
         partial(grouped_call, shape=shape, counts=[count] * shape.slots, side=side) for count in rows
     ]
     _, N, K = like.shape
-    key = shape_key(like.dtype, N=N, K=K, **({"ROWS": "fp8"} if has_fp8_rows else {}))
+    key = shape_key(like.dtype, N=N, K=K)
     return Tuned(kernel, key, choice, _others(choice, grid), workloads)
 
 

@@ -3,8 +3,7 @@
 A program finds its slot from the offsets on the device, so grids depend on capacities only and a CUDA graph can replay
 the launch. Products are added over the inner dimension in one fixed order; a row's bits depend on the tile's shape
 (`moe.gpu.tiles`), which is chosen by the step's capacity, never by contents.
-Quantised weights stay so in memory (`moe.gpu.formats`). FP8 rows times FP8 weights are DeepSeek-V3's recipe (2024):
-each 128 features' product is scaled by both and added in float32.
+Quantised weights stay so in memory (`moe.gpu.formats`); rows are never quantised, which would change answers.
 Where a slot's weight is in memory says a table, so an expert that has moved is switched to by writing one number.
 
 What bounds it. Decode: the bytes of the weights that any row chose, read once. Prefill: 2 * P * N * K operations; tiles of
@@ -34,7 +33,6 @@ def grouped_linear(
     num_pairs: int,
     rows_P: Tensor | None = None,
     gate: str = "none",
-    x_scales_TB: Tensor | None = None,
     scales_WBB: Tensor | None = None,
     biases_WN: Tensor | None = None,
     tile: GroupedTile | None = None,
@@ -43,7 +41,7 @@ def grouped_linear(
     """Multiply each row with its slot's weight.
 
     Args:
-        x_TK: [T, K] contiguous; bfloat16, float16 or float32, or float8_e4m3fn with `x_scales_TB` and FP8 weights.
+        x_TK: [T, K] contiguous; bfloat16, float16 or float32.
         weights_WNK: [W, N, K] contiguous, of x's type or float8_e4m3fn, or MXFP4 as uint8 [W, N, K / 2]; with a gate
             2 * N in place of N, the gate's rows first.
         slot_offsets: int64 [S + 1]; pairs of slot s are [s] to [s + 1].
@@ -51,56 +49,37 @@ def grouped_linear(
         num_pairs: room for pairs: P at most.
         rows_P: int64 [P], the row of each pair; None: pair p is row p.
         gate: a name in GATES.
-        x_scales_TB: float32 [T, blocks of K], one per row and 128 features.
         scales_WBB: float32 [W, blocks of N (or 2 * N), blocks of K] for FP8; uint8 [W, N, K / 32] for MXFP4.
         biases_WN: [W, N], or [W, 2 * N] with a gate.
         tile: None: `tile_of_launch`, by `num_pairs`, S and the device.
-        out: [num_pairs, N] contiguous to write into; None: a new one, of x's type, or bfloat16 for FP8 rows. Rows without
-            a pair are left as they are.
+        out: [num_pairs, N] contiguous to write into; None: a new one, of x's type. Rows without a pair are left as
+            they are.
 
     Raises:
         ValueError: a type or shape that the kernel does not take.
     """
     S, height, K, form = places_S.numel(), weights_WNK.shape[1], x_TK.shape[1], format_of(weights_WNK)
     N = height // 2 if GATES[gate] else height
-    _check_rows(x_TK, x_scales_TB, form)
     _check_weights(x_TK, weights_WNK, scales_WBB, N, gate, form)
     if out is None:
-        out = x_TK.new_empty(num_pairs, N, dtype=result_type(x_TK))
-    tile = tile or tile_of_launch(
-        num_pairs, S, weights_WNK, is_fp8=form != PLAIN, has_fp8_rows=x_scales_TB is not None
-    )
+        out = x_TK.new_empty(num_pairs, N)
+    tile = tile or tile_of_launch(num_pairs, S, weights_WNK)
     num_tiles = min(S, num_pairs) + num_pairs // tile.rows  # at most one tile of each slot is not full
     grouped_rows[(num_tiles * triton.cdiv(N, tile.columns),)](
-        x_TK, x_scales_TB, rows_P, weights_WNK, scales_WBB, biases_WN, places_S, slot_offsets, out, num_tiles, S=S,
+        x_TK, rows_P, weights_WNK, scales_WBB, biases_WN, places_S, slot_offsets, out, num_tiles, S=S,
         S_PAD=triton.next_power_of_2(S), N=N, K=K, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
-        GROUP=tile.group, GATE=GATES[gate], FORMAT=form, HAS_X_SCALES=x_scales_TB is not None,
+        GROUP=tile.group, GATE=GATES[gate], FORMAT=form,
         HAS_ROWS=rows_P is not None, HAS_BIAS=biases_WN is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def result_type(x_TK: Tensor) -> torch.dtype:
-    """Return the type of the products of rows where no `out` says another."""
-    return torch.bfloat16 if x_TK.dtype == torch.float8_e4m3fn else x_TK.dtype
-
-
-def _check_rows(x_TK: Tensor, x_scales: Tensor | None, form: int) -> None:
-    is_fp8 = x_TK.dtype == torch.float8_e4m3fn
-    if x_TK.dtype not in ROW_TYPES and not is_fp8:
-        raise ValueError(
-            f"x_TK is {x_TK.dtype}; the kernel takes bfloat16, float16, float32, and float8_e4m3fn with scales"
-        )
-    if is_fp8 != (x_scales is not None):
-        raise ValueError("x_scales_TB come with float8_e4m3fn rows, and only with them")
-    if is_fp8 and form != FP8:
-        raise ValueError("x_TK is float8_e4m3fn; then weights_WNK are float8_e4m3fn too")
 
 
 def _check_weights(
     x_TK: Tensor, weights: Tensor, scales: Tensor | None, N: int, gate: str, form: int
 ) -> None:
     K = x_TK.shape[1]
+    if x_TK.dtype not in ROW_TYPES:
+        raise ValueError(f"x_TK is {x_TK.dtype}; the kernel takes bfloat16, float16 and float32")
     if form == PLAIN and weights.dtype != x_TK.dtype:
         raise ValueError(
             f"weights_WNK are {weights.dtype}; with {x_TK.dtype} rows they are that, float8_e4m3fn or uint8 (MXFP4)"

@@ -40,15 +40,13 @@ def find_tile(program, num_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexp
 
 @triton.jit
 def _multiplied(
-    total, x_KR, x_scale_R, base, scales, column, begin,
-    HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_X_SCALES: tl.constexpr,
+    total, x_KR, base, scales, column, begin,
+    HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Add the product of one tile of a weight with the rows, [columns, rows]."""
     w_NK = load_tile(base, scales, column, begin, HEIGHT, K, INNER, FORMAT, x_KR.dtype)
     if FORMAT == 1:
         part = tl.dot(w_NK, x_KR, input_precision="ieee")
-        if HAS_X_SCALES:
-            part = part * x_scale_R[None, :]
         return total + part * load_scales(scales, column, begin, HEIGHT, K)[:, None]
     else:
         return tl.dot(w_NK, x_KR, total, input_precision="ieee")
@@ -56,10 +54,9 @@ def _multiplied(
 
 @triton.jit(do_not_specialize=["num_tiles"])  # or other sizes of a step would be compiled while serving
 def grouped_rows(
-    x, x_scales, rows, weights, scales, biases, places, offsets, out, num_tiles,
+    x, rows, weights, scales, biases, places, offsets, out, num_tiles,
     S: tl.constexpr, S_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, FORMAT: tl.constexpr, HAS_X_SCALES: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, FORMAT: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows and columns). With a gate, `weights` has 2 * N rows: N of the gate, then N of up."""
     HEIGHT: tl.constexpr = 2 * N if GATE > 0 else N
@@ -75,9 +72,7 @@ def grouped_rows(
     base, own_scales = weights + place * (HEIGHT * (K // 2 if FORMAT == 2 else K)), scales
     if FORMAT > 0:
         own_scales = scales + place * scale_stride(HEIGHT, K, FORMAT)
-    x_rows, scale_rows = x + source * K, x_scales
-    if HAS_X_SCALES:
-        scale_rows = x_scales + source * ((K + 127) // 128)
+    x_rows = x + source * K
     total, total_up = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
     for begin in range(0, K, INNER):
         inner = begin + tl.arange(0, INNER)
@@ -85,26 +80,10 @@ def grouped_rows(
         if K % INNER != 0:
             is_read = is_read & (inner[:, None] < K)
         x_KR = tl.load(x_rows[None, :] + inner[:, None], mask=is_read, other=0.0)
-        x_scale_R = source
-        if HAS_X_SCALES:
-            x_scale_R = tl.load(scale_rows + begin // 128, mask=is_pair, other=0.0)
-        total = _multiplied(
-            total, x_KR, x_scale_R, base, own_scales, column, begin, N, K, INNER, FORMAT, HAS_X_SCALES
-        )
+        total = _multiplied(total, x_KR, base, own_scales, column, begin, N, K, INNER, FORMAT)
         if GATE > 0:
             total_up = _multiplied(
-                total_up,
-                x_KR,
-                x_scale_R,
-                base,
-                own_scales,
-                column + N,
-                begin,
-                HEIGHT,
-                K,
-                INNER,
-                FORMAT,
-                HAS_X_SCALES,
+                total_up, x_KR, base, own_scales, column + N, begin, HEIGHT, K, INNER, FORMAT
             )
     is_column = column < N
     if HAS_BIAS:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attention.gpu.tiles import device_names, shape_key, tile_of
+from moe.gpu.formats import PLAIN, format_of
 
 MANY_ROWS = 64  # per slot, from which reading weights costs less than multiplying
 
@@ -32,40 +33,31 @@ PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3)  # many: keep the tensor cores
 # A block of FP8 scales is 128 features; of MXFP4 they are 64 bytes, of which a row is read at once.
 FP8_DECODE_TILE = GroupedTile(16, 64, 128, 1, 4, 4)
 FP8_PREFILL_TILE = GroupedTile(64, 128, 128, 8, 8, 3)
-FP8_ROWS_PREFILL_TILE = GroupedTile(32, 128, 128, 8, 8, 3)  # with scales of rows, 64 of them spill registers
 
 
-def choose_tile(
-    num_pairs: int, num_slots: int, *, is_fp8: bool = False, has_fp8_rows: bool = False
-) -> GroupedTile:
+def choose_tile(num_pairs: int, num_slots: int, *, is_quantised: bool = False) -> GroupedTile:
     """Pick the tile of a launch.
 
     Args:
         num_pairs: room for pairs in the step, at the size that all ranks agreed on.
         num_slots: of this rank; as many on all ranks.
-        is_fp8: whether weights are FP8, or MXFP4.
-        has_fp8_rows: whether rows are FP8 too.
+        is_quantised: whether weights are FP8, or MXFP4.
     """
     if num_pairs < MANY_ROWS * num_slots:
-        return FP8_DECODE_TILE if is_fp8 else DECODE_TILE
-    if has_fp8_rows:
-        return FP8_ROWS_PREFILL_TILE
-    return FP8_PREFILL_TILE if is_fp8 else PREFILL_TILE
+        return FP8_DECODE_TILE if is_quantised else DECODE_TILE
+    return FP8_PREFILL_TILE if is_quantised else PREFILL_TILE
 
 
-def tile_of_launch(
-    num_pairs: int, num_slots: int, weights_WNK: Tensor, *, is_fp8: bool = False, has_fp8_rows: bool = False
-) -> GroupedTile:
+def tile_of_launch(num_pairs: int, num_slots: int, weights_WNK: Tensor) -> GroupedTile:
     """Return what the table has for a launch on the weights' device, else `choose_tile`'s.
 
     Raises:
         ValueError: the table would change the order of sums between steps.
     """
-    fallback = choose_tile(num_pairs, num_slots, is_fp8=is_fp8, has_fp8_rows=has_fp8_rows)
+    fallback = choose_tile(num_pairs, num_slots, is_quantised=format_of(weights_WNK) != PLAIN)
     kernel = "grouped_decode" if num_pairs < MANY_ROWS * num_slots else "grouped_prefill"
-    rows = {"ROWS": "fp8"} if has_fp8_rows else {}
     _, N, K = weights_WNK.shape
-    shape = shape_key(weights_WNK.dtype, N=N, K=K, **rows)
+    shape = shape_key(weights_WNK.dtype, N=N, K=K)
     return check_steps(shape, tile_of(kernel, shape, fallback, device_names(weights_WNK.device)), fallback)
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from dispatch.fp8 import quantise_fp8
-
 F32, F16, FP8, MXFP4 = torch.float32, torch.float16, torch.float8_e4m3fn, torch.uint8
 TOLERANCE = {F32: 1e-4, F16: 4e-3}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
@@ -26,7 +24,6 @@ class Case(NamedTuple):
     dtype: torch.dtype = F32
     weights: torch.dtype = F32
     has_bias: bool = False
-    quantises_rows: bool = False
 
 
 class Weights(NamedTuple):
@@ -84,11 +81,7 @@ class Problem:
         self.weights = make_weights(slots + 2, height, case.K, case.weights)
         self.biases = torch.randn(slots + 2, height) if case.has_bias else None
         self.x: Tensor = torch.randn(max(1, self.num_pairs // 2 + 1), case.K).to(case.dtype)
-        self.x_scales: Tensor | None = None
         wide = self.x.double()
-        if case.quantises_rows:
-            self.x, self.x_scales = quantise_fp8(self.x)
-            wide = self.x.double() * self.x_scales.double().repeat_interleave(128, 1)[:, : case.K]
         self.rows = torch.randint(0, len(self.x), (self.num_pairs,))
         self._wide_PK = wide[self.rows]
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs triton: pip install -r requirements-
 from attention.gpu import decode, mla, prefill
 from attention.gpu.tiles import read_table, tile_of
 from expert_placement.choice import ReplicaChoice
-from moe.gpu import choose, norm, quantise, routing
+from moe.gpu import choose, norm, routing
 from moe.gpu.routing import Routing
 from moe.gpu.tiles import DECODE_TILE, PREFILL_TILE
 from moe.replicas import Route
@@ -42,8 +42,8 @@ def launch_routing(experts: int, *, has_bias: bool, **routing_options: object) -
     routing.route(rows(experts, torch.float32), Routing(**routing_options), bias_E=bias)  # type: ignore[arg-type]
 
 
-def launch_norm(hidden: int, *, has_residual: bool = False) -> None:
-    norm.rms_norm(rows(hidden), rows(hidden)[0], 1e-6, residual_TD=rows(hidden) if has_residual else None)
+def launch_norm(hidden: int) -> None:
+    norm.rms_norm(rows(hidden), rows(hidden)[0], 1e-6)
 
 
 def launch_choice(slots_per_rank: int) -> None:
@@ -72,7 +72,6 @@ CASES = {
         partial(launch_routing, 128, has_bias=False, choices=8, normalise=True), "choose_experts"
     ),
     "norm": Case(partial(launch_norm, 2048), "norm_rows"),
-    "fp8_rows": Case(partial(quantise.quantise_rows, rows(7168)), "cast_rows"),
     "choice": Case(partial(launch_choice, 4), "choose_and_count", 64),
 }
 MORE_CASES = {
@@ -82,9 +81,8 @@ MORE_CASES = {
     ),
     "routing_512": Case(partial(launch_routing, 512, has_bias=False, choices=10), "choose_experts"),
     "norm_of_heads": Case(partial(launch_norm, 128), "norm_rows"),
-    "norm_gpt_oss": Case(partial(launch_norm, 2880, has_residual=True), "norm_rows"),
-    "norm_deepseek": Case(partial(launch_norm, 7168, has_residual=True), "norm_rows"),
-    "fp8_rows_float16": Case(partial(quantise.quantise_rows, rows(2048, torch.float16)), "cast_rows"),
+    "norm_gpt_oss": Case(partial(launch_norm, 2880), "norm_rows"),
+    "norm_deepseek": Case(partial(launch_norm, 7168), "norm_rows"),
     "choice_among_copies": Case(partial(launch_choice, 6), "choose_and_count", 64),
 }  # fmt: skip
 ALL = CASES | MORE_CASES
@@ -93,7 +91,7 @@ ALL = CASES | MORE_CASES
 def compiled(case: Case) -> Kernel:
     """The case's kernel as it is launched."""
     kernels = (
-        (routing, "choose_experts"), (norm, "norm_rows"), (quantise, "cast_rows"), (choose, "choose_and_count"),
+        (routing, "choose_experts"), (norm, "norm_rows"), (choose, "choose_and_count"),
     )  # fmt: skip
     with recording(*kernels) as launched:
         case.launch()

@@ -17,10 +17,10 @@ from moe.gpu.grouped_kernel import grouped_rows
 from tests.support.triton_compile import Kernel, check_budget, compile_kernel
 
 TYPES = {
-    "x": "*bf16", "x_scales": "constexpr", "rows": "*i64", "weights": "*bf16", "scales": "constexpr",
+    "x": "*bf16", "rows": "*i64", "weights": "*bf16", "scales": "constexpr",
     "biases": "constexpr", "places": "*i32", "offsets": "*i64", "out": "*bf16", "num_tiles": "i32",
 }  # fmt: skip
-ABSENT = {"x_scales": None, "scales": None, "biases": None, "rows": None}
+ABSENT = {"scales": None, "biases": None, "rows": None}
 FP8 = {"weights": "*fp8e4nv", "scales": "*fp32"}
 MXFP4 = {"weights": "*u8", "scales": "*u8", "biases": "*bf16"}
 SHAPES: dict[str, dict[str, Any]] = {  # S, N, K, gate and format
@@ -31,14 +31,6 @@ SHAPES: dict[str, dict[str, Any]] = {  # S, N, K, gate and format
     "gpt_oss_down": {"S": 32, "N": 2880, "K": 2880, "GATE": 0, "FORMAT": 2, "types": {**MXFP4, "rows": "constexpr"}},
     "deepseek_up": {"S": 9, "N": 2048, "K": 7168, "GATE": 1, "FORMAT": 1, "types": FP8},
     "deepseek_down": {"S": 9, "N": 7168, "K": 2048, "GATE": 0, "FORMAT": 1, "types": {**FP8, "rows": "constexpr"}},
-    "deepseek_fp8_rows_up": {
-        "S": 9, "N": 2048, "K": 7168, "GATE": 1, "FORMAT": 1,
-        "types": {**FP8, "x": "*fp8e4nv", "x_scales": "*fp32"},
-    },
-    "deepseek_fp8_rows_down": {
-        "S": 9, "N": 7168, "K": 2048, "GATE": 0, "FORMAT": 1,
-        "types": {**FP8, "x": "*fp8e4nv", "x_scales": "*fp32", "rows": "constexpr"},
-    },
     "gelu": {"S": 8, "N": 4096, "K": 1024, "GATE": 3, "FORMAT": 0, "types": {}},
     "gelu_tanh": {"S": 8, "N": 4096, "K": 1024, "GATE": 4, "FORMAT": 0, "types": {}},
 }  # fmt: skip
@@ -51,8 +43,6 @@ def kernel_of(shape: str, tile_name: str, arch: int = 90) -> Kernel:
     sizes = dict(SHAPES[shape])
     types = {**TYPES, **sizes.pop("types")}
     prefix = "FP8_" if sizes["FORMAT"] else ""
-    if types["x_scales"] != "constexpr" and tile_name == "PREFILL":
-        prefix = "FP8_ROWS_"
     fallback = getattr(tiles, f"{prefix}{tile_name}_TILE")
     height, width = sizes["N"] * (2 if sizes["GATE"] else 1), sizes["K"] // (2 if sizes["FORMAT"] == 2 else 1)
     key = shape_key(WEIGHTS[sizes["FORMAT"]], N=height, K=width)
@@ -60,8 +50,7 @@ def kernel_of(shape: str, tile_name: str, arch: int = 90) -> Kernel:
     constants = {
         **{name: None for name in ABSENT if types[name] == "constexpr"}, **sizes,
         "S_PAD": 1 << (sizes["S"] - 1).bit_length(), "ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner,
-        "GROUP": tile.group, "HAS_X_SCALES": types["x_scales"] != "constexpr",
-        "HAS_ROWS": types["rows"] != "constexpr", "HAS_BIAS": types["biases"] != "constexpr",
+        "GROUP": tile.group, "HAS_ROWS": types["rows"] != "constexpr", "HAS_BIAS": types["biases"] != "constexpr",
     }  # fmt: skip
     return Kernel(grouped_rows, types, constants, tile.warps, 255, tile.stages, fuses=True, aligned=True)
 
@@ -93,7 +82,6 @@ def test_every_launch_compiles_within_its_budget(shape: str, tile: str, arch: in
         ("qwen3_up", 80, r"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"),
         ("qwen3_up", 90, r"wgmma.mma_async.sync.aligned.m64n\d+k16.f32.bf16.bf16"),
         ("gpt_oss_up", 90, r"wgmma.mma_async.sync.aligned.m64n\d+k16.f32.bf16.bf16"),
-        ("deepseek_fp8_rows_up", 90, r"wgmma.mma_async.sync.aligned.m64n\d+k32.f32.e4m3.e4m3"),
     ],
 )
 def test_decode_and_prefill_multiply_with_the_same_instruction(

@@ -16,9 +16,9 @@ def test_room_for_many_rows_per_slot_takes_the_tile_for_many(
     assert choose_tile(num_pairs, 128) == wanted
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_tiles_of_a_format_take_the_inner_dimension_in_the_same_steps(is_fp8: bool) -> None:
-    made = [choose_tile(num_pairs, 1, is_fp8=is_fp8) for num_pairs in (1, 1 << 20)]
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_tiles_of_a_format_take_the_inner_dimension_in_the_same_steps(is_quantised: bool) -> None:
+    made = [choose_tile(num_pairs, 1, is_quantised=is_quantised) for num_pairs in (1, 1 << 20)]
     assert made[0] != made[1]
     assert made[0].inner == made[1].inner
     assert all(tile.columns % 64 == 0 for tile in made)  # what Hopper's instruction takes at least
@@ -27,8 +27,7 @@ def test_tiles_of_a_format_take_the_inner_dimension_in_the_same_steps(is_fp8: bo
 def test_where_the_table_is_silent_the_launch_takes_the_fallback() -> None:
     weights = torch.empty(3, 64, 32)
     assert tile_of_launch(9, 3, weights) == tiles.DECODE_TILE
-    assert tile_of_launch(900, 3, weights, is_fp8=True) == tiles.FP8_PREFILL_TILE
-    assert tile_of_launch(900, 3, weights, is_fp8=True, has_fp8_rows=True) == tiles.FP8_ROWS_PREFILL_TILE
+    assert tile_of_launch(900, 3, weights.to(torch.float8_e4m3fn)) == tiles.FP8_PREFILL_TILE
 
 
 def test_the_table_is_asked_by_device_step_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
