@@ -36,7 +36,7 @@ from benchmarks.prompts import Prompts
 from benchmarks.service import HOST, Service, ServiceError
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
-from server.process.restarts import MAX_RESTARTS
+from server.process.supervisor import MAX_RESTARTS
 
 PROMPT_TOKENS = 64
 RETURN_TIMEOUT_S = 240.0  # of an engine that loads on a busy machine

@@ -12,8 +12,8 @@ from typing import IO, Self
 from benchmarks.paced_rank import TOKEN_VARIABLE
 from benchmarks.processes import cpu_s
 from benchmarks.service import ServiceError
-from server.process.greeting import is_healthy
-from server.process.parent_death import die_with_parent
+from server.parent_death import die_with_parent
+from server.process.serve import is_healthy
 
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.02

@@ -19,7 +19,7 @@ from expert_placement.placement import Placement
 from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
 from server.link.rank_link import RankLink
 from server.link.wire import RankFacts
-from server.process.parent_death import die_with_parent
+from server.parent_death import die_with_parent
 
 TOKEN_VARIABLE = "PACED_RANK_TOKEN"
 OPEN_TIMEOUT_S = 60.0

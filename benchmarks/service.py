@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from benchmarks.closed_loop import Timing, closed_loop
-from server.process.greeting import is_healthy
-from server.process.parent_death import die_with_parent
+from server.parent_death import die_with_parent
+from server.process.serve import is_healthy
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 240.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from benchmarks.closed_loop import Timing, summarise
-from server.process.parent_death import die_with_parent
+from server.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 20.0
 

@@ -18,7 +18,7 @@ from server.clients.experts.cli import add_experts_parser
 from server.options.checks import OptionsError
 from server.options.command_line import Options, options_from
 from server.options.flags import add_model_arguments
-from server.process.preflight.roots import RootError, check_roots
+from server.roots import RootError, check_roots
 
 _DESCRIPTION = """\
 Serve Mixture-of-Experts language models with expert parallelism over as many ranks as you have.
@@ -148,7 +148,7 @@ def _run_service(args: argparse.Namespace, options: Options) -> int:
 
         return run_worker(options)
     if args.command == "engine":
-        from server.process.engine_process import run_engine
+        from server.process.engine import run_engine
 
         return run_engine(options)
     from server.process.front_main import run_front

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from benchmarks.gpu.rows import Row, Setting
-from server.process.parent_death import die_with_parent
+from server.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 10.0
 _LAST_BYTES = 4000

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.rank_checks import CHECKS, WAIT_S
 from benchmarks.gpu.rows import Row, Setting
-from server.process.parent_death import die_with_parent
+from server.parent_death import die_with_parent
 
 
 def run(check: str, setting: Setting, *, timeout_s: float) -> list[list[Row]]:

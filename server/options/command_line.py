@@ -45,7 +45,7 @@ class Options:
     port: int
     served_model_names: tuple[str, ...]
     max_model_len: int | None  # tokens; None: the model's own
-    device: str  # auto, cpu or cuda; see server.process.preflight.device_choice
+    device: str  # auto, cpu or cuda; see server.process.preflight.device
     max_num_seqs: int | None  # per rank; None: by the device, as is the next
     max_num_batched_tokens: int | None  # per rank and step
     dtype: str  # auto, float32 or bfloat16

@@ -21,11 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
-from server.process.parent_death import die_with_parent
+from server.parent_death import die_with_parent
 
 WIDEEP_COMMAND = (sys.executable, "-P", str(Path(__file__).parents[1] / "__main__.py"))  # this very copy
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that torchrun forwards
 DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop when open requests have ended
+FRONT_IS_GONE = 3  # the exit status of an engine that has nobody left to serve for
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 

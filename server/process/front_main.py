@@ -2,15 +2,17 @@
 
 Both sockets are bound and announced before anything slow happens, so that ranks and clients find a door while the
 tokenizer loads. torch stays out: this process only tokenizes, and would pay 180 MB for it. A rank that is lost while
-others are left, or until one comes back, is a matter for `membership.leader`; one that is lost at the start ends all.
+others are left, or until one comes back, is a matter for `front.leader`; one that is lost at the start ends all.
 
 SIGTERM ends it gently: /health is 503, new requests are refused, open ones end by themselves for as long as
 --shutdown-timeout-seconds says. SIGINT, and a second SIGTERM, end it at once.
 """
 
 import asyncio
+import errno
 import gc
 import importlib
+import json
 import logging
 import os
 import secrets
@@ -36,8 +38,7 @@ from server.link.ranks import Ranks, listen
 from server.link.wire import RankFacts
 from server.options.checks import OptionsError
 from server.options.command_line import Options
-from server.process.front_socket import announce, bind_http
-from server.process.parent_death import die_with_parent
+from server.parent_death import die_with_parent
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.experts.load_window import ExpertsLoad
@@ -254,3 +255,40 @@ def _complain(message: str) -> int:
     """Say why the front ends; returns its exit status."""
     _LOG.critical("%s", message)
     return 1
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """Bind and listen.
+
+    Raises:
+        OptionsError: the port is taken or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise OptionsError(f"--host {host!r} is not an address: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)  # at once: bind alone does not claim a port that others may reuse
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise OptionsError(f"port {port} on {host} is in use; choose another with --port") from error
+        raise OptionsError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+def announce(
+    ready_fd: int, listener: socket.socket, options: Options, ranks_address: str, token: str
+) -> None:
+    """Write the addresses for the supervisor."""
+    port = listener.getsockname()[1]
+    shown = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"{options.http.scheme}://{shown}:{port}"
+    line = json.dumps({"http": url, "ranks_address": ranks_address, "token": token})
+    with os.fdopen(ready_fd, "w") as ready:
+        ready.write(line + "\n")

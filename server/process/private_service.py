@@ -22,17 +22,15 @@ from typing import IO, Self
 from server.options.checks import OptionsError
 from server.options.command_line import Options, arguments_from, environment_from
 from server.process.children import WIDEEP_COMMAND, Child, describe_end, stop_children
-from server.process.greeting import is_healthy, reachable_host
-from server.process.preflight.device_choice import CPU_NUM_SEQS, CPU_RANKS
-from server.process.preflight.model_source import resolve_model
-from server.process.preflight.preflight_error import PreflightError
-from server.process.serve import free_port
+from server.process.preflight.device import CPU_NUM_SEQS, CPU_RANKS
+from server.process.preflight.model import PreflightError, resolve_model
+from server.process.serve import free_port, is_healthy, reachable_host
 
 SERVE_COMMAND = (*WIDEEP_COMMAND, "serve")
 STOP_GRACE_S = 8.0  # serve promises that all is over in 5
 _POLL_S = 0.1  # how often /health is asked during the start
 _MOST_PLACES = 512  # connections that one client keeps busy without losing time over them
-_BOUND_EXEC = str(Path(__file__).with_name("bound_exec.py"))
+_BOUND_EXEC = str(Path(__file__).parents[1] / "parent_death.py")
 _SERVE_SAYS = "wideep serve: "
 _KEPT_LINES = 8  # of what the service said last, for the message about its end
 

@@ -3,9 +3,13 @@
 Never touches a device and never imports torch, so that it outlives its engine. It waits on descriptors alone: stop
 signals, its parent's and its children's pidfds, and the pipes on which the children report.
 
-An engine that ends after it had served is started again, so often as its budget allows; then the rank stays away and
-the others serve without it. One that never served ends the service: its cause (a flag, the memory) would stay. So do
-the front's end and an engine's in order, which means that the front has asked for it.
+An engine that ends after it had served is started again, as often as its budget allows; then the rank stays away and
+the others serve without it. An engine that never served ends the service: its cause (a flag, the memory) would stay.
+The end of the front ends the service too, and so does an engine that ends in order, which the front has asked for.
+
+What kills an engine once (the kernel short of memory, an operator, a cosmic ray) does not kill it again at once; what
+does, a broken device or a request that no rank survives, would otherwise cost the others a pause every half minute.
+Rejected: waiting longer before every further start, which leaves the service without a rank that would have worked.
 
 What the children are told, besides the command line: the front gets `--ready-fd` and writes one JSON line with its
 addresses, which goes to this rank's engine as WIDEEP_FRONT; an engine that is started again gets WIDEEP_RESTARTS, how
@@ -18,6 +22,7 @@ import os
 import selectors
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +31,7 @@ from pathlib import Path
 from server.options.command_line import Options, arguments_from, environment_from
 from server.process.children import (
     DRAIN_SIGNAL,
+    FRONT_IS_GONE,
     WIDEEP_COMMAND,
     Child,
     MessagePipe,
@@ -37,9 +43,7 @@ from server.process.children import (
     stop_children,
 )
 from server.process.error_file import ERROR_FILE, LAST, write_absence, write_failure
-from server.process.front_probe import FRONT_IS_GONE
 from server.process.rendezvous import Place
-from server.process.restarts import RestartBudget
 
 UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which says itself what happens
 STOP_GRACE_S = 2.2  # from the wish to SIGKILL; serve has promised that all is over in 5 s
@@ -273,3 +277,37 @@ def report_failure(text: str, environment: Mapping[str, str], *, follows: bool =
         write_failure(Path(path), text, time_ns=LAST if follows else None)
     if not path or UNDER_SERVE not in environment:
         say(f"wideep: {text}", error=True)
+
+
+MAX_RESTARTS = 3
+WINDOW_S = 600.0
+
+
+class RestartBudget:
+    """So many starts within any window of time."""
+
+    def __init__(
+        self,
+        *,
+        max_restarts: int = MAX_RESTARTS,
+        window_s: float = WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_restarts, self._window_s, self._clock = max_restarts, window_s, clock
+        self._taken_s: deque[float] = deque()  # those of the last window
+        self.num_taken = 0  # in all
+
+    def take(self) -> bool:
+        """Return whether one more start is allowed now, and count it if so."""
+        now_s = self._clock()
+        while self._taken_s and now_s - self._taken_s[0] >= self._window_s:
+            self._taken_s.popleft()
+        if len(self._taken_s) >= self._max_restarts:
+            return False
+        self._taken_s.append(now_s)
+        self.num_taken += 1
+        return True
+
+    def describe(self) -> str:
+        """Say what is allowed, for messages."""
+        return f"{self._max_restarts} times in {self._window_s / 60:g} minutes"

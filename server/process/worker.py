@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from server.options.checks import OptionsError
 from server.options.command_line import Options
+from server.parent_death import die_with_parent
 from server.process.children import StopSignals, say
-from server.process.parent_death import die_with_parent
 from server.process.preflight.checks import check_start
-from server.process.preflight.device_choice import choose_device, on_device
-from server.process.preflight.machine import usable_cores
-from server.process.preflight.model_source import resolve_model
-from server.process.preflight.preflight_error import PreflightError
+from server.process.preflight.device import choose_device, on_device
+from server.process.preflight.memory import usable_cores
+from server.process.preflight.model import PreflightError, resolve_model
 from server.process.rendezvous import Place, PlaceError, find_agent, front_host, place_from
 from server.process.supervisor import UNDER_SERVE, Commands, Supervisor, report_failure
 

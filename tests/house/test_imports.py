@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from server.process.preflight.roots import PACKAGES
+from server.roots import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ("kvcache", "dispatch", "expert_placement")
@@ -36,9 +36,8 @@ WITHOUT_TORCH = [
 DEFERRED = {
     "server/cli.py": "each command loads what it needs: `wideep --help` and the supervisor load no torch",
     "server/process/agent.py": "torchrun's own code is loaded in the process that becomes torchrun",
-    "server/process/preflight/model_source.py": "a directory needs neither the demo model's maker nor a hub's client",
-    "server/process/preflight/start_file.py": "supervisors that start without a placement's file need no numpy",
-    "server/process/preflight/gpu_probe.py": "only the child process that looks for GPUs loads torch",
+    "server/process/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
+    "server/process/preflight/device.py": "only the child process that looks for GPUs loads torch",
     "server/http/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
 }
 

@@ -18,7 +18,7 @@ from pathlib import Path
 KV_CACHE_BYTES = 12345678  # what an engine says it took
 
 
-FRONT_IS_GONE = 3  # as server.process.front_probe says
+FRONT_IS_GONE = 3  # as server.process.engine says
 
 
 class _Health(BaseHTTPRequestHandler):

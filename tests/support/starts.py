@@ -7,7 +7,7 @@ import pytest
 
 from server.cli import build_parser
 from server.options.command_line import Options, options_from
-from server.process.preflight.preflight_error import PreflightError
+from server.process.preflight.model import PreflightError
 
 
 def options_for(model: Path, *flags: str) -> Options:

@@ -22,7 +22,7 @@ from llguidance import LLTokenizer
 from scheduler.policy.request import Structure
 from scheduler.structure.compiler import StructureError, vocabulary_from_json
 from scheduler.structure.grammar import compile_structure, error_of, open_tokenizer
-from server.process.parent_death import die_with_parent
+from server.parent_death import die_with_parent
 
 CPU_S = 2.0  # for one form
 STACK_BYTES = 4 << 20

@@ -3,30 +3,31 @@
 Reads config.json and the safetensors headers only.
 """
 
+import errno
+import socket
 from pathlib import Path
 from typing import Any
 
 from dispatch.availability import check_service_backend
 from scheduler.policy.config import why_no_compiler, why_no_halves
 from server.options.command_line import Options
-from server.process.preflight.http_port import check_port
-from server.process.preflight.machine import available_bytes
-from server.process.preflight.model_config import (
-    check_is_moe,
-    check_length,
-    check_quantisation,
-    num_experts,
-    read_config,
-)
-from server.process.preflight.preflight_error import PreflightError
-from server.process.preflight.rank_memory import (
+from server.process.preflight.memory import (
     WeightBytes,
+    available_bytes,
     check_memory,
     float_bytes,
     rank_experts,
     weight_bytes,
 )
-from server.process.preflight.start_file import why_unfit
+from server.process.preflight.model import (
+    PreflightError,
+    check_is_moe,
+    check_length,
+    check_quantisation,
+    num_experts,
+    read_config,
+    why_unfit,
+)
 
 
 def check_start(
@@ -136,3 +137,31 @@ def check_placement(file: str | None, weights: WeightBytes, config: dict[str, An
     problem = why_unfit(file, num_layers=layers, num_experts=experts, num_ranks=num_ranks)
     if problem:
         raise PreflightError(f"--expert-placement: {problem}")
+
+
+def check_port(host: str, port: int) -> None:
+    """Check that HTTP can listen on host:port (port 0: on any)."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise PreflightError(
+            f"--host is {host!r}, which is no address of this machine: {error.strerror}"
+        ) from error
+    with socket.socket(family, kind, protocol) as probe:
+        # A port in TIME_WAIT is free, as for uvicorn.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            raise PreflightError(_why_not_bound(host, port, error)) from error
+
+
+def _why_not_bound(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use by another program; give another --port (0 takes a free one)"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"--host is {host!r}, which is no address of this machine; give one that is, or 0.0.0.0 for all"
+        )
+    return f"cannot listen on {host} port {port}: {error.strerror}; give another --host or --port"

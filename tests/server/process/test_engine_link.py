@@ -8,9 +8,8 @@ import pytest
 
 from scheduler.policy.config import EngineConfig
 from server.link.rank_link import RankLink
-from server.process import engine_link
-from server.process.engine_link import make_link
-from server.process.front_probe import FRONT_IS_GONE
+from server.process import engine as engine_link
+from server.process.engine import FRONT_IS_GONE, make_link
 
 FRONT = {"ranks_address": "127.0.0.1:1", "token": "t"}
 

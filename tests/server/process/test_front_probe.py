@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from server.process.front_probe import front_answers
+from server.process.engine import front_answers
 from tests.support.service_processes import free_port
 
 

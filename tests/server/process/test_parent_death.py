@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = (
     "import os, sys, time; sys.path.insert(0, sys.argv[1]);"
-    "from server.process.parent_death import die_with_parent; die_with_parent();"
+    "from server.parent_death import die_with_parent; die_with_parent();"
     "print(os.getpid(), flush=True); time.sleep(60)"
 )
 PARENT = (
@@ -32,7 +32,7 @@ def test_the_child_of_a_killed_parent_dies() -> None:
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "from server.process.parent_death import die_with_parent; die_with_parent(parent_pid=2**22); print('lives')"
+        "from server.parent_death import die_with_parent; die_with_parent(parent_pid=2**22); print('lives')"
     )
     done = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, timeout=30)
     assert done.returncode != 0 and "is gone" in done.stderr and not done.stdout

@@ -1,4 +1,4 @@
-from server.process.restarts import MAX_RESTARTS, WINDOW_S, RestartBudget
+from server.process.supervisor import MAX_RESTARTS, WINDOW_S, RestartBudget
 
 
 class Clock:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.process.restarts import MAX_RESTARTS
+from server.process.supervisor import MAX_RESTARTS
 from tests.support.fake_checkpoint import write_checkpoint
 from tests.support.fake_child import KV_CACHE_BYTES
 from tests.support.service_processes import Service, has_ended, wait_until

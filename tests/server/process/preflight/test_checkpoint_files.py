@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from server.process.preflight.checkpoint_files import safetensors_files
-from server.process.preflight.rank_memory import weight_bytes
+from server.process.preflight.memory import weight_bytes
+from server.process.preflight.model import safetensors_files
 from tests.support.fake_checkpoint import CONFIG, write_checkpoint
 from tests.support.starts import complaint_of
 

@@ -15,9 +15,8 @@ from server.process.preflight.checks import (
     check_nodes,
     check_start,
 )
-from server.process.preflight.model_config import read_config
-from server.process.preflight.model_source import resolve_model
-from server.process.preflight.rank_memory import rank_experts, weight_bytes
+from server.process.preflight.memory import rank_experts, weight_bytes
+from server.process.preflight.model import read_config, resolve_model
 from tests.support.fake_checkpoint import CONFIG, write_checkpoint
 from tests.support.placements import random_placement
 from tests.support.starts import complaint_of, options_for

@@ -8,10 +8,9 @@ from scheduler.step.sizing import WORKSPACE_BYTES, KVMemoryError, gpu_cache_budg
 from server.options.checks import OptionsError
 from server.options.command_line import Options
 from server.options.keywords import options_from_keywords
-from server.process.preflight.device_choice import choose_device, on_device
-from server.process.preflight.gpu_probe import GpuFacts
-from server.process.preflight.preflight_error import PreflightError
-from server.process.preflight.rank_memory import float_bytes
+from server.process.preflight.device import GpuFacts, choose_device, on_device
+from server.process.preflight.memory import float_bytes
+from server.process.preflight.model import PreflightError
 from tests.server.process.preflight.test_gpu_probe import GOOD
 
 OLD_DRIVER = "the NVIDIA driver supports CUDA 12.4 and torch was built for CUDA 13.0"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.process.preflight.gpu_probe import NO_FACTS, Gpu, GpuFacts, collect, facts_from, look, why_not
+from server.process.preflight.device import NO_FACTS, Gpu, GpuFacts, collect, facts_from, look, why_not
 
 H200 = Gpu(name="NVIDIA H200", capability=(9, 0), free_bytes=140 << 30, total_bytes=141 << 30)
 GOOD = GpuFacts(devices=(H200, H200), torch="2.11.0+cu130", built_for="13.0", driver="13.1", triton="3.6.0")

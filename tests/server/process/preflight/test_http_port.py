@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from server.process.preflight.http_port import check_port
+from server.process.preflight.checks import check_port
 from tests.support.starts import complaint_of
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from server.process.preflight.machine import available_bytes, usable_cores
+from server.process.preflight.memory import available_bytes, usable_cores
 
 
 def test_a_containers_limits_cap_what_the_host_has(tmp_path: Path) -> None:

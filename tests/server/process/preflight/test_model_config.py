@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from server.process.preflight.model_config import check_is_moe, check_length, read_config
+from server.process.preflight.model import check_is_moe, check_length, read_config
 from tests.support.fake_checkpoint import CONFIG
 from tests.support.starts import complaint_of
 

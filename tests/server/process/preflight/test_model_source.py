@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import moe.demo_model
-from server.process.preflight.model_source import resolve_model
+from server.process.preflight.model import resolve_model
 from tests.support.starts import complaint_of
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from expert_placement.placement_file import save_placement
 from scheduler.step.sizing import KVMemoryError, cache_budget
-from server.process.preflight.rank_memory import (
+from server.process.preflight.memory import (
     WeightBytes,
     check_memory,
     rank_experts,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from server.process.preflight.roots import PACKAGES, RootError, check_roots
+from server.roots import PACKAGES, RootError, check_roots
 
 
 def test_our_own_packages_come_from_one_root() -> None:

@@ -1,18 +1,103 @@
-"""What a rank's weights take in memory, and whether this node's ranks fit into what is free.
+"""What this machine has to give, what a rank's weights take of it, and whether this node's ranks fit. Knows no torch.
 
-Added up from the headers of the checkpoint's files, by --dtype and by the slots that a rank has for experts.
+Cores and memory are what the kernel and a container's limits allow: cgroup v2 is read (and v1's memory limit), because
+inside a container /proc speaks of the whole host. Weights are added up from the headers of the checkpoint's files, by
+--dtype and by the slots that a rank has for experts. A plan is carried out a few layers at a time, with as many spare
+slots as one layer has on a rank (`moe.spare_slots`); they are reserved when first needed, so whatever promises memory
+has to leave them out beforehand.
 """
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from server.options.command_line import Options
-from server.process.preflight.checkpoint_files import read_header, safetensors_files
-from server.process.preflight.expert_memory import ExpertMemory, expert_memory, slots_per_rank
-from server.process.preflight.model_config import field_of, largest, num_experts, read_config
-from server.process.preflight.preflight_error import PreflightError
+from server.process.preflight.model import (
+    PreflightError,
+    field_of,
+    largest,
+    num_experts,
+    read_config,
+    read_header,
+    safetensors_files,
+    slots_in,
+)
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores(cgroup: Path = _CGROUP) -> int:
+    """Return the cores that this process may use: its affinity, capped by the container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Return the memory that can be had without swapping: MemAvailable, capped by the container's limit."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024  # the kernel writes KiB
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _read(cgroup / limit_name), _read(cgroup / usage_name)
+        if limit.isdigit() and usage.isdigit():
+            stat = _read((cgroup / usage_name).with_name("memory.stat"))
+            cache = next(
+                (int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")), 0
+            )
+            available = min(available, int(limit) - int(usage) + cache)  # page cache can be given back
+    return max(0, available)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # not in a cgroup of this kind
+        return ""
+
+
+class ExpertMemory(NamedTuple):
+    """Bytes of one rank."""
+
+    slots_per_rank: int  # of a layer
+    serving: int  # all its slots, of all layers
+    spare: int
+
+
+def expert_memory(
+    expert_bytes: int, *, num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int
+) -> ExpertMemory:
+    """Add up.
+
+    Args:
+        expert_bytes: of all experts of all `num_layers` layers that have any, once each.
+    """
+    of_slots = expert_bytes * slots_per_rank / max(1, num_experts)
+    spare = of_slots / max(1, num_layers) if num_ranks > 1 else 0  # one rank has nowhere to move to
+    return ExpertMemory(slots_per_rank, math.ceil(of_slots), math.ceil(spare))
+
+
+def slots_per_rank(
+    num_experts: int, num_ranks: int, *, num_redundant: int, placement_file: str | None
+) -> int:
+    """How many slots a layer will have on a rank.
+
+    Args:
+        placement_file: what is no placement counts as none; `checks.check_placement` refuses it.
+    """
+    if placement_file:
+        found = slots_in(placement_file)
+        if found:
+            return found
+        num_redundant = 0  # is not asked with a file
+    return min(num_experts, -(-(num_experts + num_redundant) // num_ranks))
+
 
 # What a weight takes, by --dtype (D9: auto is fp32 on CPU).
 _FLOAT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}

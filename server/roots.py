@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 
 PACKAGES = ("moe", "dispatch", "expert_placement", "attention", "kvcache", "scheduler", "server")
-_OUR_ROOT = Path(__file__).resolve().parents[3]
+_OUR_ROOT = Path(__file__).resolve().parents[1]
 
 
 class RootError(RuntimeError):

@@ -1,7 +1,8 @@
-"""What GPUs this machine offers to us, and why it offers none: found by a process of its own, before any weight is read.
+"""Which device a service computes on, what this machine's GPUs are, and the defaults that follow; decided before any weight is read.
 
-`wideep serve` and the workers never import torch, so a child looks and prints JSON. Without the driver's control device
-there is nothing to look for, and no child is started.
+`wideep serve` decides for all ranks of its node, a worker under a plain torchrun for itself; the processes that they
+start are told. They never import torch, so a child process looks for GPUs and prints JSON. Without the driver's control
+device there is nothing to look for, and no child is started.
 """
 
 import importlib.metadata
@@ -9,10 +10,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dispatch.availability import has_cuda_device
+from server.options.command_line import Options, check_limits
+from server.process.preflight.model import PreflightError
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 LEAST_TRITON = (3, 5)
@@ -75,7 +78,7 @@ def look(*, has_device: Callable[[], bool] = has_cuda_device) -> tuple[GpuFacts,
         return NO_FACTS, why_not(NO_FACTS, has_device=False)
     try:
         found = subprocess.run(
-            [sys.executable, "-P", "-m", "server.process.preflight.gpu_probe"],
+            [sys.executable, "-P", "-m", "server.process.preflight.device"],
             capture_output=True, text=True, timeout=_TIMEOUT_S, check=True,
         )  # fmt: skip
         facts = facts_from(json.loads(found.stdout))
@@ -139,6 +142,78 @@ def _dotted(version: tuple[int, ...]) -> str:
 def _last_line(error: Exception) -> str:
     text = (getattr(error, "stderr", "") or str(error)).strip()
     return text.splitlines()[-1] if text else type(error).__name__
+
+
+CPU_RANKS, CPU_NUM_SEQS = 2, 64
+_LIMITS = {"cpu": (CPU_NUM_SEQS, 512), "cuda": (256, 8192)}  # --max-num-seqs, --max-num-batched-tokens
+
+Look = Callable[[], tuple[GpuFacts, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a service computes on."""
+
+    name: str  # cpu or cuda
+    reason: str  # why, in words
+    facts: GpuFacts  # what was found; empty on a CPU
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a node where the user says nothing."""
+        return CPU_RANKS if self.name == "cpu" else len(self.facts.devices)
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Free memory of the GPU that has the least; None on a CPU."""
+        return min((gpu.free_bytes for gpu in self.facts.devices), default=None)
+
+
+def choose_device(wanted: str, look_for_gpus: Look = look) -> Device:
+    """Choose.
+
+    Args:
+        wanted: auto, cpu or cuda.
+
+    Raises:
+        PreflightError: cuda is wanted and cannot be had; the message says why.
+    """
+    if wanted == "cpu":
+        return Device(name="cpu", reason="--device says so", facts=GpuFacts())
+    facts, problem = look_for_gpus()
+    if problem and wanted == "cuda":
+        raise PreflightError(f"--device is cuda, which cannot be used: {problem}; or give --device cpu")
+    if problem:
+        return Device(name="cpu", reason=problem, facts=GpuFacts())
+    names = sorted({gpu.name for gpu in facts.devices})
+    found = (
+        f"{len(facts.devices)} x {' and '.join(names)}, driver for CUDA {facts.driver}, triton {facts.triton}"
+    )
+    return Device(name="cuda", reason=found, facts=facts)
+
+
+def on_device(options: Options, device: Device, *, num_local_ranks: int) -> Options:
+    """Fill in what follows from the device.
+
+    Raises:
+        PreflightError: there are more ranks than GPUs.
+        OptionsError: a limit that was said does not go with the other's default.
+    """
+    gpus = len(device.facts.devices)
+    if device.name == "cuda" and num_local_ranks > gpus:
+        raise PreflightError(
+            f"{num_local_ranks} ranks on a node with {gpus} GPU{'' if gpus == 1 else 's'}; a rank has a GPU of its own: give "
+            f"--data-parallel-size {gpus} or less, or --device cpu"
+        )
+    max_num_seqs, max_num_batched_tokens = _LIMITS[device.name]
+    filled = replace(
+        options,
+        device=device.name,
+        max_num_seqs=options.max_num_seqs or max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens or max_num_batched_tokens,
+    )
+    check_limits(filled.max_num_seqs, filled.max_num_batched_tokens)
+    return filled
 
 
 def main() -> None:

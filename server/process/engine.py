@@ -7,39 +7,83 @@ the engine tells its supervisor the HTTP address, how large its KV cache is, and
 A rank that is lost ends the others' steps, not their processes: they meet again as the front orders. An error here ends
 this process with one line, and its supervisor starts it again, which WIDEEP_RESTARTS says: then it meets nobody at the
 start, attaches with its share loaded, and serves from its first order on (D8 of the design).
+
+An engine whose stream ends asks whether the front is still there: its process holds its TCP port from its start to its
+end, whatever else it does. A refusal is certain; silence may be a cable, so it is waited out for a while.
 """
 
+import errno
 import importlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dispatch.errors import DispatchError, WireUnavailable
+from moe.expert_weights import read_slot
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
 from scheduler.assembly import Assembled, assemble
-from scheduler.policy.config import ConfigError, EngineConfig
+from scheduler.moves.reports import MoveState, PlacementReport
+from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig, HalfThresholds
 from scheduler.policy.request import RankStats, RequestOutput
 from scheduler.policy.scheduler import SchedulerLimitsError
 from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
-from scheduler.step.sizing import KVMemoryError
+from scheduler.step.sizing import KVMemoryError, cache_budget, gpu_cache_budget
 from scheduler.structure.compiler import StructureError, Vocabulary
-from server.link.rank_link import LinkError
+from server.link.rank_link import LinkError, RankLink
+from server.link.wire import RankFacts
 from server.options.command_line import Options
-from server.process.engine_link import make_link, send_report, send_start
-from server.process.engine_settings import engine_config
-from server.process.engine_words import Progress, SupervisorPipe, silent
-from server.process.front_probe import FRONT_IS_GONE, front_answers
-from server.process.parent_death import die_with_parent
-from server.process.preflight.machine import available_bytes
+from server.parent_death import die_with_parent
+from server.process.children import FRONT_IS_GONE
+from server.process.preflight.memory import available_bytes, rank_bytes, spare_bytes
 from server.process.rendezvous import Place, place_from
+
+
+class SupervisorPipe:
+    """The pipe on which this process tells its supervisor how far it is."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._fd = int(environment["WIDEEP_READY_FD"]) if "WIDEEP_READY_FD" in environment else None
+
+    def tell(self, **message: Any) -> None:
+        """Write one JSON line."""
+        if self._fd is not None:
+            os.write(self._fd, (json.dumps(message) + "\n").encode())
+
+
+class Progress:
+    """Shows loading: on one line of a terminal, in a line per stage elsewhere."""
+
+    def __init__(self) -> None:
+        self._shown = ("", 0)
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """Show a stage's percentage when it changed."""
+        percent = int(100 * fraction)
+        if (stage, percent) == self._shown:
+            return
+        self._shown = (stage, percent)
+        if sys.stderr.isatty():
+            end = "\n" if percent == 100 else ""
+            print(f"\rLoading {stage}: {percent:3d} %", end=end, file=sys.stderr, flush=True)
+        elif percent == 100:
+            print(f"Loaded {stage}", file=sys.stderr, flush=True)
+
+
+def silent(_stage: str, _fraction: float) -> None:
+    """Ranks other than the first load quietly."""
+
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
 STATS_EVERY = 50  # steps without outputs between reports
@@ -212,3 +256,129 @@ def _front(store: Store, environment: Mapping[str, str]) -> dict[str, str]:
         store.set(FRONT_KEY, given)
         return json.loads(given)  # type: ignore[no-any-return]
     return json.loads(store.get(FRONT_KEY))  # type: ignore[no-any-return]
+
+
+KV_SHARE = 0.25  # of free memory over the local ranks, where the user says nothing
+GPU_SHARE = 0.9  # of a GPU's free memory, likewise
+
+
+def engine_config(options: Options, place: Place) -> EngineConfig:
+    """Return one rank's settings; what is not given takes a share of the memory that is free now."""
+    assert options.max_num_seqs and options.max_num_batched_tokens, "the supervisor fills limits in"
+    return EngineConfig(
+        directory=Path(options.model),
+        rank=place.rank,
+        world_size=place.world_size,
+        num_local_ranks=place.local_world_size,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        device=f"cuda:{place.local_rank}" if options.device == "cuda" else "cpu",
+        dtype=options.dtype,
+        enforce_eager=options.enforce_eager,
+        compiler="inductor" if options.enable_torch_compile else "",
+        halves=_halves(options),
+        batch_invariant=options.batch_invariant,
+        kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),
+        enable_prefix_caching=options.enable_prefix_caching,
+        all2all_backend=options.all2all_backend,
+        dispatch_mode=DispatchMode(options.dispatch_mode),
+        dispatch_dtype=options.dispatch_dtype,
+        dispatch_node_size=options.dispatch_node_size,
+        eplb=options.eplb_config,
+        placement_file=Path(options.expert_placement) if options.expert_placement else None,
+        threads=options.threads or 1,
+        timeout_s=options.distributed_timeout_s,
+    )
+
+
+def _halves(options: Options) -> HalfThresholds | None:
+    if not options.enable_dbo:
+        return None
+    return HalfThresholds(options.dbo_decode_token_threshold, options.dbo_prefill_token_threshold)
+
+
+def _default_cache_bytes(options: Options, place: Place) -> int:
+    """This rank's share of what is free, less what experts need that move."""
+    if options.device == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
+        gpu_share = options.gpu_memory_utilization or GPU_SHARE
+        return gpu_cache_budget(free_bytes, gpu_share, rank_bytes(options, place.world_size))
+    share = int(available_bytes() * (options.gpu_memory_utilization or KV_SHARE)) // place.local_world_size
+    return cache_budget(share, spare_bytes(options, place.world_size))
+
+
+def make_link(built: Assembled, config: EngineConfig, front: dict[str, str], num_restarts: int) -> RankLink:
+    """Return what will join this rank to the front, not opened yet.
+
+    Args:
+        front: its addresses and its token.
+        num_restarts: how often this rank's engine was started again.
+    """
+    address = front["ranks_address"]
+
+    def on_lost(reason: str) -> None:
+        # The step loop may be waiting for other ranks; this thread ends the process all the same.
+        print(f"rank {config.rank}: {reason}", file=sys.stderr, flush=True)
+        os._exit(1 if front_answers(address) else FRONT_IS_GONE)
+
+    facts = RankFacts(
+        rank=config.rank,
+        world_size=config.world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        max_model_len=built.max_model_len,
+        num_blocks=built.num_blocks,
+        block_tokens=built.runner.step.block_tokens,
+        max_num_seqs=config.max_num_seqs,
+        num_restarts=num_restarts,
+    )
+    return RankLink(
+        address,
+        front["token"],
+        facts,
+        on_submit=built.engine.submit,
+        on_abort=built.engine.abort,
+        on_stop=built.engine.stop,
+        on_lost=on_lost,
+        on_prepare=built.relocation.prepare,
+        on_drop=built.relocation.drop,
+        on_regroup=built.engine.regroup,
+    )
+
+
+def send_start(built: Assembled, link: RankLink) -> None:
+    """Say what serves at the start."""
+    placement = built.relocation.placement
+    report = PlacementReport(
+        rank=0, version=placement.version, state=MoveState.SERVING, digest=placement.digest()
+    )
+    link.send_experts(built.experts)
+    link.send_placement(report, placement, read_slot(built.model.layers[0], 0).num_bytes)
+
+
+def send_report(report: PlacementReport, built: Assembled, link: RankLink) -> None:
+    """Say what became of a placement, and rank 0 also where experts are now."""
+    if report.state is MoveState.SERVING and report.rank == 0:
+        slots = built.relocation.placement.slot_expert
+        link.send_experts(built.experts._replace(version=report.version, slot_expert=slots))
+    link.send_placement(report)
+
+
+PATIENCE_S = 30.0  # of silence: as long as collectives wait
+_ATTEMPT_S = 2.0
+
+
+def front_answers(address: str, *, patience_s: float = PATIENCE_S) -> bool:
+    """Return whether the front's process listens at `host:port`; waits while nothing says yes or no."""
+    host, _, port = address.rpartition(":")
+    deadline_s = time.monotonic() + patience_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, _ATTEMPT_S)):
+                return True
+        except OSError as error:
+            if error.errno == errno.ECONNREFUSED:
+                return False
+            time.sleep(min(0.2, max(0.0, deadline_s - time.monotonic())))  # no route fails at once
+    return False

@@ -1,0 +1,215 @@
+"""What the user calls the model, as a directory, and what its files say before any weight is read. Knows no torch.
+
+A model is the demo model, a directory, or a name on the hub. config.json is a first look by field names; the
+authoritative check, against the model's own code, comes when moe builds the model. The headers of safetensors files tell every
+tensor's name, shape and bytes, and the length of a file that came whole. A placement file that does not fit would else
+be reported by every rank at once, after the seconds that a rank takes to get there.
+
+The imports inside functions are for start-up time and memory: supervisors live as long as the service.
+"""
+# ruff: noqa: PLC0415
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from moe.load.quantisation import UnservedQuantisationError, read_quantisation
+from server.options.command_line import DEMO_MODEL
+
+
+class PreflightError(ValueError):
+    """The service cannot be started as asked; the message says why and what to do."""
+
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def resolve_model(name: str) -> Path:
+    """Return the directory of a model, making or fetching it first where needed.
+
+    Raises:
+        PreflightError: there is no such model, or it cannot be had from here.
+    """
+    if name == DEMO_MODEL:
+        return _make_demo_model()
+    path = Path(name).expanduser()
+    if path.exists():
+        return path.resolve()
+    if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
+        raise PreflightError(f"the model path {name} does not exist")
+    return _download(name)
+
+
+def _make_demo_model() -> Path:
+    from moe.demo_model import DemoModelError, ensure_demo_model
+
+    try:
+        return ensure_demo_model()
+    except DemoModelError as error:
+        raise PreflightError(f"the demo model could not be made: {error}") from error
+
+
+def _download(name: str) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError, httpx.HTTPError) as error:  # the hub's own errors are one of these
+        reason = str(error).strip().partition("\n")[0]
+        raise PreflightError(
+            f"the model {name!r} is neither a directory here nor to be had from the hub ({type(error).__name__}: "
+            f"{reason}); give a directory with config.json and .safetensors files, or 'demo'"
+        ) from error
+
+
+EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return a model directory's config.json."""
+    if not directory.exists():
+        raise PreflightError(f"the model path {directory} does not exist")
+    if not directory.is_dir():
+        raise PreflightError(
+            f"the model path {directory} is a file; give the directory that holds config.json"
+        )
+    path = directory / "config.json"
+    if not path.is_file():
+        raise PreflightError(f"{directory} is not a model directory: it has no config.json")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise PreflightError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise PreflightError(f"{path} is not a JSON object")
+    return config
+
+
+def check_is_moe(config: dict[str, Any], directory: Path) -> None:
+    """Check that a config has experts."""
+    if num_experts(config) < 2:
+        raise PreflightError(
+            f"{directory} is not a Mixture-of-Experts model: its config.json (model_type "
+            f"{config.get('model_type', 'unknown')!r}) has none of {', '.join(EXPERT_COUNT_FIELDS)} above 1; WideEP "
+            "serves MoE models only"
+        )
+
+
+def check_quantisation(config: dict[str, Any], directory: Path) -> None:
+    """Check that the weights are kept in a way that is served."""
+    try:
+        read_quantisation(field_of(config, "quantization_config"))
+    except UnservedQuantisationError as error:
+        raise PreflightError(f"{directory} cannot be served: {error}") from error
+
+
+def check_length(config: dict[str, Any], max_model_len: int | None) -> None:
+    """Check that the length asked for is one the model was made for."""
+    longest = max(largest(field_of(config, name)) for name in _LENGTH_FIELDS)
+    if max_model_len is not None and 0 < longest < max_model_len:
+        raise PreflightError(f"--max-model-len is {max_model_len}; the model takes at most {longest} tokens")
+
+
+def num_experts(config: dict[str, Any]) -> int:
+    """Return the routed experts per layer that a config names, 0 where it names none."""
+    return max((largest(field_of(config, name)) for name in EXPERT_COUNT_FIELDS), default=0)
+
+
+def field_of(config: dict[str, Any], name: str) -> Any:
+    """Look a field up in the config or, for models of several parts, in its text model's."""
+    parts = (config, config.get("text_config"), config.get("llm_config"))
+    return next((part[name] for part in parts if isinstance(part, dict) and part.get(name) is not None), None)
+
+
+def largest(value: Any) -> int:
+    """Return a count, or the largest of a count per layer."""
+    counts = value if isinstance(value, list) else [value]
+    return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+_OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth")
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+
+
+def safetensors_files(directory: Path) -> list[Path]:
+    """Return a checkpoint's files: those that its index names, or all where it has no index."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed_files(index)
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        others = sorted(path.name for pattern in _OTHER_FORMATS for path in directory.glob(pattern))
+        seen = f"; it has {', '.join(others[:3])}, a format that WideEP does not read" if others else ""
+        raise PreflightError(
+            f"{directory} has no .safetensors weights{seen}. Get or save the model as safetensors "
+            "(model.save_pretrained in transformers)"
+        )
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PreflightError(f"{index} is not a safetensors index: {error!r}") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise PreflightError(
+            f"{len(missing)} of the {len(names)} weight files that {index} names are missing: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Download the model again"
+        )
+    return [index.parent / name for name in names]
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return a safetensors file's tensors by name, after checking that the file is whole."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        content = file.read(min(header_bytes, _MAX_HEADER_BYTES))
+    try:
+        tensors = json.loads(content) if len(content) == header_bytes else {}
+        tensors.pop("__metadata__", None)
+        end = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PreflightError(
+            f"{path} is not a safetensors file (is it a git-lfs pointer or a cut download?). Download it again"
+        ) from error
+    if (size := path.stat().st_size) != end:
+        raise PreflightError(f"{path} has {size} bytes, its header says {end}. Download it again")
+    return dict(tensors)
+
+
+def slots_in(file: str) -> int:
+    """How many slots of a layer the file gives a rank; 0 where it is no placement."""
+    from expert_placement.placement_file import PlacementFileError, load_placement
+
+    try:
+        return load_placement(Path(file)).slots_per_rank
+    except PlacementFileError:
+        return 0
+
+
+def why_unfit(file: str, *, num_layers: int, num_experts: int, num_ranks: int) -> str | None:
+    """Say why a service cannot start with the file; None where it can.
+
+    Args:
+        num_layers: MoE layers of the model. num_experts: of each.
+    """
+    from expert_placement.placement_file import PlacementFileError, load_placement
+
+    try:
+        placement = load_placement(Path(file))
+    except PlacementFileError as error:
+        return str(error)
+    found = (placement.num_layers, placement.num_experts, placement.num_ranks)
+    if found == (num_layers, num_experts, num_ranks):
+        return None
+    return (
+        f"{file} is a placement of {found[0]} layers of {found[1]} experts on {found[2]} ranks; this service has "
+        f"{num_layers} layers of {num_experts} experts on {num_ranks} ranks. Plan one for it (wideep experts plan), "
+        "or leave it out"
+    )
