@@ -24,10 +24,10 @@ from benchmarks.card import environment_card, print_card, print_tail, save_resul
 from benchmarks.placement_batches import measure_batches
 from benchmarks.placement_loads import drift, generate, phase_pairs, read_windows
 from expert_placement.budget import share_slots
-from expert_placement.cluster import Cluster, group_homes
 from expert_placement.layer_plan import fill_layers
 from expert_placement.measure import away_share, imbalance, least_by_shares, least_imbalance
-from expert_placement.planner import Rules, plan, refresh, repair
+from expert_placement.nodes import Cluster, group_homes
+from expert_placement.plan import Rules, plan, refresh, repair
 from expert_placement.profiles import Profile, plan_phases
 from tests.support import placement_peers as peers
 

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from expert_placement.choice import ReplicaChoice, batch_shares
-from expert_placement.cluster import Cluster
+from expert_placement.choose import ReplicaChoice, batch_shares
 from expert_placement.layer_plan import fill_layers
+from expert_placement.nodes import Cluster
 from expert_placement.placement import Placement
-from expert_placement.planner import Rules, plan
+from expert_placement.plan import Rules, plan
 from tests.support import placement_peers as peers
 
 RANKS, TOKENS, CHOICES = 32, 128, 8

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.random_model import ensure_random_model
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.placement import Placement
 from scheduler.assembly import assemble

@@ -6,7 +6,7 @@ many (CRAFT, 2603.28768). Every layer is planned at every width; then slots go w
 
 import numpy as np
 
-from expert_placement.planner import Rules, check_load, plan
+from expert_placement.plan import Rules, check_load, plan
 
 
 def share_slots(

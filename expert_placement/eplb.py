@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from expert_placement.cluster import Cluster, group_homes
-from expert_placement.planner import Rules, plan
+from expert_placement.nodes import Cluster, group_homes
+from expert_placement.plan import Rules, plan
 
 
 def rebalance_experts(

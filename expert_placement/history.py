@@ -11,8 +11,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from expert_placement.files import load_placement, save_placement
 from expert_placement.placement import Placement
-from expert_placement.placement_file import load_placement, save_placement
 
 KEPT = 1000  # entries in memory
 BACK = 8  # placements to go back to

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from expert_placement.kernels import layers as kernels
-from expert_placement.kernels.limits import EMPTY, Layer, Rules, new_layer
+from expert_placement.kernels.layer import EMPTY, Layer, Rules, new_layer
 
 NEVER = 1 << 40  # a budget of moved slots that nothing reaches
 LARGE = 0.3  # of a rank's mean load: copies above it are copied again before others are doubled

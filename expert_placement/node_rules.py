@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from expert_placement.cluster import Cluster, group_homes, num_nodes_of, present_homes
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
+from expert_placement.nodes import Cluster, group_homes, num_nodes_of, present_homes
 from expert_placement.placement import Placement
-from expert_placement.planner import Rules
+from expert_placement.plan import Rules
 
 
 class NodeRules(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from expert_placement.candidates import assembled
 from expert_placement.measure import imbalance
 from expert_placement.placement import Placement
-from expert_placement.planner import Rules, check_load, plan, refresh
+from expert_placement.plan import Rules, check_load, plan, refresh
 
 _TILTS = (0.5, 0.35, 0.65, 0.2, 0.8)  # how much of the blend is the first phase's, beside their weights
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
 from expert_placement.forecast import Forecast, KindSeconds
 from expert_placement.measure import imbalance, rank_load
 from expert_placement.placement import Placement

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from expert_placement.cluster import group_homes
 from expert_placement.measure import away_share, imbalance
 from expert_placement.moves import num_moved
+from expert_placement.nodes import group_homes
 from expert_placement.placement import Placement, linear_placement
-from expert_placement.planner import Rules, plan, refresh, repair
+from expert_placement.plan import Rules, plan, refresh, repair
 
 
 @dataclass(frozen=True, kw_only=True)

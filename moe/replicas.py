@@ -1,6 +1,6 @@
 """The way from logical experts to physical slots, for the tokens of one rank: a copy for every choice.
 
-What `expert_placement.choice` decides, in tensors. A route belongs to one placement and is replaced as a whole when
+What `expert_placement.choose` decides, in tensors. A route belongs to one placement and is replaced as a whole when
 all ranks switch to another one.
 
 Legend: T tokens, K choices per token, E experts.
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expert_placement.choice import ReplicaChoice
+from expert_placement.choose import ReplicaChoice
 from expert_placement.placement import Placement
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from expert_placement.kernels.compiled import inner
 from expert_placement.kernels.fill import copy_into, highest
-from expert_placement.kernels.limits import EMPTY, Layer, Rules, may_enter, put
+from expert_placement.kernels.layer import EMPTY, Layer, Rules, may_enter, put
 
 
 @inner

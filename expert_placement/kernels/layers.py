@@ -10,7 +10,7 @@ from expert_placement.kernels.compiled import entry
 from expert_placement.kernels.construct import complete, missing, place_all
 from expert_placement.kernels.construct import count_copies as _count_copies
 from expert_placement.kernels.fill import divide_as_before, index_copies, pour
-from expert_placement.kernels.limits import Layer, Rules, refill
+from expert_placement.kernels.layer import Layer, Rules, refill
 from expert_placement.kernels.search import SWEEPS, TOLERANCE
 from expert_placement.kernels.search import improve as _improve
 

@@ -23,7 +23,7 @@ from expert_placement.kernels.fill import (
     index_copies,
     pour,
 )
-from expert_placement.kernels.limits import EMPTY, Layer, Rules, may_enter, may_leave, put, refill
+from expert_placement.kernels.layer import EMPTY, Layer, Rules, may_enter, may_leave, put, refill
 
 SWEEPS, TRIAL_SWEEPS = 120, 40
 TOLERANCE, TRIAL_TOLERANCE = 1e-5, 1e-4  # of the mean

@@ -3,7 +3,7 @@
 
 What `moe.replicas` and `moe.load_counts` are to the CPU. A table on the device says where each expert is; a switch of
 placement rewrites it in place, so that captured graphs follow. Where experts have copies, the same grid as
-`expert_placement.choice` lays is computed first (by torch: that takes some launches more).
+`expert_placement.choose` lays is computed first (by torch: that takes some launches more).
 Counters are integers, so the order of atomic additions shows nowhere.
 
 Legend: T rows, K choices, E experts, R ranks, C copies of one expert at most, Q = T x K choices.
@@ -101,7 +101,7 @@ class DeviceRoute:
         return slots_TK
 
     def _copies_of(self, ids_Q: Tensor) -> Tensor:
-        """Choose among copies as `expert_placement.choice` does: the n-th of N choices by (n + phase) / N."""
+        """Choose among copies as `expert_placement.choose` does: the n-th of N choices by (n + phase) / N."""
         E = self._num_experts
         key_Q = torch.where(ids_Q >= 0, ids_Q, E)
         order_Q = torch.sort(key_Q, stable=True).indices

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
+from expert_placement.files import PlacementFileError, load_placement
 from expert_placement.node_rules import rules_for_plan
 from expert_placement.placement import Placement, linear_placement
-from expert_placement.placement_file import PlacementFileError, load_placement
-from expert_placement.planner import plan
+from expert_placement.plan import plan
 from scheduler.policy.config import ConfigError
 
 

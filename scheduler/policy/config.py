@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
 
 
 class DispatchMode(Enum):

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from expert_placement.controller import Decision, decide, propose
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
+from expert_placement.control import Decision, decide, propose
 from expert_placement.forecast import calibrated, step_kinds
 from expert_placement.history import History
 from expert_placement.moves import align

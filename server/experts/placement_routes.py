@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from expert_placement.eplb_config import EplbConfig
-from expert_placement.placement_file import from_json, to_json
+from expert_placement.config import EplbConfig
+from expert_placement.files import from_json, to_json
 from expert_placement.proposal import Proposal, describe
 from server.errors import bad_request
 from server.experts.placement_control import PlacementControl

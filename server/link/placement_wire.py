@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict
 from typing import NamedTuple
 
+from expert_placement.files import from_json, to_json
 from expert_placement.placement import Placement
-from expert_placement.placement_file import from_json, to_json
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from server.link import ranks_pb2 as pb
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from expert_placement.eplb_config import EplbConfig, EplbConfigError, parse_eplb_config
+from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
 from server.options.checks import OptionsError, parse_bytes
 from server.options.http_options import HttpOptions, http_arguments, http_options_from
 from server.options.log_options import LogOptions, log_arguments, log_options_from

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from expert_placement.measure import imbalance, least_by_shares, rank_load
 from expert_placement.placement import EMPTY, Placement
-from expert_placement.planner import refresh
+from expert_placement.plan import refresh
 
 
 def least_fullest(placement: Placement, load: np.ndarray) -> float:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from expert_placement.files import load_placement
 from expert_placement.history import BACK, History
 from expert_placement.placement import linear_placement
-from expert_placement.placement_file import load_placement
 
 
 def test_entries_and_the_serving_placement_survive_a_restart(tmp_path: Path) -> None:

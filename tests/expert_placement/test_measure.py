@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from expert_placement.cluster import Cluster, group_homes, present_homes
 from expert_placement.cost import Roofline
 from expert_placement.measure import away_share, balancedness, imbalance, least_imbalance, rank_load
 from expert_placement.moves import Move, align, moves_between, num_moved
+from expert_placement.nodes import Cluster, group_homes, present_homes
 from expert_placement.placement import EMPTY, Placement, linear_placement
-from expert_placement.planner import Rules, plan
+from expert_placement.plan import Rules, plan
 
 
 def test_imbalance_is_taken_over_the_ranks_of_each_layer() -> None:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from expert_placement.budget import share_slots
-from expert_placement.cluster import Cluster
 from expert_placement.measure import imbalance
-from expert_placement.planner import Rules, plan
+from expert_placement.nodes import Cluster
+from expert_placement.plan import Rules, plan
 from expert_placement.profiles import Profile, plan_phases
 
 RULES = Rules(cluster=Cluster(num_ranks=8))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from expert_placement.placement_file import save_placement
+from expert_placement.files import save_placement
 from moe.model import Skeleton
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request, RequestOutput, TokenBias

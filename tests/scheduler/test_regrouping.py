@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
 from scheduler.moves.reports import MoveState, PlacementReport
 from scheduler.policy.config import DispatchMode, HalfThresholds
 from scheduler.policy.request import Request

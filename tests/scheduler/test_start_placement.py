@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
+from expert_placement.files import save_placement
 from expert_placement.placement import EMPTY, Placement, linear_placement
-from expert_placement.placement_file import save_placement
 from scheduler.moves.start_placement import start_placement
 from scheduler.policy.config import ConfigError
 from scheduler.step.groups import check_agreed

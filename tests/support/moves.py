@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.placement import Placement
 from scheduler.assembly import Assembled

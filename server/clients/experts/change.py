@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from expert_placement.placement_file import PlacementFileError, load_placement, to_json
+from expert_placement.files import PlacementFileError, load_placement, to_json
 from server.clients.experts.client import ExpertsClient, ServiceError
 
 

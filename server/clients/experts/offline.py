@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from expert_placement.cluster import Cluster, group_homes, present_homes
+from expert_placement.files import PlacementFileError, load_placement, save_placement
 from expert_placement.load_file import LoadFileError, read_loads
 from expert_placement.measure import imbalance
-from expert_placement.placement_file import PlacementFileError, load_placement, save_placement
-from expert_placement.planner import Plan, Rules, plan, repair
+from expert_placement.nodes import Cluster, group_homes, present_homes
+from expert_placement.plan import Plan, Rules, plan, repair
 from expert_placement.simulate import Figures, Outcome, Setting, simulate
 
 

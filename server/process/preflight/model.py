@@ -185,7 +185,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 def slots_in(file: str) -> int:
     """How many slots of a layer the file gives a rank; 0 where it is no placement."""
-    from expert_placement.placement_file import PlacementFileError, load_placement
+    from expert_placement.files import PlacementFileError, load_placement
 
     try:
         return load_placement(Path(file)).slots_per_rank
@@ -199,7 +199,7 @@ def why_unfit(file: str, *, num_layers: int, num_experts: int, num_ranks: int) -
     Args:
         num_layers: MoE layers of the model. num_experts: of each.
     """
-    from expert_placement.placement_file import PlacementFileError, load_placement
+    from expert_placement.files import PlacementFileError, load_placement
 
     try:
         placement = load_placement(Path(file))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from expert_placement.choice import ReplicaChoice
+from expert_placement.choose import ReplicaChoice
 from expert_placement.placement import linear_placement
 from moe.load_counts import LoadCounts
 from moe.replicas import Route

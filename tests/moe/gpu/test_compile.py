@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu import decode, mla, prefill
 from attention.gpu.tiles import read_table, tile_of
-from expert_placement.choice import ReplicaChoice
+from expert_placement.choose import ReplicaChoice
 from moe.gpu import choose, norm, routing
 from moe.gpu.routing import Routing
 from moe.gpu.tiles import DECODE_TILE, PREFILL_TILE

@@ -11,9 +11,9 @@ from typing import Any, Self
 import httpx
 import pytest
 
+from expert_placement.files import from_json, load_placement, to_json
 from expert_placement.moves import align
 from expert_placement.placement import Placement
-from expert_placement.placement_file import from_json, load_placement, to_json
 from tests.support.placements import held, random_placement
 from tests.support.real_service import RealService, write_tiny_model
 from tests.support.service_processes import wait_until

@@ -9,10 +9,10 @@ import httpx
 import numpy as np
 import pytest
 
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
+from expert_placement.files import from_json
 from expert_placement.history import History
 from expert_placement.placement import Placement, linear_placement
-from expert_placement.placement_file import from_json
 from expert_placement.survivors import surviving
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport

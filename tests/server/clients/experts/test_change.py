@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from expert_placement.files import save_placement
 from expert_placement.placement import linear_placement
-from expert_placement.placement_file import save_placement
 from server.cli import build_parser
 from server.clients.experts.change import run_change
 from server.clients.experts.client import ExpertsClient

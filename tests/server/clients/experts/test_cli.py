@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_placement.cluster import Cluster
+from expert_placement.files import load_placement
 from expert_placement.measure import imbalance
+from expert_placement.nodes import Cluster
 from expert_placement.placement import Placement
-from expert_placement.placement_file import load_placement
-from expert_placement.planner import Rules, plan
+from expert_placement.plan import Rules, plan
 from expert_placement.simulate import POLICIES as BUILT
 from server.cli import main
 from server.clients.experts.cli import POLICIES

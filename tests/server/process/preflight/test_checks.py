@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_placement.placement_file import save_placement
+from expert_placement.files import save_placement
 from server.process.preflight.checks import (
     check_backend,
     check_compiler,

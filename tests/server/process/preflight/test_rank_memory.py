@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expert_placement.placement_file import save_placement
+from expert_placement.files import save_placement
 from scheduler.step.sizing import KVMemoryError, cache_budget
 from server.process.preflight.memory import (
     WeightBytes,

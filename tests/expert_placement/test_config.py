@@ -2,7 +2,7 @@
 
 import pytest
 
-from expert_placement.eplb_config import EplbConfig, EplbConfigError, parse_eplb_config
+from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
 
 
 def test_vllms_keys_and_defaults_are_taken() -> None:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from expert_placement.cluster import Cluster
-from expert_placement.kernels.limits import Rules as LayerRules
+from expert_placement.kernels.layer import Rules as LayerRules
 from expert_placement.layer_plan import NEVER, LayerPlan, fill_layers, plan_layer, repair_layer
 from expert_placement.measure import imbalance, slot_load
 from expert_placement.moves import align, num_moved
+from expert_placement.nodes import Cluster
 from expert_placement.placement import EMPTY, Placement
 
 TARGET = 1.0002  # fullest rank over mean, where a plan from nothing stops searching

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from expert_placement.files import PlacementFileError, load_placement, save_placement, to_json
 from expert_placement.placement import EMPTY, Placement
-from expert_placement.placement_file import PlacementFileError, load_placement, save_placement, to_json
 
 PLACEMENT = Placement(
     np.array([[0, 1, EMPTY, 2, 0, 3], [3, 2, EMPTY, 1, 0, EMPTY]]),

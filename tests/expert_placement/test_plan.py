@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_placement.cluster import Cluster, group_homes
 from expert_placement.measure import imbalance, least_imbalance
 from expert_placement.moves import num_moved
+from expert_placement.nodes import Cluster, group_homes
 from expert_placement.placement import EMPTY, Placement, linear_placement
-from expert_placement.planner import Rules, plan, refresh, repair
+from expert_placement.plan import Rules, plan, refresh, repair
 
 LAYERS = 2
 

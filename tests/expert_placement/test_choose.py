@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_placement.choice import ReplicaChoice, phases
-from expert_placement.cluster import Cluster
+from expert_placement.choose import ReplicaChoice, phases
+from expert_placement.nodes import Cluster
 from expert_placement.placement import EMPTY, Placement
-from expert_placement.planner import Rules, plan
+from expert_placement.plan import Rules, plan
 from tests.support.placements import random_placement
 
 PLACEMENT = Placement(

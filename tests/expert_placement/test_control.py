@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expert_placement.cluster import Cluster
-from expert_placement.controller import decide, propose
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
+from expert_placement.control import decide, propose
 from expert_placement.forecast import StepKind, calibrated
 from expert_placement.measure import imbalance
+from expert_placement.nodes import Cluster
 from expert_placement.placement import Placement, linear_placement
-from expert_placement.planner import Rules, plan
+from expert_placement.plan import Rules, plan
 from expert_placement.proposal import WORK_S_PER_BYTE, Situation
 from expert_placement.transfers import BUSY_PART, transfers_between
 

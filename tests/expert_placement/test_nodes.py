@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from expert_placement.cluster import num_nodes_of
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
 from expert_placement.node_rules import rules_for_plan, rules_for_repair
+from expert_placement.nodes import num_nodes_of
 from expert_placement.placement import linear_placement
-from expert_placement.planner import plan, repair
+from expert_placement.plan import plan, repair
 
 TWO = ("a", "a", "b", "b")
 LOAD = np.random.default_rng(1).lognormal(0, 0.8, (3, 16)) * 100

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from expert_placement.candidates import cheapest, cheapest_within
-from expert_placement.eplb_config import EplbConfig
+from expert_placement.config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.node_rules import rules_for_plan, rules_for_repair
 from expert_placement.placement import Placement
-from expert_placement.planner import plan, refresh, repair
+from expert_placement.plan import plan, refresh, repair
 from expert_placement.proposal import Proposal, Situation, describe, weigh
 
 REPAIR_TARGET = (
