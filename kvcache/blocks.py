@@ -17,7 +17,7 @@ Idea: PagedAttention's block manager (vLLM).
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvcache.prefix import PrefixIndex
+from kvcache.prefix import ROOT_KEY, PrefixIndex
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818 - it is a state to react to, not a mistake
@@ -105,6 +105,29 @@ class BlockPool:
         """Return the blocks of the longest cached prefix of whole blocks; `share` them before anything else."""
         return self._prefixes.match(token_ids)
 
+    def count_held(self, token_ids: Sequence[int], num_tokens: int, keys: list[bytes]) -> int:
+        """Count the leading whole blocks of a prefix that somebody holds, which cost nothing to share.
+
+        Whoever holds a block holds a copy of each block before it, so these are a beginning of the prefix, and only its
+        end is looked at: one hash, and as many as have become held since the last call.
+
+        Args:
+            token_ids: of which the first `num_tokens` are the prefix.
+            keys: empty at the first call for a prefix; what the last call left there, at later ones.
+        """
+        size = self.block_tokens
+        del keys[num_tokens // size :]
+        while keys and not self._is_held(keys[-1]):
+            keys.pop()
+        while (len(keys) + 1) * size <= num_tokens:
+            start = len(keys) * size
+            parent_key = keys[-1] if keys else ROOT_KEY
+            key = self._prefixes.key_of(parent_key, token_ids[start : start + size])
+            if not self._is_held(key):
+                break
+            keys.append(key)
+        return len(keys)
+
     def publish(self, block_id: int, token_ids: Sequence[int], parent_id: int | None) -> None:
         """Make a held block findable, now that all its tokens are computed.
 
@@ -119,6 +142,10 @@ class BlockPool:
             if copy_id in self._cached:  # nobody holds it, and it is older than this one's children will be
                 del self._cached[copy_id]
                 self._retire(copy_id)
+
+    def _is_held(self, key: bytes) -> bool:
+        block_id = self._prefixes.block_of(key)
+        return block_id is not None and self._num_holders[block_id] > 0
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)

@@ -75,6 +75,15 @@ class PrefixIndex:
         entry.block_ids.append(block_id)
         self._entry_of[block_id] = entry
 
+    def key_of(self, parent_key: bytes, token_ids: Sequence[int]) -> bytes:
+        """The key of a full block that follows the prefix of another key, ROOT_KEY at the beginning."""
+        return self._key(parent_key, array("I", token_ids).tobytes())
+
+    def block_of(self, key: bytes) -> int | None:
+        """A block that holds the prefix of a key; None: it is not cached."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.block_ids[0]
+
     def copies(self, block_id: int) -> list[int]:
         """Return the other blocks that hold the same prefix."""
         return [copy_id for copy_id in self._entry_of[block_id].block_ids if copy_id != block_id]

@@ -130,10 +130,10 @@ class Scheduler:
                 f"request id {request.request_id!r} is being served already; ids must be unique"
             )
         sequence = Sequence.from_request(request, matcher)
-        error = why_unservable(request, self._max_model_len) or (matcher.failure if matcher else "")
+        error = why_unservable(request, self._max_model_len) or (matcher.failure if matcher else None)
         reason = FinishReason.ERROR if error else sequence.finish_reason(self._max_model_len)
         if reason is not None:
-            self._refused.append(_end_of(request.request_id, reason, error))
+            self._refused.append(_end_of(request.request_id, reason, error or ""))
             return
         self._roster.enqueue(sequence)
         if request.deadline_s is not None:
@@ -348,8 +348,8 @@ def check_limits(pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int
         )
 
 
-def why_unservable(request: Request, max_model_len: int) -> str:
-    """Say why a request can never run; empty when it can."""
+def why_unservable(request: Request, max_model_len: int) -> str | None:
+    """Say why a request can never run; None when it can."""
     num_tokens = len(request.prompt_ids)
     if num_tokens == 0:
         return "the prompt has no tokens; give at least one"
@@ -358,4 +358,4 @@ def why_unservable(request: Request, max_model_len: int) -> str:
             f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} fit, because max_model_len is "
             f"{max_model_len} and at least one token is generated; shorten the prompt"
         )
-    return ""
+    return None

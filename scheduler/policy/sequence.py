@@ -60,6 +60,7 @@ class Sequence:
     token_ids: list[int]  # prompt, replayed, generated; grows at commit only
     num_prompt_tokens: int
     block_ids: list[int] = field(default_factory=list)  # only grows while num_admissions stays the same
+    held_keys: list[bytes] = field(default_factory=list)  # `BlockPool.count_held`'s, while it waits
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV a committed batch wrote, or the prefix cache had
     num_planned: int = 0  # tokens in committed and in-flight batches

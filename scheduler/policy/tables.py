@@ -29,12 +29,16 @@ class BlockTables:
         Args:
             num_spare_blocks: blocks that must stay free beyond those.
         """
-        matched = self._pool.match(_shareable(sequence)) if self._enable_prefix_caching else []
-        self._pool.share(matched)  # first, or the check below would count them as free
-        num_wanted = self._pool.blocks_for(len(sequence.token_ids)) - len(matched)
-        if num_wanted + num_spare_blocks > self._pool.num_free:
-            self._pool.release(matched)
+        num_shareable = _num_shareable(sequence) if self._enable_prefix_caching else 0
+        num_wanted = self._pool.blocks_for(len(sequence.token_ids)) + num_spare_blocks
+        # Cached blocks that nobody holds are free ones, whether they are shared or taken, and looking for them costs time
+        # by the prompt's length: only those that others hold help a sequence in, and these are remembered.
+        num_held = self._pool.count_held(sequence.token_ids, num_shareable, sequence.held_keys)
+        if num_wanted > self._pool.num_free + num_held:
             return False
+        matched = self._pool.match(sequence.token_ids[:num_shareable])
+        self._pool.share(matched)
+        sequence.held_keys.clear()
         sequence.block_ids = matched
         sequence.num_computed = sequence.num_planned = len(matched) * self._pool.block_tokens
         sequence.num_prefill_tokens = len(sequence.token_ids)
@@ -81,12 +85,12 @@ class BlockTables:
         sequence.num_computed = sequence.num_planned = 0
 
 
-def _shareable(sequence: Sequence) -> list[int]:
-    """The tokens that need not be computed if their KV is cached.
+def _num_shareable(sequence: Sequence) -> int:
+    """How many of the first tokens need not be computed if their KV is cached.
 
     The last token always is: its logits are what the sampler needs. Where the prompt's logprobs are wanted, so is
     every token whose logits were not seen yet.
     """
     if sequence.wants_prompt_logprobs:
-        return sequence.token_ids[: min(len(sequence.prompt_logprobs), len(sequence.token_ids) - 1)]
-    return sequence.token_ids[:-1]
+        return min(len(sequence.prompt_logprobs), len(sequence.token_ids) - 1)
+    return len(sequence.token_ids) - 1

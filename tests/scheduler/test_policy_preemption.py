@@ -1,9 +1,15 @@
 """The local scheduler when blocks are short: who is preempted, who comes back, and that nobody starves."""
 
+import random
 from dataclasses import replace
 from itertools import count, islice
 
-from tests.support.fake_model import serve_alone
+import pytest
+
+from kvcache.blocks import BlockPool
+from kvcache.prefix import PrefixIndex
+from scheduler.policy.sequence import Sequence
+from tests.support.fake_model import VOCABULARY, serve_alone
 from tests.support.policy_cases import rank_of, request_of, step
 
 
@@ -86,3 +92,68 @@ def test_a_newcomer_is_not_starved_by_a_steady_stream_of_others() -> None:
         if rank.outputs.get("late"):
             return
     raise AssertionError("a long prompt waited for ever behind short ones that arrived later")
+
+
+def test_a_head_of_the_queue_that_does_not_fit_is_not_looked_up_anew_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its cost must not depend on the prompt's length: all ranks pay it in lock-step."""
+    num_hashes = 0
+    key = PrefixIndex._key
+
+    def counted(self: PrefixIndex, parent_key: bytes, packed_ids: bytes) -> bytes:
+        nonlocal num_hashes
+        num_hashes += 1
+        return key(self, parent_key, packed_ids)
+
+    rank = rank_of(34, length=136, seqs=4, batched=100)
+    shared = tuple(index % VOCABULARY for index in range(60))
+    rank.scheduler.add(request_of("a", shared, max_tokens=50))
+    step(rank)
+    rank.scheduler.add(
+        request_of("b", (*shared, *range(7)) * 2, max_tokens=2)
+    )  # 15 blocks of its 34 are held
+    step(rank)
+    monkeypatch.setattr(PrefixIndex, "_key", counted)
+    waits = []
+    while rank.scheduler.stats.num_waiting:
+        before = num_hashes
+        items = step(rank)
+        published = sum((start + length) // 4 - start // 4 for _, start, length, _ in items)
+        waits.append(num_hashes - before - published)
+    assert len(waits) > 20 and max(waits[:-1]) <= 1, "one look at what could have become held"
+
+
+def test_who_waits_starts_just_when_a_full_look_would_let_it() -> None:
+    """The remembered look and the one it stands for, whatever is published, evicted and ended meanwhile."""
+    num_waits = num_starts = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        rank = rank_of(20, length=60, seqs=6, batched=32)
+        for number in range(40):
+            shared = (rng.randrange(2),) * rng.choice([0, 8, 24])
+            tail = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20)))
+            rank.scheduler.add(request_of(str(number), shared + tail, max_tokens=rng.randint(1, 16)))
+        while rank.scheduler.has_work:
+            waiting = rank.scheduler._roster.waiting
+            head = waiting[0] if waiting else None
+            if head is not None and not rank.scheduler._in_flight:
+                tables, num_running = rank.scheduler._tables, len(rank.scheduler._roster.running)
+                fits, had = would_fit(rank.pool, head, num_running), list(head.block_ids)
+                assert tables.seat(head, num_running) == fits
+                num_waits, num_starts = num_waits + (not fits), num_starts + fits
+                if fits:  # undo it
+                    rank.pool.release(head.block_ids)
+                    head.block_ids, head.num_admissions = had, head.num_admissions - 1
+                    head.num_computed = head.num_planned = head.num_prefill_tokens = 0
+            step(rank)
+    assert num_waits > 100 and num_starts > 100
+
+
+def would_fit(pool: BlockPool, sequence: Sequence, num_spare_blocks: int) -> bool:
+    """Share all that is cached and count, as long prompts cannot afford in every step."""
+    matched = pool.match(sequence.token_ids[:-1])
+    pool.share(matched)
+    fits = pool.blocks_for(len(sequence.token_ids)) - len(matched) + num_spare_blocks <= pool.num_free
+    pool.release(matched)
+    return fits
