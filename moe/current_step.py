@@ -1,6 +1,6 @@
 """Which step a model runs now: one object for all its layers and weights, so that it changes in one place.
 
-There is one step, refilled before every forward; or two, for a step whose halves take turns.
+There is one step, refilled before every forward.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,6 @@ Everything that may be wrong with settings, model or memory is found before weig
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -31,20 +30,18 @@ from scheduler.moves.start_placement import start_placement
 from scheduler.moves.telemetry import Telemetry, expert_map
 from scheduler.policy.config import (
     ConfigError,
-    DispatchMode,
     EngineConfig,
     model_length,
     why_no_compiler,
-    why_no_halves,
 )
 from scheduler.policy.scheduler import Scheduler
 from scheduler.step.groups import check_agreed, hosts_of, open_groups
-from scheduler.step.lockstep import Doorbell, describe_halves, describe_modes
+from scheduler.step.lockstep import Doorbell, describe_modes
 from scheduler.step.parts import (
     backend_of,
     can_replay,
     open_checkpoint,
-    open_dispatchers,
+    open_dispatcher,
     open_forward,
     open_lockstep,
     open_sampler,
@@ -52,8 +49,6 @@ from scheduler.step.parts import (
 from scheduler.step.runner import Runner
 from scheduler.step.sizing import num_blocks
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
-from scheduler.turns import Turns
-from scheduler.two_batch import TwoBatch
 
 SWITCH_S = 0.5e-3  # CPython's own is 5 ms
 
@@ -107,23 +102,20 @@ def assemble(
     # The step loop lets go of the interpreter in every kernel. Where another thread (moves, requests that arrive) runs
     # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
     sys.setswitchinterval(SWITCH_S)
-    check_together(config)
+    check_compiler(config)
     set_threads(config.threads)
     backend = backend_of(config)
     skeleton = Skeleton(config.directory, backend)
     length = model_length(skeleton.model.config, config.max_model_len)
     blocks = _num_blocks(config, skeleton, length)
     scheduler, step = _make_scheduler(config, length, blocks), _make_step(config, length, backend)
-    turns = Turns(partial(_prepare_thread, config, backend))
     meet = _stay_alone if is_joining else _meet
-    placement, dispatcher, mailbox_group = meet(config, skeleton, turns)
+    placement, dispatcher, mailbox_group = meet(config, skeleton)
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
     if not (is_joining and backend.warms_up_together):  # else its first steps do
         backend.warm_up(model, cache)
-    other = _make_step(config, length, backend) if config.halves else None
-    halves = TwoBatch(model, cache, turns, (step, other)) if other else None
-    runner = _make_runner(config, model, cache, dispatcher, halves, report)
+    runner = _make_runner(config, model, cache, dispatcher, report)
     channel = NoPeers() if is_joining else _channel(config)
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
@@ -133,7 +125,7 @@ def assemble(
     if store is not None:
         lasting = Lasting(
             config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
-            telemetry=telemetry, turns=turns, store=store, available=available,
+            telemetry=telemetry, store=store, available=available,
         )  # fmt: skip
         epochs = Epochs(Regrouping(lasting, None if lockstep is None else Ties(dispatcher, lockstep)))
     engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures, epochs)
@@ -158,8 +150,7 @@ def _num_blocks(config: EngineConfig, skeleton: Skeleton, max_model_len: int) ->
 
 
 def _describe_steps(config: EngineConfig) -> str:
-    modes = describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
-    return modes + describe_halves(config.halves)
+    return describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
 
 
 def _make_scheduler(config: EngineConfig, max_model_len: int, blocks: int) -> Scheduler:
@@ -191,15 +182,15 @@ class _Start(NamedTuple):
     mailbox_group: dist.ProcessGroup | None
 
 
-def _meet(config: EngineConfig, skeleton: Skeleton, turns: Turns) -> _Start:
-    *groups, mailbox_group = open_groups(config)
-    placement = _placement(config, skeleton, hosts_of(groups[0]))
-    check_agreed(placement, groups[0])
-    dispatcher = open_dispatchers(config, skeleton.backend, groups, placement.slots_per_rank, turns)
+def _meet(config: EngineConfig, skeleton: Skeleton) -> _Start:
+    group, mailbox_group = open_groups(config)
+    placement = _placement(config, skeleton, hosts_of(group))
+    check_agreed(placement, group)
+    dispatcher = open_dispatcher(config, skeleton.backend, group, placement.slots_per_rank)
     return _Start(placement, dispatcher, mailbox_group)
 
 
-def _stay_alone(config: EngineConfig, skeleton: Skeleton, turns: Turns) -> _Start:
+def _stay_alone(config: EngineConfig, skeleton: Skeleton) -> _Start:
     """Without the others' hosts copies may be elsewhere than at their start: the order tells, and what differs is read."""
     hosts = hosts_of(None) * config.world_size
     return _Start(_placement(config, skeleton, hosts), UnconnectedDispatcher(config.world_size), None)
@@ -242,12 +233,11 @@ def _make_runner(
     model: Model,
     cache: PagedCache,
     dispatcher: TokenDispatcher,
-    halves: TwoBatch | None,
     report: Report,
 ) -> Runner:
     forward = open_forward(model, cache, replays=can_replay(config, dispatcher), report=report)
     sampler = open_sampler(config, model)
-    return Runner(model, cache, forward, sampler, check=dispatcher.check, halves=halves)
+    return Runner(model, cache, forward, sampler, check=dispatcher.check)
 
 
 def _num_spare(config: EngineConfig, placement: Placement) -> int:
@@ -257,31 +247,15 @@ def _num_spare(config: EngineConfig, placement: Placement) -> int:
     return placement.slots_per_rank if config.world_size > 1 else 0
 
 
-def check_together(config: EngineConfig) -> None:
-    """Refuse halves and a compiler with what they cannot work with.
+def check_compiler(config: EngineConfig) -> None:
+    """Refuse a compiler with what it cannot work with.
 
     Raises:
         ConfigError: naming it, and what to do.
     """
-    replays = not config.enforce_eager and config.dispatch_mode is not DispatchMode.NORMAL
-    on_gpus = config.device.startswith("cuda")
-    backend = config.all2all_backend
-    problem = why_no_halves(config.world_size, on_gpus=on_gpus, replays=replays, backend=backend)
-    if config.halves is not None and problem:
-        raise ConfigError(problem)
-    problem = why_no_compiler(
-        on_gpus=config.device != "cpu",
-        is_invariant=config.batch_invariant,
-        in_halves=config.halves is not None,
-    )
+    problem = why_no_compiler(on_gpus=config.device != "cpu", is_invariant=config.batch_invariant)
     if config.compiler and problem:
         raise ConfigError(problem)
-
-
-def _prepare_thread(config: EngineConfig, backend: Backend) -> None:
-    """Let the thread that runs second halves compute as the first one does: both settings are a thread's own."""
-    set_threads(config.threads)
-    backend.enter_thread()
 
 
 def _channel(config: EngineConfig) -> PeerChannel:

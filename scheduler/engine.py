@@ -196,9 +196,7 @@ class Engine:
         self._relocation.pace.step()
         self._planned = batch, outputs = self._planned or self._plan(agreement.agreed_tokens)
         self._post_next(lockstep)
-        sampled = self._runner.run(
-            batch, agreement.agreed_tokens, has_prefill=agreement.has_prefill, in_halves=agreement.in_halves
-        )
+        sampled = self._runner.run(batch, agreement.agreed_tokens, has_prefill=agreement.has_prefill)
         self._planned = None
         outputs += self._scheduler.commit(batch, *sampled)
         on_step(outputs, self._stats(batch.num_tokens))

@@ -45,9 +45,8 @@ from scheduler.moves.telemetry import Telemetry
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.step.groups import check_agreed, open_groups
 from scheduler.step.lockstep import LockStep
-from scheduler.step.parts import can_replay, open_dispatchers, open_forward, open_lockstep
+from scheduler.step.parts import can_replay, open_dispatcher, open_forward, open_lockstep
 from scheduler.step.runner import Runner
-from scheduler.turns import Turns
 
 MOST_OF_AVAILABLE = 0.9  # of memory, that experts of lost ranks may take
 
@@ -81,7 +80,6 @@ class Lasting:
     runner: Runner
     relocation: Relocation
     telemetry: Telemetry
-    turns: Turns
     store: Store  # of the job, on a connection of its own
     available: Callable[[], int]  # bytes of memory that can be had
 
@@ -110,7 +108,6 @@ class Regrouping:
         """Part, and end what works beside the steps."""
         self.part()
         self._lasting.relocation.close()
-        self._lasting.turns.close()
 
     def follow(self, order: Order, step: int, is_over: IsOver) -> LockStep:
         """Serve as an order says; collective over its members. `part` comes before, and after whatever is raised.
@@ -141,12 +138,10 @@ class Regrouping:
     def _serve(self, order: Order, step: int) -> LockStep:
         lasting, placement = self._lasting, order.placement
         config = self._config_of(order)
-        *groups, mailbox_group = open_groups(config, CONNECT_TIMEOUT_S)
+        group, mailbox_group = open_groups(config, CONNECT_TIMEOUT_S)
         check_agreed(placement, mailbox_group)
         step = _largest(step, mailbox_group)
-        dispatcher = open_dispatchers(
-            config, lasting.backend, groups, placement.slots_per_rank, lasting.turns
-        )
+        dispatcher = open_dispatcher(config, lasting.backend, group, placement.slots_per_rank)
         lockstep = open_lockstep(config, mailbox_group, placement.version, step)
         self._ties = Ties(dispatcher, lockstep)
         channel = _open_channel(len(order.members))
@@ -179,7 +174,6 @@ class Regrouping:
             rank=self._place,
             world_size=size,
             epoch=order.epoch,
-            halves=config.halves if size > 1 else None,
             dispatch_node_size=config.dispatch_node_size if is_whole else 0,
         )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from expert_placement.config import EplbConfig
 
@@ -16,33 +16,7 @@ class DispatchMode(Enum):
     LOW_LATENCY = "low_latency"  # always, with room for the largest batch
 
 
-class HalfThresholds(NamedTuple):
-    """Tokens that every rank must have for a step to run in two halves; vLLM's names and numbers."""
-
-    decode_tokens: int = 32  # of a step that only decodes
-    prefill_tokens: int = 512  # of one with prompts, its decodes included
-
-
-def why_no_halves(
-    num_ranks: int, *, on_gpus: bool = False, replays: bool = False, backend: str = "auto"
-) -> str:
-    """Say what two halves of a step cannot work with, and what to do; "" if they can.
-
-    Args:
-        num_ranks: of the service.
-        on_gpus: whether it computes there. replays: whether decode steps would be replayed from CUDA graphs.
-        backend: how ranks exchange tokens.
-    """
-    if num_ranks == 1:
-        return "--enable-dbo runs a step in two halves, one computing while the other's tokens travel between ranks; there is one rank: leave it out"
-    if on_gpus and replays:
-        return "--enable-dbo cannot be replayed from CUDA graphs, whose halves could not take turns: give --enforce-eager with it"
-    if backend == "deep_ep":
-        return "--enable-dbo needs two ways between the ranks, and deep_ep's buffer is one: give another --all2all-backend"
-    return ""
-
-
-def why_no_compiler(*, on_gpus: bool, is_invariant: bool, in_halves: bool) -> str:
+def why_no_compiler(*, on_gpus: bool, is_invariant: bool) -> str:
     """Say why models are not compiled with these settings; "" if they can be."""
     if not on_gpus:
         return "--enable-torch-compile is for GPUs; the CPU's kernels are compiled already: leave it out"
@@ -50,11 +24,6 @@ def why_no_compiler(*, on_gpus: bool, is_invariant: bool, in_halves: bool) -> st
         return (
             "--enable-torch-compile does not go with --batch-invariant: compiled sums may have another order for "
             "another number of rows; leave one of them out"
-        )
-    if in_halves:
-        return (
-            "--enable-torch-compile does not go with --enable-dbo, whose halves run on two threads; leave one of "
-            "them out"
         )
     return ""
 
@@ -81,7 +50,6 @@ class EngineConfig:
     batch_invariant: bool = False  # of a GPU; a CPU always is
     enforce_eager: bool = False  # no CUDA graphs
     compiler: str = ""  # of a GPU: the backend of torch.compile for what lies between the organs; "": none
-    halves: HalfThresholds | None = None  # run large steps in two halves that take turns; None: never
     enable_prefix_caching: bool = True
     all2all_backend: str = "auto"
     dispatch_mode: DispatchMode = DispatchMode.AUTO

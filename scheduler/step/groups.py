@@ -37,8 +37,8 @@ def make_group(
 def open_groups(
     config: EngineConfig, connect_timeout_s: float | None = None
 ) -> list[dist.ProcessGroup | None]:
-    """Make the groups of the wires, one for each half of a step, and of the mailbox, which is last: they run side
-    by side, so they need one each. Collective; one rank has none.
+    """Make the groups of the wire and of the mailbox: they run side by side, so they need one each. Collective;
+    one rank has none.
 
     Args:
         connect_timeout_s: how long making one may take; None: as long as what it is used for.
@@ -48,10 +48,9 @@ def open_groups(
     """
     if config.world_size == 1:
         return [None, None]
-    count = 2 if config.halves is None else 3
     ranks = list(range(config.world_size))
     try:
-        return [make_group(ranks, config.timeout_s, connect_timeout_s) for _ in range(count)]
+        return [make_group(ranks, config.timeout_s, connect_timeout_s) for _ in range(2)]
     except RuntimeError as error:  # all that gloo says of a peer that is gone
         raise WireUnavailable(f"rank {config.rank} could not meet the others: {error}") from error
 

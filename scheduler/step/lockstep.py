@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from dispatch.mode import SMALLEST_CAPACITY, fitting_capacity
-from scheduler.policy.config import DispatchMode, HalfThresholds
+from scheduler.policy.config import DispatchMode
 
 
 class LockStepError(RuntimeError):
@@ -68,7 +68,6 @@ class Agreement(NamedTuple):
     )
     switch_to: int | None = None  # the placement that serves from this step on; None: it stays
     has_prefill: bool = False  # some rank announced parts of prompts
-    in_halves: bool = False  # all ranks run the step in two halves, see `two_batch`
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -113,15 +112,6 @@ def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batch
     return fitting_capacity(max(header.num_decodes for header in headers))
 
 
-def agree_on_halves(headers: Sequence[Header], thresholds: HalfThresholds | None) -> bool:
-    """Derive whether the step runs in two halves: where every rank announced enough tokens. None: never."""
-    if thresholds is None:
-        return False
-    if any(header.has_prefill for header in headers):
-        return all(header.num_decodes + header.num_prefill >= thresholds.prefill_tokens for header in headers)
-    return all(header.num_decodes >= thresholds.decode_tokens for header in headers)
-
-
 def describe_modes(mode: DispatchMode, max_num_seqs: int, max_num_batched_tokens: int) -> str:
     """Say in one sentence which steps are dispatched how."""
     if mode is DispatchMode.NORMAL:
@@ -132,16 +122,6 @@ def describe_modes(mode: DispatchMode, max_num_seqs: int, max_num_batched_tokens
     return (
         f"decode-only steps are dispatched in low-latency mode, with room for {SMALLEST_CAPACITY} to "
         f"{fitting_capacity(max_num_seqs)} tokens per rank, steps with prompts in normal mode"
-    )
-
-
-def describe_halves(thresholds: HalfThresholds | None) -> str:
-    """Say which steps run in two halves, to be put behind `describe_modes`."""
-    if thresholds is None:
-        return ""
-    return (
-        f", in two halves where every rank announced {thresholds.decode_tokens} decodes, or {thresholds.prefill_tokens} "
-        "tokens in a step with prompts"
     )
 
 
@@ -157,7 +137,6 @@ class LockStep:
         mode: DispatchMode = DispatchMode.AUTO,
         max_num_batched_tokens: int = 0,
         placement_version: int = 0,
-        halves: HalfThresholds | None = None,
         step: int = 0,
     ) -> None:
         """`timeout_s` bounds how long another rank's header may take; all but it are equal on all ranks.
@@ -166,8 +145,7 @@ class LockStep:
         """
         self._mailbox, self.epoch, self._timeout_s = mailbox, epoch, timeout_s
         self._mode, self._max_num_batched_tokens = mode, max_num_batched_tokens
-        self.placement_version, self._halves = placement_version, halves
-        self.step = step
+        self.placement_version, self.step = placement_version, step
 
     def post(
         self,
@@ -200,7 +178,7 @@ class LockStep:
             self.placement_version = switch_to
         tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens)
         has_prefill = any(header.has_prefill for header in headers)
-        return Agreement(decision, tokens, switch_to, has_prefill, agree_on_halves(headers, self._halves))
+        return Agreement(decision, tokens, switch_to, has_prefill)
 
     def close(self) -> None:
         """Let ranks that wait for this one's header know that none will come. May be called twice."""

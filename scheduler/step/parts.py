@@ -7,12 +7,11 @@ Dispatcher and lock-step belong to an epoch, and are opened anew for the next on
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from dispatch.alternating import AlternatingDispatcher
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import WireUnavailable
@@ -30,7 +29,6 @@ from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
 from scheduler.sampling.sampler import HostSampler, Sampler
 from scheduler.step.lockstep import Header, LockStep
 from scheduler.step.runner import Forward
-from scheduler.turns import Turns
 
 INTERPRETER = "interpreter"
 
@@ -121,22 +119,6 @@ def open_checkpoint(config: EngineConfig, skeleton: Skeleton) -> Checkpoint:
     )
 
 
-def open_dispatchers(
-    config: EngineConfig,
-    backend: Backend,
-    groups: Sequence[dist.ProcessGroup | None],
-    slots_per_rank: int,
-    turns: Turns,
-) -> TokenDispatcher:
-    """Open one dispatcher, or two that alternate where steps may run in halves. Collective.
-
-    Raises:
-        WireUnavailable: what was asked for cannot work between these ranks.
-    """
-    first, *others = [_open_dispatcher(config, backend, group, slots_per_rank) for group in groups]
-    return AlternatingDispatcher(first, others[0], turns) if others else first
-
-
 def open_lockstep(
     config: EngineConfig, group: dist.ProcessGroup | None, placement_version: int, step: int = 0
 ) -> LockStep:
@@ -150,7 +132,6 @@ def open_lockstep(
         mode=config.dispatch_mode,
         max_num_batched_tokens=config.max_num_batched_tokens,
         placement_version=placement_version,
-        halves=config.halves,
         step=step,
     )
 
@@ -161,9 +142,14 @@ def can_replay(config: EngineConfig, dispatcher: TokenDispatcher) -> bool:
     return dispatcher.is_replayable and has_steps and not config.enforce_eager
 
 
-def _open_dispatcher(
+def open_dispatcher(
     config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
 ) -> TokenDispatcher:
+    """Open what brings a step's rows to their experts and back. Collective.
+
+    Raises:
+        WireUnavailable: what was asked for cannot work between these ranks.
+    """
     if config.device != "cpu":
         return open_device_dispatcher(config, backend, group, slots_per_rank)
     name, timeout_s, epoch = config.all2all_backend, config.timeout_s, config.epoch

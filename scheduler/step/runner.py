@@ -15,7 +15,6 @@ from scheduler.policy.request import Logprobs
 from scheduler.policy.scheduler import Batch
 from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
 from scheduler.step.batch_step import fill_step
-from scheduler.two_batch import TwoBatch
 
 
 class Forward(Protocol):
@@ -41,7 +40,6 @@ class Runner:
         forward: Forward | None = None,
         sampler: Sampler | None = None,
         check: Callable[[], None] = lambda: None,
-        halves: TwoBatch | None = None,
     ) -> None:
         """Take a model and a cache whose blocks the scheduler's pool counts.
 
@@ -49,11 +47,10 @@ class Runner:
             forward: stands for the model's.
             sampler: chooses tokens; None: on the CPU.
             check: raises what went wrong between ranks in a step that did not say so (`TokenDispatcher.check`).
-            halves: runs steps that ranks agreed to run in halves; None: there are none.
         """
         self._model, self._cache = model, cache
         self._forward: Forward = forward or model.forward
-        self._sampler, self._check, self._halves = sampler or HostSampler(), check, halves
+        self._sampler, self._check = sampler or HostSampler(), check
         self._clear_counters()
 
     def _clear_counters(self) -> None:
@@ -89,7 +86,6 @@ class Runner:
         agreed_tokens: int = 0,
         *,
         has_prefill: bool = False,
-        in_halves: bool = False,
     ) -> Sampled:
         """Run a batch, or padded rows if it is empty; collective over the model's group.
 
@@ -97,7 +93,6 @@ class Runner:
             batch: what to run.
             agreed_tokens: see `lockstep.Agreement`; equal on all ranks.
             has_prefill: likewise; it is counted as a step of that kind.
-            in_halves: likewise; run it so.
 
         Returns:
             One token per item that samples, in order, and the logprobs of prompt tokens where they are wanted.
@@ -105,7 +100,8 @@ class Runner:
         begun_ns = perf_counter_ns()
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
         scored = _scored(batch)
-        logits_RV = self._logits(batch, agreed_tokens, in_halves=in_halves, keeps_hidden=bool(scored))
+        inputs = fill_step(self.step, batch, agreed_tokens)
+        logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
         sampling = [item.sequence for item in batch.items if item.samples]
         sampled = self._sampler.sample(logits_RV[: len(sampling)], sampling)
         self._check()
@@ -123,14 +119,6 @@ class Runner:
             self.prefill_busy_ns += took_ns
             self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
         return sampled
-
-    def _logits(self, batch: Batch, agreed_tokens: int, *, in_halves: bool, keeps_hidden: bool) -> Tensor:
-        """Run the model; the first rows are those that are sampled from."""
-        if in_halves:
-            assert self._halves is not None, "ranks agree on halves only where all have them"
-            return self._halves.run(batch, agreed_tokens, keeps_hidden=keeps_hidden)
-        inputs = fill_step(self.step, batch, agreed_tokens)
-        return self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=keeps_hidden)
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
         """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""

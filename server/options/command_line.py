@@ -30,8 +30,6 @@ _LEAST = {  # the smallest value of whole-number flags
     "max_num_batched_tokens": 16,
     "threads": 1,
     "dispatch_node_size": 0,
-    "dbo_decode_token_threshold": 0,
-    "dbo_prefill_token_threshold": 0,
 }
 
 
@@ -51,9 +49,6 @@ class Options:
     dtype: str  # auto, float32 or bfloat16
     enforce_eager: bool  # no CUDA graphs
     enable_torch_compile: bool  # of a GPU: compile what lies between the kernels
-    enable_dbo: bool  # large steps in two halves
-    dbo_decode_token_threshold: int  # per rank, as is the next
-    dbo_prefill_token_threshold: int
     batch_invariant: bool  # of a GPU; a CPU always is
     kv_cache_bytes: int | None  # per rank; None: a share of free memory
     gpu_memory_utilization: float | None  # share of the device's memory; None: not said
@@ -102,9 +97,6 @@ def options_from(args: argparse.Namespace, environment: Mapping[str, str] = os.e
         dtype=args.dtype,
         enforce_eager=args.enforce_eager,
         enable_torch_compile=args.enable_torch_compile,
-        enable_dbo=args.enable_dbo,
-        dbo_decode_token_threshold=args.dbo_decode_token_threshold,
-        dbo_prefill_token_threshold=args.dbo_prefill_token_threshold,
         batch_invariant=args.batch_invariant,
         kv_cache_bytes=None if args.kv_cache_memory is None else parse_bytes(args.kv_cache_memory),
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -213,8 +205,6 @@ def arguments_from(options: Options) -> list[str]:
         "--dispatch-mode": options.dispatch_mode,
         "--dispatch-dtype": options.dispatch_dtype,
         "--dispatch-node-size": options.dispatch_node_size,
-        "--dbo-decode-token-threshold": options.dbo_decode_token_threshold,
-        "--dbo-prefill-token-threshold": options.dbo_prefill_token_threshold,
         "--device": options.device,
         "--dtype": options.dtype,
         "--max-model-len": options.max_model_len,
@@ -235,7 +225,6 @@ def arguments_from(options: Options) -> list[str]:
     arguments += ["--enable-eplb"] if options.enable_eplb else []
     arguments += ["--enforce-eager"] if options.enforce_eager else []
     arguments += ["--enable-torch-compile"] if options.enable_torch_compile else []
-    arguments += ["--enable-dbo"] if options.enable_dbo else []
     arguments += ["--batch-invariant"] if options.batch_invariant else []
     arguments += [*http_arguments(options.http), *log_arguments(options.log)]
     return arguments if options.enable_prefix_caching else [*arguments, "--no-enable-prefix-caching"]

@@ -16,6 +16,20 @@ _ALWAYS_ON = {
 }
 
 
+_NO_HALVES = (
+    "steps in two halves (dual-batch overlap) were slower wherever they were measured and are no longer offered; leave "
+    "it out"
+)
+
+
+class _Refused(argparse.Action):
+    """A flag of vLLM's that is known and not offered; `const` says why."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_args: object) -> None:
+        """End with the reason."""
+        parser.error(f"{self.option_strings[0]}: {self.const}")
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all of them."""
     parser.add_argument(
@@ -94,26 +108,7 @@ def _add_rank_arguments(group: argparse._ArgumentGroup) -> None:
         help="on a GPU: compile what lies between attention, experts and routing (norms, rotary, residuals); the start "
         "takes longer",
     )
-    add(
-        "--enable-dbo",
-        action="store_true",
-        help="dual-batch overlap: run large steps in two halves, of which one computes while the other's tokens travel; "
-        "needs several ranks, and --enforce-eager on GPUs",
-    )
-    add(
-        "--dbo-decode-token-threshold",
-        type=int,
-        default=32,
-        metavar="N",
-        help="with --enable-dbo: tokens that every rank must have for a step that only decodes (default: %(default)s)",
-    )
-    add(
-        "--dbo-prefill-token-threshold",
-        type=int,
-        default=512,
-        metavar="N",
-        help="with --enable-dbo: likewise for a step with prompts (default: %(default)s)",
-    )
+    add("--enable-dbo", action=_Refused, nargs=0, const=_NO_HALVES, help=argparse.SUPPRESS)
 
 
 def _add_dispatch_arguments(group: argparse._ArgumentGroup) -> None:

@@ -34,7 +34,7 @@ from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
 from scheduler.assembly import Assembled, assemble
 from scheduler.moves.reports import MoveState, PlacementReport
-from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig, HalfThresholds
+from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
 from scheduler.policy.request import RankStats, RequestOutput
 from scheduler.policy.scheduler import SchedulerLimitsError
 from scheduler.step.groups import StoreDoorbell
@@ -277,7 +277,6 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
         dtype=options.dtype,
         enforce_eager=options.enforce_eager,
         compiler="inductor" if options.enable_torch_compile else "",
-        halves=_halves(options),
         batch_invariant=options.batch_invariant,
         kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),
         enable_prefix_caching=options.enable_prefix_caching,
@@ -290,12 +289,6 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
         threads=options.threads or 1,
         timeout_s=options.distributed_timeout_s,
     )
-
-
-def _halves(options: Options) -> HalfThresholds | None:
-    if not options.enable_dbo:
-        return None
-    return HalfThresholds(options.dbo_decode_token_threshold, options.dbo_prefill_token_threshold)
 
 
 def _default_cache_bytes(options: Options, place: Place) -> int:

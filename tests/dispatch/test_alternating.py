@@ -1,8 +1,8 @@
 """Two dispatchers in the place of one: whose turn it is decides, and the turn goes when rows are on their way."""
 
 import torch
-
 from dispatch.alternating import AlternatingDispatcher
+
 from dispatch.dispatcher import Dispatcher
 from dispatch.wires.local import LocalWire
 from tests.dispatch.oracle import compute_pairs, make_cases, simulate

@@ -8,8 +8,8 @@ import torch
 
 from dispatch.errors import WireUnavailable
 from moe.cpu.backend import CPU
-from scheduler.assembly import check_together
-from scheduler.policy.config import ConfigError, EngineConfig, HalfThresholds
+from scheduler.assembly import check_compiler
+from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.sampling.sampler import HostSampler
 from scheduler.step.parts import backend_of, open_device_dispatcher, open_forward, open_sampler
 
@@ -56,7 +56,6 @@ def test_on_the_cpu_tokens_are_chosen_there() -> None:
     [
         ({"device": "cpu"}, "for GPUs; the CPU's kernels are compiled already"),
         ({"device": "interpreter", "batch_invariant": True}, "does not go with --batch-invariant"),
-        ({"device": "interpreter", "halves": HalfThresholds()}, "does not go with --enable-dbo"),
     ],
 )
 def test_a_compiler_is_refused_beside_what_it_does_not_go_with(
@@ -65,4 +64,4 @@ def test_a_compiler_is_refused_beside_what_it_does_not_go_with(
     asked = {"world_size": 2, "enforce_eager": True, "compiler": "inductor", **settings}
     config = EngineConfig(directory=Path(), kv_cache_bytes=0, **asked)
     with pytest.raises(ConfigError, match=f"--enable-torch-compile .*{problem}"):
-        check_together(config)
+        check_compiler(config)

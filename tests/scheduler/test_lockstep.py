@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dispatch.mailbox import open_mailbox
 from kvcache.blocks import BlockPool
-from scheduler.policy.config import DispatchMode, HalfThresholds, why_no_halves
+from scheduler.policy.config import DispatchMode
 from scheduler.policy.scheduler import Scheduler
 from scheduler.step.lockstep import (
     Agreement,
@@ -14,11 +14,9 @@ from scheduler.step.lockstep import (
     Header,
     LockStep,
     LockStepError,
-    agree_on_halves,
     agree_on_switch,
     agree_on_tokens,
     decide,
-    describe_halves,
     describe_modes,
 )
 from tests.support.serving import request
@@ -75,28 +73,6 @@ def test_the_modes_are_described_with_their_room() -> None:
     assert "room for 8 to 64 tokens per rank" in describe_modes(DispatchMode.AUTO, 64, 512)
     assert "room for 512 tokens" in describe_modes(DispatchMode.LOW_LATENCY, 64, 512)
     assert describe_modes(DispatchMode.NORMAL, 64, 512) == "every step is dispatched in normal mode"
-
-
-def test_a_step_runs_in_halves_where_every_rank_has_enough() -> None:
-    thresholds = HalfThresholds(decode_tokens=4, prefill_tokens=20)
-    enough, few = header(decodes=4), header(decodes=3)
-    assert agree_on_halves([enough, enough], thresholds) and not agree_on_halves([enough, few], thresholds)
-    assert not agree_on_halves([enough, enough], None), "it was not asked for"
-    prompts = header(prefill=17, decodes=3)
-    assert agree_on_halves([prompts, header(prefill=20)], thresholds)
-    assert not agree_on_halves([prompts, enough], thresholds), (
-        "one rank's prompt makes it a step with prompts"
-    )
-    assert not agree_on_halves([header(prefill=16, decodes=3), prompts], thresholds)
-
-
-def test_what_halves_cannot_work_with_is_named() -> None:
-    assert why_no_halves(2) == "" == why_no_halves(2, on_gpus=True) == why_no_halves(2, replays=True)
-    assert "there is one rank" in why_no_halves(1)
-    assert "--enforce-eager" in why_no_halves(2, on_gpus=True, replays=True)
-    assert "another --all2all-backend" in why_no_halves(2, backend="deep_ep")
-    assert describe_halves(None) == ""
-    assert "announced 32 decodes, or 512 tokens" in describe_halves(HalfThresholds())
 
 
 def test_agreeing_moves_to_the_next_step() -> None:

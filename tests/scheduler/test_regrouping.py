@@ -10,7 +10,7 @@ import torch
 
 from expert_placement.config import EplbConfig
 from scheduler.moves.reports import MoveState, PlacementReport
-from scheduler.policy.config import DispatchMode, HalfThresholds
+from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request
 from tests.support.crew import Crew, Doom
 from tests.support.families import VOCABULARY, write_checkpoint
@@ -128,8 +128,6 @@ def lose_and_gain(crew: Crew, wanted: list[Request]) -> None:
         {"all2all_backend": "gloo"},
         {"dispatch_mode": DispatchMode.LOW_LATENCY},
         {"dispatch_mode": DispatchMode.NORMAL, "all2all_backend": "gloo"},
-        {"halves": HalfThresholds(2, 6)},
-        {"halves": HalfThresholds(2, 6), "all2all_backend": "gloo"},
         {"max_num_batched_tokens": 16, "max_num_seqs": 4},
     ],
 )

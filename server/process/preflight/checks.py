@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatch.availability import check_service_backend
-from scheduler.policy.config import why_no_compiler, why_no_halves
+from scheduler.policy.config import why_no_compiler
 from server.options.command_line import Options
 from server.process.preflight.memory import (
     WeightBytes,
@@ -52,7 +52,6 @@ def check_start(
     """
     check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
     check_nodes(options.dispatch_node_size, num_ranks)
-    check_halves(options, num_ranks)
     check_compiler(options)
     directory = Path(options.model)
     config = read_config(directory)
@@ -96,31 +95,13 @@ def check_nodes(node_size: int, num_ranks: int) -> None:
         )
 
 
-def check_halves(options: Options, num_ranks: int) -> None:
-    """Refuse steps in two halves with what they cannot work with.
-
-    Raises:
-        PreflightError: naming it, and what to do.
-    """
-    problem = why_no_halves(
-        num_ranks,
-        on_gpus=options.device == "cuda",
-        replays=not options.enforce_eager and options.dispatch_mode != "normal",
-        backend=options.all2all_backend,
-    )
-    if options.enable_dbo and problem:
-        raise PreflightError(problem)
-
-
 def check_compiler(options: Options) -> None:
     """Refuse torch.compile with what it cannot work with.
 
     Raises:
         PreflightError: naming it, and what to do.
     """
-    problem = why_no_compiler(
-        on_gpus=options.device == "cuda", is_invariant=options.batch_invariant, in_halves=options.enable_dbo
-    )
+    problem = why_no_compiler(on_gpus=options.device == "cuda", is_invariant=options.batch_invariant)
     if options.enable_torch_compile and problem:
         raise PreflightError(problem)
 

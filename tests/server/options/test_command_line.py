@@ -61,9 +61,6 @@ def test_arguments_parse_back_to_the_same_options() -> None:
             "--device=cuda",
             "--enforce-eager",
             "--enable-torch-compile",
-            "--enable-dbo",
-            "--dbo-decode-token-threshold=8",
-            "--dbo-prefill-token-threshold=64",
             "--batch-invariant",
             "--enable-eplb",
             '--eplb-config={"num_redundant_experts": 3, "horizon_s": 1.5}',
@@ -218,6 +215,12 @@ def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(OptionsError):
         parse_bytes(text)
+
+
+def test_steps_in_two_halves_are_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--enable-dbo")
+    assert "--enable-dbo: steps in two halves" in capsys.readouterr().err
 
 
 def test_a_parser_that_is_not_known_is_refused_with_the_known_ones(

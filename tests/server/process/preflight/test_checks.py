@@ -11,7 +11,6 @@ from expert_placement.files import save_placement
 from server.process.preflight.checks import (
     check_backend,
     check_compiler,
-    check_halves,
     check_nodes,
     check_start,
 )
@@ -117,15 +116,6 @@ def test_a_compiler_is_refused_with_what_it_cannot_work_with(tmp_path: Path) -> 
     check_compiler(options_for(tmp_path, "--enable-torch-compile", "--device=cuda"))
     asked = options_for(tmp_path, "--enable-torch-compile", "--device=cpu")
     assert "is for GPUs" in complaint_of(lambda: check_compiler(asked))
-
-
-def test_halves_are_refused_with_what_they_cannot_work_with(tmp_path: Path) -> None:
-    asked = options_for(tmp_path, "--enable-dbo", "--device=cuda")
-    check_halves(options_for(tmp_path), 1)
-    check_halves(options_for(tmp_path, "--enable-dbo"), 2)
-    check_halves(options_for(tmp_path, "--enable-dbo", "--device=cuda", "--enforce-eager"), 2)
-    assert "there is one rank" in complaint_of(lambda: check_halves(asked, 1))
-    assert "--enforce-eager" in complaint_of(lambda: check_halves(asked, 2))
 
 
 def test_nodes_must_be_filled_by_the_ranks() -> None:
