@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from server.clients.batch.flags import add_batch_parser, check_batch_arguments
 from server.clients.experts.cli import add_experts_parser
-from server.options.checks import OptionsError
-from server.options.command_line import Options, options_from
-from server.options.flags import add_model_arguments
+from server.options.flag import OptionsError
+from server.options.reading import PRIVATE_DEFAULTS, add_options, options_from
+from server.options.table import Options
 from server.roots import RootError, check_roots
 
 _DESCRIPTION = """\
@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     front = commands.add_parser("front", description="HTTP and router; started by `wideep worker`.")
     for command in (serve, worker, engine, front):
         command.usage = f"{command.prog} [MODEL] [FLAGS]"
-        add_model_arguments(command)
+        add_options(command)
     front.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that will attach")
     front.add_argument(
         "--ready-fd", type=int, metavar="FD", help="where to write the addresses as a JSON line"
@@ -166,7 +166,7 @@ def _run_batch(args: argparse.Namespace) -> int:
     from server.clients.batch.run import run_batch
 
     check_batch_arguments(args)
-    return run_batch(args, None if args.url else options_from(args))
+    return run_batch(args, None if args.url else options_from(args, defaults=PRIVATE_DEFAULTS))
 
 
 def _run_experts(args: argparse.Namespace) -> int:

@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.streaming import error_response
 from server.errors import ApiError
-from server.http.key_file import read_keys
 from server.http.route_path import route_path
-from server.options.checks import OptionsError
+from server.options.checks import read_keys
+from server.options.flag import OptionsError
 
 _GUARDED = "/v1"
 _OPEN_POSTS = ("/ping",)

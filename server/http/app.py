@@ -25,7 +25,7 @@ from server.http.described import ERROR_RESPONSES
 from server.http.exchanges import Exchange, ExchangeWatch
 from server.http.hot_routes import HotEndpoint, HotRoutes
 from server.http.request_body import BodyGuard
-from server.options.http_options import HttpOptions
+from server.options.table import HttpOptions
 
 _SEEN_CHARS = 80  # of a wrong value, quoted
 _QUOTE = reprlib.Repr()  # of megabytes it looks at the ends only

@@ -19,7 +19,7 @@ from scheduler.policy.request import SamplingParams
 from server.front.detokenizer import Decoder
 from server.front.generations import Ask
 from server.http.exchanges import Exchange, current_exchange
-from server.options.log_options import LogOptions
+from server.options.table import LogOptions
 
 ACCESS = "wideep.access"
 REQUESTS = "wideep.requests"

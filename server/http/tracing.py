@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from server.front.generations import Generation
 from server.front.timing import timing_of
 from server.http.exchanges import Exchange
-from server.http.trace_packages import check_traces
+from server.options.checks import check_traces
 
 if TYPE_CHECKING:  # optional
     from opentelemetry.sdk.trace import SpanProcessor

@@ -43,7 +43,7 @@ from scheduler.step.sizing import KVMemoryError, cache_budget, gpu_cache_budget
 from scheduler.structure.compiler import StructureError, Vocabulary
 from server.link.rank_link import LinkError, RankLink
 from server.link.wire import RankFacts
-from server.options.command_line import Options
+from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import FRONT_IS_GONE
 from server.process.preflight.memory import available_bytes, rank_bytes, spare_bytes

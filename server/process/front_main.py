@@ -36,8 +36,8 @@ from server.http.metrics import Metrics
 from server.link.placement_wire import PlacementWord
 from server.link.ranks import Ranks, listen
 from server.link.wire import RankFacts
-from server.options.checks import OptionsError
-from server.options.command_line import Options
+from server.options.flag import OptionsError
+from server.options.table import Options
 from server.parent_death import die_with_parent
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels

@@ -56,8 +56,7 @@ from server.http.ops import ops_routes
 from server.http.punctual_http import PunctualProtocol
 from server.http.tracing import Traces
 from server.link.ranks import Ranks
-from server.options.command_line import Options
-from server.options.http_options import HttpOptions
+from server.options.table import HttpOptions, Options
 
 # What vLLM, too, takes from generation_config.json as defaults.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Self
 
-from server.options.checks import OptionsError
-from server.options.command_line import Options, arguments_from, environment_from
+from server.options.flag import OptionsError
+from server.options.reading import environment_from, handed_on
+from server.options.table import Options
 from server.process.children import WIDEEP_COMMAND, Child, describe_end, stop_children
 from server.process.preflight.device import CPU_NUM_SEQS, CPU_RANKS
 from server.process.preflight.model import PreflightError, resolve_model
@@ -63,7 +64,7 @@ class PrivateService:
         self._closing = threading.Event()
         self._closed = False
         self._said: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-        words = [*command, *arguments_from(self.options)]
+        words = [*command, *handed_on(self.options)]
         self._child = self._start(words, {**environment, **environment_from(self.options)})
         assert self._child.process.stderr is not None, "a pipe was asked for"
         self._reader = threading.Thread(target=self._read, args=(self._child.process.stderr,), daemon=True)

@@ -24,8 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from server.options.checks import OptionsError
-from server.options.command_line import API_KEY_VARIABLE, Options, arguments_from, environment_from
+from server.options.flag import OptionsError
+from server.options.reading import API_KEY_VARIABLE, environment_from, handed_on
+from server.options.table import Options
 from server.process.children import (
     DRAIN_SIGNAL,
     WIDEEP_COMMAND,
@@ -136,7 +137,7 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str) 
     )
     return start_child(
         "torchrun",
-        [*commands.agent, *torchrun_flags, *commands.worker, *arguments_from(options)],
+        [*commands.agent, *torchrun_flags, *commands.worker, *handed_on(options)],
         environment={
             **os.environ,
             **environment_from(options),

@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from server.options.command_line import Options, arguments_from, environment_from
+from server.options.reading import environment_from, handed_on
+from server.options.table import Options
 from server.process.children import (
     DRAIN_SIGNAL,
     FRONT_IS_GONE,
@@ -172,7 +173,7 @@ class Supervisor:
     ) -> Child:
         child = start_child(
             name,
-            [*command, *arguments_from(self._options), *flags],
+            [*command, *handed_on(self._options), *flags],
             environment={**self._environment, **extra},
             kept_fds=(pipe.child_fd,),
             stop_signal=stop_signal,

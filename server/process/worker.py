@@ -5,8 +5,8 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
-from server.options.checks import OptionsError
-from server.options.command_line import Options
+from server.options.flag import OptionsError
+from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import StopSignals, say
 from server.process.preflight.checks import check_start

@@ -1,4 +1,4 @@
-"""Stands in for an engine or a front: `fake_child.py engine|front MODEL FLAGS...`, no torch, no model.
+"""Stands in for an engine or a front: `fake_child.py engine|front --options JSON FLAGS...`, no torch, no model.
 
 It writes ROLE-RANK.json with its pid, arguments and what it was told into $FAKE_DIRECTORY, reports what the real one
 reports, and waits for SIGTERM, or SIGINT for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS
@@ -60,7 +60,7 @@ def _end(name: str) -> Callable[..., None]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("role")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--ready-fd", type=int)
     args, _ = parser.parse_known_args()
     stubborn = os.environ.get("FAKE_STUBBORN") == "1"
@@ -78,7 +78,7 @@ def main() -> None:
     if victim == name:
         sys.exit(int(status))
     if args.role == "front":
-        _serve(args.port, args.ready_fd)
+        _serve(args.options.get("port", 0), args.ready_fd)
     else:
         _report_ready()
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 import server.process.preflight.checks  # noqa: E402
 from server.cli import build_parser  # noqa: E402
-from server.options.command_line import options_from  # noqa: E402
+from server.options.reading import options_from  # noqa: E402
 from server.process.serve import ServeCommands, run_serve  # noqa: E402
 from server.process.supervisor import Commands  # noqa: E402
 from server.process.worker import run_worker  # noqa: E402

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from server.cli import build_parser
-from server.options.command_line import Options, options_from
+from server.options.reading import options_from
+from server.options.table import Options
 from server.process.preflight.model import PreflightError
 
 

@@ -4,10 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from server.options.checks import OptionsError
-from server.options.command_line import DEMO_MODEL
-from server.options.flags import add_model_arguments
-from server.options.keywords import PRIVATE_DEFAULTS
+from server.options.flag import OptionsError
+from server.options.reading import PRIVATE_DEFAULTS, add_options, said_in
 
 _EXAMPLES = """\
 examples:
@@ -45,8 +43,7 @@ def add_batch_parser(commands: Any) -> None:
         metavar="N",
         help="requests sent at once (default: what its own service runs at once, 64 with --url)",
     )
-    add_model_arguments(batch)
-    batch.set_defaults(**PRIVATE_DEFAULTS)
+    add_options(batch, PRIVATE_DEFAULTS)
 
 
 def check_batch_arguments(args: argparse.Namespace) -> None:
@@ -58,7 +55,7 @@ def check_batch_arguments(args: argparse.Namespace) -> None:
     if args.concurrency is not None and not 1 <= args.concurrency <= 4096:
         raise OptionsError(f"--concurrency is {args.concurrency}; it must be 1 to 4096")
     if args.model_flag is not None:
-        if args.model != DEMO_MODEL:
+        if "model" in args:
             raise OptionsError(f"the model is given twice, {args.model!r} and --model {args.model_flag!r}")
         args.model = args.model_flag
     if args.input_file.resolve() == args.output_file.resolve():
@@ -69,10 +66,7 @@ def check_batch_arguments(args: argparse.Namespace) -> None:
 
 def _refuse_serve_flags(args: argparse.Namespace) -> None:
     """Refuse what would be silently ignored: --url starts no service that flags could shape."""
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
-    parser.set_defaults(**PRIVATE_DEFAULTS)
-    for name, usual in vars(parser.parse_args([])).items():
-        if name != "api_key" and getattr(args, name) != usual:
+    for name in said_in(args):
+        if name != "api_key":
             shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
             raise OptionsError(f"{shown} is for a service that run-batch starts; --url uses one that runs")

@@ -18,7 +18,8 @@ from server.clients.batch.bulk_client import BulkClient, ServiceLostError, for_e
 from server.clients.batch.input_lines import BadLine, BatchFileError, BatchLine, read_batch
 from server.clients.batch.output_lines import BatchOutput, answer_entry, refusal_entry
 from server.clients.batch.progress import Progress
-from server.options.command_line import API_KEY_VARIABLE, Options
+from server.options.reading import API_KEY_VARIABLE, said_in
+from server.options.table import Options
 from server.process.private_service import PrivateService, ServiceEndedError
 from server.process.serve import terminate_as_interrupt
 
@@ -129,7 +130,7 @@ def _finish(input_file: Path, output: BatchOutput) -> int:
 
 def _api_key(args: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
     own = environment.get(API_KEY_VARIABLE, "").split()
-    return next(iter([*args.api_key, *own]), None) or environment.get("OPENAI_API_KEY")
+    return next(iter([*said_in(args).get("api_key", ()), *own]), None) or environment.get("OPENAI_API_KEY")
 
 
 def _say(text: str) -> None:

@@ -21,8 +21,8 @@ from typing import Any, Self, TypeVar
 from server.clients.batch.bulk_client import BulkClient
 from server.clients.llm.requests import LLMError, Wish, fulfil_all
 from server.clients.llm.results import RequestOutput, SamplingParams
-from server.options.command_line import DEMO_MODEL
-from server.options.keywords import options_from_keywords
+from server.options.reading import options_from_keywords
+from server.options.table import DEMO_MODEL
 from server.process.private_service import PrivateService
 
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ from typing import Any
 
 from dispatch.availability import check_service_backend
 from scheduler.policy.config import why_no_compiler
-from server.options.command_line import Options
+from server.options.table import Options
 from server.process.preflight.memory import (
     WeightBytes,
     available_bytes,

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dispatch.availability import has_cuda_device
-from server.options.command_line import Options, check_limits
+from server.options.reading import check_limits
+from server.options.table import Options
 from server.process.preflight.model import PreflightError
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16

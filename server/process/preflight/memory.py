@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from server.options.command_line import Options
+from server.options.table import Options
 from server.process.preflight.model import (
     PreflightError,
     field_of,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.load.quantisation import UnservedQuantisationError, read_quantisation
-from server.options.command_line import DEMO_MODEL
+from server.options.table import DEMO_MODEL
 
 
 class PreflightError(ValueError):

@@ -10,7 +10,7 @@ from server.clients.batch.bulk_client import BulkClient
 from server.clients.llm.llm import LLM, _listed, _params_for, _prompt_of
 from server.clients.llm.requests import LLMError, Wish, fulfil_all
 from server.clients.llm.results import Logprob, RequestOutput, SamplingParams, output_from
-from server.options.command_line import OptionsError
+from server.options.flag import OptionsError
 from tests.support.front_process import FrontProcess
 from tests.support.tiny_tokenizer import MAX_LEN
 

@@ -10,9 +10,9 @@ from fastapi import APIRouter
 
 from server.http.api_keys import ApiKeys
 from server.http.app import build_app
-from server.http.key_file import read_keys
-from server.options.checks import OptionsError
-from server.options.http_options import HttpOptions
+from server.options.checks import read_keys
+from server.options.flag import OptionsError
+from server.options.table import HttpOptions
 
 
 class Clock:

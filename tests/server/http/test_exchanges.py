@@ -11,7 +11,7 @@ from starlette.types import Message
 from server.http.api_keys import ApiKeys
 from server.http.app import build_app
 from server.http.exchanges import CLIENT_GONE, Exchange, ExchangeWatch, current_exchange
-from server.options.http_options import HttpOptions
+from server.options.table import HttpOptions
 
 
 def routed() -> APIRouter:

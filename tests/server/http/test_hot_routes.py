@@ -17,7 +17,7 @@ from server.http.api_keys import ApiKeys
 from server.http.app import build_app
 from server.http.exchanges import Exchange
 from server.http.hot_routes import MOST_BYTES, HotEndpoint
-from server.options.http_options import HttpOptions
+from server.options.table import HttpOptions
 
 JSON = {"content-type": "application/json"}
 

@@ -14,7 +14,7 @@ from server.front.generations import Ask
 from server.http import logs
 from server.http.exchanges import Exchange
 from server.http.logs import AccessLog, RequestLog, logging_to
-from server.options.log_options import LogOptions
+from server.options.table import LogOptions
 from tests.support.answers import ByteDecoder, ended_answer, ended_exchange
 
 QUIET = LogOptions().quiet_paths

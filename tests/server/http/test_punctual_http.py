@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from server.http.punctual_http import HEAD_S, MAX_HEAD_BYTES, PunctualProtocol
-from server.options.http_options import HttpOptions
+from server.options.table import HttpOptions
 from server.process.http_service import _server_config
 
 TIMEOUT_S = 30.0

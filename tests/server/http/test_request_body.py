@@ -13,7 +13,7 @@ from starlette.types import Message
 from server.http.api_keys import ApiKeys
 from server.http.app import build_app
 from server.http.request_body import LEAST_BYTES_PER_S, MAX_JSON_DEPTH, MAX_JSON_NODES, BodyGuard
-from server.options.http_options import HttpOptions
+from server.options.table import HttpOptions
 
 MAX_BYTES = 1000
 

@@ -9,9 +9,9 @@ import pytest
 
 from server.errors import ApiError
 from server.http import trace_packages
-from server.http.trace_packages import check_traces
 from server.http.tracing import Traces
-from server.options.checks import OptionsError
+from server.options.checks import check_traces
+from server.options.flag import OptionsError
 from tests.support.answers import ended_answer, ended_exchange
 from tests.support.service_processes import free_port
 

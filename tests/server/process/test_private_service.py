@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.options.keywords import options_from_keywords
+from server.options.reading import options_from_keywords
 from server.process.private_service import PrivateService, ServiceEndedError
 from tests.support.fake_checkpoint import write_checkpoint
 from tests.support.service_processes import TIME_OUT_S, has_ended, wait_until
@@ -23,7 +23,7 @@ ALL = {"worker-0", "worker-1", "engine-0", "engine-1", "front-0"}
 SCRIPT = f"""
 import sys, threading
 sys.path.insert(0, {str(FAKE_SERVICE.parents[2])!r})
-from server.options.keywords import options_from_keywords
+from server.options.reading import options_from_keywords
 from server.process.private_service import PrivateService
 service = PrivateService(options_from_keywords(sys.argv[1], {{}}), command=[sys.executable, {str(FAKE_SERVICE)!r}, "serve"])
 print(service.wait_ready().url, flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.cli import build_parser
-from server.options.command_line import options_from
+from server.options.reading import options_from
 from server.process.serve import greeting, is_healthy, reachable_host
 from tests.support.fake_checkpoint import write_checkpoint
 from tests.support.service_processes import Service, free_port, has_ended, wait_until

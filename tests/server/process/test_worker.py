@@ -3,6 +3,7 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,12 @@ def start_worker(model: Path, environment: Mapping[str, str], *flags: str) -> Se
     return Service(model.parent, ["worker", str(model), "--port=0", *flags], environment)
 
 
+def options_of(child: dict[str, Any]) -> dict[str, Any]:
+    """The options that a fake child was handed."""
+    options: dict[str, Any] = json.loads(child["argv"][child["argv"].index("--options") + 1])
+    return options
+
+
 def test_rank_0_starts_the_front_and_tells_its_engine_the_address(model: Path) -> None:
     environment = {**place(world_size=2, local_world_size=2), "WIDEEP_API_KEY": "from-environment"}
     with start_worker(model, environment, "--threads=3", "--api-key=secret", "--max-num-seqs=7") as service:
@@ -44,8 +51,8 @@ def test_rank_0_starts_the_front_and_tells_its_engine_the_address(model: Path) -
         assert json.loads(engine["env"]["WIDEEP_FRONT"])["token"] == "t"
         assert engine["env"]["OMP_NUM_THREADS"] == "3"
         assert engine["env"]["WIDEEP_API_KEY"] == "secret from-environment"
-        assert "--threads=3" in engine["argv"]
-        assert "--max-num-seqs=7" in engine["argv"]
+        options = options_of(engine)
+        assert (options["threads"], options["max_num_seqs"]) == (3, 7)
         assert "secret" not in " ".join(engine["argv"] + front["argv"])
         assert "--ranks 2" in " ".join(front["argv"])
         assert "--ranks-host 127.0.0.1" in " ".join(front["argv"])
@@ -140,7 +147,7 @@ def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
         os.kill(victim["pid"], signal.SIGKILL)
         successor = service.facts_after("engine-0", restarts=1)
         assert successor["env"]["WIDEEP_FRONT"] == victim["env"]["WIDEEP_FRONT"]
-        assert f"--kv-cache-memory={KV_CACHE_BYTES}" in successor["argv"], "what the first one took"
+        assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "what the first one took"
         service.wait_for_output("rank 0 serves again, after ")
         killed = f"wideep: rank 0's engine (pid {victim['pid']}) was killed by SIGKILL"
         [line] = [line for line in service.output().splitlines() if line.startswith(killed)]

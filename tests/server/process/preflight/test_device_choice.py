@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from scheduler.step.sizing import WORKSPACE_BYTES, KVMemoryError, gpu_cache_budget
-from server.options.checks import OptionsError
-from server.options.command_line import Options
-from server.options.keywords import options_from_keywords
+from server.options.flag import OptionsError
+from server.options.reading import options_from_keywords
+from server.options.table import Options
 from server.process.preflight.device import GpuFacts, choose_device, on_device
 from server.process.preflight.memory import float_bytes
 from server.process.preflight.model import PreflightError

@@ -1,23 +1,45 @@
+"""Options, however they are given: flags, keywords, and the value that a parent process hands on."""
+
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.options.checks import OptionsError, parse_bytes
-from server.options.command_line import Options, arguments_from, environment_from, options_from
-from server.options.flags import add_model_arguments
-from server.options.http_options import HttpOptions
-from server.options.log_options import LogOptions
+from server.options.flag import OptionsError, size
+from server.options.page import options_page
+from server.options.reading import (
+    add_options,
+    environment_from,
+    handed_on,
+    options_from,
+    options_from_keywords,
+)
+from server.options.table import ALWAYS_ON, OPTIONS, HttpOptions, LogOptions, Options
 from tests.support.certificate import write_certificate
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "options.md"
 
-def parse(*words: str, environment: dict[str, str] | None = None) -> Options:
+
+def parse(*words: str, environment: dict[str, str] | None = None, **defaults: Any) -> Options:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_model_arguments(parser)
-    return options_from(parser.parse_args(words), environment or {})
+    add_options(parser)
+    return options_from(parser.parse_args(words), environment or {}, defaults=defaults)
+
+
+def test_the_page_of_options_is_the_tables() -> None:
+    assert PAGE.read_text() == options_page(), "run: python -m server.options.page > docs/options.md"
+
+
+def test_a_flag_and_a_keyword_belong_to_one_option() -> None:
+    names = [name for option in OPTIONS for name in (*option.flag.names, *option.flag.off_names)] + [
+        *ALWAYS_ON
+    ]
+    keywords = [option.keyword for option in OPTIONS]
+    assert len(set(names)) == len(names) and len(set(keywords)) == len(keywords)
 
 
 def test_defaults_are_those_of_the_design() -> None:
@@ -29,7 +51,7 @@ def test_defaults_are_those_of_the_design() -> None:
     assert options.enable_prefix_caching
 
 
-def test_arguments_parse_back_to_the_same_options() -> None:
+def test_what_is_handed_on_is_the_same_options() -> None:
     options = parse(
         "some/model",
         *(
@@ -89,14 +111,14 @@ def test_arguments_parse_back_to_the_same_options() -> None:
     assert options.log == LogOptions(
         format="json", level="debug", requests=True, access=False, quiet_paths=()
     )
-    assert parse(*arguments_from(options), environment=environment_from(options)) == options
+    assert parse(*handed_on(options), environment=environment_from(options)) == options
     assert options.served_model_names == ("a", "b c", "-dash")
 
 
 @given(st.floats(min_value=1e-9, max_value=1.0), st.floats(min_value=0, max_value=1e300))
 def test_floats_survive_the_way_to_a_child(share: float, timeout_s: float) -> None:
     options = parse(f"--gpu-memory-utilization={share!r}", f"--request-timeout={timeout_s!r}")
-    assert parse(*arguments_from(options)) == options
+    assert parse(*handed_on(options)) == options
 
 
 def test_the_defaults_of_http_and_logs_are_those_of_their_classes() -> None:
@@ -114,7 +136,7 @@ def test_a_template_s_file_is_handed_on_by_its_whole_path(
     (tmp_path / "own.jinja").write_text("{{ messages }}")
     options = parse("--chat-template=own.jinja")
     assert options.chat_template == str(tmp_path / "own.jinja")
-    assert parse(*arguments_from(options)) == options
+    assert parse(*handed_on(options)) == options
 
 
 def test_a_file_of_keys_asks_for_one_and_is_handed_on_by_name(tmp_path: Path) -> None:
@@ -122,8 +144,8 @@ def test_a_file_of_keys_asks_for_one_and_is_handed_on_by_name(tmp_path: Path) ->
     file.write_text("# mine\nsesame\n")
     options = parse(f"--api-key-file={file}")
     assert options.needs_key and options.api_keys == ()
-    assert "sesame" not in " ".join([*arguments_from(options), *environment_from(options).values()])
-    assert parse(*arguments_from(options)) == options
+    assert "sesame" not in " ".join([*handed_on(options), *environment_from(options).values()])
+    assert parse(*handed_on(options)) == options
 
 
 @pytest.mark.skipif(
@@ -133,7 +155,7 @@ def test_a_certificate_is_loaded_before_anything_starts(tmp_path: Path) -> None:
     certificate, key = write_certificate(tmp_path)
     options = parse(f"--ssl-certfile={certificate}", f"--ssl-keyfile={key}")
     assert options.http.scheme == "https"
-    assert parse(*arguments_from(options)) == options
+    assert parse(*handed_on(options)) == options
     with pytest.raises(OptionsError, match="cannot be used"):
         parse(f"--ssl-certfile={certificate}")  # without its key
 
@@ -141,7 +163,7 @@ def test_a_certificate_is_loaded_before_anything_starts(tmp_path: Path) -> None:
 def test_keys_travel_in_the_environment_only() -> None:
     options = parse("--api-key", "one", "--api-key=two", environment={"WIDEEP_API_KEY": "two three"})
     assert options.api_keys == ("one", "two", "three")
-    assert not {"one", "two", "three"} & set(arguments_from(options))
+    assert not {"one", "two", "three"} & set(handed_on(options))
     assert environment_from(options) == {"WIDEEP_API_KEY": "one two three"}
 
 
@@ -195,6 +217,12 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--ssl-certfile=/no/cert"], "--ssl-certfile is '/no/cert', which is not a file"),
         (["--disable-access-log-for-endpoints=health"], "has 'health'; give paths such as"),
         (["--otlp-traces-endpoint=localhost:4317"], "is 'localhost:4317'; give a URL"),
+        (["--tool-call-parser=x"], "--tool-call-parser is 'x'; it must be one of deepseek"),
+        (["--reasoning-parser=x"], "--reasoning-parser is 'x'; it must be one of deepseek"),
+        (["--max-num-seqs=many"], "--max-num-seqs is 'many'; it must be a whole number"),
+        (["--request-timeout=soon"], "--request-timeout is 'soon'; it must be a number"),
+        (["--enable-dbo"], "--enable-dbo: steps in two halves"),
+        (["--options={}"], "--options is for processes that WideEP starts itself"),
     ],
 )
 def test_bad_values_are_named(words: list[str], complaint: str) -> None:
@@ -204,30 +232,60 @@ def test_bad_values_are_named(words: list[str], complaint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, size",
+    "text, num_bytes",
     [("512M", 512 << 20), ("2g", 2 << 30), ("1.5GiB", 3 << 29), ("7", 7), ("3kb", 3072), (" 1T ", 1 << 40)],
 )
-def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
+def test_sizes_are_powers_of_1024(text: str, num_bytes: int) -> None:
+    assert size("--x", text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1G", "G", "inf", "nan", "1e999", "1 000", "5X"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(OptionsError):
-        parse_bytes(text)
+        size("--x", text)
 
 
-def test_steps_in_two_halves_are_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--enable-dbo")
-    assert "--enable-dbo: steps in two halves" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({}, ()),
+        ({"data_parallel_size": 2, "max_model_len": 64}, ("--data-parallel-size=2", "--max-model-len=64")),
+        ({"dtype": "bfloat16", "kv_cache_memory": "16M"}, ("--dtype=bfloat16", "--kv-cache-memory=16M")),
+        ({"enable_eplb": True, "enable_expert_parallel": True}, ("--enable-eplb",)),
+        ({"enable_eplb": False, "enable_prefix_caching": True}, ()),
+        ({"enable_prefix_caching": False}, ("--no-enable-prefix-caching",)),
+        ({"eplb_config": {"num_redundant_experts": 2}}, ('--eplb-config={"num_redundant_experts": 2}',)),
+        ({"served_model_name": ["a", "b"], "api_key": ["k"]}, ("--served-model-name=a", "--served-model-name=b", "--api-key=k")),
+        ({"max_model_len": None, "request_timeout": 1.5}, ("--request-timeout=1.5",)),
+        ({"port": 1234}, ("--port=1234",)),
+        ({"allowed_origins": ["http://a", "http://b"]}, ('--allowed-origins=["http://a", "http://b"]',)),
+    ],
+)  # fmt: skip
+def test_keywords_mean_what_the_flags_mean(keywords: dict[str, Any], words: tuple[str, ...]) -> None:
+    expected = parse("m", *words, port=0, access_log=False)
+    assert options_from_keywords("m", keywords, {}) == expected
 
 
-def test_a_parser_that_is_not_known_is_refused_with_the_known_ones(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            "'tensor_parallel_size' is no option; the options are access_log, ",
+        ),
+        ({"model_len": 2}, "'model_len' is no option"),
+        ({"dtype": "int3"}, "--dtype is 'int3'; it must be one of auto, float32, bfloat16"),
+        ({"max_num_seqs": "many"}, "--max-num-seqs is 'many'; it must be a whole number"),
+        ({"max_num_seqs": 0}, "--max-num-seqs is 0; it must be at least 1"),
+        ({"max_num_seqs": 2.5}, "--max-num-seqs is 2.5; it must be a whole number"),
+        ({"enable_dbo": True}, "--enable-dbo: steps in two halves"),
+        ({"enable_eplb": "yes"}, "--enable-eplb is 'yes'; it must be True or False"),
+        ({"max_num_seqs": True}, "--max-num-seqs is True; it takes a value and is no switch"),
+    ],
+)
+def test_a_wrong_keyword_is_a_sentence_and_not_the_end_of_the_script(
+    keywords: dict[str, Any], says: str
 ) -> None:
-    for flag in ("--tool-call-parser", "--reasoning-parser"):
-        with pytest.raises(SystemExit):
-            parse(flag, "nonsense")
-        said = capsys.readouterr().err
-        assert flag in said and "'nonsense'" in said and "kimi_k2" in said
+    with pytest.raises(OptionsError) as caught:
+        options_from_keywords("m", keywords, {})
+    assert says in str(caught.value)

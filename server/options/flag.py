@@ -1,0 +1,270 @@
+"""What an option is: one field of a dataclass that says its flag, its type, its default, its help and what it refuses.
+
+`table` declares the options with `flag` and `switch`. From these fields come the command line's parser, the check of
+every value, the keywords of `LLM(...)`, the value that is handed to child processes, and docs/options.md. Names on the
+command line may have aliases: the first is the one that messages name.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Reader = Callable[
+    [str, Any], Any
+]  # a flag's name, what was given (a text, or a keyword's value) -> the option's value
+_METADATA = "flag"
+
+
+class OptionsError(ValueError):
+    """An option's value that cannot be served; the message says what was wrong and what is allowed."""
+
+
+class Group(NamedTuple):
+    """Options that belong together, as --help and docs/options.md show them."""
+
+    title: str
+    heeded_by: str  # the processes that act on them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One option on the command line."""
+
+    group: Group
+    names: tuple[
+        str, ...
+    ]  # such as ("--threads",); the first is ours, others are aliases; MODEL has no dashes
+    off_names: tuple[str, ...] = ()  # of a switch: the flags that turn it off
+    help: str
+    off_help: str = ""  # of `off_names`
+    read: Reader
+    default: Any
+    default_text: str | None = None  # how --help says the default; None: as the value itself
+    metavar: str | None = None
+    action: str = "store"  # argparse's, or "switch"
+    nargs: str | None = None  # argparse's
+    keyword: str = ""  # for scripts; empty: the first name with underscores
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return (*self.names, *self.off_names)[0]
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it has no value."""
+        return self.action == "switch"
+
+
+class Option(NamedTuple):
+    """A flag and where its value goes."""
+
+    keyword: str  # the name that scripts use for it
+    path: tuple[str, ...]  # of the field, from the outermost dataclass on
+    flag: Flag
+
+
+def flag(
+    group: Group,
+    *names: str,
+    read: Reader,
+    help: str,
+    default: Any = None,
+    default_text: str | None = None,
+    metavar: str | None = None,
+    action: str = "store",
+    nargs: str | None = None,
+) -> Any:
+    """Declare a field whose flag takes a value."""
+    declared = Flag(
+        group=group, names=names, help=help, read=read, default=default, default_text=default_text,
+        metavar=metavar, action=action, nargs=nargs,
+    )  # fmt: skip
+    return dataclasses.field(default=default, metadata={_METADATA: declared})
+
+
+def switch(
+    group: Group,
+    *on: str,
+    off: Sequence[str] = (),
+    help: str = "",
+    off_help: str = "",
+    default: bool = False,
+    keyword: str = "",
+) -> Any:
+    """Declare a field whose flags take no value; `on` turn it on, `off` turn it off."""
+    declared = Flag(
+        group=group, names=on, off_names=tuple(off), help=help, off_help=off_help, read=_read_switch,
+        default=default, action="switch", keyword=keyword,
+    )  # fmt: skip
+    return dataclasses.field(default=default, metadata={_METADATA: declared})
+
+
+def options_of(kind: type[Any], path: tuple[str, ...] = ()) -> Iterator[Option]:
+    """Yield the options that a dataclass declares, and those of the dataclasses inside it."""
+    for field in dataclasses.fields(kind):
+        declared: Flag | None = field.metadata.get(_METADATA)
+        here = (*path, field.name)
+        if declared is not None:
+            yield Option(declared.keyword or _as_keyword(declared.name), here, declared)
+        elif dataclasses.is_dataclass(field.type):
+            yield from options_of(field.type, here)  # type: ignore[arg-type]  # a class, not an instance
+
+
+def _as_keyword(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, options: Sequence[Option], defaults: Mapping[str, Any]
+) -> None:
+    """Add flags to a parser, in groups; what is not given will be missing in the parsed arguments.
+
+    Args:
+        defaults: by keyword; shown instead of the table's.
+    """
+    groups: dict[Group, argparse._ArgumentGroup] = {}
+    for option in options:
+        group = option.flag.group
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group.title)
+        for names, settings in _arguments(option, defaults.get(option.keyword, option.flag.default)):
+            groups[group].add_argument(*names, default=argparse.SUPPRESS, **settings)
+
+
+def _arguments(option: Option, default: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield what argparse is told of an option: names, and settings. A switch may have flags for on and for off."""
+    declared = option.flag
+    if declared.is_switch:
+        for names, help, value in (
+            (declared.names, declared.help, True),
+            (declared.off_names, declared.off_help, False),
+        ):
+            if names:
+                settings = {"action": "store_const", "const": value, "help": _escaped(help)}
+                yield names, {"dest": option.keyword, **settings}
+        return
+    settings = {"metavar": declared.metavar, "help": _escaped(help_text(declared, default))}
+    if declared.nargs is not None:
+        settings["nargs"] = declared.nargs
+    if declared.name.startswith("-"):
+        yield declared.names, {"dest": option.keyword, "action": declared.action, **settings}
+    else:
+        yield (option.keyword,), settings
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def help_text(declared: Flag, default: Any) -> str:
+    """Return a flag's help with its default."""
+    shown = default_text(declared, default)
+    return f"{declared.help} (default: {shown})" if shown else declared.help
+
+
+def default_text(declared: Flag, default: Any) -> str:
+    """Say a default; empty where there is nothing to say."""
+    if default == declared.default and declared.default_text is not None:
+        return declared.default_text
+    return (
+        ""
+        if default is None or default == ()
+        else f"{default:g}"
+        if isinstance(default, float)
+        else str(default)
+    )
+
+
+def _read_switch(name: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise OptionsError(f"{name} is {given!r}; it must be True or False")
+    return given
+
+
+def text(name: str, given: Any) -> str:
+    """Read a text as it is."""
+    if isinstance(given, bool):
+        raise OptionsError(f"{name} is {given!r}; it takes a value and is no switch")
+    return str(given)
+
+
+def texts(name: str, given: Any) -> tuple[str, ...]:
+    """Read one text or several."""
+    return tuple(text(name, each) for each in (given if isinstance(given, list | tuple) else [given]))
+
+
+def one_of(*choices: str) -> Reader:
+    """Return a reader of one of some words."""
+
+    def read(name: str, given: Any) -> str:
+        if given not in choices:
+            raise OptionsError(f"{name} is {given!r}; it must be one of {', '.join(choices)}")
+        return str(given)
+
+    return read
+
+
+def whole(least: int, most: int | None = None) -> Reader:
+    """Return a reader of whole numbers within bounds."""
+
+    def read(name: str, given: Any) -> int:
+        try:
+            value = int(text(name, given))
+        except ValueError as error:
+            if isinstance(error, OptionsError):
+                raise
+            raise OptionsError(f"{name} is {given!r}; it must be a whole number") from None
+        if value < least or (most is not None and value > most):
+            allowed = f"at least {least}" if most is None else f"{least} to {most}"
+            raise OptionsError(f"{name} is {value}; it must be {allowed}")
+        return value
+
+    return read
+
+
+def number(fits: Callable[[float], bool], allowed: str) -> Reader:
+    """Return a reader of numbers that fit; `allowed` says which do. No comparison holds for "nan"."""
+
+    def read(name: str, given: Any) -> float:
+        try:
+            value = float(text(name, given))
+        except ValueError as error:
+            if isinstance(error, OptionsError):
+                raise
+            raise OptionsError(f"{name} is {given!r}; it must be a number") from None
+        if not fits(value):
+            raise OptionsError(f"{name} is {value}; it must be {allowed}")
+        return value
+
+    return read
+
+
+def size(name: str, given: Any) -> int:
+    """Read a size such as `512M`, `2GiB` or `1073741824`; units are powers of 1024."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+    digits = text(name, given).strip().upper().removesuffix("IB").removesuffix("B")
+    unit = units.get(digits[-1:], 1)
+    try:
+        num_bytes = int(float(digits[:-1] if unit > 1 else digits) * unit)
+    except (ValueError, OverflowError):
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise OptionsError(f"{name} is {given!r}; give a size such as 512M or 2G")
+    return num_bytes
+
+
+def json_texts(name: str, given: Any) -> tuple[str, ...]:
+    """Read a JSON list of strings, the form in which vLLM takes lists; from a script a list."""
+    value = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(given)
+        except ValueError:
+            value = None
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) and each for each in value):
+        raise OptionsError(f"""{name} is {given!r}; give a JSON list of strings such as '["*"]'""")
+    return tuple(value)

@@ -1,0 +1,364 @@
+"""The table of options: every flag of `serve`, `worker`, `engine` and `front`, each declared once.
+
+Names are vLLM's where vLLM has them. One difference on purpose: no origin is allowed unless it is named, so that a page
+in somebody's browser cannot use a service that is meant for the machine it runs on. `reading` reads command lines and
+keywords by this table, `page` makes docs/options.md of it.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dispatch.availability import BACKENDS
+from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
+from server.api.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from server.options.checks import check_key, read_keys
+from server.options.flag import (
+    Group,
+    OptionsError,
+    flag,
+    json_texts,
+    number,
+    one_of,
+    options_of,
+    size,
+    switch,
+    text,
+    texts,
+    whole,
+)
+
+DEMO_MODEL = "demo"
+SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill 30 s after they asked
+QUIET_PATHS = ("/health", "/metrics", "/ping")  # asked every few seconds, by machines
+
+MODEL = Group("model", "all")
+HTTP = Group("HTTP endpoint", "the front")
+TOOLS = Group("tool calls and reasoning", "the front")
+RANKS = Group("ranks", "the ranks")
+DISPATCH = Group("dispatch", "the ranks")
+PLACEMENT = Group("expert placement", "the front and the ranks")
+LIMITS = Group("limits", "the front and the ranks")
+MEMORY = Group("memory", "the ranks")
+LOGS = Group("logs and traces", "the front")
+
+_NOT_NEGATIVE = number(lambda seconds: 0 <= seconds < math.inf, "0 or more seconds")
+_SHARE = number(lambda share: 0 < share <= 1, "above 0 and at most 1")
+_AT_MOST_A_DAY = number(lambda seconds: 0 < seconds <= 86_400, "above 0 and at most 86400 (a day)")
+
+
+def _root_path(name: str, given: Any) -> str:
+    path = text(name, given).rstrip("/")
+    if path and not path.startswith("/"):
+        raise OptionsError(f"{name} is {given!r}; it must begin with / as in /llm")
+    return path
+
+
+def _key_file(name: str, given: Any) -> str:
+    """Read the file once: a service whose keys cannot be read should not have loaded a model first."""
+    read_keys(Path(text(name, given)))
+    return str(given)
+
+
+def _keys(name: str, given: Any) -> tuple[str, ...]:
+    keys = texts(name, given)
+    for key in keys:
+        check_key(name, key)
+    return keys
+
+
+def _names(name: str, given: Any) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(texts(name, given)))
+    if "" in names:
+        raise OptionsError(f"{name} has an empty name; give at least one character")
+    return names
+
+
+def _model(name: str, given: Any) -> str:
+    if not given:
+        raise OptionsError(f"{name} is empty; give a model directory, a hub name, or 'demo'")
+    return text(name, given)
+
+
+def _template_file(name: str, given: Any) -> str:
+    if not os.path.isfile(text(name, given)):
+        raise OptionsError(f"{name} is {given!r}, which is not a file; give one with a Jinja template")
+    return str(os.path.abspath(given))  # processes of a service need not share a directory
+
+
+def _eplb_config(name: str, given: Any) -> EplbConfig:
+    try:
+        return parse_eplb_config(given if isinstance(given, str) else json.dumps(given))
+    except EplbConfigError as error:
+        raise OptionsError(f"{name}: {error}") from error
+
+
+def _paths(name: str, given: Any) -> tuple[str, ...]:
+    paths = [path.strip() for path in text(name, given).split(",")]
+    for path in paths:
+        if path and not path.startswith("/"):
+            raise OptionsError(f"{name} has {path!r}; give paths such as /health,/metrics")
+    return tuple(path for path in paths if path)
+
+
+def _traces_url(name: str, given: Any) -> str:
+    if not text(name, given).startswith(("http://", "https://")):
+        raise OptionsError(f"{name} is {given!r}; give a URL such as http://127.0.0.1:4317")
+    return str(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """Who may ask over HTTP, from where, how much, over TLS or not, and until when."""
+
+    api_key_file: str | None = flag(
+        HTTP, "--api-key-file", read=_key_file, metavar="FILE",
+        help="require a key of this file too: one per line, # begins a comment; read again when it changes",
+    )  # fmt: skip
+    max_request_bytes: int = flag(
+        HTTP, "--max-request-bytes", read=size, metavar="BYTES", default=32 << 20, default_text="32M",
+        help="longest body that is read, e.g. 512K or 64M; longer ones are a 413",
+    )  # fmt: skip
+    shutdown_timeout_s: float = flag(
+        HTTP, "--shutdown-timeout-seconds", "--shutdown-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
+        default=SHUTDOWN_TIMEOUT_S,
+        help="how long open requests may go on after SIGTERM; 0 ends them at once",
+    )  # fmt: skip
+    allowed_origins: tuple[str, ...] = flag(
+        HTTP, "--allowed-origins", read=json_texts, metavar="JSON", default=(), default_text="none",
+        help="""origins whose pages may use the service from a browser, such as '["https://chat.example"]' or '["*"]'""",
+    )  # fmt: skip
+    allowed_methods: tuple[str, ...] = flag(
+        HTTP, "--allowed-methods", read=json_texts, metavar="JSON", default=("*",), default_text='["*"]',
+        help="methods that those pages may use",
+    )  # fmt: skip
+    allowed_headers: tuple[str, ...] = flag(
+        HTTP, "--allowed-headers", read=json_texts, metavar="JSON", default=("*",), default_text='["*"]',
+        help="headers that those pages may send",
+    )  # fmt: skip
+    allow_credentials: bool = switch(
+        HTTP, "--allow-credentials", help="let those pages send cookies and the like"
+    )
+    ssl_certfile: str | None = flag(
+        HTTP, "--ssl-certfile", read=text, metavar="FILE", help="serve HTTPS with this certificate (PEM)"
+    )
+    ssl_keyfile: str | None = flag(
+        HTTP, "--ssl-keyfile", read=text, metavar="FILE",
+        help="the certificate's key, where the certificate's file does not hold it",
+    )  # fmt: skip
+    root_path: str = flag(
+        HTTP, "--root-path", read=_root_path, metavar="PATH", default="",
+        help="path under which a proxy shows the service, e.g. /llm",
+    )  # fmt: skip
+
+    @property
+    def scheme(self) -> str:
+        """What URLs begin with."""
+        return "https" if self.ssl_certfile else "http"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """What is logged and traced, and how."""
+
+    format: str = flag(
+        LOGS, "--log-format", read=one_of("text", "json"), metavar="{text,json}", default="text",
+        help="form of access and error log",
+    )  # fmt: skip
+    level: str = flag(
+        LOGS, "--log-level", read=one_of("debug", "info", "warning", "error", "critical"),
+        metavar="{debug,info,warning,error,critical}", default="info", help="least that is logged",
+    )  # fmt: skip
+    requests: bool = switch(
+        LOGS, "--log-requests", "--enable-log-requests", off=["--disable-log-requests"],
+        help="log every request's prompt and parameters, which is off by default",
+        off_help="do not (the default, for scripts that say so)",
+    )  # fmt: skip
+    access: bool = switch(
+        LOGS, off=["--disable-access-log", "--disable-uvicorn-access-log"], default=True, keyword="access_log",
+        off_help="no line per answered HTTP request",
+    )  # fmt: skip
+    quiet_paths: tuple[str, ...] = flag(
+        LOGS, "--disable-access-log-for-endpoints", read=_paths, metavar="PATHS", default=QUIET_PATHS,
+        default_text=",".join(QUIET_PATHS), help="no such line for these paths, separated by commas",
+    )  # fmt: skip
+    otlp_endpoint: str | None = flag(
+        LOGS, "--otlp-traces-endpoint", read=_traces_url, metavar="URL",
+        help="send one OpenTelemetry span per request there, e.g. http://127.0.0.1:4317; needs wideep[otel]",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked for. `None` means: not said, the default is found where it is known."""
+
+    model: str = flag(
+        MODEL, "MODEL", read=_model, metavar="MODEL", nargs="?", default=DEMO_MODEL,
+        help="a Hugging Face model directory, a hub name, or 'demo', the model that WideEP makes itself",
+    )  # fmt: skip
+    host: str = flag(
+        HTTP, "--host", read=text, metavar="ADDRESS", default="127.0.0.1", help="address to listen on"
+    )
+    port: int = flag(
+        HTTP,
+        "--port",
+        read=whole(0, 65535),
+        metavar="PORT",
+        default=8000,
+        help="port to listen on; 0 takes a free one",
+    )
+    served_model_names: tuple[str, ...] = flag(
+        HTTP, "--served-model-name", read=_names, metavar="NAME", action="extend", nargs="+", default=(),
+        default_text="MODEL's", help="names that requests may use for the model; the first is shown",
+    )  # fmt: skip
+    api_keys: tuple[str, ...] = flag(
+        HTTP, "--api-key", read=_keys, metavar="KEY", action="append", default=(),
+        help="require this bearer key; may be repeated. Others on the machine can read a command line: prefer "
+        "--api-key-file, or keys in the variable WIDEEP_API_KEY",
+    )  # fmt: skip
+    http: HttpOptions = field(default=HttpOptions())
+
+    tool_call_parser: str | None = flag(
+        TOOLS, "--tool-call-parser", read=one_of(*TOOL_PARSERS), metavar="NAME",
+        default_text="by its chat template", help=f"how the model writes tool calls: {', '.join(TOOL_PARSERS)}",
+    )  # fmt: skip
+    reasoning_parser: str | None = flag(
+        TOOLS, "--reasoning-parser", read=one_of(*REASONING_PARSERS), metavar="NAME",
+        default_text="by its chat template", help=f"how the model writes reasoning: {', '.join(REASONING_PARSERS)}",
+    )  # fmt: skip
+    chat_template: str | None = flag(
+        TOOLS, "--chat-template", read=_template_file, metavar="FILE", default_text="the model's own",
+        help="render chats with this Jinja template",
+    )  # fmt: skip
+
+    data_parallel_size: int | None = flag(
+        RANKS, "--data-parallel-size", "-dp", read=whole(1), metavar="N",
+        default_text="2 on CPU, else one per GPU", help="ranks on this node, one process each",
+    )  # fmt: skip
+    device: str = flag(
+        RANKS, "--device", read=one_of("auto", "cpu", "cuda"), metavar="{auto,cpu,cuda}", default="auto",
+        help="what computes; auto is cuda where a GPU and all that it needs is found, else cpu, and says why",
+    )  # fmt: skip
+    threads: int | None = flag(
+        RANKS, "--threads", read=whole(1), metavar="N", default_text="cores / local ranks", help="threads per rank"
+    )  # fmt: skip
+    dtype: str = flag(
+        RANKS, "--dtype", read=one_of("auto", "float32", "bfloat16"), metavar="{auto,float32,bfloat16}",
+        default="auto", default_text="auto, on a GPU bfloat16",
+        help="type the weights are kept in, but for quantised ones, which stay as they are; CPU computes in float32, a "
+        "GPU in this type",
+    )  # fmt: skip
+    batch_invariant: bool = switch(
+        RANKS, "--batch-invariant",
+        help="on a GPU: no token's bits depend on the requests beside it, at a price in speed; always so on CPU",
+    )  # fmt: skip
+    enforce_eager: bool = switch(
+        RANKS, "--enforce-eager", help="on a GPU: run decode steps without CUDA graphs"
+    )
+    enable_torch_compile: bool = switch(
+        RANKS, "--enable-torch-compile",
+        help="on a GPU: compile what lies between attention, experts and routing (norms, rotary, residuals); the start "
+        "takes longer",
+    )  # fmt: skip
+
+    all2all_backend: str = flag(
+        DISPATCH, "--all2all-backend", read=one_of(*BACKENDS), metavar=f"{{{','.join(BACKENDS)}}}", default="auto",
+        help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; on GPUs it is nccl, with "
+        "decode steps through each other's memory (nvshmem between hosts) where that can be had; deep_ep is the "
+        "installed package",
+    )  # fmt: skip
+    dispatch_mode: str = flag(
+        DISPATCH, "--dispatch-mode", read=one_of("auto", "normal", "low_latency"),
+        metavar="{auto,normal,low_latency}", default="auto",
+        help="auto is low_latency for steps that only decode, normal for steps with prompts",
+    )  # fmt: skip
+    dispatch_dtype: str = flag(
+        DISPATCH, "--dispatch-dtype", read=one_of("auto", "fp8"), metavar="{auto,fp8}", default="auto",
+        help="what tokens travel to experts as: the model's own type, or FP8 with DeepSeek's block scales, a quarter of "
+        "float32's bytes and not the same bits",
+    )  # fmt: skip
+    dispatch_node_size: int = flag(
+        DISPATCH, "--dispatch-node-size", read=whole(0), metavar="N", default=0,
+        default_text="0, straight to every rank",
+        help="send a token once to each node of N ranks and spread it inside, where links between nodes are the slow "
+        "ones; divides the number of ranks",
+    )  # fmt: skip
+    distributed_timeout_s: float = flag(
+        DISPATCH, "--distributed-timeout-seconds", read=_AT_MOST_A_DAY, metavar="SECONDS", default=30.0,
+        help="how long a rank may keep another one waiting before it counts as hung",
+    )  # fmt: skip
+
+    enable_eplb: bool = switch(
+        PLACEMENT, "--enable-eplb",
+        help="move experts while serving, where that pays by the load seen; `wideep experts apply` works without",
+    )  # fmt: skip
+    eplb_config: EplbConfig = flag(  # noqa: RUF009 - it declares a field
+        PLACEMENT, "--eplb-config", read=_eplb_config, metavar="JSON", default=EplbConfig(), default_text="{}",
+        help='such as {"num_redundant_experts": 8}; keys: window_size, step_interval, num_redundant_experts, '
+        "log_balancedness, policy, max_bytes_per_step, horizon_s, min_gain, max_moved, num_groups, min_nodes, "
+        "spread, history_file",
+    )  # fmt: skip
+    expert_placement: str | None = flag(
+        PLACEMENT, "--expert-placement", read=text, metavar="FILE", default_text="experts evenly",
+        help="start with this placement, as `wideep experts plan --out FILE` writes it",
+    )  # fmt: skip
+
+    max_model_len: int | None = flag(
+        LIMITS, "--max-model-len", read=whole(1), metavar="TOKENS", default_text="the model's",
+        help="prompt plus output",
+    )  # fmt: skip
+    max_num_seqs: int | None = flag(
+        LIMITS, "--max-num-seqs", read=whole(1), metavar="N", default_text="64 on CPU, 256 on a GPU",
+        help="requests a rank runs at once",
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = flag(
+        LIMITS, "--max-num-batched-tokens", read=whole(16), metavar="TOKENS",
+        default_text="512 on CPU, 8192 on a GPU", help="tokens a rank runs in one step",
+    )  # fmt: skip
+    request_timeout_s: float = flag(
+        LIMITS, "--request-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=0.0, default_text="none",
+        help="deadline of a request; 0 is none",
+    )  # fmt: skip
+    rank_recovery_timeout_s: float = flag(
+        LIMITS, "--rank-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=600.0,
+        help="when no rank serves any more, how long requests wait for one to come back until the service ends",
+    )  # fmt: skip
+
+    kv_cache_bytes: int | None = flag(
+        MEMORY, "--kv-cache-memory", read=size, metavar="BYTES",
+        default_text="25% of free memory over the local ranks; on a GPU what --gpu-memory-utilization leaves",
+        help="KV cache per rank, e.g. 512M or 2G",
+    )  # fmt: skip
+    gpu_memory_utilization: float | None = flag(
+        MEMORY, "--gpu-memory-utilization", read=_SHARE, metavar="SHARE", default_text="0.9 on a GPU",
+        help="on a GPU: share of its free memory for weights and KV cache; on CPU: share of free memory for the KV cache; "
+        "above 0 and at most 1",
+    )  # fmt: skip
+    enable_prefix_caching: bool = switch(
+        MEMORY, "--enable-prefix-caching", off=["--no-enable-prefix-caching"], default=True,
+        help="the default", off_help="do not reuse the KV cache of equal prefixes",
+    )  # fmt: skip
+
+    log: LogOptions = field(default=LogOptions())
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests must carry an API key."""
+        return bool(self.api_keys) or self.http.api_key_file is not None
+
+
+OPTIONS = tuple(options_of(Options))
+ALWAYS_ON = {  # accepted for vLLM's sake -> what there is nothing to turn on for
+    "--enable-auto-tool-choice": "the model may always call tools",
+    "--enable-expert-parallel": "experts are always spread over the ranks",
+    "--enable-prompt-tokens-details": "usage always tells of cached tokens",
+    "--enable-request-id-headers": "answers always have one",
+    "--enable-server-load-tracking": "GET /load is always there",
+}
+REFUSED = {  # flags of vLLM's that are known and not offered -> why
+    "--enable-dbo": "steps in two halves (dual-batch overlap) were slower wherever they were measured and are no longer "
+    "offered; leave it out",
+}
