@@ -23,13 +23,12 @@ import numpy as np
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.placement_batches import measure_batches
 from benchmarks.placement_loads import drift, generate, phase_pairs, read_windows
-from expert_placement.budget import share_slots
-from expert_placement.layer_plan import fill_layers
-from expert_placement.measure import away_share, imbalance, least_by_shares, least_imbalance
-from expert_placement.nodes import Cluster, group_homes
-from expert_placement.plan import Rules, plan, refresh, repair
-from expert_placement.profiles import Profile, plan_phases
+from expert_placement.nodes import Cluster, Rules, group_homes
+from expert_placement.placement import imbalance
+from expert_placement.plan import fill_layers, plan, refresh, repair
+from expert_placement.simulate import away_share
 from tests.support import placement_peers as peers
+from tests.support.placement_bounds import least_by_shares, least_imbalance
 
 SHAPES = ((32, 9), (64, 5), (72, 4), (128, 3), (144, 2))
 QWEN_SHAPES = ((16, 9), (32, 5), (64, 3))
@@ -215,24 +214,10 @@ def filled_imbalance(load: np.ndarray, slots: np.ndarray, ranks: int) -> np.ndar
     return result
 
 
-def measure_rest(report: Report, windows: Windows) -> None:
-    """Slots divided between layers, two phases in one placement, copies on two nodes."""
-    report.section("slots divided between layers, phases together, copies on two nodes")
+def measure_nodes(report: Report, windows: Windows) -> None:
+    """Copies of every expert on two nodes."""
+    report.section("copies on two nodes")
     load = next(iter(windows.values()))
-    for ranks, width in ((72, 5), (144, 3)):  # with 4 and 2 there is nothing to divide
-        rules = _rules(ranks)
-        equal = plan(load, width, rules).imbalance
-        widths = share_slots(load, width * len(load), rules)
-        shared = plan(load, widths, rules).imbalance
-        report.row("budget", f"{ranks}x{width} equal slots in all layers", **_spread([equal]))
-        report.row(
-            "budget", f"{ranks}x{width} as many slots, divided", **_spread([shared]), most=int(widths.max())
-        )
-    by_phase = {name.split("_")[0]: value for name, value in windows.items()}
-    if len(by_phase) > 1:
-        made = plan_phases({name: Profile(value, 1.0) for name, value in by_phase.items()}, 9, _rules(32))
-        for name, reached in made.imbalance.items():
-            report.row("phases", f"32x9 one placement, shares of {name}", **_spread([reached]))
     twice = plan(load, 18, _rules(32, nodes=4, min_nodes=2)).imbalance
     report.row("nodes", "32x18 every expert on two of four nodes", **_spread([twice]))
 
@@ -264,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pairs[f"{a} to {b}"] = [(recorded[a], recorded[b])]
     measure_drift(report, pairs)
     measure_batches(report, windows, rounds=1 if args.quick else 4)
-    measure_rest(report, windows)
+    measure_nodes(report, windows)
     report.print_goals()
     result = {
         "benchmark": "placement",

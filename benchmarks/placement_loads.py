@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expert_placement.load_file import read_loads
+from expert_placement.files import read_loads
 
 TOKENS = 100e6  # choices per layer and window
 GROUPS = 8

@@ -5,26 +5,100 @@ taken: other shares, which move nothing, then a repair with few moves. Against r
 steps under the placement that serves, and a plan must save, within the horizon, what it costs (every step that runs
 beside the moves taken to be a tenth longer) and a least number of seconds more (`min_gain` of the horizon).
 
-One placement serves steps with prompts and decode-only steps. Planned are the blend of their loads and each by itself;
-every layer takes what makes the average step shortest, in the roofline's seconds and by each kind's share of the steps.
-What serves takes part where it may stay, so that no layer is changed for the worse.
+One placement serves steps with prompts and decode-only steps. Planned are the blend of their loads and each by itself.
+Ranks wait for one another in every layer, so layers' seconds add up and can be chosen one by one: every layer takes
+what makes the average step shortest, in the roofline's seconds and by each kind's share of the steps. What serves takes
+part where it may stay, so that no layer is changed for the worse.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from expert_placement.candidates import cheapest, cheapest_within
 from expert_placement.config import EplbConfig
-from expert_placement.moves import align
-from expert_placement.node_rules import rules_for_plan, rules_for_repair
-from expert_placement.placement import Placement
+from expert_placement.forecast import Forecast, KindSeconds
+from expert_placement.moves import BUSY_PART, Transfer, align, num_moved, transfers_between
+from expert_placement.nodes import rules_for_plan, rules_for_repair
+from expert_placement.placement import Placement, rank_load
 from expert_placement.plan import plan, refresh, repair
-from expert_placement.proposal import Proposal, Situation, describe, weigh
 
 REPAIR_TARGET = (
     1.02  # fullest rank over mean; closer costs many more moves (research: 5 % of slots against 11 %)
 )
+WORK_S_PER_BYTE = 1.5e-9  # sending or taking in: copies, check sum, trial; one Zen 3 core
+SLOWER_BESIDE_MOVES = 0.1  # of a step, the bound that the service is measured against
+
+LayerSeconds = Callable[[Placement], np.ndarray]  # [layers], what a placement costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What is known when a decision is due."""
+
+    forecast: Forecast  # made of the window
+    current: Placement
+    num_steps: int  # in the window, all under `current`
+    step_s: float  # mean of a step
+    expert_bytes: int
+    hosts: tuple[str, ...]  # of the ranks
+
+    @property
+    def experts_s(self) -> float:
+        """Seconds of the average step's experts, now."""
+        return self.forecast.step_s(self.current)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A placement and what it promises."""
+
+    target: Placement
+    kind: str  # "shares", "repair" or "plan"
+    imbalance_before: float  # fullest rank over mean, layers weighted by their load
+    imbalance_after: float
+    before: tuple[KindSeconds, ...]  # a step of each kind under the placement that serves
+    after: tuple[KindSeconds, ...]
+    step_s: float  # mean of a step now
+    moves: int
+    num_bytes: int  # to all ranks together
+    seconds: float  # that moving takes
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds of the average step that are saved."""
+        return sum(b.share * (b.seconds - a.seconds) for b, a in zip(self.before, self.after, strict=True))
+
+    @property
+    def gain(self) -> float:
+        """Part of a step's time that is saved."""
+        return min(1.0, self.saved_s / self.step_s) if self.step_s > 0 else 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds by which steps beside the moves are slower, all together."""
+        return self.seconds * SLOWER_BESIDE_MOVES
+
+    def least_s(self, config: EplbConfig) -> float:
+        """Seconds that it must save within the horizon beyond its cost; half where nothing moves."""
+        return config.min_gain * config.horizon_s * (1.0 if self.moves else 0.5)
+
+    def horizon_saved_s(self, config: EplbConfig) -> float:
+        """Seconds that it saves within the horizon, if the service is as busy as in the window."""
+        return self.gain * config.horizon_s
+
+    def describe(self) -> str:
+        """Say it in one line."""
+        kinds = ", ".join(
+            f"{now.name} {1e3 * now.seconds:.2f} -> {1e3 * then.seconds:.2f} ms in {now.share:.0%} of steps"
+            for now, then in zip(self.before, self.after, strict=True)
+        )
+        return (
+            f"{self.kind}: fullest rank / mean {self.imbalance_before:.4f} -> {self.imbalance_after:.4f}, "
+            f"experts' time {kinds}, predicted to save {1e3 * self.saved_s:.3f} ms of a step's "
+            f"{1e3 * self.step_s:.2f} ({self.gain:.2%}); {self.moves} moves, {self.num_bytes / 1e6:.1f} MB, "
+            f"{self.seconds:.1f} s"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +119,14 @@ def decide(situation: Situation, config: EplbConfig) -> Decision:
         )
     if not situation.experts_s:
         return Decision(proposal=None, reason="no token was served in the window")
-    shares = propose("shares", situation, config)
-    found = [shares] if config.policy == "shares" else [shares, propose("repair", situation, config)]
+    found = [propose("shares", situation, config)]
+    if config.policy != "shares":
+        found.append(propose("repair", situation, config))
     paying = [each for each in found if _pays(each, situation, config)]
     if not paying:
-        return Decision(proposal=None, reason=_why_nothing(found, situation, config))
+        return Decision(proposal=None, reason=_nothing_pays(found, situation, config))
     best = max(paying, key=lambda each: (each.horizon_saved_s(config) - each.cost_s, -each.moves))
-    return Decision(proposal=best, reason=f"{describe(best)}; {_balance(best, config)}")
+    return Decision(proposal=best, reason=f"{best.describe()}; {_balance(best, config)}")
 
 
 def propose(kind: str, situation: Situation, config: EplbConfig) -> Proposal:
@@ -61,7 +136,7 @@ def propose(kind: str, situation: Situation, config: EplbConfig) -> Proposal:
         kind: shares, repair, or plan (from nothing).
 
     Raises:
-        ValueError: there are too few slots for what is wished of a plan from nothing.
+        ValueError: there are too few slots for what is asked of a plan from nothing.
     """
     current, forecast = situation.current, situation.forecast
     loads, budget = forecast.loads(current), int(config.max_moved * current.slot_expert.size)
@@ -70,7 +145,19 @@ def propose(kind: str, situation: Situation, config: EplbConfig) -> Proposal:
         target = cheapest(planned, forecast.layer_seconds)
     else:
         target = cheapest_within([current, *planned], forecast.layer_seconds, current, budget)
-    return weigh(kind, target, situation, loads[0], config)
+    transfers = transfers_between(current, target)
+    return Proposal(
+        target=target,
+        kind=kind,
+        imbalance_before=_fullest(current, loads[0]),
+        imbalance_after=_fullest(target, loads[0]),
+        before=forecast.seconds(current),
+        after=forecast.seconds(target),
+        step_s=situation.step_s,
+        moves=len(transfers),
+        num_bytes=len(transfers) * situation.expert_bytes,
+        seconds=_move_seconds(transfers, situation, config),
+    )
 
 
 def _planned(kind: str, load: np.ndarray, situation: Situation, config: EplbConfig, budget: int) -> Placement:
@@ -85,6 +172,55 @@ def _planned(kind: str, load: np.ndarray, situation: Situation, config: EplbConf
     return repair(load, current, rules, target=REPAIR_TARGET, max_moves=budget).placement
 
 
+def cheapest(candidates: Sequence[Placement], seconds: LayerSeconds) -> Placement:
+    """Take each layer from the candidate under which it costs least, the first of equals.
+
+    Args:
+        candidates: alike in layers, experts, ranks and slots.
+    """
+    chosen = np.stack([seconds(placement) for placement in candidates]).argmin(axis=0)
+    mixed = candidates[0]
+    for index, candidate in enumerate(candidates[1:], 1):
+        mixed = mixed.with_layers(candidate, chosen == index)
+    return mixed
+
+
+def cheapest_within(
+    candidates: Sequence[Placement], seconds: LayerSeconds, current: Placement, most_moves: int
+) -> Placement:
+    """As `cheapest`, but no more slots are filled than may be: else the cheapest candidate as it is.
+
+    Args:
+        candidates: each within the budget.
+        current: what serves.
+        most_moves: slots to fill, over all layers.
+    """
+    mixed = cheapest(candidates, seconds)
+    if num_moved(mixed, current).sum() <= most_moves:
+        return mixed
+    return min(candidates, key=lambda placement: float(seconds(placement).sum()))
+
+
+def _move_seconds(transfers: list[Transfer], situation: Situation, config: EplbConfig) -> float:
+    """How long moving takes: bytes that may go beside a step, or work that may be done, whichever is slower.
+
+    A rank takes part in one transfer at a time, so that what it sends and what it takes in add up.
+    """
+    if not transfers:
+        return 0.0
+    width = situation.current.slots_per_rank
+    handled = np.bincount([slot // width for t in transfers for slot in (t.source, t.target)])
+    num_bytes = int(handled.max()) * situation.expert_bytes
+    steps = num_bytes / max(1, config.max_bytes_per_step)
+    return max(steps * situation.step_s, num_bytes * WORK_S_PER_BYTE / BUSY_PART)
+
+
+def _fullest(placement: Placement, load: np.ndarray) -> float:
+    """Fullest rank over mean rank, a layer counting by its load: layers are waited for one after the other."""
+    ranks = rank_load(placement, load)
+    return float(ranks.max(axis=1).sum() / max(ranks.mean(axis=1).sum(), 1e-300))
+
+
 def _pays(proposal: Proposal, situation: Situation, config: EplbConfig) -> bool:
     changes = not np.array_equal(proposal.target.share, situation.current.share) or proposal.moves > 0
     return changes and proposal.horizon_saved_s(config) > proposal.cost_s + proposal.least_s(config)
@@ -97,7 +233,7 @@ def _balance(proposal: Proposal, config: EplbConfig) -> str:
     )
 
 
-def _why_nothing(found: list[Proposal], situation: Situation, config: EplbConfig) -> str:
+def _nothing_pays(found: list[Proposal], situation: Situation, config: EplbConfig) -> str:
     best = max(found, key=lambda each: each.gain)
     part = situation.experts_s / situation.step_s if situation.step_s > 0 else 0.0
-    return f"{describe(best)}; {_balance(best, config)}; experts are {part:.1%} of a step"
+    return f"{best.describe()}; {_balance(best, config)}; experts are {part:.1%} of a step"

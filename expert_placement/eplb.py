@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from expert_placement.nodes import Cluster, group_homes
-from expert_placement.plan import Rules, plan
+from expert_placement.nodes import Cluster, Rules, group_homes
+from expert_placement.plan import plan
 
 
 def rebalance_experts(

@@ -1,57 +1,77 @@
-"""Placements in files: what `--expert-placement FILE` reads and `wideep experts plan --out FILE` writes.
+"""Files of placements and of recorded loads.
 
-JSON, for people and scripts:
+A placement is a JSON file, for people and scripts: what `--expert-placement FILE` reads, `wideep experts plan --out
+FILE` writes, and HTTP and the ranks' messages carry.
 
     {"format": "wideep-placement", "format_version": 1, "num_experts": 8, "num_ranks": 2, "version": 0,
-     "digest": "...", "layers": [{"slots": [[0, 1, null], [2, 3, 0]], "shares": [[0.6, 1, 0], [1, 1, 0.4]],
-     "slots_per_rank": 3}, ...]}
+     "digest": "...", "layers": [{"slots": [[0, 1, null], [2, 3, 0]], "shares": [[0.6, 1, 0], [1, 1, 0.4]]}, ...]}
 
-`slots` has one list per rank; null is an empty slot. `shares` (by default even), `slots_per_rank` (how many of the
-slots the layer may use; by default all), `version` and `digest` may be left out; a digest that is there is checked.
-A file whose name ends in .npz has the arrays slot_expert, num_experts and num_ranks, and where they differ from what a
-JSON file may leave out, share, layer_slots, version, digest and format_version.
-Files are written beside their place and renamed, so that nobody reads half of one.
+`slots` has one list per rank; null is an empty slot. `shares` (by default even), `version` and `digest` may be left out;
+a digest that is there is checked. Files are written beside their place and renamed, so that nobody reads half of one.
+
+A recorded load says how many tokens chose each expert, window by window: [layers, experts] or [windows, layers,
+experts]. `wideep experts record` writes .npz with `load`, and `prefill` and `decode` of the same shape. Read are also
+SGLang's expert distribution record (`logical_count`, as JSON or .npz), and {"load_history": [{"logical_expert_load":
+[layers][experts]}, ...]}, as published with ADRS's EPLB work. Layers without any load (dense ones) are left out.
 """
 
 import json
 import os
 import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from expert_placement.load import PHASES
 from expert_placement.placement import EMPTY, Placement
 
 FORMAT, FORMAT_VERSION = "wideep-placement", 1
 _KEYS = {"format", "format_version", "num_experts", "num_ranks", "version", "digest", "layers"}
-_NEEDED_ARRAYS = {"slot_expert", "num_experts", "num_ranks"}
-_LAYER_KEYS = {"slots", "shares", "slots_per_rank"}
+_LAYER_KEYS = {"slots", "shares", "slots_per_rank"}  # the last one was written once, and says nothing new
 
 
 class PlacementFileError(ValueError):
     """A file that is no placement; the message names it and what is wrong."""
 
 
+class LoadFileError(ValueError):
+    """A file that holds no load; the message names it and what is wrong."""
+
+
+class LoadTrace(NamedTuple):
+    """Loads over time."""
+
+    load: np.ndarray  # [windows, layers, experts] float64
+    layers: np.ndarray  # [layers] int64: which layers of the file these are
+    phases: dict[str, np.ndarray]  # parts of the load, each of its shape; none where a file does not tell
+
+
+@contextmanager
+def _naming(path: Path, what: str, error_type: type[ValueError]) -> Iterator[None]:
+    """Turn whatever is wrong with a file into one error that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise error_type(f"{path} cannot be read: {error.strerror or error}") from error
+    except error_type:
+        raise
+    except (EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise error_type(f"{path} {what}: {reason}") from error
+
+
 def save_placement(placement: Placement, path: Path) -> None:
-    """Write a placement; .npz by its name, else JSON."""
+    """Write a placement.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with part.open("wb") as file:
-            if path.suffix == ".npz":
-                np.savez_compressed(
-                    file,
-                    slot_expert=placement.slot_expert,
-                    share=placement.share,
-                    layer_slots=placement.layer_slots,
-                    num_experts=placement.num_experts,
-                    num_ranks=placement.num_ranks,
-                    version=placement.version,
-                    digest=placement.digest(),
-                    format_version=FORMAT_VERSION,
-                )
-            else:
-                file.write(json.dumps(to_json(placement)).encode() + b"\n")
+        part.write_text(json.dumps(to_json(placement)) + "\n")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -63,26 +83,23 @@ def load_placement(path: Path) -> Placement:
     Raises:
         PlacementFileError: it cannot be read, or is no placement.
     """
-    try:
-        if path.suffix == ".npz":
-            return _from_arrays(path)
-        return from_json(json.loads(path.read_text()))
-    except OSError as error:
-        raise PlacementFileError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise PlacementFileError(f"{path} is not a placement: {reason}") from error
+    with _naming(path, "is not a placement", PlacementFileError):
+        content = path.read_bytes()
+        if content.startswith(b"PK"):  # an archive, as .npz is
+            raise ValueError(
+                "placements are JSON; this is an archive, such as a recorded load, of which `wideep experts plan` "
+                "makes a placement"
+            )
+        return from_json(json.loads(content))
 
 
 def to_json(placement: Placement) -> dict[str, Any]:
     """Return a placement as JSON values."""
-    shape = (placement.num_layers, placement.num_ranks, placement.slots_per_rank)
-    slots, shares = placement.slot_expert.reshape(shape).tolist(), placement.share.reshape(shape).tolist()
+    slots, shares = (placement.by_rank(part).tolist() for part in (placement.slot_expert, placement.share))
     layers = [
         {
             "slots": [[None if expert == EMPTY else expert for expert in rank] for rank in slots[layer]],
             "shares": shares[layer],
-            "slots_per_rank": int(placement.layer_slots[layer]),
         }
         for layer in range(placement.num_layers)
     ]
@@ -105,7 +122,8 @@ def from_json(value: Any) -> Placement:
     """
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError(f'it must be an object with "format": "{FORMAT}"')
-    _check_version(value.get("format_version"))
+    if value.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"format_version is {value.get('format_version')!r}; {FORMAT_VERSION} can be read")
     _refuse_unknown(value, _KEYS)
     layers = value["layers"]
     if not isinstance(layers, list) or not layers:
@@ -121,16 +139,19 @@ def from_json(value: Any) -> Placement:
         raise ValueError(
             f"slots has {len(layers[0]['slots'])} lists per layer for {num_ranks} ranks; it must have one each"
         )
-    width = slots.shape[1] // num_ranks
     placement = Placement(
         slots,
         int(value["num_experts"]),
         num_ranks,
         share=None if given[0] is None else _rows(given, "shares", 0.0),  # type: ignore[arg-type]
-        layer_slots=np.array([layer.get("slots_per_rank", width) for layer in layers]),
         version=int(value.get("version", 0)),
     )
-    _check_digest(placement, value.get("digest"))
+    digest = value.get("digest")
+    if digest is not None and digest != placement.digest():
+        raise ValueError(
+            f"its digest is {digest}, that of its content {placement.digest()}: it was changed or cut off; leave "
+            f"the digest out of a file that you edit"
+        )
     return placement
 
 
@@ -161,40 +182,69 @@ def _refuse_unknown(value: Any, known: set[str]) -> None:
         raise ValueError(f"{', '.join(unknown)} is not known; there are {', '.join(sorted(known))}")
 
 
-def _from_arrays(path: Path) -> Placement:
-    with np.load(path, allow_pickle=False) as arrays:
-        there = set(arrays.files)
-        if missing := sorted(_NEEDED_ARRAYS - there):
-            what = (
-                "a recorded load, of which `wideep experts plan` makes one"
-                if "load" in there
-                else "no placement"
+def read_loads(paths: Sequence[Path]) -> LoadTrace:
+    """Read files as one trace, in the order given.
+
+    Raises:
+        LoadFileError: a file cannot be read, holds no load, or does not fit the first.
+    """
+    files = [_read_load(path) for path in paths]
+    if not files:
+        raise LoadFileError("no load file was given")
+    windows = [file["load"] for file in files]
+    for path, load in zip(paths, windows, strict=True):
+        if load.shape[1:] != windows[0].shape[1:]:
+            raise LoadFileError(
+                f"{path} has {load.shape[1]} layers of {load.shape[2]} experts, {paths[0]} has "
+                f"{windows[0].shape[1]} of {windows[0].shape[2]}; give loads of one model"
             )
-            raise ValueError(f"it has no array {', '.join(missing)}: it is {what}")
-        if arrays["slot_expert"].dtype.kind not in "iu":
-            raise ValueError(f"slot_expert is of {arrays['slot_expert'].dtype}; it must be whole numbers")
-        if "format_version" in there:
-            _check_version(int(arrays["format_version"]))
-        placement = Placement(
-            arrays["slot_expert"],
-            int(arrays["num_experts"]),
-            int(arrays["num_ranks"]),
-            share=arrays["share"] if "share" in there else None,  # type: ignore[arg-type]
-            layer_slots=arrays["layer_slots"] if "layer_slots" in there else None,  # type: ignore[arg-type]
-            version=int(arrays["version"]) if "version" in there else 0,
+    load = np.concatenate(windows)
+    layers = np.flatnonzero(load.sum(axis=(0, 2)) > 0)
+    if not len(layers):
+        raise LoadFileError(f"{paths[0]} has no layer with any load")
+    known = [phase for phase in PHASES if all(phase in file for file in files)]
+    phases = {phase: np.concatenate([file[phase] for file in files])[:, layers] for phase in known}
+    return LoadTrace(np.ascontiguousarray(load[:, layers]), layers, phases)
+
+
+def _read_load(path: Path) -> dict[str, np.ndarray]:
+    """The whole load as "load", and by phase where the file says it; each [windows, layers, experts]."""
+    if path.suffix in (".pt", ".pth"):
+        raise LoadFileError(
+            f"{path} is a PyTorch file, which can run code when it is read; convert it where it was made: "
+            f"numpy.savez('load.npz', logical_count=torch.load(FILE)['logical_count'])"
         )
-        _check_digest(placement, str(arrays["digest"]) if "digest" in there else None)
-        return placement
+    with _naming(path, "holds no expert load", LoadFileError):
+        is_npz = path.suffix == ".npz"
+        values = _from_npz(path) if is_npz else {"load": _from_json_load(json.loads(path.read_text()))}
+        loads = {name: np.array(value, dtype=np.float64) for name, value in values.items()}
+    shape = loads["load"].shape
+    if any(part.shape != shape for part in loads.values()):
+        raise LoadFileError(f"{path}: its phases have other shapes than its load, {shape}")
+    if len(shape) not in (2, 3) or 0 in shape:
+        raise LoadFileError(f"{path}: the load has shape {shape}; it must be [windows, layers, experts]")
+    if any(not np.isfinite(part).all() or (part < 0).any() for part in loads.values()):
+        raise LoadFileError(f"{path}: loads must be numbers from 0 up")
+    return {name: part.reshape(-1, *shape[-2:]) for name, part in loads.items()}
 
 
-def _check_version(version: Any) -> None:
-    if version != FORMAT_VERSION:
-        raise ValueError(f"format_version is {version!r}; {FORMAT_VERSION} can be read")
+def _from_npz(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as arrays:
+        names = set(arrays.files)
+        if not names & {"load", "logical_count"}:
+            raise ValueError(
+                f"it must have an array `load` or `logical_count`; it has {', '.join(sorted(names))}"
+            )
+        phases = PHASES if names.issuperset(PHASES) else ()
+        load = arrays["load" if "load" in names else "logical_count"]
+        return {"load": load, **{phase: arrays[phase] for phase in phases}}
 
 
-def _check_digest(placement: Placement, digest: Any) -> None:
-    if digest is not None and digest != placement.digest():
-        raise ValueError(
-            f"its digest is {digest}, that of its content {placement.digest()}: it was changed or cut off; leave "
-            f"the digest out of a file that you edit"
-        )
+def _from_json_load(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("format") == FORMAT:
+        raise ValueError("it is a placement; `wideep experts record` writes loads")
+    if isinstance(value, dict) and "load_history" in value:
+        return [window["logical_expert_load"] for window in value["load_history"]]
+    if not isinstance(value, dict) or "logical_count" not in value:
+        raise ValueError('it must be an object with "logical_count" or "load_history"')
+    return value["logical_count"]

@@ -1,8 +1,12 @@
 """How long a step's experts take under a placement: from loads and measured seconds, for each kind of step by itself.
 
+A rank reads the weights of the experts that got any token, or multiplies, whichever takes longer (a roofline); the
+slowest rank decides for a layer. In decode with few tokens the weights decide, and levelling tokens saves nothing
+(METRO, 2512.09277): a sum of tokens would promise a gain that is not there. Whether an expert gets a token at all is
+taken as Poisson.
+
 Steps with prompts in them and decode-only steps ask for different experts, and a placement changes their time
-differently: many tokens are multiplied, few wait for the weights of whatever expert they touch (`cost.Roofline`).
-So loads are kept apart, and kinds count by their share of the steps.
+differently, so loads are kept apart, and kinds count by their share of the steps.
 
 Calibration: the roofline says how a rank's time depends on what it carries, in proportion; what ranks really took in
 the window, on average, says how long that is on this machine. A kind of which fewer than ENOUGH_STEPS were measured
@@ -17,9 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from expert_placement.cost import Roofline
 from expert_placement.load import LoadWindow
-from expert_placement.placement import Placement
+from expert_placement.placement import Placement, slot_load
 
 PREFILL, DECODE = "prefill", "decode"  # kinds of steps: with parts of prompts on some rank, and without
 ENOUGH_STEPS = 20
@@ -75,13 +78,18 @@ class Forecast:
     """Says seconds of a step for any placement of a service."""
 
     kinds: tuple[StepKind, ...]
-    roofline: Roofline
+    expert_bytes: int  # of one expert of one layer
     factors: tuple[float, ...]  # measured over roofline, of each kind
+
+    def layer_seconds_of(self, kind: StepKind, factor: float, placement: Placement) -> np.ndarray:
+        """What a step of one kind costs in each layer under a placement: [L] float64; ranks wait for the slowest."""
+        seconds_L: np.ndarray = rank_seconds(placement, kind.load_LE, self.expert_bytes).max(axis=1)
+        return factor * seconds_L
 
     def seconds(self, placement: Placement) -> tuple[KindSeconds, ...]:
         """What steps of each kind cost under a placement."""
         return tuple(
-            KindSeconds(kind.name, kind.share, factor * self.roofline.step_seconds(placement, *_asked(kind)))
+            KindSeconds(kind.name, kind.share, float(self.layer_seconds_of(kind, factor, placement).sum()))
             for kind, factor in zip(self.kinds, self.factors, strict=True)
         )
 
@@ -93,45 +101,53 @@ class Forecast:
         """What the average step's experts cost in each layer under a placement: [L] float64."""
         total_L: np.ndarray = np.zeros(placement.num_layers)
         for kind, factor in zip(self.kinds, self.factors, strict=True):
-            total_L += kind.share * factor * self.roofline.layer_seconds(placement, *_asked(kind))
+            total_L += kind.share * self.layer_seconds_of(kind, factor, placement)
         return total_L
 
-    def load(self, placement: Placement) -> np.ndarray:
-        """The load to plan by: [L, E], kinds counting by the seconds that they cost under a placement."""
+    def loads(self, placement: Placement) -> tuple[np.ndarray, ...]:
+        """Loads to plan by, each [L, E]; the cheapest plan is to be taken.
+
+        Returns:
+            The blend, kinds counting by the seconds that they cost under a placement; then every kind by itself.
+        """
         blended: np.ndarray = np.zeros((placement.num_layers, placement.num_experts))
         costs = [kind.share * kind.seconds for kind in self.seconds(placement)]
-        for kind, cost in zip(self.kinds, costs, strict=True):
-            blended += cost / max(sum(costs), 1e-300) * _in_units(kind.load_LE)
-        return blended
-
-    def loads(self, placement: Placement) -> tuple[np.ndarray, ...]:
-        """Loads to plan by, of which the cheapest plan is to be taken: blended, and of every kind by itself."""
         alone = tuple(_in_units(kind.load_LE) for kind in self.kinds)
-        return (self.load(placement), *(alone if len(alone) > 1 else ()))
+        for load_LE, cost in zip(alone, costs, strict=True):
+            blended += cost / max(sum(costs), 1e-300) * load_LE
+        return (blended, *(alone if len(alone) > 1 else ()))
 
 
 def calibrated(kinds: tuple[StepKind, ...], current: Placement, expert_bytes: int) -> Forecast:
-    """Fit a roofline to what was measured.
+    """Fit the roofline to what was measured.
 
     Args:
         current: the placement under which `kinds` were measured.
         expert_bytes: of one expert of one layer.
     """
-    roofline = Roofline(
-        slot_bytes=expert_bytes,
-        token_flops=FLOPS_PER_BYTE * expert_bytes,
-        memory_bytes_per_s=MEMORY_BYTES_PER_S,
-        flops_per_s=FLOPS_PER_S,
-    )
-    found = [_factor(roofline, kind, current) for kind in kinds]
+    found = []
+    for kind in kinds:
+        said_s = float(rank_seconds(current, kind.load_LE, expert_bytes).sum(axis=0).mean())
+        found.append(kind.experts_s / said_s if said_s > 0 else 0.0)  # 0: nothing was measured
     other = next((factor for factor in found if factor), 1.0)
-    return Forecast(kinds=kinds, roofline=roofline, factors=tuple(factor or other for factor in found))
+    return Forecast(
+        kinds=kinds, expert_bytes=expert_bytes, factors=tuple(factor or other for factor in found)
+    )
 
 
-def _factor(roofline: Roofline, kind: StepKind, current: Placement) -> float:
-    """Measured over roofline, mean over ranks; 0 where nothing was measured."""
-    said = float(roofline.rank_seconds(current, *_asked(kind)).sum(axis=0).mean())
-    return kind.experts_s / said if said > 0 else 0.0
+def rank_seconds(placement: Placement, load_LE: np.ndarray, expert_bytes: int) -> np.ndarray:
+    """Return the seconds that each rank takes in each layer, by the roofline: [L, R] float64.
+
+    Args:
+        load_LE: choices of a step, of all ranks' tokens. The fullest layer's sum counts for all: they are asked alike.
+    """
+    total_L1 = load_LE.sum(axis=1, keepdims=True)
+    part_LE = np.divide(load_LE, total_L1, out=np.zeros(load_LE.shape), where=total_L1 > 0)
+    tokens = placement.by_rank(slot_load(placement, part_LE) * float(total_L1.max(initial=0.0)))
+    reading = (-np.expm1(-tokens)).sum(axis=2) * (expert_bytes / MEMORY_BYTES_PER_S)
+    multiplying = tokens.sum(axis=2) * (FLOPS_PER_BYTE * expert_bytes / FLOPS_PER_S)
+    result: np.ndarray = np.maximum(reading, multiplying)
+    return result
 
 
 def _in_units(load_LE: np.ndarray) -> np.ndarray:
@@ -139,8 +155,3 @@ def _in_units(load_LE: np.ndarray) -> np.ndarray:
     total = load_LE.sum(axis=1, keepdims=True)
     result: np.ndarray = np.divide(_UNITS * load_LE, total, out=np.zeros(load_LE.shape), where=total > 0)
     return result
-
-
-def _asked(kind: StepKind) -> tuple[np.ndarray, float]:
-    """A kind's load, and a step's choices in a layer: all layers with experts are asked alike."""
-    return kind.load_LE, float(kind.load_LE.sum(axis=1).max(initial=0.0))

@@ -1,15 +1,21 @@
-"""Ranks and nodes, and which node is an expert's home.
+"""Ranks and nodes, and what a placement must keep to on them.
 
 Models with group-limited routing (DeepSeek-V3) send a token to a few groups of experts, so a group is best kept on one
 node. Only a group's first copies are pinned there; further copies go where there is room. Pinning the copies too, as
 DeepSeek EPLB's hierarchical policy does, costs 20 to 100 % of imbalance on real loads (research/placement).
+
+A rule of `--eplb-config` that this service cannot keep (two nodes for every expert, all ranks on one) does not stop it:
+the rule is left out, and said. Groups of a running service keep the homes that they have; a plan from nothing gives
+them new ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from expert_placement.config import EplbConfig
 from expert_placement.placement import EMPTY, Placement
 
 
@@ -36,6 +42,43 @@ class Cluster:
     def node_of_rank(self) -> np.ndarray:
         """[ranks] int64."""
         return np.arange(self.num_ranks) * self.num_nodes // self.num_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What every placement must keep to.
+
+    Attributes:
+        cluster: ranks and nodes.
+        home: [layers, experts] the node that keeps a copy of the expert, -1 for none; see `group_homes`.
+        min_nodes: every expert has copies on at least so many nodes, so that it survives one less than that.
+        spread: copies go to different nodes as long as there are nodes without one.
+        even: copies share evenly, as programs without shares assume.
+    """
+
+    cluster: Cluster
+    home: np.ndarray | None = None
+    min_nodes: int = 1
+    spread: bool = False
+    even: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a load.
+
+        Raises:
+            ValueError: more nodes asked for than there are.
+        """
+        if not 1 <= self.min_nodes <= self.cluster.num_nodes:
+            raise ValueError(
+                f"min_nodes is {self.min_nodes}; it must be 1 to the {self.cluster.num_nodes} nodes there are"
+            )
+
+
+class NodeRules(NamedTuple):
+    """The rules that a service can keep, and what was asked for beside them."""
+
+    rules: Rules
+    left_out: tuple[str, ...]  # a sentence for each
 
 
 def num_nodes_of(hosts: Sequence[str]) -> int:
@@ -81,7 +124,7 @@ def group_homes(load: np.ndarray, num_groups: int, num_nodes: int) -> np.ndarray
 
 
 def present_homes(placement: Placement, num_groups: int, num_nodes: int) -> np.ndarray:
-    """The homes that a placement was made with: a node that has a copy of every expert of the group.
+    """Find the homes that a placement was made with: a node that has a copy of every expert of the group.
 
     Returns:
         [layers, experts] int64; -1 where no node has the whole group.
@@ -100,3 +143,60 @@ def present_homes(placement: Placement, num_groups: int, num_nodes: int) -> np.n
         best = np.where(whole, by_group.sum(axis=2), -1).argmax(axis=0)
         homes[layer] = np.where(whole.any(axis=0), best, -1)
     return np.repeat(homes, size, axis=1)
+
+
+def rules_for_plan(config: EplbConfig, hosts: Sequence[str], load: np.ndarray, num_slots: int) -> NodeRules:
+    """Return the rules of a plan from nothing.
+
+    Args:
+        hosts: of the ranks, in order.
+        load: [layers, experts], heavy groups get their homes first.
+        num_slots: of a layer, on all ranks together.
+    """
+    made = _without_homes(config, hosts, load.shape[1], num_slots)
+    cluster = made.rules.cluster
+    if not _has_homes(config, cluster, load.shape[1]):
+        return made
+    home = group_homes(load, config.num_groups, cluster.num_nodes)
+    return made._replace(rules=replace(made.rules, home=home))
+
+
+def rules_for_repair(config: EplbConfig, hosts: Sequence[str], current: Placement) -> NodeRules:
+    """Return the rules of a repair of a placement, whose groups keep their homes."""
+    made = _without_homes(config, hosts, current.num_experts, current.slot_expert.shape[1])
+    cluster = made.rules.cluster
+    if not _has_homes(config, cluster, current.num_experts):
+        return made
+    home = present_homes(current, config.num_groups, cluster.num_nodes)
+    return made._replace(rules=replace(made.rules, home=home))
+
+
+def _without_homes(config: EplbConfig, hosts: Sequence[str], num_experts: int, num_slots: int) -> NodeRules:
+    cluster = Cluster(num_ranks=len(hosts), num_nodes=num_nodes_of(hosts))
+    possible = max(1, min(cluster.num_nodes, num_slots // num_experts))
+    min_nodes = min(config.min_nodes, possible)
+    left_out = []
+    if min_nodes < config.min_nodes:
+        left_out.append(
+            f"min_nodes is {config.min_nodes}, but {num_slots} slots for {num_experts} experts on "
+            f"{_nodes(cluster, hosts)} allow {possible}"
+        )
+    if config.spread and cluster.num_nodes == 1:
+        left_out.append(f"spread needs several nodes; there is {_nodes(cluster, hosts)}")
+    if config.num_groups and not _has_homes(config, cluster, num_experts):
+        left_out.append(
+            f"num_groups is {config.num_groups}; experts must divide by groups and groups by nodes, which are more "
+            f"than one, and there are {num_experts} experts on {_nodes(cluster, hosts)}"
+        )
+    return NodeRules(Rules(cluster=cluster, min_nodes=min_nodes, spread=config.spread), tuple(left_out))
+
+
+def _has_homes(config: EplbConfig, cluster: Cluster, num_experts: int) -> bool:
+    groups, nodes = config.num_groups, cluster.num_nodes
+    return groups > 0 and nodes > 1 and num_experts % groups == 0 and groups % nodes == 0
+
+
+def _nodes(cluster: Cluster, hosts: Sequence[str]) -> str:
+    if cluster.num_nodes == 1 and len(set(hosts)) > 1:
+        return f"1 node ({len(set(hosts))} hosts without equally many ranks in a row count as one)"
+    return f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"

@@ -1,12 +1,13 @@
 """Which physical slot holds which logical expert, and what share of its tokens: an immutable value.
 
 Every rank has the same number of slots in every layer; a slot may be empty, so that experts need not divide by
-ranks, and a layer may be given fewer slots than the widest one has (its last slots stay empty). An expert may have
-copies, never two on one rank. Knows no weights and no torch (D4 of the design).
+ranks. An expert may have copies, never two on one rank. Knows no weights and no torch (D4 of the design).
+
+How evenly a placement carries a load is a figure of one layer: ranks wait for one another in every layer, so a sum over
+layers first would hide that each layer has another slowest rank.
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -33,7 +34,6 @@ class Placement:
         slot_expert: [layers, ranks * slots_per_rank] int64, read-only.
         share: [layers, slots] float64, read-only: the part of its expert's tokens that a slot serves; the shares
             of an expert add up to 1. By default copies share evenly.
-        layer_slots: [layers] int64, read-only: how many of a rank's slots a layer may use; all by default.
         version: counted by whoever changes placements while serving; not part of the digest.
     """
 
@@ -41,7 +41,6 @@ class Placement:
     num_experts: int
     num_ranks: int
     share: np.ndarray = None  # type: ignore[assignment]  # filled in below
-    layer_slots: np.ndarray = None  # type: ignore[assignment]  # filled in below
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -49,27 +48,19 @@ class Placement:
 
         Raises:
             ValueError: naming the layer and what is wrong: an expert without a slot, two copies on one rank,
-                shares that do not add up, an expert in a slot that the layer may not use.
+                shares that do not add up.
         """
         self._keep("slot_expert", np.array(self.slot_expert, dtype=np.int64))
-        _check_shape(self.slot_expert, self.num_ranks)
-        layers, slots = self.slot_expert.shape
-        given = np.full(layers, self.slots_per_rank) if self.layer_slots is None else self.layer_slots
-        self._keep("layer_slots", np.array(given, dtype=np.int64))
-        if self.layer_slots.shape != (layers,) or np.any(
-            (self.layer_slots < 0) | (self.layer_slots > self.slots_per_rank)
-        ):
+        shape, ranks = self.slot_expert.shape, self.num_ranks
+        if ranks < 1 or len(shape) != 2 or shape[1] % ranks:
             raise ValueError(
-                f"layer_slots is {self.layer_slots.tolist()}; it must be {layers} numbers from 0 to "
-                f"{self.slots_per_rank}, one for each layer"
+                f"slot_expert has shape {shape}; it must be [layers, slots] with slots a multiple of the {ranks} ranks"
             )
-        for layer in range(layers):
+        for layer in range(self.num_layers):
             self._check_layer(layer)
         shares = self._even_shares() if self.share is None else np.array(self.share, dtype=np.float64)
-        if shares.shape != (layers, slots):
-            raise ValueError(
-                f"share has shape {shares.shape}; it must be that of slot_expert, {(layers, slots)}"
-            )
+        if shares.shape != shape:
+            raise ValueError(f"share has shape {shares.shape}; it must be that of slot_expert, {shape}")
         self._keep("share", shares)
         self._check_shares()
 
@@ -80,10 +71,10 @@ class Placement:
     def _check_layer(self, layer: int) -> None:
         row = self.slot_expert[layer]
         held = row[row != EMPTY]
-        strange = np.unique(held[(held < 0) | (held >= self.num_experts)]).tolist()
-        if strange:
+        unknown = np.unique(held[(held < 0) | (held >= self.num_experts)]).tolist()
+        if unknown:
             raise ValueError(
-                f"layer {layer}: slots hold experts {strange[:8]}, which are not 0 to {self.num_experts - 1}"
+                f"layer {layer}: slots hold experts {unknown[:8]}, which are not 0 to {self.num_experts - 1}"
             )
         absent = np.flatnonzero(np.bincount(held, minlength=self.num_experts) == 0).tolist()
         if absent:
@@ -95,19 +86,11 @@ class Placement:
             raise ValueError(
                 f"layer {layer}: rank {rank} holds expert {block[rank, column]} twice; copies belong on different ranks"
             )
-        beyond = row.reshape(self.num_ranks, -1)[:, self.layer_slots[layer] :]
-        if np.any(beyond != EMPTY):
-            raise ValueError(
-                f"layer {layer}: experts lie in slots past the {self.layer_slots[layer]} that the layer may use "
-                f"on a rank"
-            )
 
     def _even_shares(self) -> np.ndarray:
-        held = self.slot_expert != EMPTY
-        layer, slot = np.nonzero(held)
+        layer, slot = np.nonzero(self.slot_expert != EMPTY)
         shares = np.zeros(self.slot_expert.shape)
-        expert = self.slot_expert[layer, slot]
-        shares[layer, slot] = 1.0 / self.num_copies[layer, expert]
+        shares[layer, slot] = 1.0 / self.num_copies[layer, self.slot_expert[layer, slot]]
         return shares
 
     def _check_shares(self) -> None:
@@ -118,11 +101,13 @@ class Placement:
                 f"layer {layer}: slot {slot} has the share {self.share[layer, slot]}; shares are 0 to 1, and 0 "
                 f"where a slot is empty"
             )
-        wrong = np.argwhere(np.abs(self._per_expert(self.share) - 1.0) > _SHARE_TOLERANCE)
+        total = self._per_expert(self.share)
+        wrong = np.argwhere(np.abs(total - 1.0) > _SHARE_TOLERANCE)
         if len(wrong):
             layer, expert = wrong[0].tolist()
-            total = self._per_expert(self.share)[layer, expert]
-            raise ValueError(f"layer {layer}: the shares of expert {expert} add up to {total:.9g}, not 1")
+            raise ValueError(
+                f"layer {layer}: the shares of expert {expert} add up to {total[layer, expert]:.9g}, not 1"
+            )
 
     def _per_expert(self, values: np.ndarray) -> np.ndarray:
         """Sum a value of slots by expert: [layers, experts] float64."""
@@ -138,7 +123,7 @@ class Placement:
 
     @property
     def slots_per_rank(self) -> int:
-        """Slots of one rank in one layer, those that the layer may not use included."""
+        """Slots of one rank in one layer."""
         return int(self.slot_expert.shape[1]) // self.num_ranks
 
     @cached_property
@@ -148,17 +133,13 @@ class Placement:
         counts.setflags(write=False)
         return counts
 
+    def by_rank(self, values: np.ndarray) -> np.ndarray:
+        """View values of slots [layers, slots] as [layers, ranks, slots_per_rank]."""
+        return values.reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
+
     def local(self, rank: int) -> np.ndarray:
         """The experts of one rank's slots: [layers, slots_per_rank] int64, `EMPTY` where there is none."""
-        return self.slot_expert[:, rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
-
-    def expert_slot(self) -> np.ndarray:
-        """One slot of every expert, the lowest: [layers, experts] int64. The only one where there are no copies."""
-        result = np.empty((self.num_layers, self.num_experts), dtype=np.int64)
-        for layer in range(self.num_layers):
-            copies = self.copies(layer)
-            result[layer] = copies.slot[copies.first[:-1]]
-        return result
+        return self.by_rank(self.slot_expert)[:, rank]
 
     def copies(self, layer: int) -> Copies:
         """The inverse of one layer's row: where each expert is, and with what shares."""
@@ -168,13 +149,26 @@ class Placement:
         first = np.concatenate(([0], np.cumsum(self.num_copies[layer])))
         return Copies(first, slots, self.share[layer, slots])
 
-    def with_shares(self, share: np.ndarray) -> "Placement":
-        """The same slots with other shares: nothing moves."""
-        return replace(self, share=share)
+    def with_even_shares(self) -> "Placement":
+        """The same slots; copies share evenly."""
+        return replace(self, share=None)  # type: ignore[arg-type]
 
     def with_version(self, version: int) -> "Placement":
         """The same placement under another number."""
         return replace(self, version=version)
+
+    def with_layers(self, other: "Placement", is_taken: np.ndarray) -> "Placement":
+        """Take some layers, slots and shares, from another placement of the same sizes.
+
+        Args:
+            is_taken: [layers] bool, which layers.
+        """
+        taken = is_taken[:, None]
+        return replace(
+            self,
+            slot_expert=np.where(taken, other.slot_expert, self.slot_expert),
+            share=np.where(taken, other.share, self.share),
+        )
 
     def digest(self) -> str:
         """Sixteen hex digits that differ where slots, shares or sizes differ; the same on every machine."""
@@ -182,22 +176,14 @@ class Placement:
 
     @cached_property
     def _digest(self) -> str:
-        sizes = np.array([*self.slot_expert.shape, self.num_experts, self.num_ranks], dtype="<i8")
-        parts: Sequence[np.ndarray] = (
-            sizes,
-            self.layer_slots.astype("<i8"),
+        sizes = [*self.slot_expert.shape, self.num_experts, self.num_ranks]
+        per_layer = [self.slots_per_rank] * self.num_layers  # as format version 1 of the files has it
+        parts = (
+            np.array([*sizes, *per_layer], dtype="<i8"),
             self.slot_expert.astype("<i8"),
             self.share.astype("<f8"),
         )
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
-
-
-def _check_shape(slot_expert: np.ndarray, num_ranks: int) -> None:
-    if num_ranks < 1 or slot_expert.ndim != 2 or slot_expert.shape[1] % num_ranks:
-        raise ValueError(
-            f"slot_expert has shape {slot_expert.shape}; it must be [layers, slots] with slots "
-            f"a multiple of the {num_ranks} ranks"
-        )
 
 
 def linear_placement(num_layers: int, num_experts: int, num_ranks: int) -> Placement:
@@ -207,3 +193,33 @@ def linear_placement(num_layers: int, num_experts: int, num_ranks: int) -> Place
     for rank, experts in enumerate(np.array_split(np.arange(num_experts), num_ranks)):
         row[rank * slots_per_rank : rank * slots_per_rank + len(experts)] = experts
     return Placement(np.tile(row, (num_layers, 1)), num_experts, num_ranks)
+
+
+def slot_load(placement: Placement, load: np.ndarray) -> np.ndarray:
+    """Return what each slot carries: [layers, slots] float64, of a load [layers, experts] in any unit.
+
+    Raises:
+        ValueError: the load is of another model.
+    """
+    if load.shape != (placement.num_layers, placement.num_experts):
+        raise ValueError(
+            f"the load has shape {load.shape}; the placement has {placement.num_layers} layers of "
+            f"{placement.num_experts} experts"
+        )
+    expert = np.where(placement.slot_expert == EMPTY, 0, placement.slot_expert)
+    result: np.ndarray = np.take_along_axis(load, expert, axis=1) * placement.share
+    return result
+
+
+def rank_load(placement: Placement, load: np.ndarray) -> np.ndarray:
+    """Return what each rank carries: [layers, ranks] float64."""
+    result: np.ndarray = placement.by_rank(slot_load(placement, load)).sum(axis=2)
+    return result
+
+
+def imbalance(placement: Placement, load: np.ndarray) -> np.ndarray:
+    """Return fullest rank over mean rank of each layer: [layers] float64; 1 is ideal, and what no load gives."""
+    ranks = rank_load(placement, load)
+    mean = ranks.mean(axis=1)
+    result: np.ndarray = np.divide(ranks.max(axis=1), mean, out=np.ones_like(mean), where=mean > 0)
+    return result

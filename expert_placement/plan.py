@@ -5,91 +5,72 @@ of a kind. A plan made here is never worse, by the load it was made for, than th
 The algorithms are those of the kernels: `construct` (doubled hot experts that join ranks), `fill` (shares), `search`
 (bounded steps). What was rejected, with figures: research/placement; in short, planning anew after every drift (moves
 96 % of the slots), even shares where shares may be chosen, pinning all copies of a group to one node.
+
+Legend: L layers, E experts, R ranks, W slots of a rank, S slots of a layer, T steps of a search.
 """
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from expert_placement.kernels.layer import Rules as LayerRules
-from expert_placement.layer_plan import NEVER, LayerPlan, fill_layers, plan_layer, repair_layer
-from expert_placement.measure import imbalance, slot_load
+from expert_placement.kernels.construct import construct, count_copies
+from expert_placement.kernels.fill import fill_layer
+from expert_placement.kernels.layer import Layer, LayerRules, new_layer
+from expert_placement.kernels.search import improve
 from expert_placement.moves import align, num_moved
-from expert_placement.nodes import Cluster
-from expert_placement.placement import EMPTY, Placement
+from expert_placement.nodes import Rules
+from expert_placement.placement import EMPTY, Placement, imbalance, slot_load
 
 TARGET = 1.0002  # fullest rank over mean, where a plan from nothing stops searching
 MOST_STEPS = 400
 SWEEPS, TOLERANCE = 300, 1e-6  # of the final shares
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What every placement must keep to.
-
-    Attributes:
-        cluster: ranks and nodes.
-        home: [layers, experts] the node that keeps a copy of the expert, -1 for none; see `cluster.group_homes`.
-        min_nodes: every expert has copies on at least so many nodes, so that it survives one less than that.
-        spread: copies go to different nodes as long as there are nodes without one.
-        even: copies share evenly, as programs without shares assume.
-    """
-
-    cluster: Cluster
-    home: np.ndarray | None = None
-    min_nodes: int = 1
-    spread: bool = False
-    even: bool = False
-
-    def __post_init__(self) -> None:
-        """Check what can be checked without a load.
-
-        Raises:
-            ValueError: more nodes asked for than there are.
-        """
-        if not 1 <= self.min_nodes <= self.cluster.num_nodes:
-            raise ValueError(
-                f"min_nodes is {self.min_nodes}; it must be 1 to the {self.cluster.num_nodes} nodes there are"
-            )
+LARGE = 0.3  # of a rank's mean load: copies above it are copied again before others are doubled
+GOOD = 1.0008  # a layer above it is planned in other ways as well, and the best is kept
 
 
 class Plan(NamedTuple):
     """A placement and what it promises."""
 
     placement: Placement
-    imbalance: np.ndarray  # [layers] float64: fullest rank over mean rank, for the load it was made for
-    moved: np.ndarray  # [layers] int64: slots to fill; for a plan from nothing all that are in use
+    imbalance: np.ndarray  # [L] float64: fullest rank over mean rank, for the load it was made for
+    moved: np.ndarray  # [L] int64: slots to fill; for a plan from nothing all that are in use
 
 
-def plan(load: np.ndarray, slots_per_rank: int | np.ndarray, rules: Rules) -> Plan:
+class LayerPlan(NamedTuple):
+    """What one layer came to."""
+
+    slot_RW: np.ndarray  # int64
+    x_RW: np.ndarray  # float64: the load of each slot
+    moved_T: np.ndarray  # [steps + 1] int64: slots to fill after each step
+    top_T: np.ndarray  # [steps + 1] float64: fullest rank over mean after each step
+
+
+def plan(load: np.ndarray, slots_per_rank: int, rules: Rules) -> Plan:
     """Plan from nothing.
 
     Args:
         load: [layers, experts], tokens or seconds, at least 0.
-        slots_per_rank: one number, or [layers]; see `budget.share_slots`.
+        slots_per_rank: of every layer.
         rules: to keep to.
 
     Raises:
         ValueError: the load is no load, or the slots do not suffice for the rules.
     """
-    load = check_load(load)
+    load = _checked(load)
     layers, experts = load.shape
-    slots = np.broadcast_to(np.asarray(slots_per_rank, dtype=np.int64), (layers,)).copy()
-    _check_slots(slots, experts, rules)
-    num_ranks, width = rules.cluster.num_ranks, int(slots.max(initial=1))
-    slot_LRW = np.full((layers, num_ranks, width), EMPTY, dtype=np.int64)
-    x_LRW = np.zeros(slot_LRW.shape)
+    num_ranks = rules.cluster.num_ranks
+    _check_slots(slots_per_rank, experts, rules)
+    slot_LS = np.empty((layers, num_ranks * slots_per_rank), dtype=np.int64)
+    x_LS = np.empty(slot_LS.shape)
     for layer, layer_rules in enumerate(_layer_rules(load, rules)):
-        made = plan_layer(load[layer], int(slots[layer]), layer_rules, TARGET, MOST_STEPS)
+        made = _plan_layer(_some_load(load[layer]), slots_per_rank, layer_rules)
         if made is None:
             raise ValueError(
-                f"layer {layer}: {slots[layer]} slots per rank on {num_ranks} ranks do not suffice for all experts' "
+                f"layer {layer}: {slots_per_rank} slots per rank on {num_ranks} ranks do not suffice for all experts' "
                 f"homes and {rules.min_nodes} nodes for each; give more slots"
             )
-        slot_LRW[layer, :, : slots[layer]], x_LRW[layer, :, : slots[layer]] = made.slot_RW, made.x_RW
-    slot_LS, x_LS = slot_LRW.reshape(layers, -1), x_LRW.reshape(layers, -1)
-    placement = Placement(slot_LS, experts, num_ranks, layer_slots=slots)
+        slot_LS[layer], x_LS[layer] = made.slot_RW.reshape(-1), made.x_RW.reshape(-1)
+    placement = Placement(slot_LS, experts, num_ranks)
     if not rules.even:
         placement = _with_loads(placement, load, x_LS)
     return Plan(placement, imbalance(placement, load), (slot_LS != EMPTY).sum(axis=1))
@@ -102,7 +83,7 @@ def refresh(load: np.ndarray, current: Placement) -> Placement:
         load: [layers, experts].
         current: slots to keep; its shares are where the search for new ones starts.
     """
-    load = check_load(load)
+    load = _checked(load)
     return _with_loads(current, load, slot_load(current, load))
 
 
@@ -113,7 +94,6 @@ def repair(
     *,
     target: float = TARGET,
     max_moves: int | None = None,
-    max_moves_per_layer: int | None = None,
 ) -> Plan:
     """Improve a placement with few moves; the shares are refreshed first, which moves nothing.
 
@@ -123,52 +103,42 @@ def repair(
         rules: kept by every step; what `current` breaks already is not mended.
         target: fullest rank over mean at which a layer is left alone.
         max_moves: slots to fill, over all layers; they are spent where each lowers a layer most.
-        max_moves_per_layer: slots to fill in one layer.
     """
-    load = check_load(load)
-    _check_fits(load, current, rules)
+    load = _checked(load)
+    if current.num_ranks != rules.cluster.num_ranks:
+        raise ValueError(
+            f"the placement is for {current.num_ranks} ranks and the rules for {rules.cluster.num_ranks}"
+        )
+    before = imbalance(current, load)
     start = current if rules.even else refresh(load, current)
-    per_layer = NEVER if max_moves_per_layer is None else max_moves_per_layer
     steps = np.full(current.num_layers, MOST_STEPS, dtype=np.int64)
-    found = _repaired(load, start, rules, target, per_layer, steps)
-    if max_moves is not None and found.num_moved > max_moves:
-        steps = _affordable_steps(found.layers, load, max_moves)
-        found = _repaired(load, start, rules, target, per_layer, steps)
-    placement = align(found.placement, current)
-    reached, before = imbalance(placement, load), imbalance(current, load)
+    placement, layers = _repaired(load, start, rules, target, steps)
+    if max_moves is not None and sum(int(layer.moved_T[-1]) for layer in layers) > max_moves:
+        steps = _affordable_steps(layers, load, max_moves)
+        placement, _ = _repaired(load, start, rules, target, steps)
+    placement = align(placement, current)
+    reached = imbalance(placement, load)
     worse = reached > before  # by rounding only: shares that were exact already
     if worse.any():
-        placement, reached = _keep_layers(placement, current, worse), np.where(worse, before, reached)
+        placement, reached = placement.with_layers(current, worse), np.where(worse, before, reached)
     return Plan(placement, reached, num_moved(placement, current))
 
 
-class _Repaired(NamedTuple):
-    placement: Placement
-    layers: list[LayerPlan]
-
-    @property
-    def num_moved(self) -> int:
-        return sum(int(layer.moved_T[-1]) for layer in self.layers)
-
-
 def _repaired(
-    load: np.ndarray, start: Placement, rules: Rules, target: float, budget: int, most_steps: np.ndarray
-) -> _Repaired:
-    shape = (start.num_layers, start.num_ranks, start.slots_per_rank)
-    slot_LRW, x_LRW = start.slot_expert.reshape(shape).copy(), slot_load(start, load).reshape(shape).copy()
+    load: np.ndarray, start: Placement, rules: Rules, target: float, most_steps: np.ndarray
+) -> tuple[Placement, list[LayerPlan]]:
+    """Improve every layer by at most so many steps."""
+    slot_LRW = start.by_rank(start.slot_expert).copy()
+    x_LRW = start.by_rank(slot_load(start, load)).copy()
     layers = []
     for layer, layer_rules in enumerate(_layer_rules(load, rules)):
-        used = np.s_[layer, :, : start.layer_slots[layer]]
-        made = repair_layer(
-            load[layer], slot_LRW[used], x_LRW[used], layer_rules, target, budget, int(most_steps[layer])
-        )
-        slot_LRW[used], x_LRW[used] = made.slot_RW, made.x_RW
+        begun = new_layer(_some_load(load[layer]), slot_LRW[layer], x_LRW[layer], layer_rules)
+        made = _improve(begun, layer_rules, target, int(most_steps[layer]))
+        slot_LRW[layer], x_LRW[layer] = made.slot_RW, made.x_RW
         layers.append(made)
-    slot_LS = slot_LRW.reshape(start.slot_expert.shape)
-    placement = replace(start, slot_expert=slot_LS, share=None)  # type: ignore[arg-type]  # even
-    if not rules.even:
-        placement = _with_loads(placement, load, x_LRW.reshape(slot_LS.shape))
-    return _Repaired(placement, layers)
+    slot_LS, x_LS = (part.reshape(start.slot_expert.shape) for part in (slot_LRW, x_LRW))
+    placement = Placement(slot_LS, start.num_experts, start.num_ranks, version=start.version)
+    return placement if rules.even else _with_loads(placement, load, x_LS), layers
 
 
 def _affordable_steps(found: list[LayerPlan], load: np.ndarray, max_moves: int) -> np.ndarray:
@@ -191,29 +161,92 @@ def _affordable_steps(found: list[LayerPlan], load: np.ndarray, max_moves: int) 
         taken[best] = best_until
 
 
-def _keep_layers(new: Placement, current: Placement, kept: np.ndarray) -> Placement:
-    """Take the layers marked in `kept` from `current`."""
-    mark = kept[:, None]
-    return replace(
-        new,
-        slot_expert=np.where(mark, current.slot_expert, new.slot_expert),
-        share=np.where(mark, current.share, new.share),
+def _plan_layer(load_E: np.ndarray, slots_per_rank: int, rules: LayerRules) -> LayerPlan | None:
+    """Plan one layer from nothing; None when the rules cannot be kept."""
+    if rules.even:
+        return _construct(load_E, slots_per_rank, rules)
+    joined = _construct(load_E, slots_per_rank, rules, large=LARGE, join=True)
+    if joined is not None and joined.top_T[-1] <= GOOD:
+        return joined
+    best = _better(joined, _construct(load_E, slots_per_rank, rules))
+    if best is not None and best.top_T[-1] <= GOOD:
+        return best
+    evenly = _construct(load_E, slots_per_rank, rules._replace(even=True))
+    if evenly is None:
+        return best
+    begun = new_layer(load_E, evenly.slot_RW, evenly.x_RW, rules)
+    return _better(best, _improve(begun, rules, TARGET, MOST_STEPS))
+
+
+def _better(one: LayerPlan | None, other: LayerPlan | None) -> LayerPlan | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.top_T[-1] < one.top_T[-1] else one
+
+
+def _construct(
+    load_E: np.ndarray, slots_per_rank: int, rules: LayerRules, large: float = 0.0, join: bool = False
+) -> LayerPlan | None:
+    num_ranks = len(rules.node_R)
+    empty = np.full((num_ranks, slots_per_rank), EMPTY)
+    layer = new_layer(load_E, empty, np.zeros(empty.shape), rules)
+    wanted_E = count_copies(load_E, empty.size, rules.min_nodes, num_ranks, large * layer.mean)
+    order = np.argsort(-load_E / wanted_E, kind="stable")
+    if construct(layer, rules, wanted_E, order, join) >= 0:
+        return None
+    return _improve(layer, rules, TARGET, MOST_STEPS)
+
+
+def _improve(layer: Layer, rules: LayerRules, target: float, most_steps: int) -> LayerPlan:
+    moved_T, top_T = np.zeros(most_steps + 1, np.int64), np.zeros(most_steps + 1)
+    steps = improve(layer, rules, float(target), most_steps, moved_T, top_T)
+    shape = (len(rules.node_R), layer.slots_per_rank)
+    return LayerPlan(
+        layer.slot_S.reshape(shape), layer.x_S.reshape(shape), moved_T[: steps + 1], top_T[: steps + 1]
     )
 
 
-def _with_loads(placement: Placement, load: np.ndarray, x: np.ndarray) -> Placement:
-    """Give a placement the shares that level its ranks, searched from the slots' loads x."""
-    x = np.where(placement.slot_expert == EMPTY, 0.0, x)
-    fill_layers(load, placement.slot_expert, placement.slots_per_rank, SWEEPS, TOLERANCE, x)
-    expert = np.where(placement.slot_expert == EMPTY, 0, placement.slot_expert)
-    total = np.stack([np.bincount(e, row, minlength=load.shape[1]) for e, row in zip(expert, x, strict=True)])
+def _some_load(load_E: np.ndarray) -> np.ndarray:
+    """A layer without any load is planned as if all experts had the same."""
+    return load_E if load_E.sum() > 0 else np.ones_like(load_E)
+
+
+def fill_layers(
+    load_LE: np.ndarray,
+    slot_LS: np.ndarray,
+    slots_per_rank: int,
+    sweeps: int,
+    tolerance: float,
+    x_LS: np.ndarray,
+) -> None:
+    """Divide loads between copies so that the fullest rank is lowest, starting from the proportions in x_LS, in place.
+
+    Args:
+        load_LE: float64. slot_LS: int64, `EMPTY` where there is none.
+        sweeps: at most. tolerance: of the mean rank's load.
+        x_LS: float64, the loads of slots; 0 where a slot is empty.
+    """
+    for load_E, slot_S, x_S in zip(load_LE, slot_LS, x_LS, strict=True):
+        fill_layer(load_E, slot_S, slots_per_rank, sweeps, tolerance, x_S)
+
+
+def _with_loads(placement: Placement, load: np.ndarray, x_LS: np.ndarray) -> Placement:
+    """Give a placement the shares that level its ranks, searched from the slots' loads."""
+    is_empty = placement.slot_expert == EMPTY
+    x_LS = np.where(is_empty, 0.0, x_LS)
+    fill_layers(load, placement.slot_expert, placement.slots_per_rank, SWEEPS, TOLERANCE, x_LS)
+    expert = np.where(is_empty, 0, placement.slot_expert)
+    total = np.stack([np.bincount(e, x, minlength=load.shape[1]) for e, x in zip(expert, x_LS, strict=True)])
     total = np.take_along_axis(total, expert, axis=1)
-    even = replace(placement, share=None)  # type: ignore[arg-type]
     # An expert without load keeps even shares: should it get some after all, its copies take turns.
-    return replace(placement, share=np.where(total > 0, x / np.where(total > 0, total, 1.0), even.share))
+    even = placement.with_even_shares().share
+    share = np.where(total > 0, x_LS / np.where(total > 0, total, 1.0), even)
+    return Placement(
+        placement.slot_expert, placement.num_experts, placement.num_ranks, share, placement.version
+    )
 
 
-def check_load(load: np.ndarray) -> np.ndarray:
+def _checked(load: np.ndarray) -> np.ndarray:
     """Return a load as float64, contiguous.
 
     Raises:
@@ -231,35 +264,26 @@ def check_load(load: np.ndarray) -> np.ndarray:
     return load
 
 
-def _check_slots(slots: np.ndarray, experts: int, rules: Rules) -> None:
+def _check_slots(slots_per_rank: int, experts: int, rules: Rules) -> None:
     num_ranks = rules.cluster.num_ranks
     needed = -(-experts * rules.min_nodes // num_ranks)
-    if slots.min() < needed or slots.max() > experts:
+    if not needed <= slots_per_rank <= experts:
         raise ValueError(
-            f"slots per rank are {slots.min()} to {slots.max()}; {experts} experts on {num_ranks} ranks"
+            f"there are {slots_per_rank} slots per rank; {experts} experts on {num_ranks} ranks"
             f"{f' and {rules.min_nodes} nodes each' if rules.min_nodes > 1 else ''} need {needed} to {experts}"
         )
-
-
-def _check_fits(load: np.ndarray, current: Placement, rules: Rules) -> None:
-    if current.num_ranks != rules.cluster.num_ranks:
-        raise ValueError(
-            f"the placement is for {current.num_ranks} ranks and the rules for {rules.cluster.num_ranks}"
-        )
-    imbalance(current, load)  # checks that the shapes fit
 
 
 def _layer_rules(load: np.ndarray, rules: Rules) -> list[LayerRules]:
     home = np.full(load.shape, -1) if rules.home is None else rules.home
     home = np.ascontiguousarray(home, dtype=np.int64)
-    if home.shape != load.shape or home.max() >= rules.cluster.num_nodes:
+    cluster = rules.cluster
+    if home.shape != load.shape or home.max() >= cluster.num_nodes:
         raise ValueError(
             f"home has shape {home.shape} and nodes up to {home.max()}; it must have the load's shape {load.shape} "
-            f"and nodes below {rules.cluster.num_nodes}"
+            f"and nodes below {cluster.num_nodes}"
         )
-    cluster = rules.cluster
-    node_R = cluster.node_of_rank
     return [
-        LayerRules(node_R, cluster.num_nodes, home_E, rules.min_nodes, rules.spread, rules.even)
+        LayerRules(cluster.node_of_rank, cluster.num_nodes, home_E, rules.min_nodes, rules.spread, rules.even)
         for home_E in home
     ]

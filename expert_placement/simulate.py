@@ -7,17 +7,16 @@ decode were recorded apart, the placement, made for their sum, is judged on each
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from expert_placement.measure import away_share, imbalance
 from expert_placement.moves import num_moved
-from expert_placement.nodes import group_homes
-from expert_placement.placement import Placement, linear_placement
-from expert_placement.plan import Rules, plan, refresh, repair
+from expert_placement.nodes import Rules, group_homes
+from expert_placement.placement import EMPTY, Placement, imbalance, linear_placement, slot_load
+from expert_placement.plan import plan, refresh, repair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +75,8 @@ def _plan(load: np.ndarray, setting: Setting, even: bool = False, pinned: bool =
 
 
 def _rules(setting: Setting, load: np.ndarray, even: bool, pinned: bool) -> Rules:
-    rules = setting.rules
-    home = group_homes(load, setting.num_groups, rules.cluster.num_nodes) if pinned else None
-    return Rules(cluster=rules.cluster, home=home, min_nodes=rules.min_nodes, spread=rules.spread, even=even)
+    home = group_homes(load, setting.num_groups, setting.rules.cluster.num_nodes) if pinned else None
+    return replace(setting.rules, home=home, even=even)
 
 
 def _linear(load: np.ndarray, setting: Setting) -> Placement:
@@ -125,7 +123,7 @@ class _Judge:
         self._known: list[np.ndarray] = []
         self._later: list[np.ndarray] = []
 
-    def take(self, placement: Placement, window: int) -> None:
+    def judge(self, placement: Placement, window: int) -> None:
         """Judge a placement that was made for a window on it and on the next one."""
         for judged, at in ((self._known, window), (self._later, window + 1)):
             if at < len(self._load) and self._load[at].any():
@@ -170,7 +168,7 @@ def simulate(
             moved.append(num_moved(made, current).sum() / max((made.slot_expert >= 0).sum(), 1))
         current = made
         for each in (judge, *by_phase.values()):
-            each.take(current, window)
+            each.judge(current, window)
     assert current is not None, "a trace has a window"
     return Outcome(
         policy=policy,
@@ -190,3 +188,22 @@ def _away(placement: Placement, load: np.ndarray, setting: Setting) -> float:
         return 0.0
     home = group_homes(load, setting.num_groups, cluster.num_nodes)
     return float(away_share(placement, load, home, cluster.node_of_rank).mean())
+
+
+def away_share(
+    placement: Placement, load: np.ndarray, home: np.ndarray, node_of_rank: np.ndarray
+) -> np.ndarray:
+    """The part of the load that is served off its expert's home node: [layers] float64.
+
+    Args:
+        home: [layers, experts] the home node, or -1.
+        node_of_rank: [ranks].
+    """
+    carried = slot_load(placement, load)
+    node = np.repeat(node_of_rank, placement.slots_per_rank)
+    expert = np.where(placement.slot_expert == EMPTY, 0, placement.slot_expert)
+    homes = np.take_along_axis(home, expert, axis=1)
+    away = np.where((homes >= 0) & (homes != node), carried, 0.0).sum(axis=1)
+    total = carried.sum(axis=1)
+    result: np.ndarray = np.divide(away, total, out=np.zeros_like(total), where=total > 0)
+    return result

@@ -34,7 +34,8 @@ def surviving(home: Placement, members: Sequence[int]) -> Placement:
     _check_members(home, members)
     if len(members) == home.num_ranks:
         return home
-    slots, shares = _kept(home.slot_expert, home, members), _kept(home.share, home, members)
+    kept = list(members)
+    slots, shares = (home.by_rank(part)[:, kept] for part in (home.slot_expert, home.share))
     lost = [np.setdiff1d(np.arange(home.num_experts), row) for row in slots]
     num_extra = [-(-len(experts) // len(members)) for experts in lost]
     behind = ((0, 0), (0, 0), (0, max(num_extra, default=0)))
@@ -44,14 +45,12 @@ def surviving(home: Placement, members: Sequence[int]) -> Placement:
         places, turns = np.arange(len(experts)) % len(members), np.arange(len(experts)) // len(members)
         slots[layer, places, home.slots_per_rank + turns] = experts
         shares[layer, places, home.slots_per_rank + turns] = 1.0
-    used = np.where(num_extra, home.slots_per_rank + np.array(num_extra, dtype=np.int64), home.layer_slots)
     flat = (home.num_layers, -1)
     return Placement(
         slots.reshape(flat),
         home.num_experts,
         len(members),
-        share=_shared_out(slots.reshape(flat), shares.reshape(flat), home.num_experts),
-        layer_slots=used,
+        share=_made_whole(slots.reshape(flat), shares.reshape(flat), home.num_experts),
         version=home.version,
     )
 
@@ -64,14 +63,8 @@ def _check_members(home: Placement, members: Sequence[int]) -> None:
         )
 
 
-def _kept(values: np.ndarray, home: Placement, members: Sequence[int]) -> np.ndarray:
-    """The members' part of a value of slots: [layers, members, slots of a rank], new."""
-    of_ranks = values.reshape(home.num_layers, home.num_ranks, home.slots_per_rank)
-    return of_ranks[:, list(members)]
-
-
-def _shared_out(slots: np.ndarray, shares: np.ndarray, num_experts: int) -> np.ndarray:
-    """Let the shares of every expert's copies that are left add up to 1, evenly if they were all 0: [layers, slots]."""
+def _made_whole(slots: np.ndarray, shares: np.ndarray, num_experts: int) -> np.ndarray:
+    """Let the shares of every expert's copies that are left add up to 1, evenly if they were all 0."""
     result = np.zeros_like(shares)
     for layer, row in enumerate(slots):
         held = np.flatnonzero(row != EMPTY)

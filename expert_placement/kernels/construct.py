@@ -11,12 +11,12 @@ Legend: E experts, R ranks, S slots of a layer.
 
 import numpy as np
 
-from expert_placement.kernels.compiled import inner
+from expert_placement.kernels.compiled import entry, inner
 from expert_placement.kernels.fill import copy_into, highest
-from expert_placement.kernels.layer import EMPTY, Layer, Rules, may_enter, put
+from expert_placement.kernels.layer import EMPTY, Layer, LayerRules, may_enter, put
 
 
-@inner
+@entry
 def count_copies(load_E: np.ndarray, num_slots: int, least: int, most: int, large: float) -> np.ndarray:
     """Return how many copies each expert gets.
 
@@ -46,7 +46,7 @@ def count_copies(load_E: np.ndarray, num_slots: int, least: int, most: int, larg
 
 
 @inner
-def _root(parent_R: np.ndarray, rank: int) -> int:
+def root(parent_R: np.ndarray, rank: int) -> int:
     while parent_R[rank] != rank:
         parent_R[rank] = parent_R[parent_R[rank]]
         rank = parent_R[rank]
@@ -54,7 +54,7 @@ def _root(parent_R: np.ndarray, rank: int) -> int:
 
 
 @inner
-def _place(layer: Layer, rules: Rules, expert: int, rank: int, each: float) -> None:
+def _place(layer: Layer, rules: LayerRules, expert: int, rank: int, each: float) -> None:
     begin = rank * layer.slots_per_rank
     for slot in range(begin, begin + layer.slots_per_rank):
         if layer.slot_S[slot] == EMPTY:
@@ -64,7 +64,7 @@ def _place(layer: Layer, rules: Rules, expert: int, rank: int, each: float) -> N
 
 
 @inner
-def _emptiest(layer: Layer, rules: Rules, expert: int, free_R: np.ndarray, node: int) -> int:
+def _emptiest(layer: Layer, rules: LayerRules, expert: int, free_R: np.ndarray, node: int) -> int:
     """The rank with the least load that has room for the expert, on a node (-1: any); -1 when there is none."""
     best = -1
     for rank in range(free_R.shape[0]):
@@ -76,7 +76,7 @@ def _emptiest(layer: Layer, rules: Rules, expert: int, free_R: np.ndarray, node:
 
 
 @inner
-def _roomiest_node(layer: Layer, rules: Rules, expert: int, free_R: np.ndarray) -> int:
+def _roomiest_node(layer: Layer, rules: LayerRules, expert: int, free_R: np.ndarray) -> int:
     """The node without the expert that has most free slots; then the one with the least load."""
     free_N = np.zeros(rules.num_nodes, np.int64)
     level_N = np.zeros(rules.num_nodes)
@@ -98,7 +98,7 @@ def _roomiest_node(layer: Layer, rules: Rules, expert: int, free_R: np.ndarray) 
 
 @inner
 def _place_required(
-    layer: Layer, rules: Rules, wanted_E: np.ndarray, order: np.ndarray, free_R: np.ndarray
+    layer: Layer, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, free_R: np.ndarray
 ) -> None:
     """Place the copies that have no choice of node: one at home, and `min_nodes` on different nodes."""
     num_ranks = free_R.shape[0]
@@ -132,7 +132,7 @@ def _place_required(
 @inner
 def _joining_rank(
     layer: Layer,
-    rules: Rules,
+    rules: LayerRules,
     expert: int,
     free_R: np.ndarray,
     shared_R: np.ndarray,
@@ -144,7 +144,7 @@ def _joining_rank(
     for rank in range(free_R.shape[0]):
         if free_R[rank] <= 0 or not may_enter(layer, rules, expert, rank):
             continue
-        is_joined = joined >= 0 and _root(parent_R, rank) == _root(parent_R, joined)
+        is_joined = joined >= 0 and root(parent_R, rank) == root(parent_R, joined)
         better = best < 0 or shared_R[rank] < best_shared
         if not better and shared_R[rank] == best_shared:
             better = best_joined and not is_joined
@@ -156,7 +156,7 @@ def _joining_rank(
 
 
 @inner
-def place_all(layer: Layer, rules: Rules, wanted_E: np.ndarray, order: np.ndarray, join: bool) -> None:
+def _place_all(layer: Layer, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, join: bool) -> None:
     """Fill the empty layer with `wanted_E` copies of each expert; what finds no place is left out.
 
     Args:
@@ -193,12 +193,12 @@ def place_all(layer: Layer, rules: Rules, wanted_E: np.ndarray, order: np.ndarra
                 free_R[rank] -= 1
                 shared_R[rank] += wanted_E[expert] > 1
                 if joined >= 0:
-                    parent_R[_root(parent_R, rank)] = _root(parent_R, joined)
+                    parent_R[root(parent_R, rank)] = root(parent_R, joined)
                 joined = rank
 
 
 @inner
-def complete(layer: Layer, rules: Rules) -> None:
+def _complete(layer: Layer, rules: LayerRules) -> None:
     """Fill slots that are still empty with further copies, the largest share first."""
     for slot in range(layer.slot_S.shape[0]):
         if layer.slot_S[slot] != EMPTY:
@@ -218,7 +218,7 @@ def complete(layer: Layer, rules: Rules) -> None:
 
 
 @inner
-def missing(layer: Layer, rules: Rules) -> int:
+def _missing(layer: Layer, rules: LayerRules) -> int:
     """The first expert that the rules still want copies of, or -1."""
     for expert in range(layer.load_E.shape[0]):
         span = 0
@@ -228,3 +228,11 @@ def missing(layer: Layer, rules: Rules) -> int:
         if span < rules.min_nodes or (home >= 0 and layer.on_NE[home, expert] == 0):
             return expert
     return -1
+
+
+@entry
+def construct(layer: Layer, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, join: bool) -> int:
+    """Fill an empty layer, see `_place_all`; returns -1, or an expert for which the rules cannot be kept."""
+    _place_all(layer, rules, wanted_E, order, join)
+    _complete(layer, rules)
+    return _missing(layer, rules)

@@ -11,7 +11,7 @@ Legend: E experts, S slots of a layer, R ranks; slot q belongs to rank q // slot
 
 import numpy as np
 
-from expert_placement.kernels.compiled import inner
+from expert_placement.kernels.compiled import entry, inner
 
 RELAXATION = 1.5  # of 1 to 2: 1 is plain levelling
 PLAIN_SWEEPS = 2  # at the end, without over-relaxation, so that no rank is left above its neighbours
@@ -157,3 +157,19 @@ def pour(
         if plain > PLAIN_SWEEPS:
             return sweep + 1
     return sweeps
+
+
+@entry
+def fill_layer(
+    load_E: np.ndarray,
+    slot_S: np.ndarray,
+    slots_per_rank: int,
+    sweeps: int,
+    tolerance: float,
+    x_S: np.ndarray,
+) -> None:
+    """Divide the loads between the copies anew, starting from the proportions in x_S, in place."""
+    level_R = np.zeros(slot_S.shape[0] // slots_per_rank)
+    first_E, at_S = index_copies(slot_S, load_E.shape[0])
+    divide_as_before(load_E, first_E, at_S, slots_per_rank, x_S, level_R)
+    pour(first_E, at_S, slots_per_rank, x_S, level_R, sweeps, tolerance)

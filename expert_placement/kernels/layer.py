@@ -16,7 +16,7 @@ from expert_placement.kernels.fill import divide_as_before, divide_evenly, index
 EMPTY = -1
 
 
-class Rules(NamedTuple):
+class LayerRules(NamedTuple):
     """What holds for a layer, whatever is placed."""
 
     node_R: np.ndarray  # [R] int64: the node of each rank
@@ -42,7 +42,7 @@ class Layer(NamedTuple):
     mean: float  # load per rank
 
 
-def new_layer(load_E: np.ndarray, slot_RW: np.ndarray, x_RW: np.ndarray, rules: Rules) -> Layer:
+def new_layer(load_E: np.ndarray, slot_RW: np.ndarray, x_RW: np.ndarray, rules: LayerRules) -> Layer:
     """Return a layer that holds what is placed now; runs in Python.
 
     Args:
@@ -72,7 +72,7 @@ def new_layer(load_E: np.ndarray, slot_RW: np.ndarray, x_RW: np.ndarray, rules: 
 
 
 @inner
-def put(layer: Layer, rules: Rules, slot: int, expert: int) -> None:
+def put(layer: Layer, rules: LayerRules, slot: int, expert: int) -> None:
     """Let a slot hold an expert, or nothing; its load is left to `refill`."""
     rank = slot // layer.slots_per_rank
     node = rules.node_R[rank]
@@ -89,7 +89,7 @@ def put(layer: Layer, rules: Rules, slot: int, expert: int) -> None:
 
 
 @inner
-def refill(layer: Layer, rules: Rules, sweeps: int, tolerance: float) -> None:
+def refill(layer: Layer, rules: LayerRules, sweeps: int, tolerance: float) -> None:
     """Divide the loads between the copies anew."""
     first_E, at_S = index_copies(layer.slot_S, layer.load_E.shape[0])
     if rules.even:
@@ -100,7 +100,7 @@ def refill(layer: Layer, rules: Rules, sweeps: int, tolerance: float) -> None:
 
 
 @inner
-def may_leave(layer: Layer, rules: Rules, expert: int, rank: int, to_rank: int) -> bool:
+def may_leave(layer: Layer, rules: LayerRules, expert: int, rank: int, to_rank: int) -> bool:
     """Whether a copy may go from `rank` to `to_rank`, or to nowhere (-1), by the rules about nodes."""
     node = rules.node_R[rank]
     to_node = rules.node_R[to_rank] if to_rank >= 0 else -1
@@ -115,12 +115,12 @@ def may_leave(layer: Layer, rules: Rules, expert: int, rank: int, to_rank: int) 
 
 
 @inner
-def _least_span(rules: Rules, copies: int) -> int:
+def _least_span(rules: LayerRules, copies: int) -> int:
     return max(rules.min_nodes, min(copies, rules.num_nodes)) if rules.spread else rules.min_nodes
 
 
 @inner
-def _span_after(layer: Layer, rules: Rules, expert: int, left: int, entered: int) -> int:
+def _span_after(layer: Layer, rules: LayerRules, expert: int, left: int, entered: int) -> int:
     """The nodes that have a copy once the last one on `left` has gone to `entered` (-1: nowhere)."""
     span = 0
     for node in range(rules.num_nodes):
@@ -129,7 +129,7 @@ def _span_after(layer: Layer, rules: Rules, expert: int, left: int, entered: int
 
 
 @inner
-def may_enter(layer: Layer, rules: Rules, expert: int, rank: int) -> bool:
+def may_enter(layer: Layer, rules: LayerRules, expert: int, rank: int) -> bool:
     """Whether one more copy may be made on a rank."""
     if layer.on_RE[rank, expert]:
         return False

@@ -13,8 +13,8 @@ Legend: S slots of a layer, R ranks, C candidates.
 
 import numpy as np
 
-from expert_placement.kernels.compiled import inner
-from expert_placement.kernels.construct import _root
+from expert_placement.kernels.compiled import entry, inner
+from expert_placement.kernels.construct import root
 from expert_placement.kernels.fill import (
     copy_into,
     divide_as_before,
@@ -23,7 +23,7 @@ from expert_placement.kernels.fill import (
     index_copies,
     pour,
 )
-from expert_placement.kernels.layer import EMPTY, Layer, Rules, may_enter, may_leave, put, refill
+from expert_placement.kernels.layer import EMPTY, Layer, LayerRules, may_enter, may_leave, put, refill
 
 SWEEPS, TRIAL_SWEEPS = 120, 40
 TOLERANCE, TRIAL_TOLERANCE = 1e-5, 1e-4  # of the mean
@@ -44,7 +44,7 @@ def excess(layer: Layer, level_R: np.ndarray) -> float:
 
 
 @inner
-def _find_pools(layer: Layer, rules: Rules) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _find_pools(layer: Layer, rules: LayerRules) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return `(pool_R, size_R, height_R)`: a rank's pool, and by pool its ranks and its mean level."""
     num_ranks = layer.level_R.shape[0]
     parent_R = np.empty(num_ranks, np.int64)
@@ -58,12 +58,12 @@ def _find_pools(layer: Layer, rules: Rules) -> tuple[np.ndarray, np.ndarray, np.
                 if layer.x_S[at_S[place]] > LINKED * layer.mean:
                     rank = at_S[place] // layer.slots_per_rank
                     if linked >= 0:
-                        parent_R[_root(parent_R, rank)] = _root(parent_R, linked)
+                        parent_R[root(parent_R, rank)] = root(parent_R, linked)
                     linked = rank
     pool_R = np.empty(num_ranks, np.int64)
     size_R, height_R = np.zeros(num_ranks), np.zeros(num_ranks)
     for rank in range(num_ranks):
-        pool_R[rank] = _root(parent_R, rank)
+        pool_R[rank] = root(parent_R, rank)
         size_R[pool_R[rank]] += 1.0
         height_R[pool_R[rank]] += layer.level_R[rank]
     for rank in range(num_ranks):
@@ -88,7 +88,7 @@ def _swap_gain(high: float, high_size: float, low: float, low_size: float, moved
 @inner
 def _copy_gain(
     layer: Layer,
-    rules: Rules,
+    rules: LayerRules,
     pools: tuple[np.ndarray, np.ndarray, np.ndarray],
     at: tuple[np.ndarray, np.ndarray],
     here: int,
@@ -150,7 +150,7 @@ def _keep_best(
 
 
 @inner
-def _propose(layer: Layer, rules: Rules, budget: int) -> tuple[np.ndarray, np.ndarray]:
+def _propose(layer: Layer, rules: LayerRules) -> tuple[np.ndarray, np.ndarray]:
     """Return the most promising steps `[kind, here, there, cost]` and their scores (0: none)."""
     pools = _find_pools(layer, rules)
     pool_R, size_R, height_R = pools
@@ -182,15 +182,12 @@ def _propose(layer: Layer, rules: Rules, budget: int) -> tuple[np.ndarray, np.nd
                 score = gain / max(float(cost), LEAST_COST)
                 if (
                     (score > score_C[4 * rank + SWAP] or score > score_C[4 * to_rank + 2 + SWAP])
-                    and cost <= budget
                     and may_leave(layer, rules, expert, rank, to_rank)
                     and (other == EMPTY or may_leave(layer, rules, other, to_rank, rank))
                 ):
                     _keep_best(found_C, score_C, score, SWAP, rank, to_rank, here, there, cost)
             if other == EMPTY or layer.copies_E[other] > 1:
                 cost = _cost(layer, expert, other, to_rank)
-                if cost > budget:
-                    continue
                 gain = _copy_gain(layer, rules, pools, at, here, there, in_pool_E[expert])
                 score = gain / max(float(cost), LEAST_COST)
                 if (
@@ -203,7 +200,7 @@ def _propose(layer: Layer, rules: Rules, budget: int) -> tuple[np.ndarray, np.nd
 
 
 @inner
-def _try(layer: Layer, rules: Rules, step: np.ndarray, x_S: np.ndarray, level_R: np.ndarray) -> None:
+def _try(layer: Layer, rules: LayerRules, step: np.ndarray, x_S: np.ndarray, level_R: np.ndarray) -> None:
     """Write into x_S and level_R what the slots and ranks would carry after a step; the layer is left as it was."""
     here, there = step[1], step[2]
     expert, other = layer.slot_S[here], layer.slot_S[there]
@@ -225,10 +222,10 @@ def _try(layer: Layer, rules: Rules, step: np.ndarray, x_S: np.ndarray, level_R:
 
 @inner
 def _best_step(
-    layer: Layer, rules: Rules, budget: int, best_x_S: np.ndarray, best_level_R: np.ndarray
+    layer: Layer, rules: LayerRules, best_x_S: np.ndarray, best_level_R: np.ndarray
 ) -> tuple[int, int, int, int]:
     """Return `(kind, here, there, cost)` of the best step that helps, kind -1 when there is none."""
-    found_C, score_C = _propose(layer, rules, budget)
+    found_C, score_C = _propose(layer, rules)
     x_S, level_R = np.empty(layer.x_S.shape[0]), np.empty(layer.level_R.shape[0])
     before, top = excess(layer, layer.level_R), layer.level_R[highest(layer.level_R)]
     best, best_score = -1, 0.0
@@ -251,32 +248,32 @@ def _best_step(
     return found_C[best, 0], found_C[best, 1], found_C[best, 2], found_C[best, 3]
 
 
-@inner
+@entry
 def improve(
     layer: Layer,
-    rules: Rules,
+    rules: LayerRules,
     target: float,
-    budget: int,
     most_steps: int,
     moved_T: np.ndarray,
     top_T: np.ndarray,
 ) -> int:
-    """Take steps until the fullest rank is at `target` x mean, the budget of moved slots is spent, or none helps.
+    """Divide the loads anew, then take steps until the fullest rank is at `target` x mean, or none helps.
 
     Args:
-        layer: filled, its loads divided; changed in place.
+        layer: filled; changed in place.
+        most_steps: at most.
         moved_T, top_T: [most_steps + 1], written: moved slots and the fullest rank's load / mean after each step.
 
     Returns:
         The steps taken.
     """
+    refill(layer, rules, SWEEPS, TOLERANCE)
     best_x_S, best_level_R = np.empty(layer.x_S.shape[0]), np.empty(layer.level_R.shape[0])
     moved_T[0], top_T[0] = 0, layer.level_R[highest(layer.level_R)] / layer.mean
     for step in range(most_steps):
         if top_T[step] <= target:
             return step
-        left = budget - moved_T[step]
-        kind, here, there, cost = _best_step(layer, rules, left, best_x_S, best_level_R)
+        kind, here, there, cost = _best_step(layer, rules, best_x_S, best_level_R)
         if kind < 0:
             return step
         expert, other = layer.slot_S[here], layer.slot_S[there]

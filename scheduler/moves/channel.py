@@ -16,7 +16,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from expert_placement.transfers import BUSY_PART
+from expert_placement.moves import BUSY_PART
 from scheduler.step.groups import make_group
 
 GROUP_TIMEOUT = timedelta(hours=24)  # a transfer waits its turn, however long the plan

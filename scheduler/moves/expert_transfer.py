@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expert_placement.transfers import Transfer
+from expert_placement.moves import Transfer
 from moe.backend import Experts
 from moe.expert_weights import (
     Digest,

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from expert_placement.moves import Transfer, transfers_between
 from expert_placement.placement import Placement
-from expert_placement.transfers import Transfer, transfers_between
 from moe.expert_weights import ExpertWeights, exchange_slot
 from moe.replicas import Route, routes
 from moe.spare_slots import SpareSlots

@@ -7,7 +7,7 @@ import numpy as np
 
 from expert_placement.config import EplbConfig
 from expert_placement.files import PlacementFileError, load_placement
-from expert_placement.node_rules import rules_for_plan
+from expert_placement.nodes import rules_for_plan
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.plan import plan
 from scheduler.policy.config import ConfigError

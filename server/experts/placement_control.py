@@ -15,14 +15,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from expert_placement.config import EplbConfig
-from expert_placement.control import Decision, decide, propose
+from expert_placement.control import Decision, Proposal, Situation, decide, propose
 from expert_placement.forecast import calibrated, step_kinds
 from expert_placement.history import History
-from expert_placement.moves import align
-from expert_placement.node_rules import rules_for_repair
+from expert_placement.moves import align, stages
+from expert_placement.nodes import rules_for_repair
 from expert_placement.placement import Placement
-from expert_placement.proposal import Proposal, Situation
-from expert_placement.transfers import stages
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause
 from server.errors import ApiError, bad_request, not_ready

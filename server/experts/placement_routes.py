@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from expert_placement.config import EplbConfig
+from expert_placement.control import Proposal
 from expert_placement.files import from_json, to_json
-from expert_placement.proposal import Proposal, describe
 from server.errors import bad_request
 from server.experts.placement_control import PlacementControl
 
@@ -90,7 +90,7 @@ def summary(proposal: Proposal) -> dict[str, Any]:
         "moves": proposal.moves,
         "bytes": proposal.num_bytes,
         "seconds": round(proposal.seconds, 3),
-        "reason": describe(proposal),
+        "reason": proposal.describe(),
     }
 
 

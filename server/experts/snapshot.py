@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from expert_placement.load import PHASES, RankFigures, measured_balancedness
-from expert_placement.slowness import explain
+from expert_placement.load import PHASES, RankFigures, explain, measured_balancedness
 from scheduler.moves.reports import ExpertMap
 
 

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from expert_placement.config import EplbConfig
-from expert_placement.control import decide, propose
+from expert_placement.control import WORK_S_PER_BYTE, Situation, cheapest, cheapest_within, decide, propose
 from expert_placement.forecast import StepKind, calibrated
-from expert_placement.measure import imbalance
-from expert_placement.nodes import Cluster
-from expert_placement.placement import Placement, linear_placement
-from expert_placement.plan import Rules, plan
-from expert_placement.proposal import WORK_S_PER_BYTE, Situation
-from expert_placement.transfers import BUSY_PART, transfers_between
+from expert_placement.moves import BUSY_PART, transfers_between
+from expert_placement.nodes import Cluster, Rules
+from expert_placement.placement import Placement, imbalance, linear_placement
+from expert_placement.plan import plan
+from tests.support.placements import random_placement
 
 SKEWED = np.random.default_rng(0).lognormal(0, 0.9, (4, 32)) * 100  # choices of a step
 COPIES = plan(np.ones((4, 32)), 9, Rules(cluster=Cluster(num_ranks=4))).placement
@@ -145,3 +144,24 @@ def test_equal_numbers_give_equal_decisions() -> None:
     one, other = (decide(situation(), EplbConfig()) for _ in range(2))
     assert one.proposal is not None and other.proposal is not None
     assert one.proposal.target.digest() == other.proposal.target.digest() and one.reason == other.reason
+
+
+def test_of_equals_the_first_is_taken() -> None:
+    start, other = linear_placement(2, 4, 2), random_placement(2, 4, 2, 2, seed=1)
+    assert cheapest([start, other], lambda _: np.ones(2)).digest() == start.digest()
+
+
+def test_a_budget_that_the_cheapest_layers_exceed_leaves_the_cheapest_whole() -> None:
+    costs = {0: [2.0, 9.0], 1: [1.0, 5.0], 2: [4.0, 1.0]}
+    start = linear_placement(2, 4, 2)
+    moved = [Placement(np.array(rows), 4, 2, version=number) for number, rows in (
+        (1, [[2, 3, 0, 1], [0, 1, 2, 3]]), (2, [[0, 1, 2, 3], [2, 3, 0, 1]]),
+    )]  # fmt: skip
+
+    def seconds(placement: Placement) -> np.ndarray:
+        return np.array(costs[placement.version])
+
+    made = [start, *moved]
+    assert cheapest(made, seconds).slot_expert.tolist() == [[2, 3, 0, 1], [2, 3, 0, 1]]
+    assert cheapest_within(made, seconds, start, 8).slot_expert.tolist() == [[2, 3, 0, 1], [2, 3, 0, 1]]
+    assert cheapest_within(made, seconds, start, 7) is moved[1]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_placement.measure import imbalance, least_by_shares, rank_load
-from expert_placement.placement import EMPTY, Placement
+from expert_placement.placement import EMPTY, Placement, imbalance, rank_load
 from expert_placement.plan import refresh
+from tests.support.placement_bounds import least_by_shares
 
 
 def least_fullest(placement: Placement, load: np.ndarray) -> float:

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from expert_placement.moves import align
+from expert_placement.moves import Transfer, align, num_moved, stages, transfers_between
 from expert_placement.placement import EMPTY, Placement, linear_placement
-from expert_placement.transfers import stages, transfers_between
 from tests.support.placements import random_placement
 
 
@@ -72,7 +71,7 @@ def test_stages_are_whole_placements_that_end_in_the_new_one(most: int) -> None:
 def test_equal_placements_need_no_stage_and_shares_alone_need_one() -> None:
     current, _ = pair(1)
     assert stages(current, current, 5) == []
-    even = current.with_shares(None)  # type: ignore[arg-type]
+    even = current.with_even_shares()
     (only,) = stages(current, even, 5)
     assert transfers_between(current, only) == [] and only.digest() == even.digest()
 
@@ -82,3 +81,25 @@ def test_a_layer_that_needs_more_spare_slots_than_there_are_is_refused() -> None
     new = Placement(np.array([[4, 5, 6, 7, 0, 1, 2, 3]]), 8, 2)
     with pytest.raises(ValueError, match="4 experts would come to one rank in one layer; 3 spare slots"):
         stages(current, new, 3)
+
+
+def test_aligned_slots_keep_what_their_rank_keeps() -> None:
+    current = Placement(np.array([[0, 1, 2, 3, 4, 0]]), 5, 2)
+    new = Placement(np.array([[1, 3, 0, 0, 2, 4]]), 5, 2)
+    aligned = align(new, current)
+    assert aligned.slot_expert.tolist() == [[0, 1, 3, 2, 4, 0]]
+    assert num_moved(aligned, current).tolist() == [2]
+    assert transfers_between(current, aligned) == [Transfer(0, 3, 3, 2), Transfer(0, 2, 2, 3)]
+
+
+def test_shares_travel_with_their_experts_when_slots_are_aligned() -> None:
+    current = Placement(np.array([[0, 1, 0, 2]]), 3, 2)
+    new = Placement(np.array([[1, 0, 2, 0]]), 3, 2, share=np.array([[1, 0.3, 1, 0.7]]))
+    assert align(new, current).share.tolist() == [[0.3, 1, 0.7, 1]]
+
+
+def test_placements_of_different_sizes_have_no_moves() -> None:
+    with pytest.raises(
+        ValueError, match=r"\(layers, slots, experts, ranks\) is \(1, 4, 4, 2\) now and \(1, 4, 4, 4\)"
+    ):
+        num_moved(linear_placement(1, 4, 4), linear_placement(1, 4, 2))

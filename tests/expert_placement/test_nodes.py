@@ -4,10 +4,18 @@ import numpy as np
 import pytest
 
 from expert_placement.config import EplbConfig
-from expert_placement.node_rules import rules_for_plan, rules_for_repair
-from expert_placement.nodes import num_nodes_of
+from expert_placement.nodes import (
+    Cluster,
+    Rules,
+    group_homes,
+    num_nodes_of,
+    present_homes,
+    rules_for_plan,
+    rules_for_repair,
+)
 from expert_placement.placement import linear_placement
 from expert_placement.plan import plan, repair
+from expert_placement.simulate import away_share
 
 TWO = ("a", "a", "b", "b")
 LOAD = np.random.default_rng(1).lognormal(0, 0.8, (3, 16)) * 100
@@ -63,3 +71,18 @@ def test_wishes_that_cannot_be_granted_are_left_out_and_said() -> None:
     assert "20 slots for 16 experts on 2 nodes allow 1" in left_out[0], "too few slots, not too few nodes"
     _, left_out = rules_for_plan(EplbConfig(spread=True), ("a", "b", "a", "b"), LOAD, 20)
     assert "2 hosts without equally many ranks in a row count as one" in left_out[0]
+
+
+def test_groups_get_homes_of_equal_size_and_are_found_again() -> None:
+    load = np.exp(np.random.default_rng(0).normal(0, 1, (3, 32)))
+    home = group_homes(load, 4, 2)
+    assert (np.sort(home[:, ::8], axis=1) == [0, 0, 1, 1]).all()
+    rules = Rules(cluster=Cluster(num_ranks=8, num_nodes=2), home=home)
+    placement = plan(load, 5, rules).placement
+    found = present_homes(placement, 4, 2)
+    assert (found >= 0).all()
+    away = away_share(placement, load, home, rules.cluster.node_of_rank)
+    assert ((away >= 0) & (away < 0.5)).all()
+    assert away_share(placement, load, np.full((3, 32), -1), rules.cluster.node_of_rank).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="32 experts in 5 groups on 2 nodes"):
+        group_homes(load, 5, 2)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from expert_placement.placement import EMPTY, Placement, linear_placement
+from expert_placement.placement import EMPTY, Placement, imbalance, linear_placement, rank_load
 
 
 @pytest.mark.parametrize(("experts", "ranks"), [(8, 1), (8, 2), (8, 4), (10, 4), (3, 4), (1, 3), (64, 7)])
@@ -19,14 +19,9 @@ def test_a_linear_placement_keeps_order_and_spreads_evenly(experts: int, ranks: 
         assert max(counts) - min(counts) <= 1 and counts == sorted(counts, reverse=True)
 
 
-def test_expert_slot_is_the_inverse_of_slot_expert() -> None:
+def test_a_ranks_slots_are_its_part_of_the_row() -> None:
     slots = np.array([[3, EMPTY, 0, 2, 1, EMPTY], [EMPTY, 1, 2, 0, EMPTY, 3]])
-    placement = Placement(slots, num_experts=4, num_ranks=2)
-    inverse = placement.expert_slot()
-    for layer in range(2):
-        for expert in range(4):
-            assert slots[layer, inverse[layer, expert]] == expert
-    assert placement.local(1).tolist() == [[2, 1, EMPTY], [0, EMPTY, 3]]
+    assert Placement(slots, num_experts=4, num_ranks=2).local(1).tolist() == [[2, 1, EMPTY], [0, EMPTY, 3]]
 
 
 def test_a_placement_cannot_be_changed() -> None:
@@ -49,6 +44,7 @@ def test_a_placement_cannot_be_changed() -> None:
         ([[0, 1, -2]], 2, 1, r"layer 0: slots hold experts \[-2\], which are not 0 to 1"),
         ([[0, 1, 2]], 3, 2, r"shape \(1, 3\).*multiple of the 2 ranks"),
         ([0, 1], 2, 1, r"shape \(2,\)"),
+        ([[0, EMPTY, 1, 1]], 2, 2, "layer 0: rank 1 holds expert 1 twice; copies belong on different ranks"),
     ],
 )
 def test_what_is_no_placement_is_refused_by_name(
@@ -58,36 +54,27 @@ def test_what_is_no_placement_is_refused_by_name(
         Placement(np.array(slots), num_experts=experts, num_ranks=ranks)
 
 
-def test_two_copies_on_one_rank_are_refused() -> None:
-    with pytest.raises(ValueError, match="layer 0: rank 1 holds expert 1 twice"):
-        Placement(np.array([[0, EMPTY, 1, 1]]), num_experts=2, num_ranks=2)
-
-
 def test_copies_share_evenly_unless_told_otherwise() -> None:
     slots = np.array([[0, 1, 0, 2]])
     assert Placement(slots, 3, 2).share.tolist() == [[0.5, 1, 0.5, 1]]
     uneven = Placement(slots, 3, 2, share=np.array([[0.25, 1, 0.75, 1]]))
     assert uneven.copies(0).share.tolist() == [0.25, 0.75, 1, 1]
-    assert uneven.with_shares(np.array([[1, 1, 0, 1]])).share.tolist() == [[1, 1, 0, 1]]
+    assert uneven.with_even_shares().share.tolist() == [[0.5, 1, 0.5, 1]]
 
 
 @pytest.mark.parametrize(
-    ("share", "message"),
+    ("slots", "share", "message"),
     [
-        ([[0.5, 1, 0.4, 1]], "layer 0: the shares of expert 0 add up to 0.9, not 1"),
-        ([[1.5, 1, -0.5, 1]], r"layer 0: slot 2 has the share -0.5"),
-        ([[0.5, 1, np.nan, 1]], r"layer 0: slot 2 has the share nan"),
-        ([[0.5, 1]], r"share has shape \(1, 2\); it must be that of slot_expert, \(1, 4\)"),
+        ([0, 1, 0, 2], [0.5, 1, 0.4, 1], "layer 0: the shares of expert 0 add up to 0.9, not 1"),
+        ([0, 1, 0, 2], [1.5, 1, -0.5, 1], r"layer 0: slot 2 has the share -0.5"),
+        ([0, 1, 0, 2], [0.5, 1, np.nan, 1], r"layer 0: slot 2 has the share nan"),
+        ([0, EMPTY, 1, 2], [0.5, 0.5, 1, 1], r"layer 0: slot 1 has the share 0\.5"),
+        ([0, 1, 0, 2], [0.5, 1], r"share has shape \(1, 2\); it must be that of slot_expert, \(1, 4\)"),
     ],
 )
-def test_shares_that_are_none_are_refused_by_name(share: list[list[float]], message: str) -> None:
+def test_shares_that_are_none_are_refused_by_name(slots: list[int], share: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Placement(np.array([[0, 1, 0, 2]]), 3, 2, share=np.array(share))
-
-
-def test_an_empty_slot_has_no_share() -> None:
-    with pytest.raises(ValueError, match=r"slot 1 has the share 0\.5"):
-        Placement(np.array([[0, EMPTY]]), 1, 1, share=np.array([[0.5, 0.5]]))
+        Placement(np.array([slots]), 3, 2, share=np.array([share]))
 
 
 def test_copies_are_the_inverse() -> None:
@@ -98,15 +85,6 @@ def test_copies_are_the_inverse() -> None:
         own = copies.slot[copies.first[expert] : copies.first[expert + 1]]
         assert own.tolist() == np.flatnonzero(slots[0] == expert).tolist()
         assert placement.num_copies[0, expert] == len(own)
-        assert placement.expert_slot()[0, expert] == own[0]
-
-
-def test_a_layer_keeps_to_its_slots() -> None:
-    slots = np.array([[0, 1, 2, EMPTY], [0, 1, 2, 0]])
-    with pytest.raises(ValueError, match="layer 1: experts lie in slots past the 1"):
-        Placement(slots, 3, 2, layer_slots=np.array([2, 1]))
-    with pytest.raises(ValueError, match=r"layer_slots is \[3, 2\]; it must be 2 numbers from 0 to 2"):
-        Placement(slots, 3, 2, layer_slots=np.array([3, 2]))
 
 
 def test_the_digest_speaks_of_slots_and_shares_and_not_of_the_version() -> None:
@@ -114,8 +92,25 @@ def test_the_digest_speaks_of_slots_and_shares_and_not_of_the_version() -> None:
     placement = Placement(slots, 3, 2)
     assert placement.digest() == Placement(slots, 3, 2).with_version(7).digest()
     others = [
-        placement.with_shares(np.array([[0.25, 1, 0.75, 1]])),
+        Placement(slots, 3, 2, share=np.array([[0.25, 1, 0.75, 1]])),
         Placement(np.array([[0, 1, 2, 0]]), 3, 2),
-        Placement(slots, 3, 1 + 1, layer_slots=np.array([2])).with_shares(np.array([[1, 1, 0, 1]])),
+        Placement(slots, 4 - 1, 2, share=np.array([[1, 1, 0, 1]])),
     ]
+    assert placement.digest() == "504e589255deb192", "as in files and histories that are kept"
     assert len({placement.digest(), *(other.digest() for other in others)}) == 4
+
+
+def test_imbalance_is_taken_over_the_ranks_of_each_layer() -> None:
+    placement = linear_placement(2, 4, 2)
+    load = np.array([[3.0, 3, 1, 1], [1.0, 1, 3, 3]])
+    assert rank_load(placement, load).tolist() == [[6, 2], [2, 6]]
+    assert imbalance(placement, load).tolist() == [1.5, 1.5], "summed over layers the ranks would look even"
+
+
+def test_a_layer_without_load_is_level() -> None:
+    assert imbalance(linear_placement(1, 4, 2), np.zeros((1, 4))).tolist() == [1.0]
+
+
+def test_shares_divide_an_experts_load() -> None:
+    placement = Placement(np.array([[0, EMPTY, 0, 1]]), 2, 2, share=np.array([[0.75, 0, 0.25, 1]]))
+    assert rank_load(placement, np.array([[8.0, 1]])).tolist() == [[6, 3]]

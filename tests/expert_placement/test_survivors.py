@@ -79,14 +79,6 @@ def test_copies_whose_last_one_had_no_share_share_evenly() -> None:
     assert surviving(home, [1, 2]).share.tolist() == [[1.0, 1.0]]
 
 
-def test_a_layer_with_fewer_slots_than_the_widest_gets_those_that_it_needs() -> None:
-    slots = np.array([[0, 1, 2, EMPTY], [0, 1, 2, 0]])
-    home = Placement(slots, 3, 2, layer_slots=np.array([2, 2]))
-    assert surviving(home, [0]).slot_expert.tolist() == [[0, 1, 2], [0, 1, 2]]
-    narrow = Placement(np.array([[0, EMPTY, 1, EMPTY], [0, 1, 0, 1]]), 2, 2, layer_slots=np.array([1, 2]))
-    assert surviving(narrow, [1]).layer_slots.tolist() == [3, 2]
-
-
 @pytest.mark.parametrize("members", [[], [1, 0], [0, 0], [3], [-1]])
 def test_members_that_are_not_ascending_ranks_of_home_are_refused(members: list[int]) -> None:
     with pytest.raises(ValueError, match=r"members are .*; they must be some of ranks 0 to 2, ascending"):

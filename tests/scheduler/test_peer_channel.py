@@ -2,7 +2,7 @@
 
 import threading
 
-from expert_placement.transfers import BUSY_PART
+from expert_placement.moves import BUSY_PART
 from scheduler.moves.channel import LEAST_BUSY_S, PIECE_BYTES, Pace
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from expert_placement.measure import balancedness, rank_load
-from expert_placement.placement import Placement, linear_placement
+from expert_placement.placement import Placement, imbalance, linear_placement, rank_load
 
 PHASES = ("prefill", "decode")
 SIGMA = 0.7  # of log(load) over the experts of a layer: DeepSeek-V3 has 0.56 to 0.86
@@ -85,7 +84,7 @@ def _tokens(random: np.random.Generator, num_layers: int, num_experts: int, tota
 
 
 def _balancedness(placement: Placement, tokens: np.ndarray) -> dict[str, Any]:
-    per_layer = balancedness(placement, tokens)
+    per_layer = 1.0 / imbalance(placement, tokens)
     return {
         "per_layer": per_layer.tolist(),
         "mean": float(per_layer.mean()),

@@ -12,11 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from expert_placement.files import PlacementFileError, load_placement, save_placement
-from expert_placement.load_file import LoadFileError, read_loads
-from expert_placement.measure import imbalance
-from expert_placement.nodes import Cluster, group_homes, present_homes
-from expert_placement.plan import Plan, Rules, plan, repair
+from expert_placement.files import (
+    LoadFileError,
+    PlacementFileError,
+    load_placement,
+    read_loads,
+    save_placement,
+)
+from expert_placement.nodes import Cluster, Rules, group_homes, present_homes
+from expert_placement.placement import imbalance
+from expert_placement.plan import Plan, plan, repair
 from expert_placement.simulate import Figures, Outcome, Setting, simulate
 
 

@@ -161,7 +161,9 @@ def corrupt(directory: Path, expert: int) -> Corrupted:
         return run(module, hidden_TD, ids_TK, weights_TK)
 
     layer.run = recorded  # type: ignore[method-assign]
-    rank, slot = divmod(int(built.model.placement.expert_slot()[-1][expert]), len(layer.up.packed_S))
+    rank, slot = divmod(
+        int(np.flatnonzero(built.model.placement.slot_expert[-1] == expert)[0]), len(layer.up.packed_S)
+    )
     if rank == (dist.get_rank() if dist.is_initialized() else 0):
         layer.up.packed_S[slot] += 0.25
     return Corrupted(before, teacher_forced(built, own), np.concatenate(chosen))

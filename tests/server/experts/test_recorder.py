@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from expert_placement.load_file import read_loads
+from expert_placement.files import read_loads
 from server.experts.recorder import LoadRecorder
 from tests.support.load_reports import EXPERTS, counts, expert_map
 
