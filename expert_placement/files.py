@@ -67,8 +67,10 @@ def save_placement(placement: Placement, path: Path) -> None:
     """Write a placement.
 
     Raises:
-        OSError: it cannot be written.
+        PlacementFileError: the file's name says that it is an archive. OSError: it cannot be written.
     """
+    if path.suffix == ".npz":
+        raise PlacementFileError(f"{path}: a placement is written as JSON; give it a name that ends in .json")
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(json.dumps(to_json(placement)) + "\n")

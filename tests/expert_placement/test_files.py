@@ -91,3 +91,5 @@ def test_a_missing_file_and_a_recorded_load_are_refused(tmp_path: Path) -> None:
         PlacementFileError, match="a recorded load, of which `wideep experts plan` makes a placement"
     ):
         load_placement(path)
+    with pytest.raises(PlacementFileError, match=r"is written as JSON; give it a name that ends in \.json"):
+        save_placement(PLACEMENT, path)

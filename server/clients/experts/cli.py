@@ -95,9 +95,7 @@ def _add_plan(verbs: Any) -> argparse.ArgumentParser:
     planning.add_argument("--ranks", type=int, metavar="R", help="ranks (default: those of --current)")
     planning.add_argument("--slots", type=int, metavar="S", help="slots of a layer, all ranks together")
     planning.add_argument("--current", type=Path, metavar="FILE", help="the placement to repair")
-    planning.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write the placement (.json or .npz)"
-    )
+    planning.add_argument("--out", type=Path, metavar="FILE", help="where to write the placement, as JSON")
     planning.add_argument("--expert-mb", type=float, metavar="MB", help="weights of one expert, 10^6 bytes")
     planning.add_argument(
         "--link-gbps", type=float, metavar="GBPS", help="rate of a rank's link, 10^9 bits/s"
@@ -171,7 +169,7 @@ def _add_change_verbs(verbs: Any) -> None:
         epilog="examples:\n  wideep experts apply --dry-run\n  wideep experts apply --placement placement.json\n",
     )
     wish = apply.add_mutually_exclusive_group()
-    wish.add_argument("--placement", type=Path, metavar="FILE", help="make this one serve (.json or .npz)")
+    wish.add_argument("--placement", type=Path, metavar="FILE", help="make this one serve")
     wish.add_argument(
         "--policy",
         choices=("repair", "shares", "plan"),

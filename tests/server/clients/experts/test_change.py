@@ -64,8 +64,8 @@ def test_a_dry_run_only_plans(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_file_is_sent_whole(tmp_path: Path) -> None:
     placement, service = linear_placement(2, 4, 2), PlayedService(ENTRY)
-    save_placement(placement, tmp_path / "p.npz")
-    assert service.run("apply", "--placement", str(tmp_path / "p.npz")) == 0
+    save_placement(placement, tmp_path / "p.json")
+    assert service.run("apply", "--placement", str(tmp_path / "p.json")) == 0
     assert service.asked[0][1]["placement"]["digest"] == placement.digest()
 
 

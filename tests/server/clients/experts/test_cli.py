@@ -89,7 +89,7 @@ def test_every_policy_is_explained() -> None:
 def test_plan_writes_a_placement_and_repairs_it(
     loads: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = tmp_path / "first.json", tmp_path / "second.npz"
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
     assert main(words("plan", loads[0], "--ranks", 4, "--slots", 24, "--out", first)) == 0
     assert "planned  fullest rank / mean 1.0" in capsys.readouterr().out
     assert load_placement(first).slot_expert.shape == (3, 24)
@@ -122,7 +122,7 @@ def test_plan_writes_a_placement_and_repairs_it(
     [
         (["--ranks", 4], "--ranks and --slots are needed to plan from nothing; or give --current"),
         (["--ranks", 4, "--slots", 25], "25 slots on 4 ranks: --slots must be a multiple of --ranks"),
-        (["--ranks", 4, "--slots", 8], "slots per rank are 2 to 2; 16 experts on 4 ranks need 4 to 16"),
+        (["--ranks", 4, "--slots", 8], "there are 2 slots per rank; 16 experts on 4 ranks need 4 to 16"),
         (["--ranks", 4, "--slots", 24, "--nodes", 3], "4 ranks on 3 nodes"),
         (["--current", "nowhere.json"], "nowhere.json cannot be read: No such file"),
     ],
