@@ -1,6 +1,7 @@
-"""What goes wrong with a request, in OpenAI's shape: {"error": {message, type, param, code}}.
+"""What goes wrong with a request, in OpenAI's shape, {"error": {message, type, param, code}}, and in Anthropic's.
 
-Clients map errors by status; `type` and `code` are vLLM's. An `ApiError` is raised where the trouble is found and
+Clients map errors by status; `type` and `code` are vLLM's, and Anthropic's types those of
+https://docs.anthropic.com/en/api/errors. An `ApiError` is raised where the trouble is found and
 turned into a response in one place (`app`), or into an event when a stream has begun.
 """
 
@@ -17,6 +18,16 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
 }
 MAX_MESSAGE_CHARS = 2000  # messages quote what was sent, and that may be megabytes
 MAX_PARAM_CHARS = 200  # a path to a field has the client's own keys in it
@@ -35,9 +46,15 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Return the error object that clients parse."""
+        """Return the error object that OpenAI's clients parse."""
         kind = _TYPES.get(self.status, HTTPStatus(self.status).phrase.replace(" ", "") + "Error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the error object that Anthropic's clients parse."""
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, other)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def shorten(text: str, most_chars: int) -> str:

@@ -70,7 +70,7 @@ class EventStream(Response):
                 if line.is_open:
                     await line.end(self.failing(failure))
                 else:
-                    await error_response(failure)(scope, receive, send)
+                    await ErrorResponse(failure)(scope, receive, send)
                 return
             await self._send_all(pieces, line)
 
@@ -141,11 +141,6 @@ class Line:
             else:
                 with contextlib.suppress(OSError):
                     await self.say(COMMENT)
-
-
-def error_response(failure: ApiError) -> Response:
-    """Return an error as a response of its own."""
-    return ErrorResponse(failure)
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.api.streaming import error_response
 from server.errors import ApiError
+from server.http.error_response import ErrorResponse
 from server.http.route_path import route_path
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
@@ -90,7 +90,7 @@ class KeyGuard:
             "This server wants an API key: send the header 'Authorization: Bearer KEY' with one it knows.",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await error_response(failure)(scope, receive, send)
+        await ErrorResponse(failure)(scope, receive, send)
 
 
 def _is_guarded(scope: Scope) -> bool:

@@ -17,11 +17,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server.api.streaming import error_response
 from server.errors import ApiError, bad_request, shorten, trouble_in
 from server.front.generations import ClientGone
 from server.http.api_keys import ApiKeys, KeyGuard
 from server.http.described import ERROR_RESPONSES
+from server.http.error_response import ErrorResponse
 from server.http.exchanges import Exchange, ExchangeWatch
 from server.http.hot_routes import HotEndpoint, HotRoutes
 from server.http.request_body import BodyGuard
@@ -82,7 +82,7 @@ def _answering_errors(app: ASGIApp) -> ASGIApp:
 
 async def _on_api_error(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError), error
-    return error_response(error)
+    return ErrorResponse(error)
 
 
 async def _on_invalid(_: HttpRequest, error: Exception) -> Response:
@@ -91,20 +91,20 @@ async def _on_invalid(_: HttpRequest, error: Exception) -> Response:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
-        return error_response(
+        return ErrorResponse(
             bad_request(f"The body is not valid JSON: {reason} (character {first['loc'][-1]}).")
         )
     param = _field_name(first["loc"])
     if first["type"] == "missing":
-        return error_response(bad_request(f"{param or 'The body'} is missing.", param))
+        return ErrorResponse(bad_request(f"{param or 'The body'} is missing.", param))
     if isinstance(first.get("input"), bytes):  # it was not parsed: JSON was not announced
-        return error_response(
+        return ErrorResponse(
             bad_request(
                 "The body is not announced as JSON: send the header 'Content-Type: application/json'."
             )
         )
     seen = shorten(_QUOTE.repr(first.get("input")), _SEEN_CHARS)
-    return error_response(
+    return ErrorResponse(
         bad_request(f"{param or 'The body'} is wrong: {trouble_in(first)}; got {seen}.", param)
     )
 
@@ -120,7 +120,7 @@ async def _on_http_error(_: HttpRequest, error: Exception) -> Response:
     detail = str(error.detail)
     if isinstance(error.__cause__, ValueError):  # FastAPI keeps to itself what it tripped over
         detail = f"The body cannot be read as JSON: {error.__cause__}."
-    return error_response(ApiError(error.status_code, detail, headers=error.headers))
+    return ErrorResponse(ApiError(error.status_code, detail, headers=error.headers))
 
 
 async def _on_client_gone(_: HttpRequest, __: Exception) -> Response:
@@ -128,4 +128,4 @@ async def _on_client_gone(_: HttpRequest, __: Exception) -> Response:
 
 
 async def _on_bug(_: HttpRequest, error: Exception) -> Response:
-    return error_response(ApiError(500, f"The server failed on this request: {type(error).__name__}."))
+    return ErrorResponse(ApiError(500, f"The server failed on this request: {type(error).__name__}."))

@@ -9,10 +9,10 @@ import json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.anthropic.errors import PATH as ANTHROPIC_PATH
-from server.api.anthropic.errors import error_body
 from server.errors import ApiError
 from server.http.route_path import route_path
+
+ANTHROPIC_PATH = "/v1/messages"  # below it errors have Anthropic's shape
 
 
 class ErrorResponse(Response):
@@ -25,7 +25,7 @@ class ErrorResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, worded for the path; plain ASCII, because it may quote half a surrogate pair."""
         failure = self._failure
-        body = error_body(failure) if route_path(scope).startswith(ANTHROPIC_PATH) else failure.body()
+        body = failure.anthropic_body() if route_path(scope).startswith(ANTHROPIC_PATH) else failure.body()
         response = Response(
             json.dumps(body), failure.status, headers=failure.headers, media_type="application/json"
         )

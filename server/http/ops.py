@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from server import errors
-from server.api.streaming import error_response
 from server.http import metrics
+from server.http.error_response import ErrorResponse
 from server.http.metrics import Metrics
 
 
@@ -23,7 +23,7 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
     async def show_health() -> Response:
         """200 while some rank serves (from the start on: all), else 503 with the reason."""
         reason = why_not_ready()
-        return error_response(errors.not_ready(reason)) if reason else JSONResponse({"status": "ready"})
+        return ErrorResponse(errors.not_ready(reason)) if reason else JSONResponse({"status": "ready"})
 
     async def show_ping() -> dict[str, Any]:
         """200 as long as this process lives."""

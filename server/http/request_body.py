@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.streaming import error_response
 from server.errors import ApiError, bad_request
+from server.http.error_response import ErrorResponse
 from server.http.json_shape import json_shape
 
 MAX_JSON_DEPTH = 100  # pydantic gives up at 255, Python at 1,000
@@ -53,7 +53,7 @@ class BodyGuard:
             return
         headers = dict(scope["headers"])
         if _announced(headers) > self._max_bytes and b"100-continue" in headers.get(b"expect", b"").lower():
-            await error_response(self._too_long())(scope, receive, send)
+            await ErrorResponse(self._too_long())(scope, receive, send)
             return
         read = await self._read(receive)
         failure = read.failure
@@ -62,7 +62,7 @@ class BodyGuard:
         elif failure is None and b"json" in headers.get(b"content-type", b"json").lower():
             failure = await _trouble_with_nesting(read.body)
         if failure is not None:
-            await error_response(failure)(scope, receive, send)
+            await ErrorResponse(failure)(scope, receive, send)
             return
         whole = {"type": "http.request", "body": read.body, "more_body": False}
         await self._app(scope, replaying([read.gone or whole], receive), send)

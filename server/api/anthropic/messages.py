@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason
 from server.api.answer_json import usage_of
-from server.api.anthropic.errors import error_body
 from server.api.anthropic.request import CountTokensRequest, MessagesRequest, chat_request, prompt_request
 from server.api.blocks import (
     Block,
@@ -90,7 +89,7 @@ class MessageDraft:
 
     def fail(self, failure: ApiError) -> list[Event]:
         """Word a failure after the stream's beginning."""
-        return [error_body(failure)]
+        return [failure.anthropic_body()]
 
     def _word(self, happened: BlockEvent) -> list[Event]:
         block = happened.block

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from scheduler.policy.request import FinishReason
-from server.api.anthropic.errors import error_body
 from server.api.anthropic.messages import MessageDraft
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.errors import ApiError
@@ -132,5 +131,6 @@ def test_an_empty_answer_has_no_blocks() -> None:
     ],
 )
 def test_errors_have_anthropic_s_names(status: int, kind: str) -> None:
-    assert error_body(ApiError(status, "why")) == {"type": "error", "error": {"type": kind, "message": "why"}}
-    assert draft_of().fail(ApiError(status, "why")) == [error_body(ApiError(status, "why"))]
+    failure = ApiError(status, "why")
+    assert failure.anthropic_body() == {"type": "error", "error": {"type": kind, "message": "why"}}
+    assert draft_of().fail(failure) == [failure.anthropic_body()]
