@@ -128,12 +128,13 @@ class StructureCompiler:
         ready: Structured | RequestOutput
         try:
             ready = Structured(request, self._matcher_for(request))
-        except StructureError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the request that waits must end
+            why = str(error) if isinstance(error, StructureError) else repr(error)
             ready = RequestOutput(
                 request_id=request.request_id,
                 token_ids=[],
                 finish_reason=FinishReason.ERROR,
-                error=f"the structure cannot be compiled: {error}",
+                error=f"the structure cannot be compiled: {why}",
             )
         if self.forget(request.request_id):
             on_ready(ready)

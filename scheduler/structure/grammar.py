@@ -116,6 +116,8 @@ def _json_grammar(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise StructureError("a schema is an object, or true")
     said = schema.get("x-guidance")
+    if not isinstance(said, dict | None):
+        raise StructureError("x-guidance must be an object")
     options = {"whitespace_pattern": WHITESPACE}
     return {"json_schema": {**schema, "x-guidance": {**(options if said is None else said)}}}
 

@@ -48,7 +48,7 @@ async def check_structure(structure: Structure, model: ServedModel, param: str) 
         param: the field that the error names.
 
     Raises:
-        ApiError: 400, it cannot; 503, too many wait to be checked.
+        ApiError: 400, it cannot; 429, too many wait that take long to compile.
     """
     try:
         size = max(len(structure.text.encode()), len(structure.after.encode()))
@@ -56,8 +56,8 @@ async def check_structure(structure: Structure, model: ServedModel, param: str) 
         raise bad_request(f"{param} is not valid Unicode: {error.reason}.", param) from None
     if size > MAX_CHARS:
         raise bad_request(f"{param} has {size} bytes; up to {MAX_CHARS} are taken.", param)
-    why_not = await model.structures.why_not(structure)
-    if why_not:
+    why_not = await model.structures.why_not(structure, param)
+    if why_not is not None:
         raise bad_request(f"{param} cannot be compiled: {why_not}.", param)
 
 

@@ -127,3 +127,13 @@ def test_ignore_eos_is_told_from_the_stop_tokens() -> None:
     assert isinstance(ends, Structured) and isinstance(never, Structured)
     assert ends.matcher._ignore_eos is False  # type: ignore[attr-defined]
     assert never.matcher._ignore_eos is True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [StructureError("no tokenizer"), TypeError("not iterable"), MemoryError()])
+def test_whatever_goes_wrong_the_request_ends(error: Exception) -> None:
+    def load() -> Vocabulary:
+        raise error
+
+    [ended] = ready_of(StructureCompiler(load), request_of("r", Structure("regex", "a")))
+    assert isinstance(ended, RequestOutput) and ended.finish_reason is FinishReason.ERROR
+    assert "the structure cannot be compiled" in ended.error

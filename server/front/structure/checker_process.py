@@ -1,21 +1,25 @@
-"""The process in which the front compiles what clients send: it may die of it, the front may not.
+"""The process in which the front compiles the structures that clients send: a compilation may die, the front may not.
 
-A form is a program by a stranger. llguidance bounds its own work, but a library of 50,000 lines is not taken at its
-word: here the kernel ends a compilation that takes more than CPU_S of processor time or MEMORY_BYTES of address space,
-and a crash (a chain of 3,000 references overflows its stack) is one refused request. What compiles here within these
-bounds compiles on a rank as well: it is the same code over the same tokens, on a stack of a sixteenth.
+A structure is a program by a stranger. llguidance bounds its own work, but a library of 50,000 lines is not taken at its
+word. This process loads the tokens once and forks a child for each structure. The kernel ends a child that takes more
+processor time than it was given or more than MEMORY_BYTES of address space, and a crash (a chain of 3,000 references
+overflows its stack) ends one child: the next structure waits milliseconds, not for a new process with its libraries. What
+compiles here within these bounds compiles on a rank as well: it is the same code over the same tokens, on a stack of a
+sixteenth.
 
-On stdin: the vocabulary as one line of JSON, then one form per line. On stdout: "ready", then one JSON string per form:
-why it cannot be compiled, empty if it can.
+On stdin: the vocabulary as one line of JSON, then one structure per line, with a number and its limit of processor time.
+On stdout: "ready", then one object per structure, with its number, in any order.
 """
 
 import contextlib
 import json
+import os
 import resource
+import select
 import signal
 import sys
 import threading
-from typing import TextIO
+from typing import Any, TextIO
 
 from llguidance import LLTokenizer
 
@@ -24,44 +28,81 @@ from scheduler.structure.compiler import StructureError, vocabulary_from_json
 from scheduler.structure.grammar import compile_structure, error_of, open_tokenizer
 from server.parent_death import die_with_parent
 
-CPU_S = 2.0  # for one form
+MOST_SECONDS = 30  # for one structure, by the clock: on a busy machine the limit of processor time comes late
 STACK_BYTES = 4 << 20
 MEMORY_BYTES = 2 << 30  # of address space, of which the libraries and the tokens take a quarter
+_DIED = "it needs more memory or deeper nesting than is allowed"
+_TIMED_OUT = (signal.SIGPROF, signal.SIGALRM)
 
 
-def run_checker(forms: TextIO = sys.stdin, answers: TextIO = sys.stdout) -> int:
+def run_checker(structures: TextIO = sys.stdin) -> int:
     """Answer until stdin ends; returns the exit status."""
     die_with_parent()
     with contextlib.suppress(ValueError):  # a lower limit was set outside
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
-    worker = threading.Thread(target=_answer, args=(forms, answers))
-    worker.start()
-    worker.join()
+    tokenizer = open_tokenizer(vocabulary_from_json(structures.readline()))
+    _write("ready")
+    children: dict[int, int] = {}  # process id -> the structure's number
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(children))
+    for line in structures:
+        asked = json.loads(line)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it may end before it is noted
+        pid = os.fork()
+        if pid == 0:
+            _check(asked, tokenizer)
+        children[pid] = asked["number"]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     return 0
 
 
-def _answer(forms: TextIO, answers: TextIO) -> None:
-    tokenizer = open_tokenizer(vocabulary_from_json(forms.readline()))
-    _say(answers, "ready")
-    for line in forms:
-        _say(answers, _why_not(Structure(**json.loads(line)), tokenizer))
+def _check(asked: dict[str, Any], tokenizer: LLTokenizer) -> None:
+    """Be the child: compile one structure, answer, and end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent()
+    signal.setitimer(signal.ITIMER_PROF, asked["cpu_s"])
+    signal.alarm(MOST_SECONDS)
+    status = 1
+    try:
+        structure = Structure(asked["kind"], asked["text"], asked["after"])
+        answers: list[str | None] = []
+        worker = threading.Thread(target=lambda: answers.append(_why_not(structure, tokenizer)))
+        worker.start()
+        worker.join()
+        _write({"number": asked["number"], "why_not": answers[0], "is_slow": False})
+        status = 0
+    finally:
+        os._exit(status)
 
 
-def _why_not(structure: Structure, tokenizer: LLTokenizer) -> str:
-    """Compile a form and its first mask, under a timer whose signal ends this process."""
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+def _why_not(structure: Structure, tokenizer: LLTokenizer) -> str | None:
+    """Compile a structure and its first mask; return what is wrong with it."""
     try:
         matcher = compile_structure(structure, tokenizer)
         matcher.compute_bitmask()
-        return error_of(matcher)
+        return error_of(matcher) or None
     except StructureError as error:
         return str(error)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    except Exception as error:  # noqa: BLE001 - whatever a stranger's structure leads to is its own fault
+        return f"it is no valid structure ({type(error).__name__})"
 
 
-def _say(answers: TextIO, text: str) -> None:
-    answers.write(json.dumps(text) + "\n")
-    answers.flush()
+def _reap(children: dict[int, int]) -> None:
+    """Answer for the children that ended without an answer of their own."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            number = children.pop(pid)
+            if status:
+                is_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) in _TIMED_OUT
+                _write({"number": number, "why_not": None if is_slow else _DIED, "is_slow": is_slow})
+
+
+def _write(answer: object) -> None:
+    """Write one line at once: children share the pipe, and what is this short is never torn apart."""
+    line = json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n"
+    assert len(line) <= select.PIPE_BUF, "scheduler.structure.grammar cuts its messages"
+    os.write(sys.stdout.fileno(), line)

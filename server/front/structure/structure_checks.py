@@ -1,17 +1,19 @@
-"""The front's end of the checker process: asks, bounds the wait, remembers, and starts another one when it died.
+"""The front's end of the checker process: asks, bounds the wait, remembers, and starts another process if it dies.
 
-Everything here runs in the front's event loop and waits for nobody but the process. Forms are remembered by digest, so
-that a schema that every request carries is compiled once.
+Everything here runs in the front's event loop and waits for nobody but the process. Answers are remembered by digest, so
+that a schema that every request carries is compiled once. A structure that compiles in a moment never waits for one that
+does not: each is tried with little processor time first, and those that need more stand in a line of their own.
 """
 
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
-import signal
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 from scheduler.policy.request import Structure
 from scheduler.structure.compiler import LoadVocabulary, vocabulary_to_json
@@ -19,50 +21,55 @@ from server.errors import ApiError
 from server.process.children import WIDEEP_COMMAND
 
 CHECKER_COMMAND = (*WIDEEP_COMMAND, "structure-checker")
+QUICK_CPU_S = 0.05  # most compile in a millisecond, a schema of 500 properties in twenty
+MOST_CPU_S = 2.0
 MAX_KNOWN = 4096  # answers that are remembered
 START_S = 60.0  # for the process to be ready
-ANSWER_S = 30.0  # on a busy machine the checker's limit, in processor time, comes late
-TURN_S = 60.0  # that a form may wait for those before it
+TURN_S = 60.0  # that a structure may wait for those before it
 _SLOW = "it takes too long"
-_DIED = "it needs more memory or deeper nesting than is allowed"
+_NOT_STARTED = "The process that checks structures does not start."
+
+
+class _Answer(NamedTuple):
+    """What the process says of a structure."""
+
+    why_not: str | None  # None: it can be compiled, or `is_slow`
+    is_slow: bool = False
 
 
 class StructureChecks:
-    """Says of forms why they cannot be compiled."""
+    """Says of structures why they cannot be compiled."""
 
     def __init__(self, load_vocabulary: LoadVocabulary, command: Sequence[str] = CHECKER_COMMAND) -> None:
-        """Args: load_vocabulary is called in a thread when the first form comes."""
+        """Args: load_vocabulary is called in a thread when the first structure comes."""
         self._load_vocabulary = load_vocabulary
         self._command = command
-        self._known: OrderedDict[bytes, str] = OrderedDict()
-        self._turn = asyncio.Lock()
+        self._known: OrderedDict[bytes, str | None] = OrderedDict()
+        self._quick, self._slow, self._starting = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[_Answer]] = {}
         self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
 
-    async def why_not(self, structure: Structure) -> str:
-        """Return why a form cannot be compiled, empty if it can.
+    async def why_not(self, structure: Structure, param: str | None = None) -> str | None:
+        """Return why a structure cannot be compiled, None if it can.
+
+        Args:
+            param: the field that errors name.
 
         Raises:
-            ApiError: 503, too many forms wait, or no process can be started.
+            ApiError: 429, too many structures that take long are waiting; 503, no process can be started.
         """
         key = hashlib.sha256("\0".join((structure.kind, structure.after, structure.text)).encode()).digest()
         if key not in self._known:
-            await self._take_turn()
-            try:
-                if key not in self._known:
-                    self._known[key] = await self._ask(structure)
-            finally:
-                self._turn.release()
+            answer = await self._ask_in_turn(self._quick, structure, QUICK_CPU_S, key, param)
+            if answer.is_slow:
+                answer = await self._ask_in_turn(self._slow, structure, MOST_CPU_S, key, param)
+            self._known[key] = _SLOW if answer.is_slow else answer.why_not
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key]
-
-    async def _take_turn(self) -> None:
-        try:
-            async with asyncio.timeout(TURN_S):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise ApiError(503, "Too many structures are waiting to be checked; try again later.") from None
 
     async def close(self) -> None:
         """End the process."""
@@ -70,25 +77,43 @@ class StructureChecks:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.communicate()
+            await process.wait()
+        if self._reader is not None:
+            await self._reader
+            self._reader = None
 
-    async def _ask(self, structure: Structure) -> str:
-        process = self._process or await self._start()
+    async def _ask_in_turn(
+        self, line: asyncio.Lock, structure: Structure, cpu_s: float, key: bytes, param: str | None
+    ) -> _Answer:
+        async with _turn(line, param):
+            if key in self._known:  # another request asked for the same meanwhile
+                return _Answer(self._known[key])
+            return await self._ask(structure, cpu_s)
+
+    async def _ask(self, structure: Structure, cpu_s: float) -> _Answer:
+        process = await self._running()
+        number = next(self._numbers)
+        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        assert process.stdin is not None, "it was started with a pipe"
+        asked = {"number": number, "cpu_s": cpu_s, **asdict(structure)}
+        with contextlib.suppress(OSError):  # it has died: the reader answers
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            await process.stdin.drain()
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return await _exchange(process, json.dumps(asdict(structure)))
-        except TimeoutError:
-            await self.close()
-            return _SLOW
-        except (EOFError, OSError):  # it died of this form
-            status = await process.wait()
-            await self.close()
-            return _SLOW if status == -signal.SIGPROF else _DIED
-        except asyncio.CancelledError:  # its answer would be taken for the next form's
-            await self.close()
-            raise
+            return await answer
+        finally:
+            self._waiting.pop(number, None)
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _running(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._process is None or self._reader is None or self._reader.done():
+                await self.close()
+                await self._start()
+            assert self._process is not None, "it has just been started"
+            return self._process
+
+    async def _start(self) -> None:
         vocabulary = vocabulary_to_json(await asyncio.to_thread(self._load_vocabulary))
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -97,25 +122,42 @@ class StructureChecks:
             stderr=asyncio.subprocess.DEVNULL,  # what a library says when it dies is not for our log
             process_group=0,  # Ctrl-C is for the front
         )
+        assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
         try:
             async with asyncio.timeout(START_S):
-                await _exchange(process, vocabulary)
-        except (TimeoutError, EOFError, OSError):
+                process.stdin.write(vocabulary.encode() + b"\n")
+                await process.stdin.drain()
+                is_ready = bool(await process.stdout.readline())
+        except (TimeoutError, OSError):
+            is_ready = False
+        if not is_ready:
             await self.close()
-            raise ApiError(503, "The process that checks structures does not start.") from None
-        return process
+            raise ApiError(503, _NOT_STARTED)
+        self._reader = asyncio.create_task(self._read(process.stdout))
+
+    async def _read(self, answers: asyncio.StreamReader) -> None:
+        """Hand out answers until the process ends; what still waits then is tried by nobody again."""
+        while line := await answers.readline():
+            told = json.loads(line)
+            waiting = self._waiting.pop(told["number"], None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(_Answer(told["why_not"], told["is_slow"]))
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ApiError(503, "The process that checks structures ended; try again."))
 
 
-async def _exchange(process: asyncio.subprocess.Process, line: str) -> str:
-    """Write a line and read the answer.
-
-    Raises:
-        EOFError, OSError: the process has died.
-    """
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(line.encode() + b"\n")
-    await process.stdin.drain()
-    answer = await process.stdout.readline()
-    if not answer:
-        raise EOFError
-    return str(json.loads(answer))
+@contextlib.asynccontextmanager
+async def _turn(line: asyncio.Lock, param: str | None) -> AsyncIterator[None]:
+    """Wait for a turn, for a bounded time."""
+    try:
+        async with asyncio.timeout(TURN_S):
+            await line.acquire()
+    except TimeoutError:
+        raise ApiError(
+            429, "Too many structures that take long to compile are waiting; try again later.", param=param
+        ) from None
+    try:
+        yield
+    finally:
+        line.release()

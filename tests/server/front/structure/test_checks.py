@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import queue
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -109,12 +110,12 @@ def test_forms_are_checked_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
         return VOCABULARY
 
     async def work(checks: StructureChecks) -> None:
-        assert await checks.why_not(Structure("regex", "a+")) == ""
-        assert "unclosed" in await checks.why_not(Structure("regex", "(a"))
+        assert await checks.why_not(Structure("regex", "a+")) is None
+        assert "unclosed" in str(await checks.why_not(Structure("regex", "(a")))
         pid = checks._process and checks._process.pid
         monkeypatch.setattr(checks, "_ask", None)  # what is known is not asked again
-        assert await checks.why_not(Structure("regex", "a+")) == ""
-        assert "unclosed" in await checks.why_not(Structure("regex", "(a"))
+        assert await checks.why_not(Structure("regex", "a+")) is None
+        assert "unclosed" in str(await checks.why_not(Structure("regex", "(a")))
         assert checks._process and checks._process.pid == pid
         assert num_loads == 1
 
@@ -123,13 +124,12 @@ def test_forms_are_checked_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_checker_that_died_is_replaced() -> None:
     async def work(checks: StructureChecks) -> None:
-        assert await checks.why_not(Structure("regex", "a")) == ""
+        assert await checks.why_not(Structure("regex", "a")) is None
         assert checks._process is not None
         os.kill(checks._process.pid, 9)
-        assert await checks.why_not(Structure("regex", "b")) != "", (
-            "it died of this form, as far as anybody knows"
-        )
-        assert await checks.why_not(Structure("regex", "c")) == ""
+        assert checks._reader is not None
+        await checks._reader
+        assert await checks.why_not(Structure("regex", "b")) is None
 
     with_checks(work)
 
@@ -157,11 +157,11 @@ def test_what_overflows_the_checkers_stack_is_refused_and_what_it_takes_compiles
     """A rank that overflowed its stack would end the service; here the longest chain that passes is found."""
 
     async def work(checks: StructureChecks) -> None:
-        assert await checks.why_not(schema(_chain(20_000))) != ""
+        assert await checks.why_not(schema(_chain(20_000))) is not None
         longest, too_long = 16, 20_000
         while too_long - longest > longest // 4:
             middle = (longest + too_long) // 2
-            passes = await checks.why_not(schema(_chain(middle))) == ""
+            passes = await checks.why_not(schema(_chain(middle))) is None
             longest, too_long = (middle, too_long) if passes else (longest, middle)
         compiler, ready = StructureCompiler(lambda: VOCABULARY), queue.Queue[object]()
         params = SamplingParams(max_tokens=1, structure=schema(_chain(longest)))
@@ -176,16 +176,72 @@ def test_what_overflows_the_checkers_stack_is_refused_and_what_it_takes_compiles
 )
 def test_hostile_forms_are_answered_in_bounded_time_and_the_next_is_served(names: tuple[str, ...]) -> None:
     async def work(checks: StructureChecks) -> None:
+        assert await checks.why_not(Structure("regex", "before")) is None
+        process = checks._process
         for name in names:
             async with asyncio.timeout(20):
                 await checks.why_not(HOSTILE[name])
-            assert await checks.why_not(Structure("regex", f"after {name}")) == ""
+            assert await checks.why_not(Structure("regex", f"after {name}")) is None
+        assert checks._process is process, "a structure that dies takes nobody along"
 
     with_checks(work)
 
 
+@pytest.mark.parametrize("said", ["abc", 5, ["abc"], False])
+def test_a_schema_s_options_are_an_object(said: object) -> None:
+    """A TypeError ended the process before, and the next structure waited for another one."""
+
+    async def work(checks: StructureChecks) -> None:
+        assert await checks.why_not(schema({"x-guidance": said})) == "x-guidance must be an object"
+
+    with_checks(work)
+
+
+# Answers at once with little processor time; with more it answers what is no "slow" structure, the others never.
+SCRIPTED = """
+import json, sys
+sys.stdin.readline()
+print('"ready"', flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    is_slow = asked["text"].startswith("slow")
+    if asked["cpu_s"] < 1 or not is_slow:
+        print(json.dumps({"number": asked["number"], "why_not": None, "is_slow": is_slow}), flush=True)
+"""
+
+
+def test_a_structure_never_waits_for_those_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(checks: StructureChecks) -> None:
+        slow = [asyncio.create_task(checks.why_not(Structure("regex", f"slow {n}"))) for n in range(60)]
+        for n in range(60):
+            assert await checks.why_not(Structure("regex", f"quick {n}")) is None
+        assert not any(task.done() for task in slow)
+        monkeypatch.setattr("server.front.structure.structure_checks.TURN_S", 0.01)
+        with pytest.raises(ApiError, match="take long") as caught:
+            await checks.why_not(Structure("regex", "slow"), "guided_regex")
+        assert (caught.value.status, caught.value.param) == (429, "guided_regex")
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+    with_checks(work, command=(sys.executable, "-c", SCRIPTED))
+
+
+def test_a_checker_that_ends_answers_those_who_wait() -> None:
+    async def work(checks: StructureChecks) -> None:
+        asking = asyncio.create_task(checks.why_not(Structure("regex", "slow")))
+        while not checks._slow.locked():
+            await asyncio.sleep(0.01)
+        assert checks._process is not None
+        checks._process.kill()
+        with pytest.raises(ApiError, match="ended"):
+            await asking
+
+    with_checks(work, command=(sys.executable, "-c", SCRIPTED))
+
+
 def test_a_schema_that_nothing_satisfies_is_refused() -> None:
     async def work(checks: StructureChecks) -> None:
-        assert "no token" in await checks.why_not(HOSTILE["reference to itself"])
+        assert "no token" in str(await checks.why_not(HOSTILE["reference to itself"]))
 
     with_checks(work)
