@@ -34,8 +34,8 @@ from scheduler.assembly import Assembled, assemble
 from scheduler.moves.reports import ExpertMap, LoadReport
 from scheduler.moves.telemetry import REPORT_EVERY_S
 from scheduler.policy.config import EngineConfig
-from server.experts.load_window import ExpertsLoad
-from server.experts.snapshot import answer
+from server.experts.answer import answer
+from server.experts.load import ExpertsLoad
 from server.http.json_parts import encode
 from server.link import load_wire
 from server.link import ranks_pb2 as pb

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from expert_placement.load import PHASES, LoadWindow, measured_balancedness
 from server.experts.change_counts import CAUSES, DECISIONS, KINDS
-from server.experts.load_window import ExpertsLoad
+from server.experts.load import ExpertsLoad
 
 HOTTEST = 8
 _BALANCEDNESS = (("min", 0.0), ("p50", 0.5), ("p90", 0.9))  # quantiles over layers

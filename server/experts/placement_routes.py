@@ -12,7 +12,7 @@ from expert_placement.config import EplbConfig
 from expert_placement.control import Proposal
 from expert_placement.files import from_json, to_json
 from server.errors import bad_request
-from server.experts.placement_control import PlacementControl
+from server.experts.control import PlacementControl
 
 
 class PlanWish(BaseModel):

@@ -40,7 +40,7 @@ class OpenRequests(Protocol):
 
 
 class PlacementHome(Protocol):
-    """What is asked of `server.experts.placement_control.PlacementControl`."""
+    """What is asked of `server.experts.control.PlacementControl`."""
 
     home: Placement | None
     expert_bytes: int  # of one expert of one layer

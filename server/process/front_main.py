@@ -41,8 +41,8 @@ from server.options.table import Options
 from server.parent_death import die_with_parent
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
-    from server.experts.load_window import ExpertsLoad
-    from server.experts.placement_control import PlacementControl
+    from server.experts.control import PlacementControl
+    from server.experts.load import ExpertsLoad
     from server.process.http_service import HttpService
 
 _LOG = logging.getLogger("wideep.front")

@@ -30,12 +30,12 @@ from server.api.served import ServedModel
 from server.api.service_routes import invocation_routes, load_routes, model_routes
 from server.api.tokenize import tokenize_routes
 from server.errors import draining
+from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
-from server.experts.load_routes import experts_routes
-from server.experts.load_window import ExpertsLoad
+from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
-from server.experts.placement_control import PlacementControl
 from server.experts.placement_routes import placement_routes
+from server.experts.routes import experts_routes
 from server.front.generations import Ask
 from server.front.journal import Journal
 from server.front.membership import Epochs

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from scheduler.moves.reports import ExpertMap, LoadReport
-from server.experts.load_window import ExpertsLoad
-from server.experts.snapshot import answer
+from server.experts.answer import answer
+from server.experts.load import ExpertsLoad
 from server.http.json_parts import encode
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 6, 2, 3

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler.policy.request import FinishReason, RankStats
-from server.experts.load_window import ExpertsLoad
+from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.front.timing import Timing, timing_of
 from server.http.metrics import Metrics

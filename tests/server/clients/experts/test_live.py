@@ -13,7 +13,7 @@ from scheduler.epochs.orders import Order
 from server.cli import main
 from server.clients.experts import live as experts_live
 from server.clients.experts.client import ExpertsClient, ServiceError
-from server.experts.load_window import ExpertsLoad
+from server.experts.load import ExpertsLoad
 from tests.support.load_reports import RANKS, counts, expert_map, report, told
 
 

@@ -16,10 +16,10 @@ import numpy as np
 from expert_placement.load import PHASES, LoadWindow, RankFigures, no_figures
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport
+from server.experts.answer import LoadSnapshot
 from server.experts.change_counts import ChangeCounts
 from server.experts.recorder import LoadRecorder
 from server.experts.series import LoadSeries
-from server.experts.snapshot import LoadSnapshot
 
 WINDOW_STEPS = 1000  # vLLM's default
 HISTORY = 200  # rebalances that are shown

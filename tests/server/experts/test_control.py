@@ -17,9 +17,9 @@ from expert_placement.survivors import surviving
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
 from server.errors import ApiError
-from server.experts import placement_control
-from server.experts.load_window import ExpertsLoad
-from server.experts.placement_control import PlacementControl
+from server.experts import control as placement_control
+from server.experts.control import PlacementControl
+from server.experts.load import ExpertsLoad
 from server.experts.placement_routes import placement_routes
 from server.http.api_keys import ApiKeys
 from server.http.app import build_app

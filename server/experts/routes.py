@@ -18,9 +18,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from server import errors
 from server.errors import ApiError
-from server.experts.load_window import ExpertsLoad
+from server.experts.answer import answer
+from server.experts.load import ExpertsLoad
 from server.experts.recorder import Record
-from server.experts.snapshot import answer
 from server.http.json_parts import encode
 
 SETTLE_S = 3.0  # how long a stop waits for the ranks' last reports, which come about once a second

@@ -24,7 +24,7 @@ from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause
 from server.errors import ApiError, bad_request, not_ready
-from server.experts.load_window import ExpertsLoad
+from server.experts.load import ExpertsLoad
 from server.experts.stage_runner import RankCalls, StageRunner
 from server.link.placement_wire import PlacementWord
 

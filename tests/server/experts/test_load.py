@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import LoadReport
-from server.experts.load_window import ExpertsLoad
+from server.experts.answer import balancedness_json
+from server.experts.load import ExpertsLoad
 from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
-from server.experts.snapshot import balancedness_json
 from server.link import load_wire
 from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
 
