@@ -161,7 +161,7 @@ class ChatTurn:
         num_logprobs = _num_logprobs(body)
         tools = tool_use_of(body)
         structure = await _structure(body, model, tools)
-        prompt = render_chat(body, model, tools)
+        prompt = await render_chat(body, model, tools)
         if structure is not None:
             bound = model.markup.bound(prompt)
             prompt, structure = prompt + bound.prompt, replace(structure, after=bound.after)

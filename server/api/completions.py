@@ -12,8 +12,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from scheduler.policy.request import FinishReason
+from server import errors
 from server.api.answer_json import CompletionLogprobs, TextEvent, event, prompt_logprobs_list, usage_of
-from server.api.prompts import encode
+from server.api.prompts import encode_all
 from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import MAX_CHOICES, CompletionRequest
 from server.api.served import ServedModel
@@ -264,11 +265,12 @@ async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[li
     """
     prompt = body.prompt
     if isinstance(prompt, str):
-        return [await _encode_text(body, prompt, model)]
+        return await _encode_texts(body, [prompt], model)
     if prompt is None or prompt == []:
         raise bad_request(_NONE, "prompt")
     if not isinstance(prompt, list):
         raise bad_request(_FORMS, "prompt")
+    _check_lengths(body, prompt, model)
     if all(type(each) is int for each in prompt):
         return [_check_ids(prompt, model)]
     if len(prompt) > MAX_CHOICES:
@@ -276,7 +278,7 @@ async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[li
             f"prompt is a list of {len(prompt)}; up to {MAX_CHOICES} are taken at once.", "prompt"
         )
     if all(isinstance(each, str) for each in prompt):
-        return [await _encode_text(body, each, model) for each in prompt]
+        return await _encode_texts(body, prompt, model)
     if all(isinstance(each, list) and all(type(number) is int for number in each) for each in prompt):
         return [_check_ids(each, model) for each in prompt]
     raise bad_request(_FORMS, "prompt")
@@ -290,8 +292,17 @@ def echo_of(body: CompletionRequest, place: int, prompt_ids: Sequence[int], mode
     return model.tokenizer.decode(prompt_ids, skip_special_tokens=False)
 
 
-async def _encode_text(body: CompletionRequest, text: str, model: ServedModel) -> list[int]:
-    return await encode(text, model, add_special_tokens=body.add_special_tokens is not False, param="prompt")
+async def _encode_texts(body: CompletionRequest, texts: Sequence[str], model: ServedModel) -> list[list[int]]:
+    special = body.add_special_tokens is not False
+    return await encode_all(texts, model, add_special_tokens=special, param="prompt")
+
+
+def _check_lengths(body: CompletionRequest, prompt: list[Any], model: ServedModel) -> None:
+    """Refuse token ids that do not fit before each of them is looked at; those that are to be cut may be more."""
+    id_lists = [prompt] if isinstance(prompt[0], int) else [each for each in prompt if isinstance(each, list)]
+    longest = max(map(len, id_lists), default=0)
+    if longest > model.max_len() and body.truncate_prompt_tokens is None:
+        raise errors.too_long(longest, model.max_len(), None, "prompt")
 
 
 def _check_ids(token_ids: list[int], model: ServedModel) -> list[int]:

@@ -13,18 +13,27 @@ with tool_choice "required" or a named function it then at least knows what the 
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from server import errors
 from server.api.parsers.token_calls import DEEPSEEK
-from server.api.schemas import ChatRequest, Message, is_deeper
+from server.api.schemas import ChatRequest, Message, check_num_parts, is_deeper
 from server.api.served import ServedModel
 from server.api.tools import ToolUse, tool_use_of
 from server.errors import bad_request
 from server.front.tokenizer import ChatTemplateError
 
-LONG_TEXT = 20_000  # characters; encoding more takes milliseconds and leaves the event loop
+T = TypeVar("T")
+TemplateMessage = dict[str, Any]
+LONG_TEXT = 20_000  # characters; rendering or tokenizing more takes milliseconds and leaves the event loop
+VALUE_CHARS = 16  # that a value counts beside its text: rendering takes as long
+SLICE_CHARS = (
+    1 << 19
+)  # tokenizing takes two hundred times a text's memory, so no more is tokenized unless it fits
+SLACK_TOKENS = 16  # by which a text's tokens may differ where it is cut
+MAX_DEPTH = 64  # of a call's arguments; templates write them out recursively
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def check_unicode(text: str, param: str) -> None:
@@ -42,30 +51,76 @@ def check_unicode(text: str, param: str) -> None:
 
 
 async def encode(text: str, model: ServedModel, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Tokenize, long texts beside the event loop.
+    """Tokenize one text, as `encode_all`."""
+    return (await encode_all([text], model, add_special_tokens=add_special_tokens, param=param))[0]
+
+
+async def encode_all(
+    texts: Sequence[str], model: ServedModel, *, add_special_tokens: bool, param: str
+) -> list[list[int]]:
+    """Tokenize texts, beside the event loop where they are long together.
 
     Raises:
-        ApiError: 400, the text has half a surrogate pair, is empty, or longer than any text that fits.
+        ApiError: 400, a text has half a surrogate pair, is empty, or longer than any text that fits.
     """
-    check_unicode(text, param)
-    # Tokenizing takes a hundred times the text's memory, so what cannot fit is not tokenized.
-    least_tokens = -(-len(text) // model.tokenizer.longest_token_chars)
+    for text in texts:
+        check_unicode(text, param)
+        _check_length(len(text), model, param)
+
+    def work() -> list[list[int]]:
+        return [_encode(text, model, add_special_tokens=add_special_tokens, param=param) for text in texts]
+
+    encoded = await run(work, model, is_long=sum(map(len, texts)) >= LONG_TEXT)
+    if not all(encoded):
+        raise bad_request(f"{param} is empty: there is no token to start from.", param)
+    return encoded
+
+
+async def run(work: Callable[[], T], model: ServedModel, *, is_long: bool) -> T:
+    """Do what is short at once, and the rest beside the event loop, a few at a time: each takes memory."""
+    if not is_long:
+        return work()
+    async with model.long_work:
+        return await asyncio.to_thread(work)
+
+
+def is_larger(value: Any, most_chars: int) -> bool:
+    """Tell whether a JSON value has more text than that; looks no further than it must."""
+    size, waiting = 0, [value]
+    while waiting and size <= most_chars:
+        each = waiting.pop()
+        size += VALUE_CHARS
+        if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, dict):
+            size += VALUE_CHARS * len(each)
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+    return size > most_chars
+
+
+def _encode(text: str, model: ServedModel, *, add_special_tokens: bool, param: str) -> list[int]:
+    if len(text) > SLICE_CHARS:
+        _check_slices(text, model, param)
+    return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _check_length(num_chars: int, model: ServedModel, param: str) -> None:
+    """Refuse a text that would not fit if all its tokens were the longest one."""
+    least_tokens = -(-num_chars // model.tokenizer.longest_token_chars)
     if least_tokens > model.max_len():
         raise errors.too_long(least_tokens, model.max_len(), None, param, is_least=True)
-    if len(text) < LONG_TEXT:
-        token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    else:
-        token_ids = await asyncio.to_thread(
-            model.tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
-    if not token_ids:
-        raise bad_request(f"{param} is empty: there is no token to start from.", param)
-    return token_ids
 
 
-TemplateMessage = dict[str, Any]
-MAX_DEPTH = 64  # of a call's arguments; templates write them out recursively
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+def _check_slices(text: str, model: ServedModel, param: str) -> None:
+    """Refuse a text whose beginning has more tokens than the context, without tokenizing the rest."""
+    least_tokens = 0
+    for start in range(0, len(text), SLICE_CHARS):
+        slice_ids = model.tokenizer.encode(text[start : start + SLICE_CHARS], add_special_tokens=False)
+        least_tokens += max(0, len(slice_ids) - SLACK_TOKENS)
+        if least_tokens > model.max_len():
+            raise errors.too_long(least_tokens, model.max_len(), None, param, is_least=True)
 
 
 def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
@@ -250,19 +305,31 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def render_chat(body: ChatRequest, model: ServedModel, tools: ToolUse | None = None) -> str:
-    """Return a chat's prompt.
+async def render_chat(body: ChatRequest, model: ServedModel, tools: ToolUse | None = None) -> str:
+    """Return a chat's prompt, rendered beside the event loop where it is long.
 
     Args:
         tools: what `tool_use_of` made of the body's; None looks itself.
 
     Raises:
-        ApiError: 400, a message, a tool, or the template's refusal of them.
+        ApiError: 400, a message, a tool, or the template's refusal of them; or they are more than the context holds.
     """
-    tools = tools or tool_use_of(body)
+    contents = [message.content for message in body.messages]
+    check_num_parts(contents, "messages")
+    if len(contents) > model.max_len():  # each has a token at least
+        raise errors.too_long(len(contents), model.max_len(), None, "messages", is_least=True)
+    of_messages = [each for message in body.messages for each in (message.content, message.model_extra)]
+    is_long = is_larger([*of_messages, body.tools, body.documents, body.chat_template_kwargs], LONG_TEXT)
+    use = tools or tool_use_of(body)
+    return await run(lambda: _rendered(body, model, use), model, is_long=is_long)
+
+
+def _rendered(body: ChatRequest, model: ServedModel, tools: ToolUse) -> str:
     template = model.tokenizer.template
     refusal = ""
-    for messages in _spellings(template_messages(body.messages), model, tools):
+    given = template_messages(body.messages)
+    _check_length(sum(len(message.get("content") or "") for message in given), model, "messages")
+    for messages in _spellings(given, model, tools):
         try:
             return _render(body, model, with_parts(messages) if template.wants_parts else messages, tools)
         except ChatTemplateError as error:

@@ -4,11 +4,15 @@ A key that is known but not served is refused by name (`params.refuse_unserved`)
 aloud. None always means: not said.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from server.errors import bad_request, trouble_in
 
 MAX_CHOICES = 128  # n, and prompts times n
+MAX_MESSAGES = 10_000  # of a chat, their parts included
 MAX_STOPS = 128
 MAX_LOGPROBS = 20
 MAX_TOOLS = 1024
@@ -101,7 +105,7 @@ class Message(BaseModel):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -141,3 +145,37 @@ def is_deeper(value: Any, depth: int) -> bool:
         if not level:
             return False
     return True
+
+
+def validated(fields: Mapping[str, Any]) -> ChatRequest:
+    """Build a chat request from translated fields.
+
+    Raises:
+        ApiError: 400, in the words of chat's own check.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(step) for step in first["loc"])
+        raise bad_request(f"{param} is wrong: {trouble_in(first)}.", param) from error
+
+
+def check_num_parts(contents: Iterable[Any], param: str) -> None:
+    """Refuse a conversation of more messages and parts than anybody needs: each costs time before it is a token.
+
+    Args:
+        contents: every message's: a text, or a list of parts, which may have lists of parts in their turn.
+
+    Raises:
+        ApiError: 400, naming `param`.
+    """
+    count = 0
+    for content in contents:
+        count += 1
+        if isinstance(content, list) and count + len(content) <= MAX_MESSAGES:
+            within = [part.get("content") for part in content if isinstance(part, dict)]
+            count += sum(len(each) for each in within if isinstance(each, list))
+        count += len(content) if isinstance(content, list) else 0
+        if count > MAX_MESSAGES:
+            raise bad_request(f"{param} has more than {MAX_MESSAGES} messages and parts.", param)

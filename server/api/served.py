@@ -1,13 +1,16 @@
 """The served model as clients see it: its names, its limits and its defaults."""
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from server import errors
 from server.api.parsers.registry import Markup
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
+
+MAX_LONG_WORK = 2  # long texts that are rendered or tokenized at once, each in a thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,9 @@ class ServedModel:
     max_len: Callable[[], int]  # tokens, prompt plus output; known for certain once ranks have attached
     created: int  # seconds since 1970
     structures: StructureChecks
+    long_work: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MAX_LONG_WORK)
+    )  # see `prompts.run`
     markup: Markup = Markup()  # noqa: RUF009 - frozen; how the model writes calls and reasoning
 
     def check_name(self, name: str | None) -> str:

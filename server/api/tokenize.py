@@ -1,22 +1,18 @@
 """POST /tokenize and /detokenize, with vLLM's fields: a prompt or a chat as token ids, and ids as text."""
 
-import asyncio
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from server.api.blocks import json_response
-from server.api.prompts import LONG_TEXT, check_unicode, encode, render_chat
-from server.api.responses.request import validated
-from server.api.schemas import ChatRequest
+from server.api.prompts import LONG_TEXT, check_unicode, encode, render_chat, run
+from server.api.schemas import MAX_MESSAGES, ChatRequest, validated
 from server.api.served import ServedModel
 from server.errors import bad_request
 
-_T = TypeVar("_T")
 _MAX_CHARS = 1 << 20  # tokenizing takes a hundred times the text's memory
 _MANY_TOKENS = LONG_TEXT // 4  # decoding more takes milliseconds and leaves the event loop
 _PROMPT_ONLY = {"prompt", "add_special_tokens", "return_token_strs"}
@@ -29,7 +25,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1, fail_fast=True)
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = None  # true for a prompt; templates write their own
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -51,7 +47,9 @@ async def count_tokens(body: ChatRequest, model: ServedModel) -> int:
     Raises:
         ApiError: 400, a message or the template's refusal of it.
     """
-    return len(await encode(render_chat(body, model), model, add_special_tokens=False, param="messages"))
+    return len(
+        await encode(await render_chat(body, model), model, add_special_tokens=False, param="messages")
+    )
 
 
 def tokenize_routes(model: ServedModel) -> APIRouter:
@@ -67,19 +65,19 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
         if body.messages is None:
             text, special, param = body.prompt or "", body.add_special_tokens is not False, "prompt"
         else:
-            text, special, param = _chat_text(body, model), bool(body.add_special_tokens), "messages"
+            text, special, param = await _chat_text(body, model), bool(body.add_special_tokens), "messages"
         check_unicode(text, param)
         if len(text) > _MAX_CHARS:
             raise bad_request(f"{param} has {len(text)} characters; up to {_MAX_CHARS} are taken.", param)
         is_long = len(text) >= LONG_TEXT
         tokenize_text = partial(model.tokenizer.encode, text, add_special_tokens=special)
-        token_ids = await _run(tokenize_text, is_long=is_long)
+        token_ids = await run(tokenize_text, model, is_long=is_long)
         spell = partial(model.tokenizer.token_strings, token_ids)
         answer = {
             "count": len(token_ids),
             "max_model_len": model.max_len(),
             "tokens": token_ids,
-            "token_strs": await _run(spell, is_long=is_long) if body.return_token_strs else None,
+            "token_strs": await run(spell, model, is_long=is_long) if body.return_token_strs else None,
         }
         return json_response(answer)
 
@@ -92,19 +90,14 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
         if wrong is not None:
             raise bad_request(f"tokens has {wrong}; token ids are 0 to {highest}.", "tokens")
         decode = partial(model.tokenizer.decode, tokens, skip_special_tokens=False)
-        return {"prompt": await _run(decode, is_long=len(tokens) >= _MANY_TOKENS)}
+        return {"prompt": await run(decode, model, is_long=len(tokens) >= _MANY_TOKENS)}
 
     return router
 
 
-def _chat_text(body: TokenizeRequest, model: ServedModel) -> str:
+async def _chat_text(body: TokenizeRequest, model: ServedModel) -> str:
     if body.continue_final_message and body.add_generation_prompt:
         raise bad_request(
             "add_generation_prompt and continue_final_message cannot both be true.", "add_generation_prompt"
         )
-    return render_chat(validated(body.model_dump(exclude=_PROMPT_ONLY, exclude_unset=True)), model)
-
-
-async def _run(work: Callable[[], _T], *, is_long: bool) -> _T:
-    """Do what is short here, and the rest beside the event loop."""
-    return await asyncio.to_thread(work) if is_long else work()
+    return await render_chat(validated(body.model_dump(exclude=_PROMPT_ONLY, exclude_unset=True)), model)

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from server.api.responses.request import validated
-from server.api.schemas import MAX_STOPS, MAX_TOOLS, ChatRequest
+from server.api.schemas import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, check_num_parts, validated
 from server.errors import bad_request
 
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
@@ -62,7 +61,7 @@ class CountTokensRequest(_Body):
     """POST /v1/messages/count_tokens: what makes up a prompt."""
 
     model: str | None = None
-    messages: list[InputMessage] = Field(min_length=1, fail_fast=True)
+    messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     system: _Content = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = None
@@ -99,6 +98,8 @@ def messages_of(body: CountTokensRequest) -> list[ChatMessage]:
     Raises:
         ApiError: 400, naming the block.
     """
+    check_num_parts([body.system], "system")
+    check_num_parts((message.content for message in body.messages), "messages")
     system = _system_texts(body.system, "system")
     messages: list[ChatMessage] = []
     for number, message in enumerate(body.messages):

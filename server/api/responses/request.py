@@ -9,10 +9,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from server.api.schemas import MAX_LOGPROBS, MAX_TOOLS, ChatRequest, SamplingFields
-from server.errors import bad_request, trouble_in
+from server.api.schemas import (
+    MAX_LOGPROBS,
+    MAX_TOOLS,
+    ChatRequest,
+    SamplingFields,
+    check_num_parts,
+    validated,
+)
+from server.errors import bad_request
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 MAX_METADATA = 16  # as OpenAI's
@@ -109,7 +116,6 @@ ChatMessage = dict[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _ITEMS = "message, function_call, function_call_output, reasoning"
-_MAX_ITEMS = 10_000
 
 
 def messages_of(given: Any) -> list[ChatMessage]:
@@ -122,12 +128,18 @@ def messages_of(given: Any) -> list[ChatMessage]:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise bad_request("input must be a string or a list of items, and not empty.", "input")
-    if len(given) > _MAX_ITEMS:
-        raise bad_request(f"input has {len(given)} items; up to {_MAX_ITEMS} are taken.", "input")
+    check_num_parts((_content_of(item) for item in given), "input")
     messages = items_to_messages(given)
     if not messages:
         raise bad_request("input has only reasoning that is encrypted or empty.", "input")
     return messages
+
+
+def _content_of(item: Any) -> Any:
+    """Return the part of an item that may be a list of parts."""
+    if not isinstance(item, dict):
+        return None
+    return item.get("content") or item.get("output") or item.get("summary")
 
 
 def items_to_messages(items: Sequence[Any]) -> list[ChatMessage]:
@@ -279,20 +291,6 @@ def own_name(param: str) -> str:
         if pattern.match(param):
             return pattern.sub(name, param)
     return param
-
-
-def validated(fields: Mapping[str, Any]) -> ChatRequest:
-    """Build a chat request from translated fields.
-
-    Raises:
-        ApiError: 400, in the words of chat's own check.
-    """
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        param = ".".join(str(step) for step in first["loc"])
-        raise bad_request(f"{param} is wrong: {trouble_in(first)}.", param) from error
 
 
 def _with_instructions(instructions: str | None, history: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -1,5 +1,6 @@
 """A chat's prompt as templates of every kind get it, and how one choice is read."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def render(directory: Path, template: str, **fields: Any) -> str:
         structures=StructureChecks(tokenizer.vocabulary),
         markup=markup_of(template),
     )
-    return render_chat(ChatRequest.model_validate({"messages": HISTORY, **fields}), model)
+    return asyncio.run(render_chat(ChatRequest.model_validate({"messages": HISTORY, **fields}), model))
 
 
 def test_a_template_that_wants_parts_gets_parts(tmp_path: Path) -> None:

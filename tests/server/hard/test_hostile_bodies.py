@@ -71,6 +71,16 @@ SMALL: dict[str, tuple[str, Body]] = {
     "100,000 stop token ids": (CHAT, chat(stop_token_ids=[1] * 100_000)),
     "100,000 wrong stop token ids": (CHAT, chat(stop_token_ids=["x"] * 100_000)),
     "100,000 messages that are none": (CHAT, chat(messages=[0] * 100_000)),
+    "200,000 tiny messages": (CHAT, chat(messages=[{"role": "user", "content": "a"}] * 200_000)),
+    "200,000 tiny messages of Anthropic's": (
+        "/v1/messages",
+        chat(messages=[{"role": "user", "content": "a"}] * 200_000),
+    ),
+    "200,000 tiny parts": (
+        CHAT,
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 200_000}]),
+    ),
+    "128 prompts of 19,999 characters": (COMPLETIONS, completion(prompt=["the cat " * 2499] * 128)),
     "100,000 prompts": (COMPLETIONS, completion(prompt=["a"] * 100_000)),
     "100,000 wrong prompts": (COMPLETIONS, completion(prompt=[None] * 100_000)),
     "100,000 unknown keys": (CHAT, lambda: json.dumps({str(key): 0 for key in range(100_000)}).encode()),
