@@ -20,7 +20,7 @@ from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect
 from server.front.generations import Piece
 from server.front.requests import Requests
-from server.http.described import STREAM_RESPONSE
+from server.http.errors import STREAM_RESPONSE
 from server.http.hot_routes import HotEndpoint
 
 PATH = "/v1/chat/completions"

@@ -23,7 +23,7 @@ from server.api.structure import structure_of
 from server.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
-from server.http.described import STREAM_RESPONSE
+from server.http.errors import STREAM_RESPONSE
 from server.http.hot_routes import HotEndpoint
 
 PATH = "/v1/completions"

@@ -21,7 +21,7 @@ from server.api.schemas import ChatRequest, CompletionRequest
 from server.api.served import ServedModel
 from server.errors import bad_request
 from server.front.requests import Requests
-from server.http.described import STREAM_RESPONSE
+from server.http.errors import STREAM_RESPONSE
 
 
 def model_routes(model: ServedModel) -> APIRouter:

@@ -20,7 +20,7 @@ from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import event
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece
-from server.http.error_response import ErrorResponse
+from server.http.errors import ErrorResponse
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence, before the first piece too: from then on a failure is an event

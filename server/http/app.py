@@ -19,12 +19,11 @@ from starlette.types import ASGIApp
 
 from server.errors import ApiError, bad_request, shorten, trouble_in
 from server.front.generations import ClientGone
-from server.http.api_keys import ApiKeys, KeyGuard
-from server.http.described import ERROR_RESPONSES
-from server.http.error_response import ErrorResponse
+from server.http.bodies import BodyGuard
+from server.http.errors import ERROR_RESPONSES, ErrorResponse
 from server.http.exchanges import Exchange, ExchangeWatch
+from server.http.guards import ApiKeys, KeyGuard
 from server.http.hot_routes import HotEndpoint, HotRoutes
-from server.http.request_body import BodyGuard
 from server.options.table import HttpOptions
 
 _SEEN_CHARS = 80  # of a wrong value, quoted

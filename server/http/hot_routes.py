@@ -16,8 +16,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.http.request_body import replaying
-from server.http.route_path import route_path
+from server.http.bodies import replaying
+from server.http.errors import route_path
 
 MOST_BYTES = 1 << 18  # of a body; a longer one would gain little here, and a wrong one is parsed twice
 

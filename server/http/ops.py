@@ -1,5 +1,11 @@
-"""The routes that operators and load balancers use: /health, /ping, /version, /metrics."""
+"""The routes that operators and load balancers use: /health, /ping, /version, /metrics, and who serves.
 
+GET /v1/fault_tolerance/status says who serves, who is away, why and since when. Its path, `schema_version`,
+`total_engines` and `engines` with `id`, `status` and `fault_info` are vLLM's, so that what watches vLLM's ranks can watch
+these; the rest is ours. There is nothing to apply: ranks come back by themselves.
+"""
+
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +13,10 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from server import errors
+from server.front.journal import Journal
+from server.front.membership import Epochs, Phase
 from server.http import metrics
-from server.http.error_response import ErrorResponse
+from server.http.errors import ErrorResponse
 from server.http.metrics import Metrics
 
 
@@ -51,3 +59,56 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
         router.add_api_route(path, answer, methods=["HEAD"], response_model=None, include_in_schema=False)
     router.add_api_route("/ping", show_ping, methods=["POST"], response_model=None)
     return router
+
+
+SCHEMA_VERSION = 1
+
+
+def membership_routes(epochs: Epochs, journal: Journal, num_parked: Callable[[], int]) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    async def show_status() -> dict[str, Any]:
+        """Who serves, who is away, why and since when."""
+        return {**status_of(epochs, time.monotonic(), time.time()), **_requests(journal, num_parked())}
+
+    router.add_api_route("/v1/fault_tolerance/status", show_status, methods=["GET"], response_model=None)
+    return router
+
+
+def status_of(epochs: Epochs, now_s: float, now_unix_s: float) -> dict[str, Any]:
+    """What is known of ranks, as JSON; the times are the same moment on the machine's clock and on the calendar's."""
+    missing = [
+        {
+            "rank": rank,
+            "reason": absence.reason,
+            "since": round(now_unix_s - (now_s - absence.since_s), 3),
+            "seconds": round(now_s - absence.since_s, 3),
+        }
+        for rank, absence in sorted(epochs.missing.items())
+    ]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "phase": epochs.phase.value,
+        "epoch": epochs.number,
+        "members": list(epochs.members),
+        "missing": missing,
+        "faults": [{"rank": rank, "reason": reason} for rank, reason in sorted(epochs.faults.items())],
+        "losses": sum(epochs.num_losses),
+        "total_engines": epochs.num_ranks,
+        "engines": [_engine(epochs, rank) for rank in range(epochs.num_ranks)],
+    }
+
+
+def _requests(journal: Journal, num_parked: int) -> dict[str, int]:
+    return {"replays": journal.num_replayed, "waiting_requests": num_parked}
+
+
+def _engine(epochs: Epochs, rank: int) -> dict[str, Any]:
+    """One rank as vLLM shows an engine."""
+    if rank in epochs.missing:
+        return {"id": rank, "status": "dead", "fault_info": epochs.missing[rank].reason}
+    if rank in epochs.faults:
+        return {"id": rank, "status": "unhealthy", "fault_info": epochs.faults[rank]}
+    is_serving = epochs.phase is Phase.SERVING and rank in epochs.members
+    return {"id": rank, "status": "healthy" if is_serving else "unhealthy"}

@@ -44,16 +44,14 @@ from server.front.requests import Requests
 from server.front.router import Router
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
-from server.http.api_keys import ApiKeys
 from server.http.app import build_app
 from server.http.exchanges import Exchange
-from server.http.front_metrics import FrontMetrics
+from server.http.gauges import FrontMetrics, MembershipMetrics
+from server.http.guards import ApiKeys
 from server.http.logs import AccessLog, RequestLog
-from server.http.membership_metrics import MembershipMetrics
-from server.http.membership_routes import membership_routes
 from server.http.metrics import Metrics
-from server.http.ops import ops_routes
-from server.http.punctual_http import PunctualProtocol
+from server.http.ops import membership_routes, ops_routes
+from server.http.protocol import PunctualProtocol
 from server.http.tracing import Traces
 from server.link.ranks import Ranks
 from server.options.table import HttpOptions, Options

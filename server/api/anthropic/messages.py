@@ -36,7 +36,7 @@ from server.api.tokenize import count_tokens as count_prompt_tokens
 from server.errors import ApiError
 from server.front.generations import Answer, Piece
 from server.front.requests import Requests
-from server.http.described import STREAM_RESPONSE
+from server.http.errors import STREAM_RESPONSE
 
 Event = dict[str, Any]
 

@@ -28,7 +28,7 @@ from server.api.tokenize import count_tokens
 from server.errors import ApiError, bad_request
 from server.front.generations import Answer
 from server.front.requests import Requests
-from server.http.described import STREAM_RESPONSE
+from server.http.errors import STREAM_RESPONSE
 
 
 class _Parts(NamedTuple):

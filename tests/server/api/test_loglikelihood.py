@@ -20,8 +20,8 @@ from server.front.requests import Requests
 from server.front.router import Router
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
-from server.http.api_keys import ApiKeys
 from server.http.app import build_app
+from server.http.guards import ApiKeys
 from server.http.metrics import Metrics
 from tests.support.families import write_checkpoint
 from tests.support.serving import build, serve

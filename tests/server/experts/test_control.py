@@ -21,8 +21,8 @@ from server.experts import control as placement_control
 from server.experts.control import PlacementControl
 from server.experts.load import ExpertsLoad
 from server.experts.placement_routes import placement_routes
-from server.http.api_keys import ApiKeys
 from server.http.app import build_app
+from server.http.guards import ApiKeys
 from server.link.placement_wire import PlacementWord
 from tests.support.placements import held, random_placement
 

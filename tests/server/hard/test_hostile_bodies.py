@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import cpu_s
-from server.http.request_body import MAX_JSON_NODES
+from server.http.bodies import MAX_JSON_NODES
 from tests.support.hostile_values import PLANES
 from tests.support.mutations import RawRequest
 from tests.support.paced_front import PacedFront

@@ -8,9 +8,9 @@ import pytest
 from fastapi import APIRouter
 from starlette.types import Message
 
-from server.http.api_keys import ApiKeys
 from server.http.app import build_app
 from server.http.exchanges import CLIENT_GONE, Exchange, ExchangeWatch, current_exchange
+from server.http.guards import ApiKeys
 from server.options.table import HttpOptions
 
 

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from server.errors import ApiError
 from server.front.generations import ClientGone
-from server.http.api_keys import ApiKeys
 from server.http.app import build_app
 from server.http.exchanges import Exchange
+from server.http.guards import ApiKeys
 from server.http.hot_routes import MOST_BYTES, HotEndpoint
 from server.options.table import HttpOptions
 

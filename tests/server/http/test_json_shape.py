@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.http.json_shape import json_shape
-from server.http.request_body import MAX_JSON_DEPTH
+from server.http.bodies import MAX_JSON_DEPTH, json_shape
 
 
 def depth_of(value: Any) -> int:

@@ -14,8 +14,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import ApiError
-from server.http.error_response import ErrorResponse
-from server.http.route_path import route_path
+from server.http.errors import ErrorResponse, route_path
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from fastapi import APIRouter
 
-from server.http.api_keys import ApiKeys
 from server.http.app import build_app
+from server.http.guards import ApiKeys
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 from server.options.table import HttpOptions

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from server.http.punctual_http import HEAD_S, MAX_HEAD_BYTES, PunctualProtocol
+from server.http.protocol import HEAD_S, MAX_HEAD_BYTES, PunctualProtocol
 from server.options.table import HttpOptions
 from server.process.http_service import _server_config
 

@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message
 
-from server.http.api_keys import ApiKeys
 from server.http.app import build_app
-from server.http.request_body import LEAST_BYTES_PER_S, MAX_JSON_DEPTH, MAX_JSON_NODES, BodyGuard
+from server.http.bodies import LEAST_BYTES_PER_S, MAX_JSON_DEPTH, MAX_JSON_NODES, BodyGuard
+from server.http.guards import ApiKeys
 from server.options.table import HttpOptions
 
 MAX_BYTES = 1000
