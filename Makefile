@@ -12,7 +12,7 @@ CLIENTS := $(CLIENTS_VENV)/.installed
 NPM := tests/clients/npm
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: serve test test-all test-clients lint sizes bench-serve proto clean
+.PHONY: serve test test-all test-clients lint sizes bench-serve clean
 
 serve: $(RUNTIME)
 	@$(BIN)/wideep serve $(ARGS)
@@ -36,9 +36,6 @@ sizes:
 
 bench-serve: $(DEVELOP)
 	$(BIN)/python -m benchmarks.serve $(ARGS)
-
-proto: $(DEVELOP)
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. server/link/ranks.proto
 
 clean:
 	rm -rf $(VENV) $(CLIENTS_VENV) $(NPM)/node_modules

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from expert_placement.placement import Placement
+from scheduler.epochs.orders import Order
 from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
+from server.link.messages import RankFacts
 from server.link.rank_link import RankLink
-from server.link.wire import RankFacts
 from server.parent_death import die_with_parent
 
 TOKEN_VARIABLE = "PACED_RANK_TOKEN"
@@ -88,12 +89,9 @@ class PacedRank:
             address,
             token,
             facts,
-            on_submit=self._submit,
-            on_abort=self._abort,
-            on_stop=self.close,
-            on_lost=lambda _reason: self._end(),
-            on_prepare=lambda placement: on_prepare(self, placement),
+            self,
         )
+        self._on_prepare = on_prepare
         self._stepping = threading.Thread(target=self._run, name=f"paced-rank-{rank}", daemon=True)
 
     def open(self) -> "PacedRank":
@@ -134,12 +132,32 @@ class PacedRank:
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, timeout_s)
 
-    def _submit(self, request: Request) -> None:
+    def stop(self) -> None:
+        """Leave, as the front asks."""
+        self.close()
+
+    def lost(self, _reason: str) -> None:
+        """End without the front."""
+        self._end()
+
+    def prepare(self, placement: Placement) -> None:
+        """Hand on that another placement is wanted."""
+        self._on_prepare(self, placement)
+
+    def drop(self, version: int) -> None:
+        """Have nothing to give up."""
+
+    def regroup(self, order: Order) -> None:
+        """Serve with whom it may be: there is nobody to meet."""
+
+    def submit(self, request: Request) -> None:
+        """Answer a request."""
         with self._changed:
             self._open[request.request_id] = _Open(request)
             self._changed.notify_all()
 
-    def _abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
         with self._changed:
             self.num_aborted += self._open.pop(request_id, None) is not None
             self._changed.notify_all()

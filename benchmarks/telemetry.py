@@ -37,8 +37,7 @@ from scheduler.policy.config import EngineConfig
 from server.experts.answer import answer
 from server.experts.load import ExpertsLoad
 from server.http.json_parts import encode
-from server.link import load_wire
-from server.link import ranks_pb2 as pb
+from server.link import messages
 
 GOAL = 0.01  # of a step
 CLOCK_READINGS, EXCHANGES = 6, 2  # a layer: around dispatch's exchange, combine's, and the experts
@@ -70,7 +69,7 @@ def step_times(built: Assembled, run: Callable[[], None], rounds: int) -> tuple[
             begun_s = time.perf_counter()
             run()
             if counts_it and begun_s - reported_s > REPORT_EVERY_S:
-                load_wire.load_to_wire(built.telemetry.report(number, 0, begun_s))
+                messages.encode(built.telemetry.report(number, 0, begun_s))
                 reported_s = begun_s
             times[counts_it].append(time.perf_counter() - begun_s)
     for layer, counter in zip(layers, counters, strict=True):
@@ -87,7 +86,7 @@ def parts(built: Assembled, batch: int) -> dict[str, float]:
     counting = seconds_per_call(lambda: counts.add(ids, ids, batch))
     clock, exchange = seconds_per_call(time.perf_counter_ns), ExchangeClock()
     added = seconds_per_call(lambda: exchange.add(1))
-    report = seconds_per_call(lambda: load_wire.load_to_wire(built.telemetry.report(0, 0, 0.0)), 200)
+    report = seconds_per_call(lambda: messages.encode(built.telemetry.report(0, 0, 0.0)), 200)
     return {"count_s": counting, "clocks_s": CLOCK_READINGS * clock + EXCHANGES * added, "report_s": report}
 
 
@@ -127,8 +126,8 @@ def front_part() -> dict[str, float]:
         counts=table.astype(np.uint32), dispatch_bytes=none, combine_bytes=none, dispatch_wait_s=0.0,
         combine_wait_s=0.0, wire_s=0.0, experts_s=0.0, step_s=1.0,
     )  # fmt: skip
-    message = load_wire.load_to_wire(report).SerializeToString()
-    taken = seconds_per_call(lambda: load.take_load(load_wire.load_from(pb.Load.FromString(message))), 100)
+    message = messages.encode(report)
+    taken = seconds_per_call(lambda: load.take_load(messages.decode(message)), 100)
     return {
         "report_bytes": len(message),
         "take_ms": taken * 1e3,

@@ -26,7 +26,7 @@ from scheduler.moves.reports import Cause
 from server.errors import ApiError, bad_request, not_ready
 from server.experts.load import ExpertsLoad
 from server.experts.stage_runner import RankCalls, StageRunner
-from server.link.placement_wire import PlacementWord
+from server.link.messages import PlacementWord
 
 POLL_S = 0.5  # between looks at whether a decision is due
 _NO_CHANGE = ("nothing", "measured")  # kinds of entries that change no placement

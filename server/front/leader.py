@@ -13,7 +13,7 @@ from typing import Protocol
 from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from server.front.membership import Effects, Epoch, Epochs, Phase
-from server.link.membership_wire import FaultWord
+from server.link.messages import Fault
 
 _LOG = logging.getLogger("wideep.front")
 READ_BYTES_PER_S = 50e6  # from a slow disk
@@ -59,6 +59,8 @@ class Leader:
         self,
         epochs: Epochs,
         ranks: RankStreams,
+        requests: OpenRequests,
+        placement: PlacementHome,
         *,
         surviving: Callable[[Placement, Sequence[int]], Placement],
         on_order: Callable[[Order], None],
@@ -72,16 +74,11 @@ class Leader:
         self.epochs = epochs
         self._ranks, self._surviving, self._clock = ranks, surviving, clock
         self._on_order, self._on_failure = on_order, on_failure
-        self._requests: OpenRequests | None = None
-        self._placement: PlacementHome | None = None
+        self._requests, self._placement = requests, placement
         self._entered: set[int] = set(range(epochs.num_ranks))  # ranks that are given requests
         self._timer: asyncio.TimerHandle | None = None
         self._said_phase = Phase.STARTING
         self._begun_s = 0.0  # of the regrouping under way
-
-    def take_service(self, requests: OpenRequests, placement: PlacementHome) -> None:
-        """Take what is there once the service has begun to serve."""
-        self._requests, self._placement = requests, placement
 
     def attach(self, rank: int) -> None:
         """Take a rank that is ready."""
@@ -91,7 +88,7 @@ class Leader:
 
     def lose(self, rank: int, reason: str) -> None:
         """Take that a rank is gone."""
-        if self._requests is None or self._placement is None or self._placement.home is None:
+        if self._placement.home is None:
             self._on_failure(f"rank {rank} is lost: {reason}")
             return
         if self.epochs.phase is not Phase.STARTING:
@@ -103,17 +100,12 @@ class Leader:
         self.epochs.take_regrouped(rank, number, self._clock())
         self._carry_out(Effects())
 
-    def take_fault(self, word: FaultWord) -> None:
+    def take_fault(self, rank: int, fault: Fault) -> None:
         """Take that a rank's steps broke off."""
-        if word.epoch == self.epochs.number and (
-            word.is_final or not self.epochs.faults
-        ):  # others follow suit
-            _LOG.warning("rank %d stopped in epoch %d: %s", word.rank, word.epoch, word.reason)
-        self._carry_out(
-            self.epochs.take_fault(
-                word.rank, word.epoch, word.reason, is_final=word.is_final, now_s=self._clock()
-            )
-        )
+        epoch, reason, is_final = fault
+        if epoch == self.epochs.number and (is_final or not self.epochs.faults):  # others follow suit
+            _LOG.warning("rank %d stopped in epoch %d: %s", rank, epoch, reason)
+        self._carry_out(self.epochs.take_fault(rank, epoch, reason, is_final=is_final, now_s=self._clock()))
 
     def close(self) -> None:
         """Decide no more."""
@@ -136,7 +128,7 @@ class Leader:
         self._set_timer()
 
     def _order(self, epoch: Epoch) -> None:
-        assert self._placement is not None and self._placement.home is not None, "ranks come back only later"
+        assert self._placement.home is not None, "ranks come back only later"
         placement = self._surviving(self._placement.home, epoch.members)
         order = Order(epoch.number, epoch.members, placement.with_version(self._placement.next_version()))
         self.epochs.grant(self._read_s(placement))
@@ -147,13 +139,13 @@ class Leader:
 
     def _read_s(self, placement: Placement) -> float:
         """How long a member may take to read what it takes over."""
-        assert self._placement is not None and self._placement.home is not None, "an order has a placement"
+        assert self._placement.home is not None, "an order has a placement"
         num_slots = placement.slots_per_rank - self._placement.home.slots_per_rank
         return num_slots * placement.num_layers * self._placement.expert_bytes / READ_BYTES_PER_S
 
     def _share_requests(self) -> None:
         """Give requests to the ranks that can be given them, and take them from those that cannot any more."""
-        if self._requests is None or self.epochs.phase is Phase.STARTING:
+        if self.epochs.phase is Phase.STARTING:
             return
         settled = self.epochs.settled
         left, entered = self._entered - settled, settled - self._entered

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from scheduler.policy.request import FinishReason, RankStats
 from server.front.timing import Timing
 from server.http.exchanges import Exchange
-from server.link.wire import RankFacts
+from server.link.messages import RankFacts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COMPUTED, _CACHED, _TRANSFERRED = "local_compute", "local_cache_hit", "external_kv_transfer"

@@ -1,14 +1,16 @@
 """The engine's end of the stream between a rank and the front, for use from threads.
 
-One thread of gRPC's writes, one of ours reads and calls the callbacks. What the step loop sends while the writer is
+One thread of gRPC's writes, one of ours reads and calls the listener. What the step loop sends while the writer is
 busy is merged into the next message, so `send` never waits, a slow front gets fewer and larger messages, and no
 order is lost. Knows no engine and no torch. The other end is `ranks`.
 """
 
 import contextlib
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import grpc
 
@@ -16,13 +18,33 @@ from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
 from scheduler.policy.request import RankStats, Request, RequestOutput
-from server.link import load_wire, membership_wire, placement_wire, wire
-from server.link import ranks_pb2 as pb
-from server.link.channel import METADATA_KEY, OPTIONS, bearer
-from server.link.ranks_pb2_grpc import FrontStub
-from server.link.wire import RankFacts
+from server.link.messages import (
+    DEFINITION,
+    DEFINITION_KEY,
+    METHOD,
+    OPTIONS,
+    SERVICE,
+    TOKEN_KEY,
+    Abort,
+    DropPlacement,
+    Fault,
+    Goodbye,
+    PlacementWord,
+    Prepare,
+    RankFacts,
+    Regrouped,
+    StepOutput,
+    Stop,
+    Submit,
+    Welcome,
+    bearer,
+    decode,
+    encode,
+)
 
 MAX_PENDING_TOKENS = 1 << 20  # a front this far behind is not coming back
+CONNECT_TIMEOUT_S = 20.0  # the front listens before its address is known to anybody
+RETRY_S = 0.2
 CLOSE_TIMEOUT_S = 2.0  # how long the last message may take
 
 
@@ -30,47 +52,45 @@ class LinkError(ConnectionError):
     """The front could not be reached, or refused this rank; the message says which and why."""
 
 
+class LinkListener(Protocol):
+    """Told by `RankLink`, on its reader thread, what the front says; hands over and returns."""
+
+    def submit(self, request: Request) -> None:
+        """Serve a request."""
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+
+    def stop(self) -> None:
+        """End in an orderly way."""
+
+    def prepare(self, placement: Placement) -> None:
+        """Move experts."""
+
+    def drop(self, version: int) -> None:
+        """Give up a placement that does not serve yet."""
+
+    def regroup(self, order: Order) -> None:
+        """Follow an order."""
+
+    def lost(self, reason: str) -> None:
+        """The front is gone, or what it said cannot be taken: at most once, and never after `close` or a stop."""
+
+
 class RankLink:
-    """One rank's stream to the front. Opened once, closed once.
+    """One rank's stream to the front. Opened once, closed once."""
 
-    Callbacks run on the link's reader thread: `on_submit` and `on_abort` hand over and return, `on_stop` means the
-    front asks for an orderly end, `on_lost` that the front is gone: at most once, and never after `close` or a stop,
-    when that is expected.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        token: str,
-        facts: RankFacts,
-        *,
-        on_submit: Callable[[Request], None],
-        on_abort: Callable[[str], None],
-        on_stop: Callable[[], None],
-        on_lost: Callable[[str], None],
-        on_prepare: Callable[[Placement], None] = lambda _placement: None,
-        on_drop: Callable[[int], None] = lambda _version: None,
-        on_regroup: Callable[[Order], None] = lambda _order: None,
-    ) -> None:
+    def __init__(self, address: str, token: str, facts: RankFacts, listener: LinkListener) -> None:
         self.address = address
-        self._token = token
-        self._facts = facts
-        self._on_submit = on_submit
-        self._on_abort = on_abort
-        self._on_stop = on_stop
-        self._on_lost = on_lost
-        self._on_prepare = on_prepare
-        self._on_drop = on_drop
-        self._on_regroup = on_regroup
-        self._placement_reports: list[pb.PlacementReport] = []
-        self._membership_words: list[pb.FromRank] = []
+        self._token, self._facts, self._listener = token, facts, listener
         self._changed = threading.Condition()
         self._outputs: list[RequestOutput] = []
         self._num_pending_tokens = 0
         self._stats: RankStats | None = None
+        self._in_order: list[Regrouped | Fault | PlacementWord] = []  # behind the outputs queued so far
         self._load: LoadReport | None = None
         self._experts: ExpertMap | None = None
-        self._goodbye: str | None = None  # the reason, once closing
+        self._goodbye: Goodbye | None = None  # once closing
         self._end_writer = False
         self._end_expected = False  # by either side
         self._refusal: str | None = None  # why the stream ended, once it has
@@ -86,15 +106,16 @@ class RankLink:
         """
         assert self._channel is None, "a link is opened once"
         deadline_s = time.monotonic() + timeout_s
+        _reach(self.address, min(timeout_s, CONNECT_TIMEOUT_S))
         self._channel = grpc.insecure_channel(self.address, options=OPTIONS)
         try:
             grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
         except grpc.FutureTimeoutError:
             self._channel.close()
             raise LinkError(f"no front answers at {self.address} within {timeout_s:g} s") from None
-        call = FrontStub(self._channel).Attach(
-            self._messages(), metadata=((METADATA_KEY, bearer(self._token)),)
-        )
+        attach = self._channel.stream_stream(f"/{SERVICE}/{METHOD}", encode, decode)
+        metadata = ((TOKEN_KEY, bearer(self._token)), (DEFINITION_KEY, DEFINITION))
+        call = attach(self._messages(), metadata=metadata)
         self._reader = threading.Thread(target=self._read, args=(call,), name="rank-link", daemon=True)
         self._reader.start()
         if not self._welcome.wait(max(0.0, deadline_s - time.monotonic())):
@@ -134,13 +155,11 @@ class RankLink:
         self, report: PlacementReport, placement: Placement | None = None, expert_bytes: int = 0
     ) -> None:
         """Queue what became of a placement, in order; never blocks. The first report says what serves at the start."""
-        with self._changed:
-            self._placement_reports.append(placement_wire.report_to_wire(report, placement, expert_bytes))
-            self._changed.notify()
+        self._send_in_order(PlacementWord(report, placement, expert_bytes))
 
     def send_regrouped(self, epoch: int) -> None:
         """Queue that this rank serves in an epoch, behind the outputs queued so far; never blocks."""
-        self._send_membership(pb.FromRank(regrouped=pb.Regrouped(epoch=epoch)))
+        self._send_in_order(Regrouped(epoch))
 
     def send_fault(self, epoch: int, reason: str, *, is_final: bool = False) -> None:
         """Queue that this rank's steps in an epoch broke off, behind the outputs queued so far; never blocks.
@@ -148,13 +167,11 @@ class RankLink:
         Args:
             is_final: this rank cannot follow the order of that epoch, so that only another one helps.
         """
-        self._send_membership(
-            pb.FromRank(fault=membership_wire.fault_to_wire(epoch, reason, is_final=is_final))
-        )
+        self._send_in_order(Fault(epoch, reason, is_final))
 
-    def _send_membership(self, word: pb.FromRank) -> None:
+    def _send_in_order(self, message: Regrouped | Fault | PlacementWord) -> None:
         with self._changed:
-            self._membership_words.append(word)
+            self._in_order.append(message)
             self._changed.notify()
 
     def close(self, reason: str = "") -> None:
@@ -162,70 +179,69 @@ class RankLink:
         with self._changed:
             self._end_expected = True
             if self._goodbye is None:
-                self._goodbye = reason
+                self._goodbye = Goodbye(reason)
             self._changed.notify()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(CLOSE_TIMEOUT_S)
         self._shut()
 
-    def _messages(self) -> Iterator[pb.FromRank]:
+    def _messages(self) -> Iterator[object]:
         """Yield to gRPC what is to be written, merged while it was busy."""
-        yield pb.FromRank(hello=wire.hello_from(self._facts))
+        yield self._facts
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_news)
                 if self._end_writer:
                     return
                 outputs, stats, goodbye = self._outputs, self._stats, self._goodbye
-                load, experts = self._load, self._experts
+                load, experts, in_order = self._load, self._experts, self._in_order
                 self._outputs, self._stats, self._num_pending_tokens = [], None, 0
-                self._load = self._experts = None
-                reports, self._placement_reports = self._placement_reports, []
-                words, self._membership_words = self._membership_words, []
+                self._load, self._experts, self._in_order = None, None, []
             if outputs or stats:
-                yield pb.FromRank(output=wire.step_output_from(outputs, stats))
-            yield from words
-            if experts is not None:
-                yield pb.FromRank(experts=load_wire.experts_to_wire(experts))
-            for report in reports:
-                yield pb.FromRank(placement=report)
+                yield StepOutput(outputs, stats)
+            if experts is not None:  # before a report that a placement serves
+                yield experts
+            yield from in_order
             if load is not None:
-                yield pb.FromRank(load=load_wire.load_to_wire(load))
+                yield load
             if goodbye is not None:
-                yield pb.FromRank(goodbye=pb.Goodbye(reason=goodbye))
+                yield goodbye
                 return
 
     def _has_news(self) -> bool:
-        queued = self._outputs or self._stats or self._load or self._experts or self._placement_reports
-        return bool(queued or self._membership_words) or self._goodbye is not None or self._end_writer
+        queued = self._outputs or self._stats or self._load or self._experts or self._in_order
+        return bool(queued) or self._goodbye is not None or self._end_writer
 
-    def _read(self, call: Iterator[pb.ToRank]) -> None:
-        """Hand the front's messages to the callbacks until the stream ends."""
+    def _read(self, call: Iterator[object]) -> None:
+        """Hand the front's messages to the listener until the stream ends, or one cannot be taken."""
         reason = "the front closed the stream"
         try:
             for message in call:
                 self._take(message)
         except grpc.RpcError as error:
             reason = _explain(error)
+        except Exception as error:  # noqa: BLE001 - else the rank would look alive and take no requests
+            reason = f"a message of the front could not be taken: {type(error).__name__}: {error}"
         self._lose(reason)
 
-    def _take(self, message: pb.ToRank) -> None:
-        kind = message.WhichOneof("kind")
-        if kind == "submit":
-            self._on_submit(wire.request_from(message.submit, now_s=time.monotonic()))
-        elif kind == "abort":
-            self._on_abort(message.abort.request_id)
-        elif kind == "stop":
-            self._end_expected = True
-            self._on_stop()
-        elif kind == "prepare":
-            self._on_prepare(placement_wire.placement_from(message.prepare.placement))
-        elif kind == "drop":
-            self._on_drop(message.drop.version)
-        elif kind == "regroup":
-            self._on_regroup(membership_wire.order_from(message.regroup))
-        elif kind == "welcome":
-            self._welcome.set()
+    def _take(self, message: object) -> None:
+        listener = self._listener
+        match message:
+            case Submit():
+                listener.submit(message.request_at(time.monotonic()))
+            case Abort(request_id):
+                listener.abort(request_id)
+            case Stop():
+                self._end_expected = True
+                listener.stop()
+            case Prepare(placement):
+                listener.prepare(placement)
+            case DropPlacement(version):
+                listener.drop(version)
+            case Order():
+                listener.regroup(message)
+            case Welcome():
+                self._welcome.set()
 
     def _lose(self, reason: str) -> None:
         """Note the stream's end once; tell the engine unless it closed the link, or never had one."""
@@ -238,7 +254,7 @@ class RankLink:
             self._changed.notify()
         self._welcome.set()
         if first and welcomed and not self._end_expected:
-            self._on_lost(reason)
+            self._listener.lost(reason)
 
     def _shut(self) -> None:
         with self._changed:
@@ -247,6 +263,29 @@ class RankLink:
         if self._channel is not None:
             with contextlib.suppress(ValueError):  # closed before
                 self._channel.close()
+
+
+def _reach(address: str, timeout_s: float) -> None:
+    """Wait until the front's port takes connections, which it does before anybody knows its address.
+
+    Raises:
+        LinkError: it does not.
+    """
+    host, _, port = address.rpartition(":")
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.05, left_s)).close()
+        except OSError as error:
+            if left_s > RETRY_S:
+                time.sleep(RETRY_S)
+                continue
+            raise LinkError(
+                f"no front answers at {address} within {timeout_s:g} s ({error.strerror or error}); see that this node "
+                "reaches that address and that no firewall is in between"
+            ) from error
+        return
 
 
 def _explain(error: grpc.RpcError) -> str:

@@ -1,12 +1,16 @@
 """The front's end of the ranks' streams: who is attached, and what is said to and by each.
 
-A gRPC servicer in the front's event loop. It authenticates, keeps one outbox per rank, and hands outputs to the
-callbacks it was given; it does not know requests' clients, nor choose ranks. The other end is `rank_link`.
+Serves one gRPC method in the front's event loop. It authenticates, keeps one outbox per rank, and hands what ranks say to
+its listener; it does not know requests' clients, nor choose ranks. The other end is `rank_link`.
 """
 
 import asyncio
 import hmac
+import math
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -15,15 +19,63 @@ from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport
 from scheduler.policy.request import RankStats, Request, RequestOutput
-from server.link import load_wire, membership_wire, placement_wire, wire
-from server.link import ranks_pb2 as pb
-from server.link.channel import METADATA_KEY, OPTIONS, bearer
-from server.link.membership_wire import FaultWord
-from server.link.placement_wire import PlacementWord
-from server.link.ranks_pb2_grpc import FrontServicer, add_FrontServicer_to_server
-from server.link.wire import RankFacts
+from server.link.messages import (
+    DEFINITION,
+    DEFINITION_KEY,
+    METHOD,
+    OPTIONS,
+    SERVICE,
+    TOKEN_KEY,
+    Abort,
+    DropPlacement,
+    Fault,
+    Goodbye,
+    PlacementWord,
+    Prepare,
+    RankFacts,
+    Regrouped,
+    StepOutput,
+    Stop,
+    Submit,
+    Welcome,
+    bearer,
+    decode,
+    encode,
+)
 
-MAX_OUTBOX = 1 << 16  # messages; a rank that reads so little has stopped
+MAX_WRITE_S = 30.0  # that a message may wait for a rank to read; one that reads so little has stopped
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class RankListener(Protocol):
+    """Told by `Ranks`, in the event loop, what ranks say."""
+
+    def attached(self, facts: RankFacts) -> None:
+        """A rank is ready."""
+
+    def lost(self, rank: int, reason: str) -> None:
+        """A stream has ended that was not asked to stop."""
+
+    def outputs(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
+        """Steps yielded something."""
+
+    def stats(self, stats: RankStats) -> None:
+        """A rank's state after a step."""
+
+    def load(self, load: LoadReport) -> None:
+        """What a rank's experts were asked to do."""
+
+    def experts(self, experts: ExpertMap) -> None:
+        """Which experts there are, and where."""
+
+    def placement(self, word: PlacementWord) -> None:
+        """What became of a placement."""
+
+    def regrouped(self, rank: int, epoch: int) -> None:
+        """A rank serves in an epoch."""
+
+    def fault(self, rank: int, fault: Fault) -> None:
+        """A rank's steps broke off."""
 
 
 class AttachedRank:
@@ -35,81 +87,93 @@ class AttachedRank:
         self.asked_to_stop = False
         self.said_goodbye: str | None = None
         self.ended = asyncio.Event()  # set by this side; the other's end is the stream's
-        self._outbox: asyncio.Queue[pb.ToRank] = asyncio.Queue(MAX_OUTBOX)
+        self.write_begun_s = math.inf  # of the message that is being written, time.monotonic()
+        self._outbox: deque[object] = deque()
+        self._posted = asyncio.Event()
 
-    def post(self, message: pb.ToRank) -> None:
-        """Queue a message.
+    def post(self, message: object) -> None:
+        """Queue a message."""
+        self._outbox.append(message)
+        self._posted.set()
 
-        Raises:
-            asyncio.QueueFull: the rank does not read.
-        """
-        self._outbox.put_nowait(message)
+    async def write(self, context: grpc.aio.ServicerContext) -> None:
+        """Write what is posted until cancelled."""
+        while True:
+            await self._posted.wait()
+            self._posted.clear()
+            while self._outbox:
+                self.write_begun_s = time.monotonic()
+                await context.write(self._outbox.popleft())
+            self.write_begun_s = math.inf
 
-    async def next_message(self) -> pb.ToRank:
-        """Wait for the next message to write."""
-        return await self._outbox.get()
 
-
-class Ranks(FrontServicer):  # type: ignore[misc]
+class Ranks:
     """The attached ranks, by number."""
 
-    def __init__(
-        self,
-        num_ranks: int,
-        token: str,
-        *,
-        on_outputs: Callable[[int, Sequence[RequestOutput]], None],
-        on_stats: Callable[[RankStats], None],
-        on_attached: Callable[[RankFacts], None],
-        on_lost: Callable[[int, str], None],
-        on_load: Callable[[LoadReport], None] = lambda _load: None,
-        on_experts: Callable[[ExpertMap], None] = lambda _experts: None,
-        on_placement: Callable[[PlacementWord], None] = lambda _word: None,
-        on_regrouped: Callable[[int, int], None] = lambda _rank, _epoch: None,
-        on_fault: Callable[[FaultWord], None] = lambda _word: None,
-    ) -> None:
-        """Args: on_lost(rank, reason) is called when a stream ends that was not asked to stop."""
+    def __init__(self, num_ranks: int, token: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_ranks = num_ranks
         self.attached: dict[int, AttachedRank] = {}
+        self._clock = clock
+        self._listener: RankListener | None = None  # before `serve` nobody is attached
         self._left = asyncio.Event()
         self._secret = bearer(token).encode()
-        self._on_outputs = on_outputs
-        self._on_stats = on_stats
-        self._on_attached = on_attached
-        self._on_lost = on_lost
-        self._on_load = on_load
-        self._on_experts = on_experts
-        self._on_placement = on_placement
-        self._on_regrouped = on_regrouped
-        self._on_fault = on_fault
+        self._server = grpc.aio.server(options=OPTIONS)
+        attach = grpc.stream_stream_rpc_method_handler(self._attach, decode, encode)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: attach}),)
+        )
+
+    def bind(self, host: str) -> str:
+        """Take a port for the ranks, which may connect from now on and are served by `serve`.
+
+        Args:
+            host: under which ranks reach this machine. A name may mean another address here than elsewhere (127.0.1.1
+                in Debian's /etc/hosts), so all addresses are bound unless it is the loopback's.
+
+        Returns:
+            "HOST:PORT", to be announced.
+
+        Raises:
+            RuntimeError: the address cannot be bound.
+        """
+        is_v6 = ":" in host
+        shown = f"[{host}]" if is_v6 else host
+        wildcard = "[::]" if is_v6 else "0.0.0.0"
+        bound = shown if host in LOOPBACK else wildcard
+        return f"{shown}:{self._server.add_insecure_port(f'{bound}:0')}"
+
+    async def serve(self, listener: RankListener) -> None:
+        """Let ranks attach from now on, and tell `listener`, in the event loop, what they say."""
+        self._listener = listener
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Close all streams and the port."""
+        await self._server.stop(0)
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         """Give a request to a rank."""
-        self._post(rank, pb.ToRank(submit=wire.submit_from(request, now_s=now_s)))
+        self._post(rank, Submit.of(request, now_s))
 
     def abort(self, rank: int, request_id: str) -> None:
         """Ask a rank to drop a request; a rank that is gone has dropped it."""
         if rank in self.attached:
-            self._post(rank, pb.ToRank(abort=pb.Abort(request_id=request_id)))
+            self._post(rank, Abort(request_id))
 
     def prepare(self, placement: Placement) -> None:
         """Ask every rank to move experts and to switch once all have theirs."""
-        content = placement_wire.placement_to_wire(placement)
-        for rank in list(self.attached):
-            self._post(rank, pb.ToRank(prepare=pb.Prepare(placement=content)))
+        self._post_all(Prepare(placement))
 
     def drop_placement(self, version: int) -> None:
         """Ask every rank to give up a placement that does not serve yet."""
-        for rank in list(self.attached):
-            self._post(rank, pb.ToRank(drop=pb.DropPlacement(version=version)))
+        self._post_all(DropPlacement(version))
 
     def regroup(self, order: Order) -> None:
         """Tell an order to its members; what they said of their steps before is over."""
-        message = pb.ToRank(regroup=membership_wire.order_to_wire(order))
         for rank in order.members:
             if rank in self.attached:
                 self.attached[rank].stats = None
-                self._post(rank, message)
+                self._post(rank, order)
 
     def give_up(self, rank: int, reason: str) -> None:
         """Close a rank's stream; a rank that is gone has closed it."""
@@ -121,7 +185,7 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         for rank, stream in list(self.attached.items()):
             if not stream.asked_to_stop:
                 stream.asked_to_stop = True
-                self._post(rank, pb.ToRank(stop=pb.Stop()))
+                self._post(rank, Stop())
 
     async def wait_until_empty(self) -> None:
         """Wait until every rank has left."""
@@ -129,33 +193,46 @@ class Ranks(FrontServicer):  # type: ignore[misc]
             self._left.clear()
             await self._left.wait()
 
-    def _post(self, rank: int, message: pb.ToRank) -> None:
-        try:
-            self.attached[rank].post(message)
-        except asyncio.QueueFull:
-            self._lose(self.attached[rank], f"it does not read: {MAX_OUTBOX} messages are waiting")
+    @property
+    def _told(self) -> RankListener:
+        assert self._listener is not None, "ranks attach once they are served"
+        return self._listener
 
-    async def Attach(self, messages: AsyncIterator[pb.FromRank], context: grpc.aio.ServicerContext) -> None:
+    def _post_all(self, message: object) -> None:
+        for rank in list(self.attached):
+            self._post(rank, message)
+
+    def _post(self, rank: int, message: object) -> None:
+        stream = self.attached[rank]
+        if self._clock() - stream.write_begun_s > MAX_WRITE_S:
+            self._lose(stream, f"it has read nothing for {MAX_WRITE_S:g} s")
+        else:
+            stream.post(message)
+
+    async def _attach(self, messages: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
         """Serve one rank's stream until it ends."""
         stream = await self._greet(messages, context)
         reader = asyncio.create_task(self._read(stream, messages))
-        others = [asyncio.create_task(_write(stream, context)), asyncio.create_task(stream.ended.wait())]
+        writer = asyncio.create_task(stream.write(context))
+        ended = asyncio.create_task(stream.ended.wait())
+        tasks = [reader, writer, ended]
         try:
-            await asyncio.wait([reader, others[1]], return_when=asyncio.FIRST_COMPLETED)
-            if reader.done():
-                reader.result()  # raises what went wrong here
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what went wrong here
         finally:
-            for task in (reader, *others):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(reader, *others, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._lose(stream, "its connection closed")
 
-    async def _read(self, stream: AttachedRank, messages: AsyncIterator[pb.FromRank]) -> None:
+    async def _read(self, stream: AttachedRank, messages: AsyncIterator[object]) -> None:
         """Take what a rank says until it has no more to say."""
         reason = "its connection closed"
         try:
             async for message in messages:
-                self._take(stream.facts.rank, stream, message)
+                self._take(stream, message)
                 if stream.said_goodbye is not None:
                     reason = stream.said_goodbye or "it left without being asked"
                     break
@@ -164,16 +241,21 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         self._lose(stream, reason)
 
     async def _greet(
-        self, messages: AsyncIterator[pb.FromRank], context: grpc.aio.ServicerContext
+        self, messages: AsyncIterator[object], context: grpc.aio.ServicerContext
     ) -> AttachedRank:
-        """Authenticate the stream, read its Hello and attach the rank, or refuse with a reason."""
+        """Authenticate the stream, read what the rank is and attach it, or refuse with a reason."""
         metadata = dict(context.invocation_metadata() or ())
-        if not hmac.compare_digest(str(metadata.get(METADATA_KEY, "")).encode(), self._secret):
+        if not hmac.compare_digest(str(metadata.get(TOKEN_KEY, "")).encode(), self._secret):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this front's")
-        first = await anext(aiter(messages), pb.FromRank())
-        if first.WhichOneof("kind") != "hello":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
-        facts = wire.facts_from(first.hello)
+        if metadata.get(DEFINITION_KEY) != DEFINITION:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "it runs another version of WideEP; install the same one on every node",
+            )
+        facts = await anext(aiter(messages), None)
+        if not isinstance(facts, RankFacts):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be RankFacts")
+        assert isinstance(facts, RankFacts), "abort raises"
         if facts.rank >= self.num_ranks or facts.world_size != self.num_ranks:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -185,33 +267,34 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         elif before is not None:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {facts.rank} is already attached")
         stream = AttachedRank(facts)
-        stream.post(pb.ToRank(welcome=pb.Welcome()))
+        stream.post(Welcome())
         self.attached[facts.rank] = stream
-        self._on_attached(facts)
+        self._told.attached(facts)
         return stream
 
-    def _take(self, rank: int, stream: AttachedRank, message: pb.FromRank) -> None:
+    def _take(self, stream: AttachedRank, message: object) -> None:
         if stream.ended.is_set():
             return
-        kind = message.WhichOneof("kind")
-        if kind == "output":
-            if message.output.HasField("stats"):
-                stream.stats = wire.stats_from(message.output.stats)
-                self._on_stats(stream.stats)
-            if message.output.outputs:
-                self._on_outputs(rank, [wire.output_from(output) for output in message.output.outputs])
-        elif kind == "load":
-            self._on_load(load_wire.load_from(message.load))
-        elif kind == "experts":
-            self._on_experts(load_wire.experts_from(message.experts))
-        elif kind == "placement":
-            self._on_placement(placement_wire.word_from(message.placement))
-        elif kind == "regrouped":
-            self._on_regrouped(rank, message.regrouped.epoch)
-        elif kind == "fault":
-            self._on_fault(membership_wire.fault_from(rank, message.fault))
-        elif kind == "goodbye":
-            stream.said_goodbye = message.goodbye.reason
+        rank, listener = stream.facts.rank, self._told
+        match message:
+            case StepOutput(outputs, stats):
+                if stats is not None:
+                    stream.stats = stats
+                    listener.stats(stats)
+                if outputs:
+                    listener.outputs(rank, outputs)
+            case LoadReport():
+                listener.load(message)
+            case ExpertMap():
+                listener.experts(message)
+            case PlacementWord():
+                listener.placement(message)
+            case Regrouped(epoch):
+                listener.regrouped(rank, epoch)
+            case Fault():
+                listener.fault(rank, message)
+            case Goodbye(reason):
+                stream.said_goodbye = reason
 
     def _lose(self, stream: AttachedRank, reason: str) -> None:
         """End a stream once; its rank may be attached again by then."""
@@ -222,23 +305,4 @@ class Ranks(FrontServicer):  # type: ignore[misc]
         del self.attached[rank]
         self._left.set()
         if not stream.asked_to_stop:
-            self._on_lost(rank, reason)
-
-
-async def _write(stream: AttachedRank, context: grpc.aio.ServicerContext) -> None:
-    """Write a rank's outbox to its stream until cancelled."""
-    while True:
-        await context.write(await stream.next_message())
-
-
-async def listen(ranks: Ranks, host: str) -> tuple[grpc.aio.Server, str]:
-    """Bind the ranks' socket on `host` and serve; returns the server and its "HOST:PORT".
-
-    Raises:
-        RuntimeError: the address cannot be bound.
-    """
-    server = grpc.aio.server(options=OPTIONS)
-    add_FrontServicer_to_server(ranks, server)
-    port = server.add_insecure_port(f"{host}:0")
-    await server.start()
-    return server, f"{host}:{port}"
+            self._told.lost(rank, reason)

@@ -41,8 +41,8 @@ from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError, cache_budget, gpu_cache_budget
 from scheduler.structure.compiler import StructureError, Vocabulary
+from server.link.messages import RankFacts
 from server.link.rank_link import LinkError, RankLink
-from server.link.wire import RankFacts
 from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import FRONT_IS_GONE
@@ -301,6 +301,21 @@ def _default_cache_bytes(options: Options, place: Place) -> int:
     return cache_budget(share, spare_bytes(options, place.world_size))
 
 
+class FrontListener:
+    """Hands on what the front says to this rank."""
+
+    def __init__(self, built: Assembled, rank: int, front_address: str) -> None:
+        self.submit, self.abort, self.stop = built.engine.submit, built.engine.abort, built.engine.stop
+        self.regroup = built.engine.regroup
+        self.prepare, self.drop = built.relocation.prepare, built.relocation.drop
+        self._rank, self._front_address = rank, front_address
+
+    def lost(self, reason: str) -> None:
+        """End this process: the step loop may be waiting for other ranks, and this thread ends it all the same."""
+        print(f"rank {self._rank}: {reason}", file=sys.stderr, flush=True)
+        os._exit(1 if front_answers(self._front_address) else FRONT_IS_GONE)
+
+
 def make_link(built: Assembled, config: EngineConfig, front: dict[str, str], num_restarts: int) -> RankLink:
     """Return what will join this rank to the front, not opened yet.
 
@@ -308,13 +323,6 @@ def make_link(built: Assembled, config: EngineConfig, front: dict[str, str], num
         front: its addresses and its token.
         num_restarts: how often this rank's engine was started again.
     """
-    address = front["ranks_address"]
-
-    def on_lost(reason: str) -> None:
-        # The step loop may be waiting for other ranks; this thread ends the process all the same.
-        print(f"rank {config.rank}: {reason}", file=sys.stderr, flush=True)
-        os._exit(1 if front_answers(address) else FRONT_IS_GONE)
-
     facts = RankFacts(
         rank=config.rank,
         world_size=config.world_size,
@@ -326,18 +334,8 @@ def make_link(built: Assembled, config: EngineConfig, front: dict[str, str], num
         max_num_seqs=config.max_num_seqs,
         num_restarts=num_restarts,
     )
-    return RankLink(
-        address,
-        front["token"],
-        facts,
-        on_submit=built.engine.submit,
-        on_abort=built.engine.abort,
-        on_stop=built.engine.stop,
-        on_lost=on_lost,
-        on_prepare=built.relocation.prepare,
-        on_drop=built.relocation.drop,
-        on_regroup=built.engine.regroup,
-    )
+    address = front["ranks_address"]
+    return RankLink(address, front["token"], facts, FrontListener(built, config.rank, address))
 
 
 def send_start(built: Assembled, link: RankLink) -> None:

@@ -25,24 +25,21 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from expert_placement.survivors import surviving
-from scheduler.policy.request import RequestOutput
+from scheduler.moves.reports import ExpertMap, LoadReport
+from scheduler.policy.request import RankStats, RequestOutput
 from server.errors import ApiError
 from server.front.journal import Journal
 from server.front.leader import Leader
 from server.front.membership import Epochs
-from server.front.requests import Requests
 from server.http.logs import logging_to
 from server.http.metrics import Metrics
-from server.link.placement_wire import PlacementWord
-from server.link.ranks import Ranks, listen
-from server.link.wire import RankFacts
+from server.link.messages import Fault, PlacementWord, RankFacts
+from server.link.ranks import Ranks
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
-    from server.experts.control import PlacementControl
-    from server.experts.load import ExpertsLoad
     from server.process.http_service import HttpService
 
 _LOG = logging.getLogger("wideep.front")
@@ -69,111 +66,123 @@ def run_front(options: Options, *, num_ranks: int, ready_fd: int | None, ranks_h
         except OptionsError as error:
             return _complain(str(error))
         with listener:
-            return asyncio.run(_Front(options, num_ranks).run(listener, ready_fd, ranks_host))
+            return asyncio.run(_run(options, num_ranks, listener, ready_fd, ranks_host))
+
+
+async def _run(
+    options: Options, num_ranks: int, listener: socket.socket, ready_fd: int | None, ranks_host: str
+) -> int:
+    ending = _Ending()
+    token = secrets.token_urlsafe(32)
+    ranks = Ranks(num_ranks, token)
+    try:
+        ranks_address = ranks.bind(ranks_host)
+    except RuntimeError as error:
+        return _complain(f"cannot listen for ranks on --ranks-host {ranks_host}: {error}")
+    if ready_fd is not None:
+        announce(ready_fd, listener, options, ranks_address, token)
+    slow = await asyncio.to_thread(_import_http_service)  # meanwhile connections wait in both sockets
+    metrics = Metrics(options.served_model_names[0], num_ranks)
+    epochs = Epochs(num_ranks, recovery_timeout_s=options.rank_recovery_timeout_s)
+    try:
+        tokenizer = await asyncio.to_thread(slow.Tokenizer, options.model, options.chat_template)
+        http = slow.HttpService(
+            options, tokenizer, ranks=ranks, epochs=epochs, journal=Journal(), metrics=metrics
+        )
+    except ValueError as error:  # TokenizerError: its class came with the slow import
+        return _complain(str(error))
+    gc.freeze()  # what is here now stays: full collections, which stop all streams, pass it over
+    return await _Front(options, ranks, epochs, metrics, http, ending).run(listener)
+
+
+class _Ending:
+    """The wish to end: set by signals, and by the front itself."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.now = asyncio.Event()  # open requests are not waited for
+        self.on_hurry: Callable[[], None] = lambda: None  # told each time that somebody cannot wait
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._end_gently)
+        loop.add_signal_handler(signal.SIGINT, self.end_now)
+
+    def _end_gently(self) -> None:
+        if self.begun.is_set():  # a second time: somebody cannot wait
+            self.end_now()
+        self.begun.set()
+
+    def end_now(self) -> None:
+        """End without waiting for anything."""
+        self.on_hurry()
+        self.begun.set()
+        self.now.set()
 
 
 class _Front:
-    """What lives in the event loop, and how it ends."""
+    """What lives in the event loop, and how it ends. Told by `Ranks` what ranks say."""
 
-    def __init__(self, options: Options, num_ranks: int) -> None:
-        self._options = options
-        self._metrics = Metrics(options.served_model_names[0], num_ranks)
-        self._token = secrets.token_urlsafe(32)
-        self._epochs = Epochs(num_ranks, recovery_timeout_s=options.rank_recovery_timeout_s)
-        self._ranks = Ranks(
-            num_ranks,
-            self._token,
-            on_outputs=self._deliver,
-            on_stats=self._metrics.note_stats,
-            on_attached=self._attach,
-            on_lost=self._lose,
-            on_load=lambda load: self._tell_load(lambda experts: experts.take_load(load)),
-            on_experts=lambda known: self._tell_load(lambda experts: experts.take_experts(known)),
-            on_placement=self._take_placement,
-            on_regrouped=lambda rank, epoch: self._leader.take_regrouped(rank, epoch),
-            on_fault=lambda word: self._leader.take_fault(word),
-        )
+    def __init__(
+        self,
+        options: Options,
+        ranks: Ranks,
+        epochs: Epochs,
+        metrics: Metrics,
+        http: "HttpService",
+        ending: _Ending,
+    ) -> None:
+        self._options, self._ranks, self._metrics = options, ranks, metrics
+        self._http, self._ending = http, ending
+        self._fatal: str | None = None
+        self._is_closing = False  # open requests have ended; answers may still be on their way
         self._leader = Leader(
-            self._epochs,
-            self._ranks,
+            epochs,
+            ranks,
+            http.requests,
+            http.placement,
             surviving=surviving,
-            on_order=lambda order: self._tell_load(lambda experts: experts.regroup(order)),
+            on_order=http.experts_load.regroup,
             on_failure=self._fail,
         )
-        self._placement: PlacementControl | None = None  # as the next: once the slow half is imported
-        self._early_words: list[PlacementWord] = []
-        self._experts_load: ExpertsLoad | None = None  # once the slow half is imported
-        self._early: list[Callable[[ExpertsLoad], None]] = []  # what it is to be told then
-        self._requests: Requests | None = None  # once the tokenizer is loaded
-        self._fatal: str | None = None
-        self._http: HttpService | None = None  # likewise
-        self._ending = asyncio.Event()
-        self._ending_now = asyncio.Event()  # open requests are not waited for
-        self._is_closing = False  # they have ended; answers may still be on their way
+        ending.on_hurry = self._hurry
 
-    async def run(self, listener: socket.socket, ready_fd: int | None, ranks_host: str) -> int:
+    async def run(self, listener: socket.socket) -> int:
         """Serve until a signal or a lost rank; returns the exit status."""
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._end_gently)
-        loop.add_signal_handler(signal.SIGINT, self._end_now)
-        try:
-            rank_server, ranks_address = await listen(self._ranks, ranks_host)
-        except RuntimeError as error:
-            return _complain(f"cannot listen for ranks on --ranks-host {ranks_host}: {error}")
-        if ready_fd is not None:
-            announce(ready_fd, listener, self._options, ranks_address, self._token)
-        slow = await asyncio.to_thread(_import_http_service)  # meanwhile ranks attach
-        try:
-            options = self._options
-            tokenizer = await asyncio.to_thread(slow.Tokenizer, options.model, options.chat_template)
-            http = slow.HttpService(
-                options,
-                tokenizer,
-                ranks=self._ranks,
-                epochs=self._epochs,
-                journal=Journal(),
-                metrics=self._metrics,
-            )
-        except ValueError as error:  # TokenizerError: its class came with the slow import
-            return _complain(str(error))
-        gc.freeze()  # what is here now stays: full collections, which stop all streams, pass it over
-        self._take_service(http)
-        serving = asyncio.create_task(http.serve(listener))
-        await self._ending.wait()
-        await self._close(http, serving)
+        await self._ranks.serve(self)
+        serving = asyncio.create_task(self._http.serve(listener))
+        serving.add_done_callback(self._on_http_end)
+        await self._ending.begun.wait()
+        await self._close(serving)
         if self._fatal is None:
             await self._wait_for_ranks()
-        await rank_server.stop(0)
+        await self._ranks.close()
         return _complain(self._fatal) if self._fatal else 0
 
-    def _take_service(self, http: "HttpService") -> None:
-        """Pass on what came before there was anybody to take it."""
-        self._http, self._requests, self._experts_load = http, http.requests, http.experts_load
-        for tell in self._early:
-            tell(http.experts_load)
-        self._placement = http.placement
-        for word in self._early_words:
-            http.placement.take_word(word)
-        self._leader.take_service(http.requests, http.placement)
+    def _on_http_end(self, serving: "asyncio.Task[None]") -> None:
+        """A front that does not answer over HTTP is of no use: it ends, and says why."""
+        if not self._is_closing and not serving.cancelled():
+            self._fail(f"the HTTP server has ended: {serving.exception() or 'nobody asked it to'}")
 
-    async def _close(self, http: "HttpService", serving: "asyncio.Task[None]") -> None:
+    async def _close(self, serving: "asyncio.Task[None]") -> None:
         """End requests, answers and ranks. Gently: one after the other; else all at the same time."""
-        grace_s = await self._drain(http)
+        grace_s = await self._drain()
         self._is_closing = True
         self._leader.close()
-        if self._ending_now.is_set():
+        if self._ending.now.is_set():
             self._ranks.stop()
-        http.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
-        http.stop(grace_s)
-        await serving
+        self._http.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
+        self._http.stop(grace_s)
+        await asyncio.wait([serving])
         self._ranks.stop()
 
-    async def _drain(self, http: "HttpService") -> float:
+    async def _drain(self) -> float:
         """Let open requests end, if there is time; returns the seconds left for answers still being sent."""
-        if self._ending_now.is_set():
+        if self._ending.now.is_set():
             return _ANSWERS_S
         until_s = time.monotonic() + self._options.http.shutdown_timeout_s
-        tasks = [asyncio.create_task(http.drain()), asyncio.create_task(self._ending_now.wait())]
+        tasks = [
+            asyncio.create_task(self._http.drain()),
+            asyncio.create_task(self._ending.now.wait()),
+        ]
         _, pending = await asyncio.wait(
             tasks,
             timeout=self._options.http.shutdown_timeout_s,
@@ -181,19 +190,12 @@ class _Front:
         )
         for task in pending:
             task.cancel()
-        left_s = 0.0 if self._ending_now.is_set() else until_s - time.monotonic()
+        left_s = 0.0 if self._ending.now.is_set() else until_s - time.monotonic()
         return max(_ANSWERS_S, left_s)
 
-    def _end_gently(self) -> None:
-        if self._ending.is_set():  # a second time: somebody cannot wait
-            self._end_now()
-        self._ending.set()
-
-    def _end_now(self) -> None:
-        if self._http is not None and self._is_closing:
+    def _hurry(self) -> None:
+        if self._is_closing:
             self._http.stop(0)
-        self._ending.set()
-        self._ending_now.set()
 
     async def _wait_for_ranks(self) -> None:
         try:
@@ -202,46 +204,58 @@ class _Front:
             ranks = ", ".join(map(str, self._ranks.attached))
             _LOG.error("did not hear goodbye from rank %s", ranks)
 
-    def _attach(self, facts: RankFacts) -> None:
+    def attached(self, facts: RankFacts) -> None:
+        """Take a rank that is ready."""
         self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
-        self._tell_load(lambda experts: experts.note_rank(facts.rank, facts.host))
+        self._http.experts_load.note_rank(facts.rank, facts.host)
         if self._is_closing:
             self._ranks.stop()  # it comes too late
         else:
             self._leader.attach(facts.rank)
 
-    def _tell_load(self, tell: "Callable[[ExpertsLoad], None]") -> None:
-        if self._experts_load is None:
-            self._early.append(tell)
-        else:
-            tell(self._experts_load)
-
-    def _take_placement(self, word: PlacementWord) -> None:
-        if self._placement is None:
-            self._early_words.append(word)
-        else:
-            self._placement.take_word(word)
-
-    def _deliver(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
-        assert self._requests is not None, "outputs come only for requests that were submitted"
-        self._requests.deliver(rank, outputs)
-
-    def _lose(self, rank: int, reason: str) -> None:
+    def lost(self, rank: int, reason: str) -> None:
         """A rank is gone: an end that has begun goes on, else others go on with its requests."""
         self._metrics.note_lost(rank)
-        if self._is_closing or self._ending_now.is_set():
+        if self._is_closing or self._ending.now.is_set():
             self._fail(f"rank {rank} is lost: {reason}")
         else:
             self._leader.lose(rank, reason)
 
+    def outputs(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
+        """Feed the answers that a rank's steps are for."""
+        self._http.requests.deliver(rank, outputs)
+
+    def stats(self, stats: RankStats) -> None:
+        """Note a rank's state."""
+        self._metrics.note_stats(stats)
+
+    def load(self, load: LoadReport) -> None:
+        """Note what a rank's experts were asked to do."""
+        self._http.experts_load.take_load(load)
+
+    def experts(self, experts: ExpertMap) -> None:
+        """Note which experts there are, and where."""
+        self._http.experts_load.take_experts(experts)
+
+    def placement(self, word: PlacementWord) -> None:
+        """Note what became of a placement."""
+        self._http.placement.take_word(word)
+
+    def regrouped(self, rank: int, epoch: int) -> None:
+        """Note that a rank serves in an epoch."""
+        self._leader.take_regrouped(rank, epoch)
+
+    def fault(self, rank: int, fault: Fault) -> None:
+        """Note that a rank's steps broke off."""
+        self._leader.take_fault(rank, fault)
+
     def _fail(self, reason: str) -> None:
         """The service cannot go on: the first reason is why it ends."""
-        if self._fatal is None and not self._ending_now.is_set():
+        if self._fatal is None and not self._ending.now.is_set():
             self._fatal = reason
-        if self._requests is not None:
-            self._requests.fail_all(ApiError(503, f"The service is ending: {self._fatal}."))
-        self._ending.set()
-        self._ending_now.set()
+        self._http.requests.fail_all(ApiError(503, f"The service is ending: {self._fatal}."))
+        self._ending.begun.set()
+        self._ending.now.set()
 
 
 def _import_http_service() -> ModuleType:

@@ -43,7 +43,7 @@ def main() -> None:
 
 def _tracked() -> list[Path]:
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [Path(line) for line in listed.stdout.splitlines() if "_pb2" not in line]
+    return [Path(line) for line in listed.stdout.splitlines()]
 
 
 def _folders(files: list[Path]) -> Counter[str]:

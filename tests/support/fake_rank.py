@@ -15,8 +15,8 @@ from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
+from server.link.messages import RankFacts
 from server.link.rank_link import RankLink
-from server.link.wire import RankFacts
 
 TIMEOUT_S = 60.0
 NUM_BLOCKS = 64
@@ -57,7 +57,7 @@ class FakeRank:
         self.wrong_replays: list[Request] = []
         self.on_order: Callable[[Order], None] = lambda order: self.link.send_regrouped(order.epoch)
         self.stopped = threading.Event()
-        self.lost: list[str] = []
+        self.losses: list[str] = []
         self._decode = decode
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -78,11 +78,7 @@ class FakeRank:
             address,
             token,
             facts,
-            on_submit=self._submit,
-            on_abort=self._abort,
-            on_stop=self._stop,
-            on_lost=self._lose,
-            on_regroup=self._regroup,
+            self,
         )
 
     def open(self) -> "FakeRank":
@@ -138,7 +134,7 @@ class FakeRank:
             self.requests.clear()
             self.aborted.clear()
 
-    def _submit(self, request: Request) -> None:
+    def submit(self, request: Request) -> None:
         with self._changed:
             self.requests.append(request)
             self._changed.notify_all()
@@ -146,24 +142,30 @@ class FakeRank:
         self._threads.append(thread)
         thread.start()
 
-    def _abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         with self._changed:
             self.aborted.append(request_id)
             self._changed.notify_all()
 
-    def _regroup(self, order: Order) -> None:
+    def regroup(self, order: Order) -> None:
         with self._changed:
             self.orders.append(order)
             self._changed.notify_all()
         self.on_order(order)
 
-    def _stop(self) -> None:
+    def prepare(self, placement: Placement) -> None:
+        """Move nothing: it has no experts."""
+
+    def drop(self, version: int) -> None:
+        """Have nothing to give up."""
+
+    def stop(self) -> None:
         self.stopped.set()
         self.link.close()  # on the link's own thread, which close allows
 
-    def _lose(self, reason: str) -> None:
+    def lost(self, reason: str) -> None:
         with self._changed:
-            self.lost.append(reason)
+            self.losses.append(reason)
             self._changed.notify_all()
 
     def _script_for(self, request: Request) -> Script:

@@ -23,7 +23,7 @@ from server.experts.load import ExpertsLoad
 from server.experts.placement_routes import placement_routes
 from server.http.app import build_app
 from server.http.guards import ApiKeys
-from server.link.placement_wire import PlacementWord
+from server.link.messages import PlacementWord
 from tests.support.placements import held, random_placement
 
 START = random_placement(3, 8, 2, 6, seed=1)

@@ -12,7 +12,7 @@ from scheduler.moves.reports import LoadReport
 from server.experts.answer import balancedness_json
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
-from server.link import load_wire
+from server.link.messages import decode, encode
 from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
 
 
@@ -228,11 +228,11 @@ def test_hottest_are_over_their_layers_mean() -> None:
 
 def test_reports_cross_the_wire_unchanged() -> None:
     sent = report(1, 7, counts(3), placement_version=4)
-    arrived = load_wire.load_from(load_wire.load_to_wire(sent))
+    arrived = decode(encode(sent))
     np.testing.assert_array_equal(arrived.counts, sent.counts)
     plain = [name for name in LoadReport.__dataclass_fields__ if name != "counts"]
     assert [getattr(arrived, name) for name in plain] == [getattr(sent, name) for name in plain]
     experts = expert_map(3)
-    same = load_wire.experts_from(load_wire.experts_to_wire(experts))
+    same = decode(encode(experts))
     np.testing.assert_array_equal(same.slot_expert, experts.slot_expert)
     assert same[:5] == experts[:5]

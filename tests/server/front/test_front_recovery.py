@@ -201,7 +201,7 @@ def test_a_fault_that_nothing_explains_makes_the_same_ranks_meet_again(front: Fr
 def test_an_engine_that_starts_again_before_its_stream_has_ended_takes_its_place(front: FrontProcess) -> None:
     before, old = status(front), present(front, 0)
     bring_back(front, 0, num_restarts=60)
-    old.wait_for(lambda rank: bool(rank.lost))
+    old.wait_for(lambda rank: bool(rank.losses))
     assert status(front)["epoch"] == before["epoch"] + 2 and status(front)["members"] == [0, 1]
 
 

@@ -10,7 +10,7 @@ from expert_placement.survivors import surviving
 from scheduler.epochs.orders import Order
 from server.front.leader import READ_BYTES_PER_S, Leader
 from server.front.membership import REGROUP_TIMEOUT_S, Epochs, Phase
-from server.link.membership_wire import FaultWord
+from server.link.messages import Fault
 
 HOME = linear_placement(2, 6, 3)
 
@@ -26,12 +26,13 @@ class Service:
         self.leader = Leader(
             self.epochs,
             self,
+            self,
+            self,
             surviving=surviving,
             on_order=lambda order: self.told.append(("load", order.epoch)),
             on_failure=lambda reason: self.told.append(("failed", reason)),
             clock=lambda: self.now_s,
         )
-        self.leader.take_service(self, self)
         self.orders: list[Order] = []
         for rank in range(3):
             self.leader.attach(rank)
@@ -142,7 +143,7 @@ def test_the_timer_comes_by_itself() -> None:
 def test_a_fault_is_told_to_the_epochs() -> None:
     async def test() -> None:
         service = Service()
-        service.leader.take_fault(FaultWord(0, 0, "a time-out", is_final=False))
+        service.leader.take_fault(0, Fault(0, "a time-out", is_final=False))
         assert service.epochs.faults == {0: "a time-out"} and service.told == []
         service.leader.close()
 

@@ -13,7 +13,7 @@ from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.front.timing import Timing, timing_of
 from server.http.metrics import Metrics
-from server.link.wire import RankFacts
+from server.link.messages import RankFacts
 from tests.support.answers import ended_answer, ended_exchange
 from tests.support.load_reports import RANKS, counts, expert_map, report
 

@@ -1,11 +1,13 @@
 """The stream between a rank and the front, both ends real, without HTTP."""
 
 import asyncio
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from queue import Queue
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,10 @@ from scheduler.policy.request import (
     Structure,
     TokenBias,
 )
-from server.link.membership_wire import FaultWord
+from server.link import rank_link
+from server.link.messages import Fault, RankFacts
 from server.link.rank_link import LinkError, RankLink
-from server.link.ranks import Ranks, listen
-from server.link.wire import RankFacts
+from server.link.ranks import Ranks
 
 FACTS = RankFacts(
     rank=0, world_size=2, host="h", pid=7, max_model_len=128, num_blocks=9, block_tokens=16, max_num_seqs=4
@@ -63,27 +65,36 @@ REQUEST = Request(
 )
 
 
+class Told:
+    """Puts into a queue what a listener is told: its method's name, and with what."""
+
+    def __init__(self) -> None:
+        self.events: Queue[tuple[object, ...]] = Queue()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *told: self.events.put((name, *told))
+
+
 class FrontEnd:
     """`Ranks` in an event loop of its own thread; everything it says lands in `events`."""
 
     def __init__(self) -> None:
-        self.events: Queue[tuple[object, ...]] = Queue()
+        told = Told()
+        self.events = told.events
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.ranks = Ranks(
-            2,
-            "secret",
-            on_outputs=lambda rank, outputs: self.events.put(("outputs", rank, list(outputs))),
-            on_stats=lambda stats: self.events.put(("stats", stats)),
-            on_attached=lambda facts: self.events.put(("attached", facts)),
-            on_lost=lambda rank, reason: self.events.put(("lost", rank, reason)),
-            on_regrouped=lambda rank, epoch: self.events.put(("regrouped", rank, epoch)),
-            on_fault=lambda word: self.events.put(("fault", word)),
-        )
-        self._server, self.address = asyncio.run_coroutine_threadsafe(
-            listen(self.ranks, "127.0.0.1"), self.loop
-        ).result(30)
+        self.ranks, self.address = self.run(self._open(told))
+
+    async def _open(self, told: Told) -> tuple[Ranks, str]:
+        ranks = Ranks(2, "secret")
+        address = ranks.bind("127.0.0.1")
+        await ranks.serve(told)
+        return ranks, address
+
+    def run(self, waiting: Coroutine[object, object, Any]) -> Any:
+        """Wait for something in the loop."""
+        return asyncio.run_coroutine_threadsafe(waiting, self.loop).result(30)
 
     def say(self, function: object, *args: object, **kwargs: object) -> None:
         """Call a method of `Ranks` in the loop."""
@@ -91,7 +102,7 @@ class FrontEnd:
 
     def close(self) -> None:
         """Stop the server and its loop."""
-        asyncio.run_coroutine_threadsafe(self._server.stop(0), self.loop).result(30)
+        self.run(self.ranks.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5)
         self.loop.close()
@@ -107,16 +118,9 @@ def front() -> Iterator[FrontEnd]:
 def link_to(
     front: FrontEnd, heard: "Queue[tuple[object, ...]]", *, token: str = "secret", facts: RankFacts = FACTS
 ) -> RankLink:
-    return RankLink(
-        front.address,
-        token,
-        facts,
-        on_submit=lambda request: heard.put(("submit", request)),
-        on_abort=lambda request_id: heard.put(("abort", request_id)),
-        on_stop=lambda: heard.put(("stop",)),
-        on_lost=lambda reason: heard.put(("lost", reason)),
-        on_regroup=lambda order: heard.put(("regroup", order)),
-    )
+    told = Told()
+    told.events = heard
+    return RankLink(front.address, token, facts, told)
 
 
 def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: FrontEnd) -> None:
@@ -160,8 +164,8 @@ def test_an_order_reaches_its_members_unchanged_and_their_answers_come_back_in_o
     link.send_fault(5, "a peer is gone")
     link.send_regrouped(6)
     assert [front.events.get(timeout=30) for _ in range(3)] == [
-        ("fault", FaultWord(0, 4, "no memory", True)),
-        ("fault", FaultWord(0, 5, "a peer is gone", False)),
+        ("fault", 0, Fault(4, "no memory", True)),
+        ("fault", 0, Fault(5, "a peer is gone")),
         ("regrouped", 0, 6),
     ]
     link.close()
@@ -207,7 +211,7 @@ def test_abort_and_stop_reach_the_rank_and_a_stop_is_no_loss(front: FrontEnd) ->
     link.send([RequestOutput(request_id="last", token_ids=[])])
     link.close()
     assert front.events.get(timeout=30)[0] == "outputs"
-    asyncio.run_coroutine_threadsafe(front.ranks.wait_until_empty(), front.loop).result(30)
+    front.run(front.ranks.wait_until_empty())
     assert front.events.empty()
     assert heard.empty(), "closing is not losing"
 
@@ -231,7 +235,7 @@ def test_a_front_that_leaves_after_its_stop_is_not_lost(front: FrontEnd) -> None
     link.open(30)
     front.say(front.ranks.stop)
     assert heard.get(timeout=30) == ("stop",)
-    asyncio.run_coroutine_threadsafe(front._server.stop(0), front.loop).result(30)
+    front.run(front.ranks.close())
     assert link._reader is not None
     link._reader.join(5)
     assert heard.empty()
@@ -267,7 +271,7 @@ def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:
     heard: Queue[tuple[object, ...]] = Queue()
     link = link_to(front, heard)
     link.open(30)
-    asyncio.run_coroutine_threadsafe(front._server.stop(0), front.loop).result(30)
+    front.run(front.ranks.close())
     assert heard.get(timeout=30)[0] == "lost"
     link.send([RequestOutput(request_id="r", token_ids=[1])])  # harmless
     link.close()
@@ -275,15 +279,7 @@ def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:
 
 
 def test_no_front_is_an_error_that_names_the_address() -> None:
-    link = RankLink(
-        "127.0.0.1:1",
-        "t",
-        FACTS,
-        on_submit=print,
-        on_abort=print,
-        on_stop=print,
-        on_lost=print,
-    )
+    link = RankLink("127.0.0.1:1", "t", FACTS, Told())
     with pytest.raises(LinkError, match=r"127\.0\.0\.1:1"):
         link.open(0.3)
 
@@ -300,3 +296,71 @@ def test_what_a_busy_stream_cannot_write_is_merged_and_loses_nothing(front: Fron
         outputs = front.events.get(timeout=30)[2]
         tokens += [token for output in outputs for token in output.token_ids]  # type: ignore[attr-defined]
     assert tokens == list(range(5_000))
+
+
+def test_more_messages_than_any_queue_holds_are_no_fault_of_the_rank(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    link = link_to(front, heard)
+    link.open(30)
+    front.events.get(timeout=30)
+
+    def say_much() -> None:
+        for number in range(70_000):
+            front.ranks.abort(0, str(number))
+
+    front.say(say_much)
+    for number in range(70_000):
+        assert heard.get(timeout=30) == ("abort", str(number))
+    link.close()
+
+
+def test_a_rank_that_does_not_read_is_lost_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, front: FrontEnd
+) -> None:
+    link = link_to(front, Queue())
+    link.open(30)
+    front.events.get(timeout=30)
+    stream, now_s = front.ranks.attached[0], time.monotonic()
+    monkeypatch.setattr(front.ranks, "_clock", lambda: now_s + 31)
+    stream.write_begun_s = now_s
+    front.say(front.ranks.abort, 0, "r")
+    assert front.events.get(timeout=30) == ("lost", 0, "it has read nothing for 30 s")
+    link.close()
+
+
+def test_an_error_in_what_takes_a_message_is_a_loss_that_is_told(front: FrontEnd) -> None:
+    heard: Queue[tuple[object, ...]] = Queue()
+    link = link_to(front, heard)
+    link._listener.submit = lambda _request: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    link.open(30)
+    front.events.get(timeout=30)
+    front.say(front.ranks.submit, 0, REQUEST, now_s=0.0)
+    assert heard.get(timeout=30) == (
+        "lost",
+        "a message of the front could not be taken: ZeroDivisionError: division by zero",
+    )
+    link.close()
+
+
+def test_a_rank_of_another_version_is_refused(front: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_link, "DEFINITION", "another")
+    with pytest.raises(LinkError, match="another version of WideEP"):
+        link_to(front, Queue()).open(30)
+
+
+def test_all_addresses_are_bound_and_the_name_is_announced() -> None:
+    async def bind(host: str) -> tuple[str, bool]:
+        ranks = Ranks(1, "t")
+        address = ranks.bind(host)
+        await ranks.serve(Told())
+        port = int(address.rpartition(":")[2])
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        others = "::1" if ":" in host else "127.0.0.2"  # an address of this machine, and not that name's
+        with socket.socket(family) as probe:
+            is_open = probe.connect_ex((others, port)) == 0
+        await ranks.close()
+        return address.rpartition(":")[0], is_open
+
+    assert asyncio.run(bind("a-name-that-is-known-elsewhere")) == ("a-name-that-is-known-elsewhere", True)
+    assert asyncio.run(bind("127.0.0.1")) == ("127.0.0.1", False)
+    assert asyncio.run(bind("fe80::1")) == ("[fe80::1]", True)

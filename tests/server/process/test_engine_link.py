@@ -40,7 +40,7 @@ def test_a_lost_stream_ends_the_engine_and_says_whether_there_is_a_front_to_come
 ) -> None:
     link = link_of(monkeypatch, front_answers=front_answers)
     with pytest.raises(EndedError) as ended:
-        link._on_lost("the front closed the stream")
+        link._listener.lost("the front closed the stream")
     assert ended.value.args == (status,)
     assert capsys.readouterr().err == "rank 2: the front closed the stream\n"
 

@@ -1,0 +1,108 @@
+"""What crosses comes back as it was said, whatever is in it."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expert_placement.placement import linear_placement
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import Cause, ExpertMap, LoadReport, MoveState, PlacementReport
+from scheduler.policy.request import FinishReason, Logprobs, RankStats, RequestOutput
+from server.link import messages
+from server.link.messages import (
+    Abort,
+    DropPlacement,
+    Fault,
+    Goodbye,
+    PlacementWord,
+    Prepare,
+    RankFacts,
+    Regrouped,
+    StepOutput,
+    Stop,
+    Welcome,
+    decode,
+    encode,
+)
+
+ENTRY = Logprobs(5, -0.1 - 1e-17, [5, 6], [-0.5, float("-inf")], 1)
+TOKENS: tuple[list[int], ...] = ([], [5], [5, 2**32 - 1])
+ENTRIES: tuple[list[Logprobs], ...] = ([], [ENTRY, ENTRY])
+PLACEMENT = linear_placement(3, 5, 2).with_version(9)
+FACTS = RankFacts(
+    rank=0, world_size=2, host="hôte", pid=7, max_model_len=128, num_blocks=9, block_tokens=16, max_num_seqs=4
+)
+REPORT = PlacementReport(
+    rank=1, version=3, state=MoveState.FAILED, reason="why", cause=Cause.CHECK_SUM, seconds=0.1
+)
+
+
+def test_every_combination_of_empty_parts_comes_back() -> None:
+    parts = itertools.product(
+        *(TOKENS, ENTRIES, ENTRIES, (0, 7), (0.0, 0.25), (None, *FinishReason), ("", "a fault"))
+    )
+    for token_ids, logprobs, prompt_logprobs, num_cached_tokens, queued_s, finish_reason, error in parts:
+        output = RequestOutput(
+            request_id="a",
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=num_cached_tokens,
+            queued_s=queued_s,
+            finish_reason=finish_reason,
+            error=error,
+        )
+        assert decode(encode(StepOutput([output], None))) == StepOutput([output], None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        FACTS,
+        StepOutput([], RankStats(**{name: at for at, name in enumerate(RankStats.__annotations__, start=1)})),
+        Regrouped(4),
+        Fault(4, "why", True),
+        Goodbye(""),
+        Welcome(),
+        Stop(),
+        Abort("a"),
+        DropPlacement(2),
+        PlacementWord(REPORT, None, 0),
+    ],
+)
+def test_a_message_comes_back(message: Any) -> None:
+    back = decode(encode(message))
+    assert back == message and type(back) is type(message)
+
+
+def test_placements_keep_their_digest_and_version() -> None:
+    sent = (Prepare(PLACEMENT), PlacementWord(REPORT, PLACEMENT, 5), Order(4, (0, 2), PLACEMENT))
+    for back in (decode(encode(each)) for each in sent):
+        assert (back.placement.digest(), back.placement.version) == (PLACEMENT.digest(), 9)
+    assert decode(encode(sent[2]))[:2] == (4, (0, 2))
+
+
+def test_arrays_keep_type_and_shape() -> None:
+    counts = np.arange(12, dtype=np.uint32).reshape(2, 2, 3)
+    slots = np.array([[0, -1]], np.int64)
+    values = {field.name: 1 for field in dataclasses.fields(LoadReport)} | {"counts": counts}
+    load = LoadReport(**values | {"dispatch_bytes": (1, 2**40), "combine_bytes": ()})  # type: ignore[arg-type]
+    back, experts = decode(encode(load)), decode(encode(ExpertMap(1, 2, 3, (0, 4), 5, slots)))
+    np.testing.assert_array_equal(back.counts, counts, strict=True)
+    np.testing.assert_array_equal(experts.slot_expert, slots, strict=True)
+    assert back.dispatch_bytes == (1, 2**40) and experts[:5] == (1, 2, 3, (0, 4), 5)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'["Popen", []]', b'["Abort", []]', b'["Fault", 7]', b"\xff"]
+)
+def test_what_is_no_message_is_an_error(content: bytes) -> None:
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        decode(content)
+
+
+def test_another_definition_is_another_digest() -> None:
+    assert messages._definition((Abort,)) != messages._definition((Abort, Stop))
