@@ -26,7 +26,7 @@ def choices(count: int, stops: tuple[str, ...], **how: int) -> list[Generation]:
     request = Request(
         request_id="r", prompt_ids=(65,), params=SamplingParams(max_tokens=999, **how), arrival_s=0.0
     )
-    return [answer.add(Ask(request=request, stops=stops), 0, Bytes()) for _ in range(2)]
+    return [answer.add(Ask(request=request, stops=stops), 0, Bytes()) for _ in range(count)]
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
