@@ -291,6 +291,15 @@ class Options:
         help="how long a rank may keep another one waiting before it counts as hung",
     )  # fmt: skip
 
+    heartbeat_timeout_s: float = flag(
+        DISPATCH, "--heartbeat-timeout-seconds", read=_NOT_NEGATIVE, metavar="SECONDS", default=2.0,
+        help="how long a rank's process may stand still until it is killed and started again; 0: for ever, for a debugger",
+    )  # fmt: skip
+    max_rank_restarts: int = flag(
+        DISPATCH, "--max-rank-restarts", read=whole(0), metavar="N", default=3,
+        help="how often within 10 minutes a rank that died is started again before it stays away",
+    )  # fmt: skip
+
     enable_eplb: bool = switch(
         PLACEMENT, "--enable-eplb",
         help="move experts while serving, where that pays by the load seen; `wideep experts apply` works without",

@@ -14,7 +14,8 @@ Rejected: waiting longer before every further start, which leaves the service wi
 What the children are told, besides the command line: the front gets `--ready-fd` and writes one JSON line with its
 addresses, which goes to this rank's engine as WIDEEP_FRONT; an engine that is started again gets WIDEEP_RESTARTS, how
 often that has happened. The engine gets WIDEEP_READY_FD and writes {"http": URL} when it knows the address,
-{"kv_cache_bytes": n}, which its successors get as a flag, and {"ready": true} when it serves.
+{"kv_cache_bytes": n}, which its successors get as a flag, {"ready": true} when it serves, and {"beat": n} several times a second from
+then on: one that stops to do so is hung (`watchdog`), is killed, and is started again as any other.
 """
 
 import json
@@ -45,6 +46,7 @@ from server.process.children import (
 )
 from server.process.error_file import ERROR_FILE, LAST, write_absence, write_failure
 from server.process.rendezvous import Place
+from server.process.watchdog import Watchdog
 
 UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which says itself what happens
 STOP_GRACE_S = 2.2  # from the wish to SIGKILL; serve has promised that all is over in 5 s
@@ -80,11 +82,13 @@ class Supervisor:
         self._front: Child | None = None
         self._engine: Child | None = None
         self._told_to_engine: dict[str, str] = {}
-        self._budget = RestartBudget()
+        self._budget = RestartBudget(max_restarts=options.max_rank_restarts)
         self._ended_s: float | None = None  # time.monotonic() of the end of the engine whose successor starts
         self._http = ""
         self._has_served = False  # some engine of this rank
         self._is_serving = False  # the present one
+        self._watchdog: Watchdog | None = None  # of the present engine
+        self._why_killed: str | None = None  # the present engine, by us
         self._drained_s: float | None = None  # when draining: until when, on time.monotonic()
 
     def run(self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int) -> int:
@@ -102,16 +106,28 @@ class Supervisor:
             self._selector.close()
 
     def _wait(self, stop_fd: int) -> int:
-        while (left_s := self._time_left_s()) is None or left_s > 0:
-            ready = {key.fd: key.data for key, _ in self._selector.select(left_s)}
+        while self._drained_s is None or time.monotonic() < self._drained_s:
+            ready = {key.fd: key.data for key, _ in self._selector.select(self._time_left_s())}
             # The wish to stop before all else: a child that ends because all are told to is no failure.
             for _, callback in sorted(ready.items(), key=lambda each: each[0] != stop_fd):
                 if (status := callback()) is not None:
                     return int(status)
+            self._kill_if_hung()
         return 0
 
     def _time_left_s(self) -> float | None:
-        return None if self._drained_s is None else self._drained_s - time.monotonic()
+        """Until something is to be done that no descriptor announces."""
+        left_s = [] if self._drained_s is None else [max(0.0, self._drained_s - time.monotonic())]
+        if self._watchdog is not None and (watch_s := self._watchdog.left_s()) is not None:
+            left_s.append(watch_s)
+        return min(left_s, default=None)
+
+    def _kill_if_hung(self) -> None:
+        """Kill an engine that does not run any more: then its connections close, and others know within a moment."""
+        if self._engine is None or self._watchdog is None or (why := self._watchdog.why_hung()) is None:
+            return
+        self._why_killed, self._watchdog = why, None
+        self._engine.process.kill()
 
     def _on_stop(self, numbers: Sequence[int]) -> int | None:
         """Take the wish to stop: gently, or (and when it is the second) at once.
@@ -156,7 +172,8 @@ class Supervisor:
             extra["WIDEEP_RESTARTS"] = str(self._budget.num_taken)
         name = f"rank {self._place.rank}'s engine"
         engine = self._start(name, self._commands.engine, (), extra, pipe)
-        self._engine = engine
+        self._engine, self._why_killed = engine, None
+        self._watchdog = Watchdog(engine.process.pid, self._options.heartbeat_timeout_s)
         read = partial(self._read, pipe, name, self._on_engine_message)
         self._watch(engine.pidfd, lambda: self._on_engine_end(engine, read))
         self._watch(pipe.fd, read)
@@ -190,7 +207,8 @@ class Supervisor:
     def _on_engine_end(self, engine: Child, read: Callable[[], int | None]) -> int | None:
         """Start the engine again where that may help; else end the service, or go on without this rank."""
         read()  # its last words: it may have served for a moment
-        status, ending = engine.process.wait(), describe_end(engine)
+        status, ending = engine.process.wait(), self._describe_end_of(engine)
+        self._watchdog = None
         if self._front is not None and has_ended(self._front):
             return self._on_end(self._front)  # the cause
         if status == FRONT_IS_GONE:
@@ -204,6 +222,11 @@ class Supervisor:
             say(f"wideep: {ending}; the service is stopping", error=True)
             return None if self._front is not None else 0
         return self._restart(ending)
+
+    def _describe_end_of(self, engine: Child) -> str:
+        if self._why_killed is None:
+            return describe_end(engine)
+        return f"{engine.name} (pid {engine.process.pid}) was hung and has been killed: {self._why_killed}"
 
     def _restart(self, ending: str) -> int | None:
         allowed = self._budget.describe()
@@ -245,6 +268,8 @@ class Supervisor:
         self._start_engine()
 
     def _on_engine_message(self, message: dict[str, object]) -> None:
+        if self._watchdog is not None and "beat" in message:
+            self._watchdog.beat()
         self._http = str(message.get("http", self._http))
         if "kv_cache_bytes" in message:  # less memory is free when a successor starts; it gets as many blocks
             num_bytes = int(str(message["kv_cache_bytes"]))

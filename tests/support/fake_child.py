@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -44,7 +45,8 @@ def _report_ready() -> None:
         os.write(descriptor, json.dumps(told).encode() + b"\n")
     (Path(os.environ["FAKE_DIRECTORY"]) / f"engine-{os.environ['RANK']}.told").touch()
     while True:
-        signal.pause()
+        os.write(descriptor, b'{"beat": 1}\n')
+        time.sleep(0.1)
 
 
 def _end(name: str) -> Callable[..., None]:

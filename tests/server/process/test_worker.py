@@ -158,6 +158,34 @@ def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
         service.wait_for_nobody(within_s=0)
 
 
+def test_an_engine_that_is_stopped_is_killed_and_started_again(model: Path) -> None:
+    with start_worker(model, place(), "--heartbeat-timeout-seconds=0.5") as service:
+        service.wait_for_output("serving on")
+        victim = service.pid("engine-0")
+        os.kill(victim, signal.SIGSTOP)
+        service.facts_after("engine-0", restarts=1)
+        service.wait_for_output("rank 0 serves again, after ")
+        hung = f"wideep: rank 0's engine (pid {victim}) was hung and has been killed: it is stopped, and has said nothing for "
+        [line] = [line for line in service.output().splitlines() if line.startswith(hung)]
+        assert line.endswith("it is started again (at most 3 times in 10 minutes)")
+        assert has_ended(victim, 1.0)
+
+
+def test_without_a_heartbeat_timeout_an_engine_may_be_stopped_for_a_debugger(model: Path) -> None:
+    with start_worker(model, place(), "--heartbeat-timeout-seconds=0") as service:
+        service.wait_for_output("serving on")
+        os.kill(service.pid("engine-0"), signal.SIGSTOP)
+        assert not has_ended(service.pid("engine-0"), 1.0)
+
+
+def test_how_often_an_engine_is_started_again_is_a_flag(model: Path) -> None:
+    with start_worker(model, place(), "--max-rank-restarts=0") as service:
+        service.wait_for_output("serving on")
+        os.kill(service.pid("engine-0"), signal.SIGKILL)
+        assert service.end()[0] == 1
+        assert "it was started again 0 times in 10 minutes and is not started any more" in service.output()
+
+
 def kill_until_the_budget_ends(service: Service, name: str) -> None:
     for restarts in range(1, MAX_RESTARTS + 1):
         os.kill(service.pid(name), signal.SIGKILL)
