@@ -1,4 +1,4 @@
-"""Start-up check that WideEP's seven top-level packages are ours.
+"""Which copy of WideEP runs: the command that starts it again, and a start-up check that WideEP's seven top-level packages are ours.
 
 Their names (moe, server, ...) are generic, so another installed distribution may own one of them and Python would
 import that instead. We look every package up without importing it and compare the folder with our own.
@@ -6,10 +6,12 @@ import that instead. We look every package up without importing it and compare t
 
 import importlib.metadata
 import importlib.util
+import sys
 from pathlib import Path
 
 PACKAGES = ("moe", "dispatch", "expert_placement", "attention", "kvcache", "scheduler", "server")
 _OUR_ROOT = Path(__file__).resolve().parents[1]
+WIDEEP_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("__main__.py")))  # this very copy
 
 
 class RootError(RuntimeError):

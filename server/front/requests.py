@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from scheduler.policy.request import FinishReason, RequestOutput
 from server import errors
@@ -18,13 +19,41 @@ from server.front.detokenizer import Decoder
 from server.front.generations import Answer, Ask, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
 from server.front.router import Router
-from server.front.timing import timing_of
-from server.http.exchanges import current_exchange
-from server.http.metrics import Metrics
+from server.front.timing import Timing, timing_of
 from server.link.ranks import Ranks
 
 _NO_RANK_YET = 0  # any one: until it is submitted
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does, this much later
+
+
+class RequestCounts(Protocol):
+    """Who counts and times requests: `server.http.metrics` has it for Prometheus."""
+
+    def note_request(self, n: int, max_tokens: int) -> None:
+        """Take a client's request with `n` choices in all."""
+
+    def note_first_token(
+        self, rank: int, ttft_s: float, *, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
+        """Take a choice's first token."""
+
+    def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
+        """Take tokens that arrived `gap_s` after those before; None: they are the first."""
+
+    def note_end(
+        self,
+        rank: int,
+        reason: FinishReason,
+        timing: Timing,
+        *,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        num_tokens: int,
+    ) -> None:
+        """Take a choice's end."""
+
+    def note_longest(self, num_tokens: int) -> None:
+        """Take the longest choice of a client's request."""
 
 
 class Requests:
@@ -37,12 +66,14 @@ class Requests:
         ranks: Ranks,
         router: Router,
         journal: Journal,
-        metrics: Metrics,
+        metrics: RequestCounts,
         timeout_s: float,
         on_ask: Callable[[Ask], None] = lambda _ask: None,
+        on_answer: Callable[[Answer], None] = lambda _answer: None,
         why_not_ready: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Args: timeout_s is each request's deadline, 0 is none; on_ask is told of every choice that is accepted.
+        """Args: timeout_s is each request's deadline, 0 is none; on_ask is told of every choice that is accepted,
+            on_answer of every client's request that is to be answered.
 
         why_not_ready says why no request can be taken now, None if it can.
         """
@@ -55,7 +86,7 @@ class Requests:
         self._open: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
-        self._on_ask = on_ask
+        self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._closed: ApiError | None = None
         self._num_answers = 0
@@ -83,9 +114,7 @@ class Requests:
         if (reason := self._why_not_ready()) is not None:
             raise errors.not_ready(reason)
         answer = Answer(request_id, self._close)
-        exchange = current_exchange()
-        if exchange is not None:
-            exchange.answers.append(answer)
+        self._on_answer(answer)
         for ask in asks:
             if self._closed is not None:  # the service ended while a rank was given a choice
                 raise self._closed

@@ -58,6 +58,13 @@ class Exchange:
         return next((failure.message for failure in failures if failure is not None), "")
 
 
+def note_answer(answer: Answer) -> None:
+    """Add what was asked of ranks to the exchange that the running task answers."""
+    exchange = _current.get()
+    if exchange is not None:
+        exchange.answers.append(answer)
+
+
 def current_exchange() -> Exchange | None:
     """Return the exchange that the running task answers, if it answers one."""
     return _current.get()

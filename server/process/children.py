@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Self
 
 from server.parent_death import die_with_parent
 
-WIDEEP_COMMAND = (sys.executable, "-P", str(Path(__file__).parents[1] / "__main__.py"))  # this very copy
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that torchrun forwards
 DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop when open requests have ended
 FRONT_IS_GONE = 3  # the exit status of an engine that has nobody left to serve for

@@ -45,7 +45,7 @@ from server.front.router import Router
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
-from server.http.exchanges import Exchange
+from server.http.exchanges import Exchange, note_answer
 from server.http.gauges import FrontMetrics, MembershipMetrics
 from server.http.guards import ApiKeys
 from server.http.logs import AccessLog, RequestLog
@@ -91,6 +91,7 @@ class HttpService:
             metrics=metrics,
             timeout_s=options.request_timeout_s,
             on_ask=RequestLog(tokenizer).note if options.log.requests else _ignore,
+            on_answer=note_answer,
             why_not_ready=lambda: why_not_ready(epochs),
         )
         self.model = _served_model(options, tokenizer, ranks)

@@ -22,10 +22,11 @@ from typing import IO, Self
 from server.options.flag import OptionsError
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
-from server.process.children import WIDEEP_COMMAND, Child, describe_end, stop_children
+from server.process.children import Child, describe_end, stop_children
 from server.process.preflight.device import CPU_NUM_SEQS, CPU_RANKS
 from server.process.preflight.model import PreflightError, resolve_model
 from server.process.serve import free_port, is_healthy, reachable_host
+from server.roots import WIDEEP_COMMAND
 
 SERVE_COMMAND = (*WIDEEP_COMMAND, "serve")
 STOP_GRACE_S = 8.0  # serve promises that all is over in 5

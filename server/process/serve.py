@@ -29,7 +29,6 @@ from server.options.reading import API_KEY_VARIABLE, environment_from, handed_on
 from server.options.table import Options
 from server.process.children import (
     DRAIN_SIGNAL,
-    WIDEEP_COMMAND,
     Child,
     StopSignals,
     adopt_orphans,
@@ -46,6 +45,7 @@ from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
 from server.process.preflight.model import PreflightError, resolve_model
 from server.process.supervisor import DRAIN_GRACE_S, UNDER_SERVE
+from server.roots import WIDEEP_COMMAND
 
 AGENT_GRACE_S = 3.2  # torchrun waits for workers, which kill their children after STOP_GRACE_S
 ORPHAN_GRACE_S = 0.5  # then all that is left is killed: together below the 5 s that the user is promised

@@ -34,7 +34,6 @@ from server.options.table import Options
 from server.process.children import (
     DRAIN_SIGNAL,
     FRONT_IS_GONE,
-    WIDEEP_COMMAND,
     Child,
     MessagePipe,
     StopSignals,
@@ -47,6 +46,7 @@ from server.process.children import (
 from server.process.error_file import ERROR_FILE, LAST, write_absence, write_failure
 from server.process.rendezvous import Place
 from server.process.watchdog import Watchdog
+from server.roots import WIDEEP_COMMAND
 
 UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which says itself what happens
 STOP_GRACE_S = 2.2  # from the wish to SIGKILL; serve has promised that all is over in 5 s

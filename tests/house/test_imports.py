@@ -24,6 +24,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "attention": BASE,
     **dict.fromkeys(BASE, ()),
 }
+# Inside server, from the top down: a part may import what stands below it. A module's part is the longest name here that
+# it begins with; parts on one line do not import each other.
+SERVER = (
+    ("server.__main__",),
+    ("server.cli", "server.offline"),
+    ("server.clients",),
+    ("server.process",),
+    ("server.api", "server.experts"),
+    ("server.http",),
+    ("server.front",),
+    ("server.link",),
+    ("server.options",),
+    ("server.api.parsers", "server.errors", "server.parent_death", "server.roots"),
+)
 WITHOUT_TORCH = [
     "scheduler.policy.scheduler",
     "scheduler.policy.request",
@@ -156,6 +170,43 @@ def test_imports_point_down() -> None:
         and top(entry.module) not in MAY_IMPORT[top(module_of(path))]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def part_of(module: str) -> str:
+    """The part of server that a module of it belongs to."""
+    parts = [part for level in SERVER for part in level if module == part or module.startswith(f"{part}.")]
+    assert parts, f"{module} has no place in SERVER"
+    return max(parts, key=len)
+
+
+def test_imports_point_down_inside_server() -> None:
+    level_of = {part: number for number, level in enumerate(SERVER) for part in level}
+    wrong = [
+        str(entry)
+        for path in files()
+        if top(module_of(path)) == "server" and module_of(path) != "server"
+        for entry in imports_of(path)
+        if top(entry.module) == "server" and entry.module != "server"
+        if part_of(entry.module) != part_of(module_of(path))
+        and level_of[part_of(entry.module)] <= level_of[part_of(module_of(path))]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_of_server_import_each_other_in_no_circle() -> None:
+    imported = {
+        module_of(path): {
+            entry.module for entry in imports_of(path) if path_of(entry.module) and not entry.is_for_types
+        }
+        - {module_of(path)}
+        for path in files()
+        if top(module_of(path)) == "server"
+    }
+    left = {module: names & imported.keys() for module, names in imported.items()}
+    while free := [module for module, names in left.items() if not names & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"among these are circles: {sorted(left)}"
 
 
 def test_packages_import_no_tests_and_no_benchmarks() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from server.cli import main
-from server.process.children import WIDEEP_COMMAND
+from server.roots import WIDEEP_COMMAND
 
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.cli import main
-from server.process.children import WIDEEP_COMMAND
+from server.roots import WIDEEP_COMMAND
 from tests.support.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service_processes import HEARS_CTRL_C, wait_until
 
