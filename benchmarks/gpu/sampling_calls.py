@@ -1,4 +1,4 @@
-"""Sampling on the device: a step's rows by one set of launches, against the CPU's sampler, token for token.
+"""Sampling on the device: a step's rows all rows at once, against the CPU's sampler, token for token.
 
 Legend: R rows, V vocabulary.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench, Call, bytes_of
 from benchmarks.gpu.served import sequence_of
 from scheduler.policy.request import SamplingParams
-from scheduler.sampling.gpu.draws import plan_draws
-from scheduler.sampling.gpu.sampling import SamplingScratch, choose_tokens
+from scheduler.sampling.device_sampler import choose_tokens
+from scheduler.sampling.plan import make_plan
 from scheduler.sampling.sampler import sample
 
 KINDS = {
@@ -35,17 +35,15 @@ def sampling_call(
         dataclasses.replace(KINDS[kinds[row % len(kinds)]], seed=1000 * seed + row) for row in range(rows)
     ]
     sequences = [sequence_of([1, 2, 3], [], each) for each in params]
-    draws = plan_draws(sequences, vocabulary, bench.device)
-    scratch = SamplingScratch(rows, vocabulary, bench.device)
-    out = torch.empty(rows, dtype=torch.int64, device=bench.device)
+    plan = make_plan(sequences, vocabulary, bench.device)
 
     def oracle(shift: int = 0) -> Tensor:
         chosen = sample(logits.roll(shift, 0).cpu(), sequences).token_ids
         return bench.integers(chosen).float()
 
     return Call(
-        run=functools.partial(choose_tokens, logits, draws, scratch, out=out),
-        prepare=functools.partial(out.fill_, -1),
+        run=functools.partial(choose_tokens, logits, plan),
+        prepare=lambda: None,
         result=lambda ids: ids.float(),
         oracle=oracle,
         control=functools.partial(oracle, 1),
