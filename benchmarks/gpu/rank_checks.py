@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.rows import Row, Setting
-from benchmarks.gpu.timing import capture
+from benchmarks.gpu.bench import Bench, Call, bytes_of, capture, spoiling
+from benchmarks.gpu.results import Row, Setting
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
+from dispatch.gpu.combine import combine_pairs
 from dispatch.gpu.exchange import TritonExchange
 from dispatch.gpu.low_latency import LowLatencyWay
 from dispatch.gpu.normal import NormalWay
 from dispatch.gpu.packed_exchange import PackedExchange
+from dispatch.gpu.permute import PairOrder, PairOrders
 from dispatch.gpu.symmetric import OpenMemory, SharedMemory, SymmetricMemory
 from dispatch.gpu.torch_symmetric import TorchSymmetricMemory
 from dispatch.gpu.wide import WideDispatcher
@@ -31,6 +32,58 @@ from dispatch.low_latency.face import LowLatencyFace
 from dispatch.mode import NORMAL, Mode
 from dispatch.wires.choose import open_wire
 from dispatch.wires.wire import Wire
+
+
+def permute_call(bench: Bench, seed: int, *, rows: int, choices: int, slots: int) -> Call:
+    """Sort choices by slot; each tenth is none."""
+    slots_TK = _choices(bench, seed, rows, choices, slots)
+    orders = PairOrders(slots, bench.device)
+
+    def checked(order: PairOrder) -> Tensor:
+        """All three results behind each other; memory behind the last pair is not defined but for its rows."""
+        parts = (order.row_P, order.slot_offsets, order.pair_of_choice_TK.flatten())
+        return torch.cat([part.float() for part in parts])
+
+    def oracle(shift: int = 0) -> Tensor:
+        flat = slots_TK.flatten().roll(shift)
+        flat = torch.where(flat < 0, slots, flat)
+        by_slot = flat.sort(stable=True)
+        rank = torch.empty_like(flat).scatter(0, by_slot.indices, torch.arange(len(flat), device=flat.device))
+        row_P = torch.where(by_slot.values < slots, by_slot.indices // choices, 0)
+        ends = torch.bincount(flat, minlength=slots + 1)[:slots].cumsum(0)
+        pair = torch.where(flat < slots, rank, -1)
+        return torch.cat((row_P, ends.new_zeros(1), ends, pair)).float()
+
+    return Call(
+        run=functools.partial(orders.order, slots_TK), result=checked, oracle=oracle,
+        control=functools.partial(oracle, 1), num_bytes=bytes_of(slots_TK) + rows * choices * 12 + 8 * slots,
+    )  # fmt: skip
+
+
+def combine_call(bench: Bench, seed: int, *, rows: int, choices: int, hidden: int) -> Call:
+    """Sum each token's answers, which lie anywhere."""
+    generator = bench.generator(seed)
+    answers = bench.normal(generator, rows * choices, hidden)
+    pairs = torch.randperm(rows * choices, generator=generator, device=bench.device).int().view(rows, choices)
+    weights = torch.rand(rows, choices, generator=generator, device=bench.device)
+    out = answers.new_empty(rows, hidden)
+
+    def oracle(shift: int = 0) -> Tensor:
+        own = answers[pairs.long().roll(shift, 0)].float()
+        return (own * weights[..., None]).sum(1)
+
+    return Call(
+        run=functools.partial(combine_pairs, answers, pairs, weights, out), prepare=spoiling(out), oracle=oracle,
+        control=functools.partial(oracle, 1), num_bytes=bytes_of(answers, out, weights, pairs),
+    )  # fmt: skip
+
+
+def _choices(bench: Bench, seed: int, rows: int, choices: int, slots: int) -> Tensor:
+    generator = bench.generator(seed)
+    drawn = torch.randint(0, slots, (rows, choices), generator=generator, device=bench.device)
+    is_none = torch.rand(rows, choices, generator=generator, device=bench.device) < 0.1
+    return drawn.masked_fill(is_none, -1)
+
 
 WAIT_S = 100.0  # of a rank for the other, which may be interpreted
 _LAYERS = 3
