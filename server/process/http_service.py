@@ -34,8 +34,7 @@ from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
-from server.experts.placement_routes import placement_routes
-from server.experts.routes import experts_routes
+from server.experts.routes import expert_load_routes, placement_routes
 from server.front.generations import Ask
 from server.front.journal import Journal
 from server.front.membership import Epochs
@@ -133,7 +132,7 @@ class HttpService:
             ops_routes(version, metrics, self.why_not_ready),
             membership_routes(self._epochs, self._journal, self._num_parked),
             dashboard_routes(),
-            experts_routes(
+            expert_load_routes(
                 self.experts_load,
                 rank_steps=lambda: _steps(self._ranks),
                 record_directory=Path(environment.get(_RECORD_VARIABLE) or tempfile.gettempdir()),
