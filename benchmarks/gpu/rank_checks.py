@@ -8,7 +8,7 @@ Legend: T tokens, K choices, H hidden, L experts of a rank, N rows of an expert.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,11 @@ from benchmarks.gpu.bench import Bench, Call, bytes_of, capture, spoiling
 from benchmarks.gpu.results import Row, Setting
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
-from dispatch.gpu.combine import combine_pairs
-from dispatch.gpu.exchange import TritonExchange
-from dispatch.gpu.low_latency import LowLatencyWay
-from dispatch.gpu.normal import NormalWay
-from dispatch.gpu.packed_exchange import PackedExchange
-from dispatch.gpu.permute import PairOrder, PairOrders
-from dispatch.gpu.symmetric import OpenMemory, SharedMemory, SymmetricMemory
-from dispatch.gpu.torch_symmetric import TorchSymmetricMemory
-from dispatch.gpu.wide import WideDispatcher
+from dispatch.gpu.dispatcher import DeviceDispatcher
+from dispatch.gpu.exchange import LowLatencyBlocks, LowLatencyPairs
+from dispatch.gpu.normal import HostRows, NormalPairs
+from dispatch.gpu.pairs import PairOrder, PairOrders, combine_pairs
+from dispatch.gpu.symmetric import OpenMemory, open_memory_for
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.mode import NORMAL, Mode
@@ -40,9 +36,12 @@ def permute_call(bench: Bench, seed: int, *, rows: int, choices: int, slots: int
     orders = PairOrders(slots, bench.device)
 
     def checked(order: PairOrder) -> Tensor:
-        """All three results behind each other; memory behind the last pair is not defined but for its rows."""
-        parts = (order.row_P, order.slot_offsets, order.pair_of_choice_TK.flatten())
-        return torch.cat([part.float() for part in parts])
+        """All three results behind each other; rows behind the last pair are not defined."""
+        is_pair = torch.arange(len(order.row_P), device=bench.device) < order.slot_offsets[-1]
+        row_P = torch.where(is_pair, order.row_P, 0)
+        return torch.cat(
+            [part.float() for part in (row_P, order.slot_offsets, order.pair_of_choice_NK.flatten())]
+        )
 
     def oracle(shift: int = 0) -> Tensor:
         flat = slots_TK.flatten().roll(shift)
@@ -121,7 +120,7 @@ Layer = Callable[[Inputs], tuple[Tensor, ...]]
 def low_latency(setting: Setting, bench: Bench) -> Iterator[Row]:
     """DeepEP's low-latency calls: dispatch, answer and combine, both ways, layer after layer through one buffer each."""
     for name, shape in _shapes(setting).items():
-        ours = functools.partial(_face_layer, LowLatencyFace(_open_triton(bench)), shape)
+        ours = functools.partial(_face_layer, LowLatencyFace(_open_blocks(bench)), shape)
         theirs = functools.partial(_face_layer, LowLatencyFace(CpuExchange(_open_gloo())), shape)
         yield _compare(f"low latency, {name}", shape, _on_device(bench, ours), theirs)
 
@@ -147,7 +146,7 @@ def service(setting: Setting, bench: Bench) -> Iterator[Row]:
 def replayed(setting: Setting, bench: Bench) -> Iterator[Row]:
     """A low-latency layer of each kind, captured once and replayed on other inputs."""
     for name, shape in _shapes(setting).items():
-        face = functools.partial(_face_layer, LowLatencyFace(_open_triton(bench)), shape)
+        face = functools.partial(_face_layer, LowLatencyFace(_open_blocks(bench)), shape)
         theirs = functools.partial(_face_layer, LowLatencyFace(CpuExchange(_open_gloo())), shape)
         yield _compare(f"replayed calls, {name}", shape, _replaying(bench, shape, face), theirs, _note(bench))
         if shape.is_fp8:
@@ -233,7 +232,8 @@ def _service_layer(
 ) -> tuple[Tensor, ...]:
     """One layer of the service; returns offsets and sums, and the pairs' rows where the host may look."""
     sent = dispatcher.dispatch(inputs.x_TH, inputs.topk_TK, mode)
-    rows = sent.x_NH[sent.row_P]
+    is_pair = torch.arange(len(sent.row_P), device=sent.row_P.device) < sent.slot_offsets[-1]
+    rows = sent.x_NH[torch.where(is_pair, sent.row_P, 0)]
     pair_P = torch.arange(len(rows), device=rows.device)
     slot_P = torch.searchsorted(sent.slot_offsets[1:].contiguous(), pair_P, right=True)
     answers = rows * (2.0 ** (slot_P % 3)).to(rows.dtype)[:, None]
@@ -265,36 +265,23 @@ def _open_gloo() -> Wire:
     return open_wire("gloo", _world(), timeout_s=WAIT_S)
 
 
-def _open_triton(bench: Bench) -> TritonExchange:
-    return TritonExchange(_memory(bench), 2, num_bytes=1 << 18, timeout_s=WAIT_S, lanes=_lanes(bench))
+def _open_blocks(bench: Bench) -> LowLatencyBlocks:
+    return LowLatencyBlocks(_memory(bench), 2, num_bytes=1 << 18, timeout_s=WAIT_S)
 
 
-def _open_wide(bench: Bench, shape: Shape) -> WideDispatcher:
+def _open_wide(bench: Bench, shape: Shape) -> DeviceDispatcher:
     """As the service does between GPUs of one host, but for NCCL, which refuses two ranks on one device."""
-    slots = shape.experts_per_rank
-    return WideDispatcher(
-        NormalWay(_open_gloo(), device=bench.device, slots_per_rank=slots, is_fp8=False),
-        LowLatencyWay(
-            PackedExchange(_memory(bench), 2, lanes=_lanes(bench), timeout_s=WAIT_S),
-            slots_per_rank=slots,
-            is_fp8=False,
-        ),
+    options: Any = {"slots_per_rank": shape.experts_per_rank, "is_fp8": False}
+    return DeviceDispatcher(
+        NormalPairs(HostRows(_open_gloo(), bench.device), device=bench.device, **options),
+        LowLatencyPairs(_memory(bench), 2, timeout_s=WAIT_S, **options),
         world_size=2, device=bench.device, row_format="as they are", name="pair", reason="it is checked",
     )  # fmt: skip
 
 
-def _lanes(bench: Bench) -> int:
-    """Programs per expert that copy rows; in the interpreter each costs time."""
-    return 16 if bench.device.type == "cuda" else 2
-
-
 def _memory(bench: Bench) -> OpenMemory:
-    def open_memory(num_bytes: int) -> SymmetricMemory:
-        if bench.device.type == "cuda":
-            return TorchSymmetricMemory(_world(), num_bytes, bench.device)
-        return SharedMemory(_world(), num_bytes, timeout_s=WAIT_S)
-
-    return open_memory
+    kind = "CUDA" if bench.device.type == "cuda" else "shared"
+    return open_memory_for(kind, _world(), bench.device, timeout_s=WAIT_S)
 
 
 def _world() -> dist.ProcessGroup:
