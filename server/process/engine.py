@@ -113,7 +113,7 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
 
 
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
-    num_restarts = int(environment.get("WIDEEP_RESTARTS", "0"))
+    num_restarts = _num_restarts(environment)
     store = _own_store(place, environment)
     front = _front(store, environment)
     supervisor = SupervisorPipe(environment)
@@ -136,9 +136,14 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     if place.rank == 0 and not num_restarts:
         print(f"Dispatch: {built.wire}; {built.dispatch}", file=sys.stderr, flush=True)
     try:
-        _walk(built, config, front, supervisor, num_restarts)
+        _walk(built, config, front, supervisor, environment)
     finally:
         built.engine.close()
+
+
+def _num_restarts(environment: Mapping[str, str]) -> int:
+    """How often this rank's engine was started again."""
+    return int(environment.get("WIDEEP_RESTARTS", "0"))
 
 
 def _check_front(front: dict[str, str]) -> None:
@@ -172,10 +177,11 @@ def _walk(
     config: EngineConfig,
     front: dict[str, str],
     supervisor: SupervisorPipe,
-    num_restarts: int,
+    environment: Mapping[str, str],
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
-    link = make_link(built, config, front, num_restarts)
+    num_restarts = _num_restarts(environment)
+    link = make_link(built, config, front, environment)
     is_ready = num_restarts == 0
 
     def on_regrouped(epoch: int) -> None:
@@ -316,12 +322,14 @@ class FrontListener:
         os._exit(1 if front_answers(self._front_address) else FRONT_IS_GONE)
 
 
-def make_link(built: Assembled, config: EngineConfig, front: dict[str, str], num_restarts: int) -> RankLink:
+def make_link(
+    built: Assembled, config: EngineConfig, front: dict[str, str], environment: Mapping[str, str]
+) -> RankLink:
     """Return what will join this rank to the front, not opened yet.
 
     Args:
         front: its addresses and its token.
-        num_restarts: how often this rank's engine was started again.
+        environment: in which the supervisor says how often it started this rank's engine again.
     """
     facts = RankFacts(
         rank=config.rank,
@@ -332,7 +340,8 @@ def make_link(built: Assembled, config: EngineConfig, front: dict[str, str], num
         num_blocks=built.num_blocks,
         block_tokens=built.runner.step.block_tokens,
         max_num_seqs=config.max_num_seqs,
-        num_restarts=num_restarts,
+        num_restarts=_num_restarts(environment),
+        restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
     )
     address = front["ranks_address"]
     return RankLink(address, front["token"], facts, FrontListener(built, config.rank, address))
