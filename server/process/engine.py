@@ -14,10 +14,12 @@ end, whatever else it does. A refusal is certain; silence may be a cable, so it 
 
 import errno
 import importlib
+import itertools
 import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -62,6 +64,30 @@ class SupervisorPipe:
             os.write(self._fd, (json.dumps(message) + "\n").encode())
 
 
+class Beats:
+    """Tells the supervisor several times a second that this process runs, whatever its step loop does."""
+
+    def __init__(self, supervisor: SupervisorPipe, timeout_s: float) -> None:
+        """Args: timeout_s: after so much silence this process counts as hung; 0: it never does."""
+        self._supervisor, self._timeout_s = supervisor, timeout_s
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> None:
+        """Begin."""
+        if self._timeout_s:
+            threading.Thread(target=self._beat, name="beats", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        """End, and say so: what comes now may take a while."""
+        self._is_over.set()
+        self._supervisor.tell(leaving=True)
+
+    def _beat(self) -> None:
+        number = itertools.count()
+        while not self._is_over.wait(self._timeout_s / BEATS_PER_TIMEOUT):
+            self._supervisor.tell(beat=next(number))
+
+
 class Progress:
     """Shows loading: on one line of a terminal, in a line per stage elsewhere."""
 
@@ -86,6 +112,7 @@ def silent(_stage: str, _fraction: float) -> None:
 
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
+BEATS_PER_TIMEOUT = 8
 STATS_EVERY = 50  # steps without outputs between reports
 FRONT_KEY = "front"
 FAILURES = (
@@ -136,7 +163,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     if place.rank == 0 and not num_restarts:
         print(f"Dispatch: {built.wire}; {built.dispatch}", file=sys.stderr, flush=True)
     try:
-        _walk(built, config, front, supervisor, environment)
+        _walk(built, config, front, supervisor, options, environment)
     finally:
         built.engine.close()
 
@@ -177,6 +204,7 @@ def _walk(
     config: EngineConfig,
     front: dict[str, str],
     supervisor: SupervisorPipe,
+    options: Options,
     environment: Mapping[str, str],
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
@@ -218,7 +246,8 @@ def _walk(
             )
 
     try:
-        built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
+        with Beats(supervisor, options.heartbeat_timeout_s):
+            built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
     except FAILURES as error:
         link.close(f"{type(error).__name__}: {error}")
         raise

@@ -14,8 +14,8 @@ Rejected: waiting longer before every further start, which leaves the service wi
 What the children are told, besides the command line: the front gets `--ready-fd` and writes one JSON line with its
 addresses, which goes to this rank's engine as WIDEEP_FRONT; an engine that is started again gets WIDEEP_RESTARTS, how
 often that has happened, and WIDEEP_RESTARTABLE_IN_S, how soon it may happen again. The engine gets WIDEEP_READY_FD and writes {"http": URL} when it knows the address,
-{"kv_cache_bytes": n}, which its successors get as a flag, {"ready": true} when it serves, and {"beat": n} several times a second from
-then on: one that stops to do so is hung (`watchdog`), is killed, and is started again as any other.
+{"kv_cache_bytes": n}, which its successors get as a flag, {"ready": true} when it serves, {"beat": n} several times a second from
+then until {"leaving": true}: one that stops to do so is hung (`watchdog`), is killed, and is started again as any other.
 """
 
 import json
@@ -88,6 +88,7 @@ class Supervisor:
         self._budget = RestartBudget(max_restarts=options.max_rank_restarts)
         self._ended_s: float | None = None  # time.monotonic() of the end of the engine whose successor starts
         self._http = ""
+        self.has_lost_front = False
         self._has_served = False  # some engine of this rank
         self._is_serving = False  # the present one
         self._watchdog: Watchdog | None = None  # of the present engine
@@ -216,6 +217,7 @@ class Supervisor:
         if self._front is not None and has_ended(self._front):
             return self._on_end(self._front)  # the cause
         if status == FRONT_IS_GONE:
+            self.has_lost_front = True
             return self._fail(f"rank {self._place.rank} has lost the front, and so its service", follows=True)
         if status == 0 or not self._has_served:
             return self._on_end(engine)
@@ -272,7 +274,9 @@ class Supervisor:
         self._start_engine()
 
     def _on_engine_message(self, message: dict[str, object]) -> None:
-        if self._watchdog is not None and "beat" in message:
+        if "leaving" in message:
+            self._watchdog = None
+        elif self._watchdog is not None and "beat" in message:
             self._watchdog.beat()
         self._http = str(message.get("http", self._http))
         if "kv_cache_bytes" in message:  # less memory is free when a successor starts; it gets as many blocks
