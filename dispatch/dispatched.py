@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 
 
@@ -79,12 +80,20 @@ class TokenDispatcher(Protocol):
         """Return the bytes sent to each rank so far, by dispatches and by combines."""
         ...
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, *, meanwhile: Meanwhile = nothing
+    ) -> Dispatched:
         """See `Dispatcher`."""
         ...
 
     def combine(
-        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+        self,
+        y_PH: Tensor,
+        weights_TK: Tensor,
+        dispatched: Dispatched,
+        *,
+        out: Tensor | None = None,
+        meanwhile: Meanwhile = nothing,
     ) -> Tensor:
         """See `Dispatcher`."""
         ...

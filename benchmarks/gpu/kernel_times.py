@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.bench import Bench, Call, num_copies, time_calls
+from benchmarks.gpu.bench import Bench, Call
 from benchmarks.gpu.kernel_cases import TimedCase, timed_cases
-from benchmarks.gpu.results import Figure, Row, Setting
+from benchmarks.gpu.rows import Figure, Row, Setting
+from benchmarks.gpu.timing import num_copies, time_calls
 
 
 def units(setting: Setting) -> list[str]:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,8 +19,7 @@ from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect
 from server.front.generations import Piece
 from server.front.requests import Requests
-from server.http.errors import STREAM_RESPONSE
-from server.http.hot_routes import HotEndpoint
+from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/chat/completions"
 _MANY_TOKENS = 4096  # wording more leaves the event loop
@@ -29,7 +27,7 @@ _MANY_TOKENS = 4096  # wording more leaves the event loop
 
 def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
-    router = APIRouter()
+    router = new_router()
 
     @router.post(PATH, response_model=None, responses=STREAM_RESPONSE)
     async def create_chat_completion(body: ChatRequest, http: HttpRequest) -> Response:
@@ -37,13 +35,6 @@ def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
         return await answer_chat(body, http, model, requests)
 
     return router
-
-
-def hot_chat(model: ServedModel, requests: Requests) -> HotEndpoint:
-    """Return the endpoint for requests that are as they should be."""
-    return HotEndpoint(
-        path=PATH, schema=ChatRequest, answer=partial(answer_chat, model=model, requests=requests)
-    )
 
 
 async def answer_chat(

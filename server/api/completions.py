@@ -4,7 +4,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -23,8 +22,7 @@ from server.api.structure import structure_of
 from server.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
-from server.http.errors import STREAM_RESPONSE
-from server.http.hot_routes import HotEndpoint
+from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for this endpoint
@@ -32,7 +30,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's for this endpoint
 
 def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
-    router = APIRouter()
+    router = new_router()
 
     @router.post(PATH, response_model=None, responses=STREAM_RESPONSE)
     async def create_completion(body: CompletionRequest, http: HttpRequest) -> Response:
@@ -40,13 +38,6 @@ def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
         return await answer_completion(body, http, model, requests)
 
     return router
-
-
-def hot_completion(model: ServedModel, requests: Requests) -> HotEndpoint:
-    """Return the endpoint for requests that are as they should be."""
-    return HotEndpoint(
-        path=PATH, schema=CompletionRequest, answer=partial(answer_completion, model=model, requests=requests)
-    )
 
 
 async def answer_completion(

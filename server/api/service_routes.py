@@ -21,12 +21,12 @@ from server.api.schemas import ChatRequest, CompletionRequest
 from server.api.served import ServedModel
 from server.errors import bad_request
 from server.front.requests import Requests
-from server.http.errors import STREAM_RESPONSE
+from server.http.routes import STREAM_RESPONSE, new_router
 
 
 def model_routes(model: ServedModel) -> APIRouter:
     """Return the endpoint's routes."""
-    router = APIRouter()
+    router = new_router()
 
     @router.get("/v1/models", response_model=None)
     async def list_models() -> dict[str, Any]:
@@ -80,7 +80,7 @@ def load_routes(num_requests: Callable[[], int]) -> APIRouter:
     Args:
         num_requests: requests that were accepted and have not been answered to the end.
     """
-    router = APIRouter()
+    router = new_router()
 
     @router.get("/load", response_model=None)
     async def show_load() -> dict[str, int]:
@@ -95,7 +95,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 def invocation_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
-    router = APIRouter()
+    router = new_router()
 
     @router.post("/invocations", response_model=None, responses=STREAM_RESPONSE)
     async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:

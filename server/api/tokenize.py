@@ -12,6 +12,7 @@ from server.api.prompts import LONG_TEXT, check_unicode, encode, render_chat, ru
 from server.api.schemas import MAX_MESSAGES, ChatRequest, validated
 from server.api.served import ServedModel
 from server.errors import bad_request
+from server.http.routes import new_router
 
 _MAX_CHARS = 1 << 20  # tokenizing takes a hundred times the text's memory
 _MANY_TOKENS = LONG_TEXT // 4  # decoding more takes milliseconds and leaves the event loop
@@ -54,7 +55,7 @@ async def count_tokens(body: ChatRequest, model: ServedModel) -> int:
 
 def tokenize_routes(model: ServedModel) -> APIRouter:
     """Return the endpoints' routes."""
-    router = APIRouter()
+    router = new_router()
 
     @router.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:

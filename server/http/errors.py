@@ -1,16 +1,22 @@
-"""An `ApiError` as an HTTP response, in the shape that the asked endpoint's clients parse.
+"""Errors as HTTP responses: every one has the shape that the asked endpoint's clients parse.
 
 Errors are raised, and answered, in many places (validation, keys, limits, routes, streams before their first byte);
 the path alone says whose client is waiting, so the shape is chosen here, when the response is sent.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.errors import ApiError
+from server.front.generations import ClientGone
+from server.http.routes import refusal
 
 ANTHROPIC_PATH = "/v1/messages"  # below it errors have Anthropic's shape
 
@@ -41,35 +47,36 @@ def route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-                "code": {"anyOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
-            },
-        }
-    },
-}
+async def _on_api_error(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError), error
+    return ErrorResponse(error)
 
 
-def _error(description: str) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": _ERROR}}}
+async def _on_invalid(_: HttpRequest, error: Exception) -> Response:
+    """A parameter of a path or a query that is not what the endpoint says."""
+    assert isinstance(error, RequestValidationError), error
+    first = error.errors()[0]
+    return ErrorResponse(refusal(first, first["loc"][1:]))  # without "query"
 
 
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": _error("The request cannot be answered as it is; the error names the field and the value."),
-    "5XX": _error("The service cannot answer now: 503 is to be tried again, 504 is the request's time-out."),
-}
-STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with stream=true as server-sent events.",
-        "content": {"application/json": {}, "text/event-stream": {"schema": {"type": "string"}}},
-    }
+async def _on_http_error(_: HttpRequest, error: Exception) -> Response:
+    """A path or method that does not exist."""
+    assert isinstance(error, HTTPException), error
+    return ErrorResponse(ApiError(error.status_code, str(error.detail), headers=error.headers))
+
+
+async def _on_client_gone(_: HttpRequest, __: Exception) -> Response:
+    return Response(status_code=499)  # nginx's number; nobody reads it
+
+
+async def _on_bug(_: HttpRequest, error: Exception) -> Response:
+    return ErrorResponse(ApiError(500, f"The server failed on this request: {type(error).__name__}."))
+
+
+ERROR_HANDLERS: Mapping[Any, Any] = {
+    ApiError: _on_api_error,
+    RequestValidationError: _on_invalid,
+    HTTPException: _on_http_error,
+    ClientGone: _on_client_gone,
+    Exception: _on_bug,
 }

@@ -6,9 +6,9 @@ variable is never reset: the server gives every exchange a task, and so a contex
 the application ended still belongs to the exchange.
 """
 
+import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -109,7 +109,7 @@ def _open(scope: Scope) -> Exchange:
     given = headers.get(b"x-request-id", b"")
     host, port = scope.get("client") or ("unknown", 0)
     return Exchange(
-        request_id=given.decode("ascii") if _ID.fullmatch(given) else uuid.uuid4().hex,
+        request_id=given.decode("ascii") if _ID.fullmatch(given) else os.urandom(16).hex(),
         method=scope["method"],
         path=scope.get("raw_path", b"").decode("latin-1")[:_PATH_CHARS],
         client=f"{host}:{port}",

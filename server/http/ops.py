@@ -18,6 +18,7 @@ from server.front.membership import Epochs, Phase
 from server.http import metrics
 from server.http.errors import ErrorResponse
 from server.http.metrics import Metrics
+from server.http.routes import new_router
 
 
 def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str | None]) -> APIRouter:
@@ -26,7 +27,7 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
     Args:
         why_not_ready: None while some rank serves, else the reason.
     """
-    router = APIRouter()
+    router = new_router()
 
     async def show_health() -> Response:
         """200 while some rank serves (from the start on: all), else 503 with the reason."""
@@ -66,7 +67,7 @@ SCHEMA_VERSION = 1
 
 def membership_routes(epochs: Epochs, journal: Journal, num_parked: Callable[[], int]) -> APIRouter:
     """Return the routes."""
-    router = APIRouter()
+    router = new_router()
 
     async def show_status() -> dict[str, Any]:
         """Who serves, who is away, why and since when."""

@@ -36,7 +36,7 @@ from server.api.tokenize import count_tokens as count_prompt_tokens
 from server.errors import ApiError
 from server.front.generations import Answer, Piece
 from server.front.requests import Requests
-from server.http.errors import STREAM_RESPONSE
+from server.http.routes import STREAM_RESPONSE, new_router
 
 Event = dict[str, Any]
 
@@ -153,7 +153,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoints' routes."""
-    router = APIRouter()
+    router = new_router()
 
     @router.post("/v1/messages", response_model=None, responses=STREAM_RESPONSE)
     async def create_message(body: MessagesRequest, http: HttpRequest) -> Response:

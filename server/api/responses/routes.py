@@ -28,7 +28,7 @@ from server.api.tokenize import count_tokens
 from server.errors import ApiError, bad_request
 from server.front.generations import Answer
 from server.front.requests import Requests
-from server.http.errors import STREAM_RESPONSE
+from server.http.routes import STREAM_RESPONSE, new_router
 
 
 class _Parts(NamedTuple):
@@ -42,7 +42,7 @@ class _Parts(NamedTuple):
 
 def responses_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
-    router, parts = APIRouter(), _Parts(model, requests, ResponseStore(), BackgroundRuns())
+    router, parts = new_router(), _Parts(model, requests, ResponseStore(), BackgroundRuns())
 
     @router.post("/v1/responses", response_model=None, responses=STREAM_RESPONSE)
     async def create_response(body: ResponsesRequest, http: HttpRequest) -> Response:

@@ -11,6 +11,8 @@ from importlib.resources import files
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from server.http.routes import new_router
+
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -28,7 +30,7 @@ _PAGE = "index.html"
 
 def dashboard_routes() -> APIRouter:
     """Return the routes: the page, and each of its files under /dashboard/."""
-    router = APIRouter()
+    router = new_router()
     for name, content in _read_files().items():
         path = "/dashboard" if name == _PAGE else f"/dashboard/{name}"
         router.add_api_route(

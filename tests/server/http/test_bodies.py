@@ -6,13 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message
 
 from server.http.app import build_app
 from server.http.bodies import LEAST_BYTES_PER_S, MAX_JSON_DEPTH, MAX_JSON_NODES, BodyGuard
 from server.http.guards import ApiKeys
+from server.http.routes import new_router
 from server.options.table import HttpOptions
 
 MAX_BYTES = 1000
@@ -20,7 +20,7 @@ MAX_BYTES = 1000
 
 def ask(content: Any, *, max_bytes: int = MAX_BYTES, **headers: str) -> httpx.Response:
     """Send a body to a route that answers its length."""
-    router = APIRouter()
+    router = new_router()
 
     @router.post("/length")
     async def tell_length(http: HttpRequest) -> int:

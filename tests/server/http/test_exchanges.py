@@ -11,11 +11,12 @@ from starlette.types import Message
 from server.http.app import build_app
 from server.http.exchanges import CLIENT_GONE, Exchange, ExchangeWatch, current_exchange
 from server.http.guards import ApiKeys
+from server.http.routes import new_router
 from server.options.table import HttpOptions
 
 
 def routed() -> APIRouter:
-    router = APIRouter()
+    router = new_router()
 
     @router.get("/items/{name}")
     async def show(name: str) -> str:

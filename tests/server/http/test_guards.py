@@ -6,10 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import APIRouter
 
 from server.http.app import build_app
 from server.http.guards import ApiKeys
+from server.http.routes import new_router
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 from server.options.table import HttpOptions
@@ -81,7 +81,7 @@ def test_a_file_without_keys_opens_to_nobody(tmp_path: Path) -> None:
 def test_what_is_guarded_needs_a_key_also_under_a_root_path(
     path: str, headers: dict[str, str], status: int
 ) -> None:
-    router = APIRouter()
+    router = new_router()
     router.add_api_route("/v1/models", answer, methods=["GET"])
     router.add_api_route("/work", answer, methods=["POST"])
     app = build_app([router], version="0", keys=ApiKeys(["sesame"]), http=HttpOptions(root_path="/llm"))
@@ -96,7 +96,7 @@ def test_what_is_guarded_needs_a_key_also_under_a_root_path(
 
 
 def test_looking_at_health_needs_none() -> None:
-    router = APIRouter()
+    router = new_router()
     router.add_api_route("/health", answer, methods=["GET"])
     app = build_app([router], version="0", keys=ApiKeys(["sesame"]))
 

@@ -1,0 +1,72 @@
+"""A worker process and its parent, over real pipes; the part is `sample_part`, which needs no torch."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.child import DeadWorkerError, FailedUnitError, LateWorkerError, Worker
+from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.worker import answer_lines
+from tests.benchmarks.gpu import sample_part
+
+SETTING = Setting(device="interpreter", is_tiny=True)
+KNOWN = {"ceilings/copy/copy/copy_tb_per_s": 4.25, "kernels/copy/copy/copy_tb_per_s": 1.0}
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with (
+        tempfile.NamedTemporaryFile() as log,
+        Worker("tests.benchmarks.gpu.sample_part", SETTING, log) as worker,
+    ):
+        yield worker
+
+
+def test_a_worker_answers_with_rows_and_failures_and_its_death_is_told_with_its_last_words(
+    worker: Worker,
+) -> None:
+    assert worker.units(LIMIT_S) == ["good", "bad", "gone", "slow"]
+    rows: list[Row] = []
+    worker.run("good", KNOWN, LIMIT_S, rows)
+    with pytest.raises(FailedUnitError, match=r"^ValueError: a kernel that takes no such thing$"):
+        worker.run("bad", KNOWN, LIMIT_S, rows)
+    with pytest.raises(FailedUnitError, match=r"^TritonError: out of resource: shared memory$"):
+        worker.run("unfit", KNOWN, LIMIT_S, rows)  # which is no RuntimeError
+    with pytest.raises(FailedUnitError, match=r"^EOFError$"):
+        worker.run("childless", KNOWN, LIMIT_S, rows)
+    worker.run("good", {}, LIMIT_S, rows)  # a failure that raised leaves the worker at work
+    pid = worker.process.pid
+    assert [row.figures for row in rows] == [{"ceiling": 4.25, "pid": pid}, {"ceiling": None, "pid": pid}]
+    with pytest.raises(DeadWorkerError, match="the process ended with 3: the last words"):
+        worker.run("gone", KNOWN, LIMIT_S, rows)
+
+
+def test_a_worker_that_is_late_is_given_up(worker: Worker) -> None:
+    worker.units(LIMIT_S)
+    with pytest.raises(LateWorkerError, match="no answer within its time"):
+        worker.run("slow", KNOWN, 0.05, [])
+    worker.kill()
+    assert worker.process.returncode == -9
+
+
+def test_a_part_whose_packages_are_missing_says_which() -> None:
+    with (
+        tempfile.NamedTemporaryFile() as log,
+        Worker("benchmarks.gpu.no_such_part", SETTING, log) as worker,
+        pytest.raises(RuntimeError, match=r"No module named 'benchmarks[.]gpu[.]no_such_part'"),
+    ):
+        worker.units(LIMIT_S)
+
+
+def test_rows_are_answers_of_their_own_before_a_units_end() -> None:
+    answers: list[dict[str, Any]] = []
+    lines = [
+        json.dumps(SETTING.as_json()),
+        *(json.dumps({"unit": unit, "known": {}}) for unit in ("good", "bad")),
+    ]
+    answer_lines(sample_part, iter(lines), answers.append)
+    assert [next(iter(answer)) for answer in answers] == ["units", "row", "end", "failed"]

@@ -1,0 +1,207 @@
+"""Several ranks' dispatch between devices, interpreted over two processes: in both modes the bits of the oracle."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch.gpu.symmetric import SharedMemory
+from dispatch.mode import NORMAL, Mode, low_latency
+from tests.dispatch.caught import catch
+from tests.dispatch.gpu.ranks import (
+    CPU,
+    Outcome,
+    S,
+    answer,
+    open_wide,
+    run_layer,
+    run_on_cpu,
+    without_repeats,
+)
+from tests.dispatch.gpu.test_replay import recording
+from tests.dispatch.oracle import RankCase, make_cases, simulate
+from tests.support.graph_safe import graph_safe_launches
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+)
+
+BF16 = torch.bfloat16
+
+
+def draw(seed: int, tokens: list[int], **settings: Any) -> list[RankCase]:
+    return make_cases(seed, tokens, slots_per_rank=S, **settings)
+
+
+LAYERS = {
+    "uneven": draw(1, [3, 1]),
+    "one rank has all tokens, and as many as it may": draw(2, [4, 0], dtype=BF16, hidden=33),
+    "nobody has tokens": draw(3, [0, 0]),
+    "nobody chooses": draw(4, [1, 1], no_choice=1.0),
+    "all to one slot, repeated": draw(5, [2, 2], only_slot=4, no_choice=0.0),
+    "more choices than slots": draw(6, [2, 1], choices=8, no_choice=0.0, dtype=torch.float16),
+}
+
+
+def run_layers(
+    backend: str, rows: str, modes: list[Mode], layers: list[list[RankCase]]
+) -> list[list[Outcome]]:
+    dispatcher = open_wide(backend, rows=rows)
+    results = [[run_layer(dispatcher, cases[dist.get_rank()], mode) for cases in layers] for mode in modes]
+    dist.barrier()
+    dispatcher.close()
+    return results
+
+
+def check_pairs(ours: Outcome, cases: list[RankCase], rank: int, where: str) -> None:
+    want = simulate(cases, S)[rank]
+    assert torch.equal(ours.x_PH, want.x_NH[want.row_P]), where
+    assert torch.equal(ours.slot_offsets, want.slot_offsets), where
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_both_modes_have_the_oracles_bits(interpreting_pair: RankPool, backend: str) -> None:
+    """By auto, low-latency steps go by kernels; through the hosts' memory they go the normal way."""
+    modes = [NORMAL, low_latency(4)]
+    results = interpreting_pair.run(run_layers, backend, "auto", modes, list(LAYERS.values()))
+    for index, (name, cases) in enumerate(LAYERS.items()):
+        once = [without_repeats(case) for case in cases] if backend == "auto" else cases
+        for rank in range(2):
+            normal, fast = (results[rank][mode][index] for mode in range(2))
+            check_pairs(normal, cases, rank, f"{name}, normal, rank {rank}")
+            check_pairs(fast, once, rank, f"{name}, low latency, rank {rank}")
+            want = simulate(cases, S)[rank].combined_TH
+            assert torch.equal(normal.combined_TH, want), f"{name}, normal, rank {rank}"
+            assert torch.equal(fast.combined_TH, want), f"{name}, low latency, rank {rank}"
+
+
+def run_fp8(layers: list[list[RankCase]]) -> tuple[list[list[Outcome]], list[Outcome]]:
+    return run_layers("auto", "fp8", [NORMAL, low_latency(4)], layers), run_on_cpu(layers, "fp8")
+
+
+def test_rows_in_fp8_have_the_cpus_bits(interpreting_pair: RankPool) -> None:
+    layers = [draw(1, [3, 1], hidden=200, choices=2), draw(2, [2, 3], hidden=260, dtype=BF16, choices=2)]
+    layers[0][0].x_TH[0, 3] = 1e-9  # a subnormal code and a block of nothing
+    layers[0][0].x_TH[1, 128:] = 0.0
+    layers = [[without_repeats(case) for case in cases] for cases in layers]
+    for rank, (modes, want) in enumerate(interpreting_pair.run(run_fp8, layers)):
+        for mode, ours in enumerate(modes):
+            for index in range(len(layers)):
+                for field, got, cpus in zip(Outcome._fields, ours[index], want[index], strict=True):
+                    assert torch.equal(got, cpus), f"layer {index}, mode {mode}, rank {rank}, {field}"
+
+
+def open_packed(**settings: Any) -> Any:
+    from dispatch.gpu.packed_exchange import PackedExchange  # noqa: PLC0415 - the interpreter is chosen before
+
+    def open_memory(size: int) -> SharedMemory:
+        return SharedMemory(dist.group.WORLD, size, timeout_s=20.0)
+
+    return PackedExchange(
+        open_memory, dist.get_world_size(), num_bytes=1 << 16, lanes=2, is_blocking=False, **settings
+    )
+
+
+def open_unwatched(**settings: Any) -> Any:
+    """Low-latency mode as on a GPU, where the host looks at nothing."""
+    from dispatch.gpu.low_latency import LowLatencyWay  # noqa: PLC0415 - the interpreter is chosen before
+    from dispatch.gpu.wide import WideDispatcher  # noqa: PLC0415
+
+    way = LowLatencyWay(open_packed(**settings), slots_per_rank=S, is_fp8=False)
+    return WideDispatcher(
+        way, None, world_size=2, device=CPU, row_format="as they are", name="test", reason="of a test"
+    )
+
+
+def replay(layers: list[list[RankCase]]) -> tuple[list[Tensor], tuple[list[int], list[int]]]:
+    """Record a layer's launches under guard, then repeat them for other contents."""
+    dispatcher, rank = open_unwatched(timeout_s=5.0), dist.get_rank()
+    case = RankCase(*(tensor.clone() for tensor in layers[0][rank]))
+    out_TH, mode = torch.zeros_like(case.x_TH), low_latency(3)
+    y_PH = answer(dispatcher.dispatch(case.x_TH, case.slots_TK, mode), rank)
+    dist.barrier()
+    with recording() as launches, graph_safe_launches():
+        sent = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
+        num_there = len(launches)
+        dispatcher.combine(y_PH, case.weights_TK, sent, out=out_TH)
+    results = []
+    for layer in layers:
+        for held, wanted in zip(case, layer[rank], strict=True):
+            held.copy_(wanted)
+        for launch in launches[:num_there]:
+            launch()
+        y_PH.copy_(answer(sent, rank))
+        for launch in launches[num_there:]:
+            launch()
+        results.append(out_TH.clone())
+    sent_bytes = dispatcher.sent_to_ranks()
+    dispatcher.check()
+    dist.barrier()
+    dispatcher.close()
+    return results, sent_bytes
+
+
+def test_a_decode_step_can_be_replayed_and_the_host_looks_at_nothing(interpreting_pair: RankPool) -> None:
+    layers = [draw(seed, [3, 3]) for seed in (1, 2)]
+    for rank, (results, (dispatched, combined)) in enumerate(interpreting_pair.run(replay, layers)):
+        for index, ours in enumerate(results):
+            assert torch.equal(ours, simulate(layers[index], S)[rank].combined_TH), (
+                f"layer {index}, rank {rank}"
+            )
+        assert dispatched[rank] == combined[rank] == 0
+        assert dispatched[1 - rank] % (16 * 4) == 3 * 3 * 4 * 4 % (16 * 4)  # rows, and entries of four calls
+        assert combined[1 - rank] > 0 and combined[1 - rank] % (16 * 4) == 0
+
+
+def refuse_one(mode: Mode) -> tuple[str, Tensor]:
+    """Rank 1 brings a wrong type; then a layer must work."""
+    cases, rank = draw(1, [3, 2]), dist.get_rank()
+    dispatcher, case = open_wide(), cases[rank]
+    slots_TK = case.slots_TK.int() if rank == 1 else case.slots_TK
+    said = catch(lambda: dispatcher.dispatch(case.x_TH, slots_TK, mode))
+    outcome = run_layer(dispatcher, case, mode)
+    dist.barrier()
+    dispatcher.close()
+    return said, outcome.combined_TH
+
+
+@pytest.mark.parametrize("mode", [pytest.param(NORMAL, marks=pytest.mark.slow), low_latency(4)])
+def test_a_refusal_reaches_every_rank_and_the_next_call_works(
+    interpreting_pair: RankPool, mode: Mode
+) -> None:
+    text = "slots_TK is torch.int32 [2, 3] on cpu; it must be a 2-dimensional int64 tensor on the CPU"
+    (peers, first), (own, second) = interpreting_pair.run(refuse_one, mode)
+    assert peers == f"PeerRefused: rank 1 refused the call: {text}"
+    assert own == f"ValueError: {text}"
+    want = simulate(draw(1, [3, 2]), S)
+    assert torch.equal(first, want[0].combined_TH) and torch.equal(second, want[1].combined_TH)
+
+
+def come_late() -> tuple[str, str, str]:
+    """Rank 1 does not come while rank 0 makes two calls, of which only the first waits."""
+    dispatcher, (case, _) = open_unwatched(timeout_s=1e-5), draw(1, [3, 3])
+    y_PH, said = torch.zeros(18, 16), "no error"
+    if dist.get_rank() == 0:
+        sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
+        dispatcher._normal._exchange._timeout_s = 1000.0  # longer than this test may take
+        dispatcher.combine(y_PH, case.weights_TK, sent)
+        said = catch(dispatcher.check)
+    again = catch(dispatcher.check)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dispatcher.combine(
+            y_PH, case.weights_TK, dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
+        )
+    dist.barrier()
+    dispatcher.close()
+    return said, again, dispatcher.name
+
+
+def test_a_rank_that_is_late_is_waited_for_once_and_named_by_a_check(interpreting_pair: RankPool) -> None:
+    (said, again, _), _ = interpreting_pair.run(come_late)
+    assert said.startswith("DispatchTimeout: rank 1 sent nothing for ")
+    assert again == "no error"

@@ -1,0 +1,226 @@
+"""The page at /dashboard in a real browser: what it draws, what it says on hover, and what it says when there is nothing."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support import chromium
+from tests.support.chromium import Chromium
+from tests.support.dashboard_service import DashboardService
+from tests.support.load_answer import change, load_answer, series
+
+ROOT = Path(__file__).resolve().parents[2]
+STATIC = ROOT / "server" / "dashboard" / "static"
+LIVE = "document.body.dataset.state === 'live'"
+needs_chromium = pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.MISSING)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """One browser for all tests."""
+    with Chromium(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+@pytest.fixture
+def service() -> Iterator[DashboardService]:
+    """A service whose answers the test chooses."""
+    with DashboardService() as running:
+        yield running
+
+
+def text(browser: Chromium, name: str) -> str:
+    """What an element of the page says."""
+    said = browser.evaluate(f"document.getElementById('{name}').innerText")
+    assert isinstance(said, str)
+    return said
+
+
+def hover_cell(browser: Chromium, name: str, row: float, column: float) -> str:
+    """Point into a map, at parts 0 to 1 of its cells; returns the tip's text."""
+    box = browser.evaluate(
+        f"""(() => {{ const canvas = document.querySelector('#{name} canvas'); canvas.scrollIntoView();
+        const box = canvas.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; }})()"""
+    )
+    left, right, bottom = 40, 58 if name == "ranks" else 0, 48  # heatmap.js: labels, bars, axis and legend
+    browser.hover(
+        box[0] + left + column * (box[2] - left - right),
+        box[1] + row * (box[3] - bottom),
+    )
+    return text(browser, "tip")
+
+
+def test_the_page_and_its_files_come_from_this_service_alone(service: DashboardService) -> None:
+    for path in STATIC.iterdir():
+        name = "" if path.name == "index.html" else f"/{path.name}"
+        answer = httpx.get(service.url + name)
+        assert (answer.status_code, answer.content) == (200, path.read_bytes())
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        others = [
+            line for line in path.read_text().splitlines() if "://" in line and "www.w3.org" not in line
+        ]
+        assert not others, "nothing is loaded from another host"
+    assert httpx.get(service.url + "/routes.py").status_code == 404
+    assert httpx.get(service.url + "/../routes.py").status_code == 404
+
+
+def test_the_page_is_in_the_distribution() -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert "dashboard/static/*" in data["server"]
+
+
+@needs_chromium
+def test_hovering_names_the_expert_and_the_rank(browser: Chromium, service: DashboardService) -> None:
+    answer = service.answer = load_answer(4, 16, 2, first_layer=3)
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    tokens = sum(answer["phases"][phase]["tokens"][2][9] for phase in ("prefill", "decode"))
+    said = hover_cell(browser, "experts", 2.5 / 4, 9.5 / 16)
+    assert said.splitlines()[0] == "layer 5, expert 9"
+    assert f"{tokens:,} tokens" in said
+    assert "on rank 1" in said
+    tokens = sum(answer["rank_tokens"][phase][0][1] for phase in ("prefill", "decode"))
+    said = hover_cell(browser, "ranks", 0.5 / 4, 0.75)
+    assert said.splitlines()[0] == "layer 3, rank 1 on node-0"
+    assert f"{tokens:,} tokens" in said
+    assert "holds 8 experts: 8, 9, 10, 11, 12, 13, 14, 15" in said
+    assert not browser.complaints
+
+
+@needs_chromium
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_its_balancedness_is_the_services_own(
+    browser: Chromium, service: DashboardService, phase: str
+) -> None:
+    """Mean over fullest rank of each layer, then over the layers: the axis is pinned on both sides."""
+    answer = service.answer = load_answer(5, 16, 4, seed=7)
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    browser.evaluate(f"document.querySelector('[value={phase}]').click()")
+    expected = answer["phases"][phase]["balancedness"]
+    tiles = text(browser, "tiles")
+    assert f"{expected['mean']:.3f}" in tiles
+    assert f"median {expected['median']:.3f}" in tiles
+    assert f"{expected['worst']:.3f}\nlayer {expected['per_layer'].index(expected['worst'])}" in tiles
+
+
+@needs_chromium
+@pytest.mark.parametrize(("layers", "experts", "ranks"), [(94, 128, 32), (58, 256, 320)])
+def test_large_models_fit_and_crowded_ranks_share_cells(
+    browser: Chromium, service: DashboardService, layers: int, experts: int, ranks: int
+) -> None:
+    service.answer = load_answer(layers, experts, ranks)
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    assert text(browser, "shape").startswith(f"{layers} MoE layers")
+    last = hover_cell(browser, "experts", 1 - 0.5 / layers, 1 - 0.5 / experts)
+    assert last.startswith(f"layer {layers - 1}, expert {experts - 1}\n")
+    said = hover_cell(browser, "ranks", 0.5 / layers, 0.001)
+    assert said.startswith("layer 0, rank ")
+    is_shared = ranks == 320
+    assert ("the hottest of" in said) == is_shared
+    assert ("A cell is the hottest of" in text(browser, "ranks-note")) == is_shared
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+    assert not browser.complaints
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_an_idle_service_says_so_and_comes_alive(browser: Chromium, service: DashboardService) -> None:
+    service.answer = load_answer(2, 8, 2, tokens_per_layer=0)
+    browser.open(service.url)
+    browser.wait_for("document.body.dataset.state === 'empty'")
+    assert "no token has been routed" in text(browser, "nothing")
+    assert "/v1/completions" in text(browser, "try")
+    assert browser.evaluate("document.querySelector('main').hidden")
+    service.answer = load_answer(2, 8, 2)
+    browser.wait_for(LIVE)
+    assert browser.evaluate("document.getElementById('nothing').hidden")
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_service_that_is_gone_is_said_to_be_gone_until_it_is_back(
+    browser: Chromium, service: DashboardService
+) -> None:
+    service.answer = load_answer(2, 8, 2)
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    service.stop()
+    browser.wait_for("document.body.dataset.state === 'gone'")
+    assert "does not answer" in text(browser, "banner")
+    assert "What is shown is from" in text(browser, "banner")
+    service.start()
+    browser.wait_for(LIVE)
+    assert browser.evaluate("document.getElementById('banner').hidden")
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("status", "answer", "said"),
+    [
+        (503, {"error": {"message": "waiting for rank 1 of 2"}}, "503: waiting for rank 1 of 2"),
+        (200, {"model": "old"}, 'no "layers"'),
+        (
+            200,
+            {**load_answer(2, 8, 2), "rank_tokens": {"prefill": [[1], [2]], "decode": [[1], [2]]}},
+            "is not 2 rows of 2 numbers",
+        ),
+    ],
+)
+def test_an_answer_without_load_is_named(
+    browser: Chromium, service: DashboardService, status: int, answer: dict[str, Any], said: str
+) -> None:
+    service.status, service.answer = status, answer
+    browser.open(service.url)
+    browser.wait_for("document.body.dataset.state === 'refused'")
+    assert said in text(browser, "banner")
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_rebalances_are_listed_and_marked_and_markup_in_them_is_text(
+    browser: Chromium, service: DashboardService
+) -> None:
+    service.answer = load_answer(2, 8, 2)
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    now_s = browser.evaluate("Date.now() / 1000")
+    moved = change(0, 1, "repair", 6, "saves <b>8 %</b> of a step")
+    dropped = {
+        **change(0, 1, "repair", 6, "saves 8 %"),
+        "failed": "rank 1: a checksum differs",
+        "time": now_s,
+    }
+    quiet = change(0, 1, "nothing", 0, "too little to gain")
+    entries = [{**moved, "time": now_s}, {**quiet, "time": now_s}, dropped]
+    past = series([0.6, 0.7, 0.8, 0.9], begin_s=now_s - 600)
+    service.answer = {**load_answer(2, 8, 2, history=entries), "series": past}
+    browser.wait_for("document.querySelectorAll('#timeline .mark').length === 3")
+    line = browser.evaluate("document.querySelector('#timeline .line').getAttribute('d')")
+    assert line.count("L") == 4, "from the series' first point to the present window"
+    assert browser.evaluate("document.querySelectorAll('#timeline .mark.quiet').length") == 2
+    rows = text(browser, "history").splitlines()
+    assert any("too little to gain" in row for row in rows)
+    assert any("dropped, because rank 1: a checksum differs" in row for row in rows)
+    assert "saves <b>8 %</b> of a step" in "\n".join(rows)
+
+
+@needs_chromium
+def test_both_themes_draw_and_differ(browser: Chromium, service: DashboardService) -> None:
+    service.answer = load_answer(6, 32, 4)
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    pixel = "[...document.querySelector('#experts canvas').getContext('2d').getImageData(60, 10, 1, 1).data].join()"
+    light, light_cell = browser.screenshot(), browser.evaluate(pixel)
+    browser.use_theme(dark=True)
+    browser.wait_for(f"{pixel} !== '{light_cell}'")
+    dark = browser.screenshot()
+    for picture in (light, dark):
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 20_000, "there is something to see"
+    assert light != dark
