@@ -31,10 +31,10 @@ from moe.families import UnsupportedModelError
 from moe.gpu import experts as experts_organ
 from moe.gpu import operators
 from moe.gpu.compiling import compile_layers, decoder_layers, outside_layers
+from moe.gpu.device_weight import DeviceWeight, OneGroup
 from moe.gpu.expert_loading import ExpertLoading, fused_gate
 from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.formats import SCALE_BLOCK
-from moe.gpu.linear_weight import DeviceWeight, OneGroup
 from moe.gpu.load_counts import DeviceLoadCounts
 from moe.gpu.slots import DeviceSlots
 from moe.load.loader import Keep, Loader, Report, Weight

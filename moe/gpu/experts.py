@@ -22,8 +22,8 @@ from moe.adopt.gates import Gate
 from moe.cpu.experts import SAMPLE_ROWS, serve_experts
 from moe.current_step import CurrentStep
 from moe.gpu.choose import DeviceRoute
+from moe.gpu.device_weight import steady_tile
 from moe.gpu.grouped import grouped_linear
-from moe.gpu.linear_weight import steady_tile
 from moe.gpu.load_counts import DeviceLayerCounts
 from moe.gpu.slots import DeviceSlots
 from moe.load_counts import LayerCounts

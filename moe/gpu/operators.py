@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from kvcache.gpu.operators import Numbered
 from moe.cpu.experts import serve_experts
 from moe.gpu import routing
-from moe.gpu.linear_weight import DeviceWeight
+from moe.gpu.device_weight import DeviceWeight
 from moe.gpu.routing import Routing
 
 NAME = "wideep_experts_gpu_operator"
@@ -75,7 +75,7 @@ def _like_linear(x: Tensor, columns: int, module: int) -> Tensor:
 
 
 class OperatedLinear(nn.Linear):
-    """A linear layer whose weight multiplies for itself (`linear_weight.DeviceWeight`), which no compiler can follow."""
+    """A linear layer whose weight multiplies for itself (`moe.gpu.device_weight`), which no compiler can follow."""
 
     own_number: int
 

@@ -154,7 +154,7 @@ def test_a_router_that_does_something_else_keeps_its_own(interpreter: RankPool) 
 def route_by_a_devices_weight() -> tuple[bool, float, bool]:
     """As with --batch-invariant: the weight is no parameter, and multiplies by itself."""
     from moe.adopt.routers import exchange_routers  # noqa: PLC0415
-    from moe.gpu.linear_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
     net = nn.ModuleList([PlainRouter()])
     weight = net[0].weight.detach()

@@ -73,7 +73,7 @@ def test_a_packed_weight_answers_as_a_plain_one(use: str, dtype: torch.dtype) ->
     assert type(ours) in (Tensor, PackedWeight)
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
     if isinstance(ours, PackedWeight):
-        ours = ours.unpacked()
+        ours = ours.plain()
     torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
@@ -83,7 +83,7 @@ def test_it_tells_about_itself_without_being_unpacked(monkeypatch: pytest.Monkey
     def unpacked(_self: PackedWeight) -> Tensor:
         raise AssertionError("unpacked")
 
-    monkeypatch.setattr(PackedWeight, "unpacked", unpacked)
+    monkeypatch.setattr(PackedWeight, "plain", unpacked)
     assert packed.shape == (20, 24)
     assert packed.dtype == torch.float32
     assert packed.device == torch.device("cpu")
@@ -99,7 +99,7 @@ def test_it_tells_about_itself_without_being_unpacked(monkeypatch: pytest.Monkey
 def test_unpacking_gives_back_every_bit(rows: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         plain, packed = pair(rows, 3, dtype)
-        assert torch.equal(packed.unpacked(), plain)
+        assert torch.equal(packed.plain(), plain)
 
 
 def test_modules_use_it_in_place_of_their_parameter() -> None:

@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
 def multiply(is_fp8: bool) -> Found:
     os.environ["TRITON_INTERPRET"] = "1"
-    from moe.gpu.linear_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
     generator = torch.Generator().manual_seed(3)
     weight: Tensor | QuantisedWeight
