@@ -1,14 +1,16 @@
 """What a rank's device changes in how its model is built and run: organs, weights, slots, cache, step.
 
-`moe.model`, the runner and the engine's assembly are written once; whatever differs between a CPU and a GPU they ask
-of a `Backend`, which is chosen by name when the engine is put together. Nothing here knows a device.
+`moe.model`, the runner and the engine's assembly are written once; whatever differs between a CPU and a GPU is a field
+of a `Backend`, which is chosen by name when the engine is put together (`moe.cpu.backend`, `moe.gpu.backend`). Nothing
+here knows a device.
 Rejected: a second model class for GPUs, which would have to be kept equal to the first.
 
-Legend: T rows, K choices, D hidden dim, P pairs (row, choice), S slots of this rank, L layers, N, K a weight's sides.
+Legend: T rows, K choices, D hidden dim, S slots of this rank, L layers, N, K a weight's sides.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,13 +21,10 @@ from dispatch.dispatched import TokenDispatcher
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
 from moe.current_step import CurrentStep
-from moe.load.loader import Keep, Loader, Report, Weight
+from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load_counts import LayerCounts, LoadCounts
-from moe.replicas import Route
-
-if TYPE_CHECKING:
-    from moe.model import Model
+from moe.slot_choice import SlotChoice
 
 
 class Slots(Protocol):
@@ -59,7 +58,7 @@ class Slots(Protocol):
         ...
 
     def exchange(self, slot: int, new: Any) -> "Slots":
-        """Let a slot serve `new`, of the same kind; returns what it served, whose small parts are undefined."""
+        """Let a slot serve `new`, of the same kind, without copying its weight; returns what it served."""
         ...
 
     def rearrange(self, parts: Sequence[Any]) -> None:
@@ -70,17 +69,40 @@ class Slots(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Give the first slot's memory back; nothing may serve it any more."""
+        ...
 
-class Experts(Protocol):
+
+class ExpertReader(Protocol):
+    """Reads the experts of one model from its checkpoint into slots."""
+
+    def load(self, name: str, leaf: str, local_S: np.ndarray) -> Slots:
+        """Read one weight of all of this rank's slots in one layer.
+
+        Args:
+            name: of the experts module. leaf: of its parameter.
+            local_S: expert of each slot, -1 where empty.
+        """
+        ...
+
+    def read(self, name: str, leaf: str, expert: int, into: Any) -> None:
+        """Read one weight of one expert into the first slot of memory that serves nothing."""
+        ...
+
+
+class ExpertLayer(Protocol):
     """This rank's part of one MoE layer: what the experts organ calls, and what moves experts."""
 
     up: Any  # Slots of one kind: gate_up_proj, or up_proj where the family has no gate
     down: Any
-    route: Route  # of the placement that serves
+    choice: SlotChoice  # of the placement that serves
     num_experts: int
     dispatcher: TokenDispatcher  # of the epoch
     counts: LayerCounts | None
-    sample_TD: Tensor | None  # some real rows, which try out experts that arrive
+    sample_TD: (
+        Tensor | None
+    )  # some rows that were served, which try out experts that arrive; float32 on the host
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Serve one layer; collective. Rows past the step's tokens are padding and come back finite."""
@@ -91,121 +113,68 @@ class Experts(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """One device's way."""
+class LoadedModel(Protocol):
+    """What a warm-up uses of a model."""
+
+    layers: list[ExpertLayer]
+    load_counts: LoadCounts
 
     @property
-    def device(self) -> torch.device:
-        """Where the model's inputs and weights are."""
-        ...
-
-    @property
-    def model_dtype(self) -> torch.dtype:
-        """What the modules compute in."""
+    def net(self) -> PreTrainedModel:
+        """The modules."""
         ...
 
     @property
-    def attention(self) -> str:
-        """Name under which the attention organ is registered."""
+    def step(self) -> Step:
+        """What a forward runs."""
         ...
 
-    @property
-    def experts(self) -> str:
-        """Name under which the experts organ is registered."""
+    def forward(self, token_T: Tensor, cache: PagedCache, logits_R: Tensor) -> Tensor:
+        """Run the step; see `moe.model.Model.forward`."""
         ...
 
-    @property
-    def warms_up_together(self) -> bool:
-        """Whether `warm_up` runs steps, which are collective."""
-        ...
 
-    def register(self) -> None:
-        """Make the organs known to `transformers`; may be called again."""
-        ...
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One device.
 
-    def check(
-        self, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
-    ) -> None:
-        """Refuse a model on meta that the kernels lack something for.
+    Attributes:
+        device: where the model's inputs and weights are.
+        model_dtype: what the modules compute in.
+        attention, experts: names under which the organs are registered.
+        warms_up_together: `warm_up` runs steps, which are collective.
+        register: makes the organs known to `transformers`; may be called again.
+        why_unserved: what the kernels lack for a model on meta, as "the model has ..."; None: nothing.
+        keep_with: how plain weights are kept, for a model that runs the current step; the function casts a weight as the
+            user wished.
+        open_experts: for a loader, the experts modules by name (their parameters on meta, left alone), slots per
+            layer, and experts that may be on their way to this rank at once: memory for them is reserved where
+            it cannot be later.
+        open_layer: puts one MoE layer together: up, down, choice, module, dispatcher, step.
+        make_counts: counters for all layers; called as `LoadCounts` is.
+        make_step: the step that this device's model reads; called as `Step` is, and with `num_ranks` that run theirs
+            together.
+        make_cache: reserves pages of some shapes: so many blocks, for a step.
+        token_bytes: of cache that one layer takes per token.
+        finish: takes a model whose weights are there: moves what is not, adopts faster forms of modules.
+        enter_thread: lets the calling thread compute on this device, which it does not by itself.
+        warm_up: compiles the kernels that the model uses, before the first step.
+    """
 
-        Raises:
-            UnsupportedModelError: naming it.
-        """
-        ...
-
-    def keep_with(self, current: CurrentStep, stored: Callable[[Weight], Weight]) -> Keep:
-        """How plain weights are kept, for a model that runs the `current` step; `stored` casts as the user wished."""
-        ...
-
-    def load_experts(
-        self,
-        loader: Loader,
-        modules: Mapping[str, Any],
-        local_LS: np.ndarray,
-        report: Report,
-        num_spare: int = 0,
-    ) -> list[tuple[Slots, Slots]]:
-        """Load this rank's slots of all layers: up and down of each.
-
-        Args:
-            modules: the experts modules by name, in layer order; their parameters are left alone.
-            local_LS: [L, S] expert of each of this rank's slots, -1 where empty.
-            num_spare: experts that may be on their way to this rank at once, where memory for them is reserved now.
-        """
-        ...
-
-    def read_expert(
-        self, loader: Loader, name: str, module: Any, expert: int, into: tuple[Slots, Slots]
-    ) -> None:
-        """Read one expert of a module whose layer is loaded into memory that serves nothing: up and down of one slot."""
-        ...
-
-    def open_layer(
-        self,
-        slots: tuple[Slots, Slots],
-        route: Route,
-        module: Any,
-        dispatcher: TokenDispatcher,
-        current: CurrentStep,
-    ) -> Experts:
-        """Put one MoE layer together."""
-        ...
-
-    def make_counts(
-        self, num_layers: int, *, num_experts: int, num_ranks: int, slots_per_rank: int
-    ) -> LoadCounts:
-        """Counters for all layers."""
-        ...
-
-    def make_step(
-        self,
-        *,
-        max_tokens: int,
-        max_sequences: int,
-        max_blocks: int,
-        block_tokens: int,
-        threads: int,
-        num_ranks: int = 1,
-    ) -> Step:
-        """The step that this device's model reads; `num_ranks` run theirs together."""
-        ...
-
-    def make_cache(self, shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
-        """Reserve the pages."""
-        ...
-
-    def token_bytes(self, shape: LayerShape) -> int:
-        """Bytes of cache that one layer takes per token."""
-        ...
-
-    def finish(self, net: PreTrainedModel) -> None:
-        """Take a model whose weights are there: move what is not, exchange modules for faster ones."""
-        ...
-
-    def enter_thread(self) -> None:
-        """Let the calling thread compute on this device, which it does not by itself."""
-        ...
-
-    def warm_up(self, model: "Model", cache: PagedCache) -> None:
-        """Compile the kernels that the model uses, before the first step; local."""
-        ...
+    device: torch.device
+    model_dtype: torch.dtype
+    attention: str
+    experts: str
+    warms_up_together: bool
+    register: Callable[[], None]
+    why_unserved: Callable[[PreTrainedModel, list[LayerShape], Quantisation | None], str | None]
+    keep_with: Callable[[CurrentStep, Callable[[Weight], Weight]], Keep]
+    open_experts: Callable[[Loader, Mapping[str, Any], int, int], ExpertReader]
+    open_layer: Callable[[Any, Any, SlotChoice, Any, TokenDispatcher, CurrentStep], ExpertLayer]
+    make_counts: Callable[..., LoadCounts]
+    make_step: Callable[..., Step]
+    make_cache: Callable[[list[LayerShape], int, Step], PagedCache]
+    token_bytes: Callable[[LayerShape], int]
+    finish: Callable[[PreTrainedModel], None]
+    enter_thread: Callable[[], None]
+    warm_up: Callable[[LoadedModel, PagedCache], None]

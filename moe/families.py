@@ -143,6 +143,11 @@ def experts_modules(model: PreTrainedModel) -> dict[str, Any]:
     return found
 
 
+def leaves(module: Any) -> tuple[str, str]:
+    """Return the names of an experts module's two weights."""
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+
 def check_layout(modules: dict[str, Any], quantisation: Quantisation | None) -> None:
     """Check that quantised experts lie in memory as the family's modules have them.
 
@@ -165,7 +170,7 @@ def _check_experts(name: str, module: Any) -> None:
         raise UnsupportedModelError(
             f"{name} normalises each expert's output, which the experts organ does not do"
         )
-    wanted = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"}
+    wanted = {*leaves(module)}
     if module.has_bias:
         wanted |= {f"{leaf}_bias" for leaf in wanted}
     held = {leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())}

@@ -6,25 +6,33 @@ packed batch [1, T] described by a `Step`; see `Model.forward`.
 Legend: T tokens (padded rows), V vocabulary, R rows whose logits are wanted.
 """
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import EMPTY, Placement
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
-from moe.backend import Backend, Experts
+from moe.backend import Backend, ExpertLayer
 from moe.cpu.backend import CPU
 from moe.current_step import CurrentStep
-from moe.expert_weights import ExpertWeights, read_slot
-from moe.families import build_on_meta, check_layout, experts_modules, read_config
-from moe.kept_body import KeptBody
+from moe.expert_weights import ExpertWeights, Held, SpareSlots, change_slots, read_slot
+from moe.families import (
+    UnsupportedModelError,
+    build_on_meta,
+    check_layout,
+    experts_modules,
+    leaves,
+    read_config,
+)
 from moe.load.checkpoint import Checkpoint
 from moe.load.loader import Loader, Report
 from moe.load.plan import LoadPlan
@@ -32,9 +40,7 @@ from moe.load.quantisation import read_quantisation
 from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
 from moe.rehearsal import rehearse
-from moe.replicas import routes
-from moe.slot_changes import Held, change_slots
-from moe.spare_slots import SpareSlots
+from moe.slot_choice import slot_choices
 
 
 class Skeleton:
@@ -59,7 +65,9 @@ class Skeleton:
         check_layout(self.experts, self.quantisation)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
         self.cache_shapes = rehearse(self.model)
-        backend.check(self.model, self.cache_shapes, self.quantisation)
+        problem = backend.why_unserved(self.model, self.cache_shapes, self.quantisation)
+        if problem is not None:
+            raise UnsupportedModelError(f"{config.model_type} has {problem}; serve it with --device cpu")
         self.model.set_attn_implementation(backend.attention)
         self.model.set_experts_implementation(backend.experts)
 
@@ -90,7 +98,7 @@ class Model:
             step: the backend's; refilled by the caller before every forward.
             dtype: auto, float32 or bfloat16; what weights are kept in, if not quantised, on a CPU, which computes in
                 float32.
-            num_spare: experts that may move to this rank at once; see `backend.Backend.load_experts`.
+            num_spare: experts that may move to this rank at once; see `Backend.open_experts`.
             checkpoint: what has the weights; None: the skeleton's directory.
             report: called with (stage, fraction).
 
@@ -100,23 +108,24 @@ class Model:
         self.skeleton, self.placement, self._rank = skeleton, placement, rank
         self.current = CurrentStep(step)
         self.checkpoint = checkpoint or Checkpoint(skeleton.directory)
-        self._net = skeleton.model
         parameters = {
             f"{name}.{leaf}": int(module.num_experts)
             for name, module in skeleton.experts.items()
             for leaf in dict(module.named_parameters(recurse=False))
         }
         stored = StoredTensors(self.checkpoint, skeleton.quantisation)
-        plan = LoadPlan(self._net, stored, parameters)
-        self._loader = loader = Loader(self._net, stored, plan, dtype)
+        plan = LoadPlan(self.net, stored, parameters)
+        loader = Loader(self.net, stored, plan, dtype)
         self._backend = skeleton.backend
         self.load_counts = self._make_counts()
         with torch.no_grad():
             loader.load_plain(self._backend.keep_with(self.current, loader.stored), report)
-            self.layers = self._load_experts(loader, dispatcher, num_spare, report)
-            _restore_buffers(self._net)
-            self._backend.finish(self._net)
-        self._body = KeptBody(self._net)
+            local_LS = placement.local(rank)
+            self._reader = self._backend.open_experts(loader, skeleton.experts, local_LS.shape[1], num_spare)
+            self.layers = self._load_layers(local_LS, dispatcher, report)
+            _restore_buffers(self.net)
+            self._backend.finish(self.net)
+        self._body = _KeptBody(self.net)
 
     def hold(self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int) -> None:
         """Let this rank's slots hold other experts, reading those that it has not; local, while no step runs.
@@ -130,9 +139,8 @@ class Model:
             CheckpointError, OSError, SafetensorError: an expert could not be read.
             NoSpareSlotError, RuntimeError: there is no room for it.
         """
-        with (
-            torch.no_grad()
-        ):  # not inference mode, whose tensors the thread that moves experts could not write to
+        # Not in inference mode, to whose tensors the thread that moves experts could not write.
+        with torch.no_grad():
             for index, (name, module) in enumerate(self.skeleton.experts.items()):
                 read = partial(self._read_expert, name, module)
                 change_slots(self.layers[index], held[index], wanted[index], read, spare, most_spare)
@@ -146,9 +154,9 @@ class Model:
         """
         self.placement, self._rank = placement, rank
         self.load_counts = self._make_counts()
-        ways = zip(self.layers, routes(placement, rank), self.load_counts.layers, strict=True)
-        for layer, route, counts in ways:
-            layer.dispatcher, layer.route, layer.counts = dispatcher, route, counts
+        choices = slot_choices(placement, rank)
+        for layer, choice, counts in zip(self.layers, choices, self.load_counts.layers, strict=True):
+            layer.dispatcher, layer.choice, layer.counts = dispatcher, choice, counts
 
     def _make_counts(self) -> LoadCounts:
         placement = self.placement
@@ -160,22 +168,23 @@ class Model:
         )
 
     def _read_expert(self, name: str, module: Any, expert: int, into: ExpertWeights) -> None:
-        self._backend.read_expert(self._loader, name, module, expert, into)
+        for leaf, slots in zip(leaves(module), into, strict=True):
+            self._reader.read(name, leaf, expert, slots)
 
-    def _load_experts(
-        self, loader: Loader, dispatcher: TokenDispatcher, num_spare: int, report: Report
-    ) -> list[Experts]:
-        modules, ways = self.skeleton.experts, routes(self.placement, self._rank)
-        local_LS = self.placement.local(self._rank)
-        slots = self._backend.load_experts(loader, modules, local_LS, report, num_spare)
+    def _load_layers(
+        self, local_LS: np.ndarray, dispatcher: TokenDispatcher, report: Report
+    ) -> list[ExpertLayer]:
+        modules, choices = self.skeleton.experts, slot_choices(self.placement, self._rank)
         layers = []
-        for index, module in enumerate(modules.values()):
-            layer = self._backend.open_layer(slots[index], ways[index], module, dispatcher, self.current)
+        for index, (name, module) in enumerate(modules.items()):
+            up, down = (self._reader.load(name, leaf, local_LS[index]) for leaf in leaves(module))
+            layer = self._backend.open_layer(up, down, choices[index], module, dispatcher, self.current)
+            layer.counts = self.load_counts.layers[index]
             for leaf in [*dict(module.named_parameters(recurse=False))]:
                 delattr(module, leaf)
-            layer.counts = self.load_counts.layers[index]
             module.expert_layer = layer
             layers.append(layer)
+            report("experts", (index + 1) / len(modules))
         return layers
 
     @torch.inference_mode()
@@ -195,7 +204,7 @@ class Model:
         """
         cache.step = self.step
         self._body.keep(keeps_hidden)
-        output: Any = self._net(
+        output: Any = self.net(
             input_ids=token_T[None],
             position_ids=self.step.positions[None],
             past_key_values=cache,
@@ -216,6 +225,11 @@ class Model:
         return self._body.logits(rows_R)
 
     @property
+    def net(self) -> PreTrainedModel:
+        """The modules."""
+        return self.skeleton.model
+
+    @property
     def step(self) -> Step:
         """The step that a forward runs: the caller fills it."""
         return self.current.step
@@ -233,7 +247,7 @@ class Model:
     @property
     def lm_head(self) -> Tensor:
         """The output projection, [V, D]."""
-        weight: Tensor = self._net.get_output_embeddings().weight
+        weight: Tensor = self.net.get_output_embeddings().weight
         return weight
 
     def slot_bytes(self, layer: int) -> int:
@@ -253,6 +267,60 @@ class Model:
     def reserved_expert_bytes(self) -> int:
         """Bytes that this rank's slots take, empty ones and the kernels' padding included."""
         return sum(layer.up.num_bytes + layer.down.num_bytes for layer in self.layers)
+
+
+class _Kept(threading.local):
+    """What one thread's last forward gave: another may run the other half of the step."""
+
+    is_wanted = False
+    output: Any = None
+
+
+class _KeptBody:
+    """A model's hidden states, kept after a forward, so that logits of many rows can be computed a few at a time.
+
+    What a family does after its decoder (the output projection, a scaling, a cap) is its own code, in the forward of
+    the whole model. So that code is run again, with the decoder replaced for the moment by one that returns what it
+    returned before. Rejected: calling the output projection ourselves, which would miss a family's scaling, and
+    asking the one forward for all rows: logits of 8,192 rows over 150,000 tokens are 5 GB.
+    """
+
+    def __init__(self, net: PreTrainedModel) -> None:
+        self._net, self._name, self._kept = net, net.base_model_prefix, _Kept()
+        getattr(net, self._name).register_forward_hook(self._note)
+
+    def keep(self, wanted: bool) -> None:
+        """Forget what was kept; say whether to keep what the next forward gives."""
+        self._kept.is_wanted, self._kept.output = wanted, None
+
+    def logits(self, rows_R: Tensor) -> Tensor:
+        """Compute rows' logits: [R, V]."""
+        assert self._kept.output is not None, "the last forward was not asked to keep its hidden states"
+        decoder = getattr(self._net, self._name)
+        setattr(self._net, self._name, _Replay(self._kept.output))
+        try:
+            nothing = torch.zeros(1, 1, dtype=torch.int64, device=rows_R.device)
+            output: Any = self._net(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
+        finally:
+            setattr(self._net, self._name, decoder)
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._kept.is_wanted:
+            self._kept.output = output
+
+
+class _Replay(nn.Module):
+    """Gives the same output whatever it is asked."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_inputs: Any, **_options: Any) -> Any:
+        """Return it."""
+        return self._output
 
 
 def _restore_buffers(model: PreTrainedModel) -> None:

@@ -1,188 +1,133 @@
 """How a model is built for a CPU: weights in panels for the compiled kernels, activations in float32 (D9)."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from attention import organ as attention_organ
-from dispatch.dispatched import TokenDispatcher
+from attention.cpu_attention import paged_attention
 from kvcache.paged_cache import LayerShape, PagedCache
-from kvcache.step import Step
-from moe.backend import Backend, Slots
+from kvcache.step import Span, Step
+from moe.backend import Backend, LoadedModel
 from moe.cpu import experts as experts_organ
-from moe.cpu.experts import ExpertLayer, SlotTensors
+from moe.cpu.experts import PackedExpertLayer
+from moe.cpu.linear import silu_and_mul
 from moe.cpu.packed_weight import PackedWeight
-from moe.cpu.warmup import compile_kernels
+from moe.cpu.slots import PackedSlots
 from moe.current_step import CurrentStep
-from moe.load.loader import Keep, Loader, Report, Weight
-from moe.load.quantisation import Quantisation
+from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantised_weight import QuantisedWeight
 from moe.load_counts import LoadCounts
-from moe.replicas import Route
-
-if TYPE_CHECKING:
-    from moe.model import Model
+from moe.slot_choice import SlotChoice
 
 
-class CpuBackend:
-    """The CPU's way; has no state."""
+class PackedExperts:
+    """Packs each expert as it is read; `moe.backend.ExpertReader`. Memory for experts that move is reserved when they come."""
 
-    device = torch.device("cpu")
-    model_dtype = torch.float32
-    attention = attention_organ.NAME
-    experts = experts_organ.NAME
-    warms_up_together = False
-
-    def register(self) -> None:
-        """Make the organs known."""
-        attention_organ.register()
-        experts_organ.register()
-
-    def check(
-        self, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
+    def __init__(
+        self, loader: Loader, modules: Mapping[str, Any], _slots_per_layer: int, _num_spare: int
     ) -> None:
-        """The CPU's kernels take all shapes."""
+        self._loader, self._modules = loader, modules
 
-    def keep_with(self, current: CurrentStep, stored: Callable[[Weight], Weight]) -> Keep:
-        """Matrices become `PackedWeight`s, other parameters float32."""
+    def load(self, name: str, leaf: str, local_S: np.ndarray) -> PackedSlots:
+        """See `ExpertReader`. Where all slots are empty one expert tells the type that others will come in."""
+        read = self._loader.read_experts
+        module, target = self._modules[name], f"{name}.{leaf}"
+        slots: PackedSlots | None = None
+        for slot, weight, bias in read(module, target, local_S):
+            kept = self._loader.stored(weight)
+            slots = slots or PackedSlots.like(kept, bias, len(local_S))
+            slots.put(slot, kept, bias)
+        if slots is None:
+            _, weight, bias = next(read(module, target, np.zeros(1, np.int64)))
+            slots = PackedSlots.like(self._loader.stored(weight), bias, len(local_S))
+        return slots
 
-        def keep(name: str, tensor: Weight, _declared: Tensor) -> Tensor | nn.Parameter:
-            if isinstance(tensor, QuantisedWeight) or (name.endswith(".weight") and tensor.dim() == 2):
-                return PackedWeight(stored(tensor), current)
-            return nn.Parameter(tensor.float(), requires_grad=False)
-
-        return keep
-
-    def load_experts(
-        self,
-        loader: Loader,
-        modules: Mapping[str, Any],
-        local_LS: np.ndarray,
-        report: Report,
-        num_spare: int = 0,
-    ) -> list[tuple[Slots, Slots]]:
-        """Pack each expert as it is read. Memory for experts that move is reserved when they come."""
-        layers: list[tuple[Slots, Slots]] = []
-        for index, (name, module) in enumerate(modules.items()):
-            up, down = (
-                _load_slots(loader, module, f"{name}.{leaf}", local_LS[index]) for leaf in leaves(module)
-            )
-            layers.append((up, down))
-            report("experts", (index + 1) / len(modules))
-        return layers
-
-    def read_expert(
-        self, loader: Loader, name: str, module: Any, expert: int, into: tuple[Slots, Slots]
-    ) -> None:
-        """Pack the expert into the slots' memory."""
-        for leaf, slots in zip(leaves(module), into, strict=True):
-            assert isinstance(slots, SlotTensors), "slots of another backend"
-            _put_expert(loader, module, f"{name}.{leaf}", expert, slots)
-
-    def open_layer(
-        self,
-        slots: tuple[Slots, Slots],
-        route: Route,
-        module: Any,
-        dispatcher: TokenDispatcher,
-        current: CurrentStep,
-    ) -> ExpertLayer:
-        """Put one MoE layer together."""
-        up, down = slots
-        assert isinstance(up, SlotTensors) and isinstance(down, SlotTensors), "slots of another backend"
-        return ExpertLayer(up, down, route, int(module.num_experts), dispatcher, current)
-
-    def make_counts(
-        self, num_layers: int, *, num_experts: int, num_ranks: int, slots_per_rank: int
-    ) -> LoadCounts:
-        """Counters for all layers."""
-        return LoadCounts(
-            num_layers, num_experts=num_experts, num_ranks=num_ranks, slots_per_rank=slots_per_rank
-        )
-
-    def make_step(
-        self,
-        *,
-        max_tokens: int,
-        max_sequences: int,
-        max_blocks: int,
-        block_tokens: int,
-        threads: int,
-        num_ranks: int = 1,
-    ) -> Step:
-        """The step that the organs read."""
-        return Step(
-            max_tokens=max_tokens,
-            max_sequences=max_sequences,
-            max_blocks=max_blocks,
-            block_tokens=block_tokens,
-            threads=threads,
-        )
-
-    def make_cache(self, shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
-        """Reserve the pages, which take memory as they are written."""
-        cache = PagedCache(shapes, num_blocks)
-        cache.step = step
-        return cache
-
-    def token_bytes(self, shape: LayerShape) -> int:
-        """Bytes of cache that one layer takes per token."""
-        return shape.token_bytes
-
-    def finish(self, net: PreTrainedModel) -> None:
-        """Nothing is left to do."""
-
-    def enter_thread(self) -> None:
-        """Every thread computes on the CPU."""
-
-    def warm_up(self, model: "Model", cache: PagedCache) -> None:
-        """Compile the kernels."""
-        compile_kernels(model)
+    def read(self, name: str, leaf: str, expert: int, into: PackedSlots) -> None:
+        """See `ExpertReader`."""
+        only = np.array([expert])
+        for slot, weight, bias in self._loader.read_experts(self._modules[name], f"{name}.{leaf}", only):
+            into.put(slot, self._loader.stored(weight), bias)
 
 
-def leaves(module: Any) -> tuple[str, str]:
-    """Names of an experts module's two weights."""
-    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+def _register() -> None:
+    attention_organ.register()
+    experts_organ.register()
 
 
-def _load_slots(loader: Loader, module: Any, target: str, local_experts: np.ndarray) -> SlotTensors:
-    """Load one weight (and its bias) of all of this rank's slots in one layer."""
-    slots: SlotTensors | None = None
-    for slot, tensor in loader.load_experts(target, local_experts):
-        weight_NK = rows_of_outputs(loader, module, tensor)
-        slots = slots or SlotTensors.like(weight_NK, len(local_experts))
-        slots.put(slot, weight_NK)
-    if slots is None:  # all empty, for now: one expert tells the type that others will come in
-        _, tensor = next(loader.load_experts(target, np.zeros(1, dtype=np.int64)))
-        slots = SlotTensors.like(rows_of_outputs(loader, module, tensor), len(local_experts))
-    if module.has_bias:
-        slots.bias_SN = torch.zeros(len(local_experts), slots.out_dim)
-        for slot, bias in loader.load_experts(f"{target}_bias", local_experts):
-            assert isinstance(bias, Tensor), f"{target}_bias is quantised"
-            slots.bias_SN[slot] = bias
-    return slots
+def _keep_with(current: CurrentStep, stored: Callable[[Weight], Weight]) -> Keep:
+    """Matrices become `PackedWeight`s, other parameters float32."""
+
+    def keep(name: str, tensor: Weight, _declared: Tensor) -> Tensor | nn.Parameter:
+        if isinstance(tensor, QuantisedWeight) or (name.endswith(".weight") and tensor.dim() == 2):
+            return PackedWeight(stored(tensor), current)
+        return nn.Parameter(tensor.float(), requires_grad=False)
+
+    return keep
 
 
-def _put_expert(loader: Loader, module: Any, target: str, expert: int, slots: SlotTensors) -> None:
-    """Read one weight (and its bias) of one expert into the first slot."""
-    only = np.array([expert])
-    for slot, tensor in loader.load_experts(target, only):
-        slots.put(slot, rows_of_outputs(loader, module, tensor))
-    if slots.bias_SN is not None:
-        for slot, bias in loader.load_experts(f"{target}_bias", only):
-            assert isinstance(bias, Tensor), f"{target}_bias is quantised"
-            slots.bias_SN[slot] = bias
+def _open_layer(
+    up: PackedSlots, down: PackedSlots, choice: SlotChoice, module: Any, dispatcher: Any, current: CurrentStep
+) -> PackedExpertLayer:
+    return PackedExpertLayer(up, down, choice, int(module.num_experts), dispatcher, current)
 
 
-def rows_of_outputs(loader: Loader, module: Any, weight: Weight) -> Weight:
-    """A weight as slots take it: [outputs, inputs], which quantised ones always are."""
-    if module.is_transposed and isinstance(weight, Tensor):
-        weight = weight.T
-    return loader.stored(weight)
+def _make_step(*, num_ranks: int = 1, **sizes: int) -> Step:
+    return Step(**sizes)
 
 
-CPU: Backend = CpuBackend()
+def _make_cache(shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
+    """Reserve the pages, which take memory as they are written."""
+    cache = PagedCache(shapes, num_blocks)
+    cache.step = step
+    return cache
+
+
+@torch.inference_mode()
+def compile_kernels(model: LoadedModel, _cache: PagedCache | None = None) -> None:
+    """Run every kernel once on tiny inputs of the types this model uses, before the first step; local.
+
+    So no rank waits in a collective for another's compiler. Compiled kernels are cached on disk; the first start on a
+    machine takes some seconds, later ones milliseconds.
+    """
+    parallel = model.step.is_parallel
+    slots: PackedSlots = model.layers[0].up
+    offsets = torch.zeros(slots.num_slots + 1, dtype=torch.int64)
+    slots.apply(torch.zeros(0, slots.in_dim), offsets, parallel=parallel)
+    silu_and_mul(torch.zeros(1, 32), parallel=parallel)
+    shape = LayerShape(num_kv_heads=1, key_dim=16, value_dim=16)
+    step = Step(max_tokens=1, max_sequences=1, max_blocks=1, block_tokens=16, threads=1 + parallel)
+    step.fill([Span(0, 1, [0])])
+    cache = _make_cache([shape], 1, step)
+    row = torch.zeros(1, 1, step.num_padded, 16)
+    cache.update(row, row, 0)
+    for sinks in (None, torch.zeros(1)):
+        paged_attention(row[0], cache.keys[0], cache.values[0], step, scale=1.0, sinks_H=sinks)
+    weights = [getattr(module, "weight", None) for module in model.net.modules()]
+    of_each_kind = {weight.panels.dtype: weight for weight in weights if isinstance(weight, PackedWeight)}
+    for weight in of_each_kind.values():
+        torch.nn.functional.linear(torch.zeros(1, weight.in_dim), weight)
+
+
+CPU = Backend(
+    device=torch.device("cpu"),
+    model_dtype=torch.float32,
+    attention=attention_organ.NAME,
+    experts=experts_organ.NAME,
+    warms_up_together=False,
+    register=_register,
+    why_unserved=lambda _net, _shapes, _quantisation: None,  # the kernels take all shapes
+    keep_with=_keep_with,
+    open_experts=PackedExperts,
+    open_layer=_open_layer,
+    make_counts=LoadCounts,
+    make_step=_make_step,
+    make_cache=_make_cache,
+    token_bytes=lambda shape: shape.token_bytes,
+    finish=lambda _net: None,
+    enter_thread=lambda: None,  # every thread computes on the CPU
+    warm_up=compile_kernels,
+)

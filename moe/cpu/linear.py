@@ -136,32 +136,24 @@ def linear(x_TK: Tensor, packed: Tensor, out_TN: Tensor, *, parallel: bool) -> N
 
 
 def grouped_linear(
-    x_PK: Tensor,
-    packed_S: Tensor,
-    slot_offsets: Tensor,
-    *,
-    parallel: bool,
-    address_S: np.ndarray | None = None,
+    x_PK: Tensor, like: Tensor, address_S: np.ndarray, slot_offsets: Tensor, *, parallel: bool
 ) -> Tensor:
     """Apply every slot's weight to its own rows.
 
     Args:
         x_PK: [P, K] float32 contiguous, rows sorted by slot.
-        packed_S: [S, panels, K, 16] from `pack`.
-        address_S: [S] int64, where each slot's panels are, if not in packed_S, whose shape and dtype they have.
+        like: [panels, K, 16] from `pack`, of any one slot, which tells shape and dtype.
+        address_S: [S] int64, where each slot's panels are.
         slot_offsets: [S + 1] int64; rows [offsets[s], offsets[s + 1]) belong to slot s.
         parallel: use all of this process's threads.
 
     Returns:
         [P, panels * 16] float32, new.
     """
-    _, panels, k, _ = packed_S.shape
+    panels, k, _ = like.shape
     out_PN = torch.empty(x_PK.shape[0], panels * LANES)
-    slots = packed_S.shape[0]
-    is_worth_it = parallel and pays(x_PK.shape[0], packed_S.numel() // slots, slots)
+    is_worth_it = parallel and pays(x_PK.shape[0], like.numel(), len(address_S))
     kernel = _grouped_parallel if is_worth_it else _grouped_serial
-    if address_S is None:
-        address_S = packed_S.data_ptr() + np.arange(slots) * (packed_S.stride(0) * packed_S.element_size())
     kernel(
         x_PK.data_ptr(),
         address_S,
@@ -169,7 +161,7 @@ def grouped_linear(
         k,
         panels,
         out_PN.data_ptr(),
-        packed_S.dtype is torch.bfloat16,
+        like.dtype is torch.bfloat16,
         numba.get_num_threads() if is_worth_it else 1,
     )
     return out_PN

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """From logical experts to physical slots on a GPU, and the counting of choices, in one launch.
 
-What `moe.replicas` and `moe.load_counts` are to the CPU. A table on the device says where each expert is; a switch of
-placement rewrites it in place, so that captured graphs follow. Where experts have copies, the same grid as
-`expert_placement.choose` lays is computed first (by torch: that takes some launches more).
+What `moe.slot_choice` and `moe.load_counts` are to the CPU. A table on the device says where each expert is; a switch of
+placement rewrites it in place, so that captured graphs follow. Where experts have copies, the n-th of an expert's N choices
+goes where `expert_placement.choose` sends it, which takes knowing n and N: a program compares its own choices with all
+others of its chunk. A step of more than one chunk, which only prompts are, has the chunks' counts made first.
 Counters are integers, so the order of atomic additions shows nowhere.
 
-Legend: T rows, K choices, E experts, R ranks, C copies of one expert at most, Q = T x K choices.
+Legend: T rows, K choices, E experts, R ranks, C copies of one expert at most, P pairs (row, choice).
 """
 
 import numpy as np
@@ -15,52 +16,108 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe.replicas import Route
+from moe.load_counts import NUM_PHASES, LayerCounts, LoadCounts
+from moe.slot_choice import SlotChoice
 
 _TILE = 128
+CHUNK = (
+    2048  # pairs that a program compares its own with: 256 rows of 8 choices, the largest usual decode step
+)
+_TILES = tl.constexpr(CHUNK // _TILE)
+
+
+@triton.jit
+def _experts_of(ids, cache_slots, pair, num_pairs, E: tl.constexpr, K: tl.constexpr):
+    """The expert of each pair; -1: none, or the row is padding."""
+    is_in = pair < num_pairs
+    is_real = tl.load(cache_slots + pair // K, mask=is_in, other=-1) >= 0
+    expert = tl.load(ids + pair, mask=is_in & is_real, other=-1)
+    return tl.where(expert < E, expert, -1)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def choose_and_count(
-    ids, slot_of, cache_slots, num_decodes, slots, counts, num_pairs,
-    E: tl.constexpr, R: tl.constexpr, K: tl.constexpr, SLOTS_PER_RANK: tl.constexpr, HAS_COUNTS: tl.constexpr,
-    IS_BY_PAIR: tl.constexpr, TILE: tl.constexpr,
+def count_chunks(
+    ids, cache_slots, chunk_counts, num_pairs, E: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Program (tile of choices). `slot_of` is by expert, or by choice where a choice has been made already."""
+    """Program (tile of pairs). Adds to [chunks, E] how often each expert is chosen in each chunk."""
+    tile = tl.program_id(0)
+    expert = _experts_of(ids, cache_slots, tile * TILE + tl.arange(0, TILE), num_pairs, E, K)
+    tl.atomic_add(chunk_counts + (tile // _TILES) * E + expert, 1, mask=expert >= 0)
+
+
+@triton.jit
+def _nth_of_all(
+    ids, cache_slots, chunk_counts, pair, expert, num_pairs, num_chunks, E: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """How many choices of its expert come before each pair, and how many there are."""
+    before, total = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    chunk = tl.program_id(0) // _TILES
+    for tile in range(_TILES):
+        other = (chunk * _TILES + tile) * TILE + tl.arange(0, TILE)
+        same = _experts_of(ids, cache_slots, other, num_pairs, E, K)[None, :] == expert[:, None]
+        total += tl.sum(same.to(tl.int32), axis=1)
+        before += tl.sum((same & (other[None, :] < pair[:, None])).to(tl.int32), axis=1)
+    if num_chunks > 1:
+        for each in range(num_chunks):
+            count = tl.load(chunk_counts + each * E + expert, mask=(expert >= 0) & (each != chunk), other=0)
+            total += count
+            before += tl.where(each < chunk, count, 0)
+    return before, total
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
+def choose_and_count(
+    ids, slot_of, until, last, phase, chunk_counts, cache_slots, num_decodes, slots, counts, num_pairs, num_chunks,
+    E: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
+    SLOTS_PER_RANK: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of pairs). `slot_of` and `until` are [E, C]; `last` is an expert's last copy."""
     pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_in = pair < num_pairs
-    row = pair // K
-    is_real = tl.load(cache_slots + row, mask=is_in, other=-1) >= 0
-    expert = tl.load(ids + pair, mask=is_in & is_real, other=-1)
-    is_choice = (expert >= 0) & (expert < E)
-    slot = tl.load(slot_of + (pair if IS_BY_PAIR else expert), mask=is_choice, other=-1)
+    expert = _experts_of(ids, cache_slots, pair, num_pairs, E, K)
+    is_choice = expert >= 0
+    copy = tl.zeros([TILE], tl.int64)
+    if C > 1:
+        before, total = _nth_of_all(
+            ids, cache_slots, chunk_counts, pair, expert, num_pairs, num_chunks, E, K, TILE
+        )
+        begin = tl.load(phase + expert, mask=is_choice, other=0.0)
+        point = (before.to(tl.float64) + begin) / tl.maximum(total, 1).to(tl.float64)
+        column = tl.arange(0, C_PAD)
+        is_copy = is_choice[:, None] & (column[None, :] < C)
+        ends = tl.load(until + expert[:, None] * C + column[None, :], mask=is_copy, other=float("inf"))
+        copy = tl.sum((point[:, None] >= ends).to(tl.int64), axis=1)
+        copy = tl.minimum(copy, tl.load(last + expert, mask=is_choice, other=0))
+    slot = tl.load(slot_of + expert * C + copy, mask=is_choice, other=-1)
     tl.store(slots + pair, slot, mask=is_in)
     if HAS_COUNTS:
+        row = pair // K
         table = counts + (row < tl.load(num_decodes)).to(tl.int64) * (E + R)
         one = tl.full([TILE], 1, tl.int64)
         tl.atomic_add(table + expert, one, mask=slot >= 0)
         tl.atomic_add(table + E + slot // SLOTS_PER_RANK, one, mask=slot >= 0)
 
 
-class DeviceRoute:
-    """One layer's way to the slots of all ranks, for tokens on a device."""
+class DeviceSlotChoice:
+    """One layer's choice among the slots of all ranks, for tokens on a device."""
 
-    def __init__(self, route: Route, *, slots_per_rank: int, num_ranks: int, device: torch.device) -> None:
-        """Copy a route's tables to the device."""
+    def __init__(
+        self, choice: SlotChoice, *, slots_per_rank: int, num_ranks: int, device: torch.device
+    ) -> None:
+        """Copy a choice's tables to the device."""
         self._slots_per_rank, self._num_ranks = slots_per_rank, num_ranks
-        self._num_experts = len(route.choice.phase_E)
+        self._num_experts = len(choice.replicas.phase_E)
         # As many copies as there may ever be, so that a later placement's tables fit where these are.
-        self._has_copies = slots_per_rank * num_ranks > self._num_experts
-        width = num_ranks if self._has_copies else 1
+        width = num_ranks if slots_per_rank * num_ranks > self._num_experts else 1
         self._slot_EC = torch.zeros(self._num_experts, width, dtype=torch.int64, device=device)
         self._until_EC = torch.zeros(self._num_experts, width, dtype=torch.float64, device=device)
         self._last_E = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
-        self._phase_E = torch.from_numpy(route.choice.phase_E).to(device)
-        self.follow(route)
+        self._phase_E = torch.from_numpy(choice.replicas.phase_E).to(device)
+        self.follow(choice)
 
-    def follow(self, route: Route) -> None:
+    def follow(self, choice: SlotChoice) -> None:
         """Take another placement's tables; in place, for launches from now on."""
-        first, slot, until = route.choice.table(route.layer)
+        first, slot, until = choice.replicas.table(choice.layer)
         copies = np.diff(first)
         slot_EC = np.zeros(tuple(self._slot_EC.shape), np.int64)
         until_EC = np.full(slot_EC.shape, np.inf)
@@ -87,31 +144,64 @@ class DeviceRoute:
         """
         ids_TK = ids_TK.contiguous()
         slots_TK = torch.empty_like(ids_TK)
-        num_pairs, choices = ids_TK.numel(), ids_TK.shape[1]
+        num_pairs, choices, copies = ids_TK.numel(), ids_TK.shape[1], self._slot_EC.shape[1]
         if not num_pairs:
             return slots_TK
-        slot_of = self._slot_EC
-        if self._has_copies:
-            slot_of = self._copies_of(torch.where(cache_slot_T[:, None] >= 0, ids_TK, -1).flatten())
-        choose_and_count[(triton.cdiv(num_pairs, _TILE),)](
-            ids_TK, slot_of, cache_slot_T, num_decodes_1, slots_TK, counts, num_pairs, E=self._num_experts,
-            R=self._num_ranks, K=choices, SLOTS_PER_RANK=self._slots_per_rank, HAS_COUNTS=counts is not None,
-            IS_BY_PAIR=self._has_copies, TILE=_TILE, num_warps=4,
+        E, grid = self._num_experts, (triton.cdiv(num_pairs, _TILE),)
+        num_chunks, chunk_counts = triton.cdiv(num_pairs, CHUNK), None
+        if copies > 1 and num_chunks > 1:
+            chunk_counts = torch.zeros(num_chunks, E, dtype=torch.int32, device=ids_TK.device)
+            count_chunks[grid](ids_TK, cache_slot_T, chunk_counts, num_pairs, E=E, K=choices, TILE=_TILE)
+        choose_and_count[grid](
+            ids_TK, self._slot_EC, self._until_EC, self._last_E, self._phase_E, chunk_counts, cache_slot_T,
+            num_decodes_1, slots_TK, counts, num_pairs, num_chunks, E=E, R=self._num_ranks, K=choices, C=copies,
+            C_PAD=triton.next_power_of_2(copies), SLOTS_PER_RANK=self._slots_per_rank,
+            HAS_COUNTS=counts is not None, TILE=_TILE, num_warps=4,
         )  # fmt: skip
         return slots_TK
 
-    def _copies_of(self, ids_Q: Tensor) -> Tensor:
-        """Choose among copies as `expert_placement.choose` does: the n-th of N choices by (n + phase) / N."""
-        E = self._num_experts
-        key_Q = torch.where(ids_Q >= 0, ids_Q, E)
-        order_Q = torch.sort(key_Q, stable=True).indices
-        count_E = torch.zeros(E + 1, dtype=torch.int64, device=key_Q.device)
-        count_E.scatter_add_(0, key_Q, torch.ones_like(key_Q))
-        start_E = count_E.cumsum(0) - count_E
-        nth_Q = torch.empty_like(key_Q)
-        nth_Q[order_Q] = torch.arange(len(key_Q), device=key_Q.device) - start_E[key_Q[order_Q]]
-        expert_Q = ids_Q.clamp(min=0)
-        point_Q = (nth_Q + self._phase_E[expert_Q]) / count_E[expert_Q]
-        copy_Q = (point_Q[:, None] >= self._until_EC[expert_Q]).sum(1)
-        copy_Q = torch.minimum(copy_Q, self._last_E[expert_Q])
-        return self._slot_EC[expert_Q, copy_Q]
+
+class DeviceLayerCounts(LayerCounts):
+    """One layer's counters, counted where the choices are, copied to the host when somebody asks.
+
+    Attributes:
+        device_table: [2, E + R] int64, added to by `DeviceSlotChoice`.
+        experts_ns: stays 0: the host does not wait for the device to know.
+    """
+
+    def __init__(
+        self, table: np.ndarray, num_experts: int, slots_per_rank: int, device_table: Tensor
+    ) -> None:
+        super().__init__(table, num_experts, slots_per_rank)
+        self.device_table = device_table
+
+    @property
+    def expert_E(self) -> np.ndarray:
+        """Tokens of each expert so far, both phases: [E] int64. Waits for the device."""
+        result: np.ndarray = self.device_table.cpu().numpy()[:, : self._num_experts].sum(axis=0)
+        return result
+
+
+class DeviceLoadCounts(LoadCounts):
+    """One rank's counters of all MoE layers."""
+
+    def __init__(
+        self, num_layers: int, *, num_experts: int, num_ranks: int, slots_per_rank: int, device: torch.device
+    ) -> None:
+        shape = (num_layers, NUM_PHASES, num_experts + num_ranks)
+        self._device_table = torch.zeros(shape, dtype=torch.int64, device=device)
+        on_host = np.zeros(shape, dtype=np.int64)
+        self.layers = [
+            DeviceLayerCounts(host, num_experts, slots_per_rank, own)
+            for host, own in zip(on_host, self._device_table, strict=True)
+        ]
+
+    @property
+    def table(self) -> np.ndarray:  # type: ignore[override]
+        """[L, 2, E + R] int64, a copy. Waits for the device."""
+        result: np.ndarray = self._device_table.cpu().numpy()
+        return result
+
+    def clear(self) -> None:
+        """Forget what was counted before the first step."""
+        self._device_table.zero_()

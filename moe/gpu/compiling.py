@@ -5,13 +5,106 @@ which organs are found) is given to the graph. The organs are operators, so that
 are left to the compiler here, which joins them with the residual's sum. The idea of compiling by layer is PyTorch's
 ("regional compilation"); of attention as an operator that finds its state by itself, vLLM's.
 Rejected: the whole model in one graph, which grows with the layers, and compiles them all again for every size.
+Organs, the routers' kernel and linear layers in FP8 are operators: see `kvcache.gpu.operators`.
 """
 
-import torch
-from torch import nn
-from transformers import PreTrainedModel
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from kvcache.gpu.operators import Numbered
+from moe.cpu.experts import serve_experts
+from moe.gpu import routing
+from moe.gpu.device_weight import DeviceWeight
+from moe.gpu.routing import Routing
+
+NAME = "wideep_experts_gpu_operator"
 _MOST_GRAPHS = 64  # of one layer class: kinds of layers (dense, windows) times kinds of sizes (1, one, any)
+
+_MODULES: Numbered[nn.Module] = Numbered()
+
+
+@torch.library.custom_op("wideep::experts", mutates_args=())
+def _experts(hidden: Tensor, ids: Tensor, weights: Tensor, module: int) -> Tensor:
+    return serve_experts(_MODULES.find(module), hidden, ids, weights).contiguous()
+
+
+@_experts.register_fake
+def _like_experts(hidden: Tensor, *_rest: object) -> Tensor:
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+
+
+def serve(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """See `moe.cpu.experts.serve_experts`."""
+    out_TD: Tensor = torch.ops.wideep.experts(hidden_TD, ids_TK, weights_TK, module.own_number)
+    return out_TD
+
+
+@torch.library.custom_op("wideep::route", mutates_args=())
+def _route(
+    logits: Tensor, bias: Tensor | None, choices: int, is_sigmoid: bool, softmax_after: bool, normalise: bool,
+    scale: float, groups: int, groups_chosen: int, best_of_group: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    chosen = Routing(
+        choices=choices, is_sigmoid=is_sigmoid, softmax_after=softmax_after, normalise=normalise, scale=scale,
+        groups=groups, groups_chosen=groups_chosen, best_of_group=best_of_group,
+    )  # fmt: skip
+    return routing.route(logits, chosen, bias_E=bias)
+
+
+@_route.register_fake
+def _like_route(logits: Tensor, bias: Tensor | None, choices: int, *_rest: object) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], choices)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+
+
+def route(logits_TE: Tensor, rule: Routing, *, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `routing.route`."""
+    ids, weights = torch.ops.wideep.route(
+        logits_TE, bias_E, rule.choices, rule.is_sigmoid, rule.softmax_after, rule.normalise, rule.scale, rule.groups,
+        rule.groups_chosen, rule.best_of_group,
+    )  # fmt: skip
+    return ids, weights
+
+
+@torch.library.custom_op("wideep::device_linear", mutates_args=())
+def _linear(x: Tensor, columns: int, module: int) -> Tensor:
+    holder: Any = _MODULES.find(module)
+    return nn.functional.linear(x, holder.weight, holder.bias)
+
+
+@_linear.register_fake
+def _like_linear(x: Tensor, columns: int, module: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], columns)
+
+
+class OperatedLinear(nn.Linear):
+    """A linear layer whose weight multiplies for itself (`moe.gpu.device_weight`), which no compiler can follow."""
+
+    own_number: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product, with the bias."""
+        product: Tensor = torch.ops.wideep.device_linear(input, self.out_features, self.own_number)
+        return product
+
+
+def enter(net: nn.Module) -> None:
+    """Give experts modules their numbers, and linear layers with weights of ours the operator."""
+    for module in net.modules():
+        if hasattr(module, "expert_layer"):
+            module.own_number = _MODULES.enter(module)  # type: ignore[assignment]
+        elif type(module) is nn.Linear and isinstance(module.weight, DeviceWeight):
+            module.own_number = _MODULES.enter(module)  # type: ignore[assignment]
+            module.__class__ = OperatedLinear
+
+
+def register() -> None:
+    """Make the operator known to `transformers` under `NAME`; may be called again."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, serve)
 
 
 def decoder_layers(net: PreTrainedModel) -> list[nn.Module]:

@@ -19,42 +19,41 @@ from dispatch.mode import NORMAL, Mode
 from kvcache.gpu.step import DeviceStep
 from moe.adopt import gates
 from moe.adopt.gates import Gate
-from moe.cpu.experts import SAMPLE_ROWS, serve_experts
+from moe.cpu.experts import serve_experts
 from moe.current_step import CurrentStep
-from moe.gpu.choose import DeviceRoute
+from moe.expert_weights import grown_sample
+from moe.gpu.choose import DeviceLayerCounts, DeviceSlotChoice
 from moe.gpu.device_weight import steady_tile
 from moe.gpu.grouped import grouped_linear
-from moe.gpu.load_counts import DeviceLayerCounts
 from moe.gpu.slots import DeviceSlots
 from moe.load_counts import LayerCounts
-from moe.replicas import Route
+from moe.slot_choice import SlotChoice
 
 NAME = "wideep_experts_gpu"
 
 
 @dataclass
 class DeviceExpertLayer:
-    """This rank's slots of one MoE layer, and the way to everybody's; `moe.backend.Experts`."""
+    """This rank's slots of one MoE layer, and the choice among everybody's; `moe.backend.ExpertLayer`."""
 
     up: DeviceSlots
     down: DeviceSlots
-    first_route: Route
+    first_choice: SlotChoice
     num_experts: int
     dispatcher: TokenDispatcher
     current: CurrentStep
-    slots_per_rank: int
     gate: Gate
     dtype: torch.dtype  # of rows
     is_invariant: bool = False  # rows' bits do not tell a decode step from one with prompts
     counts: LayerCounts | None = None
-    sample_TD: Tensor | None = None  # on the host
-    _way: DeviceRoute = field(init=False)
+    sample_TD: Tensor | None = None
+    _on_device: DeviceSlotChoice = field(init=False)
 
     def __post_init__(self) -> None:
-        """Copy the way to the device."""
-        self._way = DeviceRoute(
-            self.first_route,
-            slots_per_rank=self.slots_per_rank,
+        """Copy the choice to the device."""
+        self._on_device = DeviceSlotChoice(
+            self.first_choice,
+            slots_per_rank=len(self.up.places_S),
             num_ranks=self.dispatcher.world_size,
             device=self.step.device,
         )
@@ -65,21 +64,21 @@ class DeviceExpertLayer:
         return cast(DeviceStep, self.current.step)
 
     @property
-    def route(self) -> Route:
-        """The placement's way that serves; setting it changes the tables on the device, for launches from then on."""
-        return self.first_route
+    def choice(self) -> SlotChoice:
+        """Of the placement that serves; setting it changes the tables on the device, for launches from then on."""
+        return self.first_choice
 
-    @route.setter
-    def route(self, route: Route) -> None:
-        self.first_route = route
-        self._way.follow(route)
+    @choice.setter
+    def choice(self, choice: SlotChoice) -> None:
+        self.first_choice = choice
+        self._on_device.follow(choice)
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Serve one layer; collective. See `moe.cpu.experts.ExpertLayer.run`."""
+        """Serve one layer; collective. See `moe.cpu.experts.PackedExpertLayer.run`."""
         self._keep_sample(hidden_TD)
         placed = self.step.on_device
         table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None
-        slots_TK = self._way.slots(ids_TK, placed.cache_slot_P, placed.num_decodes_1, table)
+        slots_TK = self._on_device.slots(ids_TK, placed.cache_slot_P, placed.num_decodes_1, table)
         sent = self.dispatcher.dispatch(hidden_TD.contiguous(), slots_TK, self._mode())
         y_PD = self.compute(
             module, self.up, self.down, sent.x_NH, sent.row_P, sent.slot_offsets, sent.handle.num_pairs
@@ -120,10 +119,9 @@ class DeviceExpertLayer:
         return NORMAL if self.dispatcher.world_size == 1 else Mode(self.step.agreed_tokens)
 
     def _keep_sample(self, hidden_TD: Tensor) -> None:
-        """Keep some real rows once, of a step with prompts: such a step is never captured, and may wait."""
-        if self.sample_TD is None and not self.step.is_decode_only:
-            rows = min(self.step.num_tokens, SAMPLE_ROWS)
-            self.sample_TD = hidden_TD[:rows].float().cpu().clone()
+        """Keep some rows that are served, of steps with prompts: such a step is never captured, and may wait."""
+        if not self.step.is_decode_only:
+            self.sample_TD = grown_sample(self.sample_TD, hidden_TD[: self.step.num_tokens])
 
 
 def register() -> None:

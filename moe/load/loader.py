@@ -8,6 +8,7 @@ share and peak memory is one expert. Everything is checked against the headers b
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,19 +58,32 @@ class Loader:
                 owner._parameters.pop(leaf, None)
                 setattr(owner, leaf, getattr(other, other_leaf))
 
-    def load_experts(self, target: str, local_experts: np.ndarray) -> Iterator[tuple[int, Weight]]:
+    def read_experts(
+        self, module: Any, target: str, local_S: np.ndarray
+    ) -> Iterator[tuple[int, Weight, Tensor | None]]:
         """Read one expert parameter for this rank's slots, one expert at a time.
 
         Args:
-            target: the parameter, `...experts.gate_up_proj`.
-            local_experts: [slots] expert of each of this rank's slots, -1 where empty.
+            module: the experts module.
+            target: the parameter, `...experts.gate_up_proj`; its bias is read with it.
+            local_S: expert of each of this rank's slots, -1 where empty.
 
         Yields:
-            Slot, and the parameter without its expert dimension: in the checkpoint's dtype and the model's layout,
-            or quantised and always [outputs, inputs].
+            Slot; the weight [outputs, inputs] in the checkpoint's dtype, or quantised; its bias, if the family has any.
         """
+        biases = dict(self._read_parameter(f"{target}_bias", local_S)) if module.has_bias else {}
+        for slot, weight in self._read_parameter(target, local_S):
+            if module.is_transposed and isinstance(
+                weight, Tensor
+            ):  # quantised ones are [outputs, inputs] always
+                weight = weight.T
+            bias = biases.get(slot)
+            assert not isinstance(bias, QuantisedWeight), f"{target}_bias is quantised"
+            yield slot, weight, bias
+
+    def _read_parameter(self, target: str, local_S: np.ndarray) -> Iterator[tuple[int, Weight]]:
         plan = self._plan
-        for slot, expert in enumerate(local_experts.tolist()):
+        for slot, expert in enumerate(local_S.tolist()):
             if expert < 0:
                 continue
             if target in plan.fused:

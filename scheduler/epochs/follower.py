@@ -25,9 +25,9 @@ from dispatch.errors import DispatchTimeout, PeerLost, WireUnavailable
 from expert_placement.placement import Placement
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
+from moe.expert_weights import Held, num_to_read
 from moe.load.checkpoint import CheckpointError
 from moe.model import Model
-from moe.slot_changes import Held, num_to_read
 from scheduler.epochs.meeting import CONNECT_TIMEOUT_S, meet, part
 from scheduler.epochs.orders import (
     ORDER_TIMEOUT_S,

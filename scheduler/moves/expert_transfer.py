@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from expert_placement.moves import Transfer
-from moe.backend import Experts
+from moe.backend import ExpertLayer
 from moe.expert_weights import (
     Digest,
     ExpertWeights,
@@ -39,7 +39,7 @@ class MoveError(RuntimeError):
 class Place(NamedTuple):
     """A layer of the model: its slots, and the module whose gate function its experts use."""
 
-    layer: Experts
+    layer: ExpertLayer
     module: Any
 
 

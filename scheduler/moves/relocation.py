@@ -20,9 +20,8 @@ import torch
 
 from expert_placement.moves import Transfer, transfers_between
 from expert_placement.placement import Placement
-from moe.expert_weights import ExpertWeights, exchange_slot
-from moe.replicas import Route, routes
-from moe.spare_slots import SpareSlots
+from moe.expert_weights import ExpertWeights, SpareSlots, exchange_slot
+from moe.slot_choice import SlotChoice, slot_choices
 from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel
 from scheduler.moves.expert_transfer import MoveError, Place, copy_expert, receive_expert, send_expert
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
@@ -40,7 +39,7 @@ class _Staged:
     weights: dict[tuple[int, int], ExpertWeights] = field(
         default_factory=dict
     )  # by layer and this rank's slot
-    routes: list[Route] = field(default_factory=list)
+    choices: list[SlotChoice] = field(default_factory=list)
     num_bytes: int = 0
     begun_s: float = 0.0
     seconds: float = 0.0
@@ -161,8 +160,8 @@ class Relocation:
             assert staged is not None and staged.target.version == version, f"{version} was not told"
             for (layer, slot), weights in staged.weights.items():
                 self.spare.give(exchange_slot(self._places[layer].layer, slot, weights))
-            for place, route in zip(self._places, staged.routes, strict=True):
-                place.layer.route = route
+            for place, choice in zip(self._places, staged.choices, strict=True):
+                place.layer.choice = choice
             self.placement = staged.target
             self._report(staged, MoveState.SERVING, step=step)
 
@@ -240,8 +239,8 @@ class Relocation:
                 self._give_channel_up(staged.channel, f"{type(error).__name__} amid a transfer: {error}")
                 raise
         if problem is None:
-            before = next((place.layer.route.choice for place in self._places), None)
-            staged.routes = routes(staged.target, self.place, before)
+            before = next((place.layer.choice.replicas for place in self._places), None)
+            staged.choices = slot_choices(staged.target, self.place, before)
             staged.target.digest()  # kept there: the step loop will not wait for it
         return problem
 

@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from moe.expert_weights import digest, exchange_slot, manifest, read_slot, sample, spare_slot, try_out
-from moe.spare_slots import SpareSlots
+from moe.expert_weights import (
+    SpareSlots,
+    digest,
+    exchange_slot,
+    manifest,
+    read_slot,
+    sample,
+    spare_slot,
+    try_out,
+)
 from tests.moe.cpu.test_experts import FORMS, Form, experts_module, layer_of, routed, run
 
 FORM = FORMS["biases"]
@@ -16,9 +24,9 @@ def test_an_exchanged_slot_serves_the_new_expert_and_the_others_stay() -> None:
     spare = spare_slot(layer)
     for name, tensor in read_slot(layer, 3).tensors().items():
         spare.tensors()[name].copy_(tensor)
-    address = spare.up.rows[0].data_ptr()
+    address = spare.up.address_S[0]
     old = exchange_slot(layer, 3, spare)
-    assert layer.up.rows[3].data_ptr() == address and layer.up.address_S[3] == address
+    assert layer.up.address_S[3] == address == read_slot(layer, 3).tensors()["up"].data_ptr()
     for tensor in old.tensors().values():
         tensor.fill_(7.0)  # what is spare may be written to
     rows = routed(19)

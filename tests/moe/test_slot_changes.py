@@ -10,11 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expert_placement.placement import EMPTY
-from moe.cpu.experts import SlotTensors
-from moe.expert_weights import ExpertWeights, digest, read_slot, spare_slot
+from moe.cpu.slots import PackedSlots
+from moe.expert_weights import (
+    ExpertWeights,
+    SpareSlots,
+    change_slots,
+    digest,
+    num_to_read,
+    read_slot,
+    spare_slot,
+)
 from moe.load.checkpoint import CheckpointError
-from moe.slot_changes import change_slots, num_to_read
-from moe.spare_slots import SpareSlots
 from tests.support.families import write_checkpoint
 from tests.support.quantise import write_quantised
 from tests.support.serving import build
@@ -24,11 +30,7 @@ OUT, IN = 20, 3
 
 def make_layer(held: list[int]) -> Any:
     """A layer whose every tensor says which expert it is of."""
-    sides = []
-    for _ in range(2):
-        slots = SlotTensors.empty(len(held), OUT, IN, torch.float32)
-        slots.bias_SN = torch.zeros(len(held), OUT)
-        sides.append(slots)
+    sides = [PackedSlots.like(torch.zeros(OUT, IN), torch.zeros(OUT), len(held)) for _ in range(2)]
     layer = SimpleNamespace(up=sides[0], down=sides[1])
     for slot, expert in enumerate(held):
         write(expert, ExpertWeights(layer.up.at(slot), layer.down.at(slot)))
@@ -45,7 +47,7 @@ def found(layer: Any) -> list[set[float]]:
     sides = (layer.up, layer.down)
     return [
         {value for side in sides for t in side.at(slot).tensors().values() for value in t.unique().tolist()}
-        for slot in range(len(layer.up.rows))
+        for slot in range(layer.up.num_slots)
     ]
 
 
@@ -76,8 +78,10 @@ def test_slots_hold_what_is_wanted_whatever_they_held_and_only_what_is_new_is_re
         for expert, values in zip(wanted, found(layer), strict=True):
             assert expert == EMPTY or values == {float(expert)}
         addresses = [*layer.up.address_S, *layer.down.address_S]
-        assert addresses == [row.data_ptr() for side in (layer.up, layer.down) for row in side.rows]
-        free = [each.data_ptr() for kind in spare._free.values() for w in kind for each in w.up.rows]
+        sides = (layer.up, layer.down)
+        rows = [side.at(slot).tensors()[""] for side in sides for slot in range(side.num_slots)]
+        assert addresses == [row.data_ptr() for row in rows]
+        free = [w.up.address_S[0] for kind in spare._free.values() for w in kind]
         assert len({*addresses, *free}) == 2 * len(wanted) + len(free), "memory is in one place"
         assert spare.num_free <= max(most_spare, 0)
 
@@ -89,8 +93,7 @@ def test_grown_slots_multiply_as_if_they_had_been_there_from_the_start() -> None
 
     def put(expert: int, into: ExpertWeights) -> None:
         for side in into:
-            side.put(0, weights[expert])
-            side.bias_SN[0] = biases[expert]
+            side.put(0, weights[expert], biases[expert])
 
     layers, held = [make_layer([EMPTY] * 4), make_layer([EMPTY, EMPTY])], [EMPTY, EMPTY]
     change_slots(layers[0], [EMPTY] * 4, [3, 1, 0, 2], put, SpareSlots(), 0)

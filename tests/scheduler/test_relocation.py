@@ -56,7 +56,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def slot_digests(built: Any) -> list[list[bytes]]:
     """The check sums of all of this rank's slots."""
     return [
-        [digest(read_slot(layer, slot).tensors()) for slot in range(len(layer.up.rows))]
+        [digest(read_slot(layer, slot).tensors()) for slot in range(layer.up.num_slots)]
         for layer in built.model.layers
     ]
 

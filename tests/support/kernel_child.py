@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import torch
 
 from moe.cpu.linear import grouped_linear, linear, pack
@@ -16,7 +17,9 @@ def check(kernel: str) -> None:
         if name == "linear":
             linear(x, pack(weight), out, parallel=kind == "parallel")
         else:
-            out = grouped_linear(x, pack(weight)[None], torch.tensor([0, 7]), parallel=kind == "parallel")
+            packed = pack(weight)
+            address_S, offsets = np.array([packed.data_ptr()]), torch.tensor([0, 7])
+            out = grouped_linear(x, packed, address_S, offsets, parallel=kind == "parallel")
         torch.testing.assert_close(out, x @ weight.float().T, atol=1e-4, rtol=1e-4)
 
 

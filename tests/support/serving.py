@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from scheduler.step.assembly import Assembled, assemble
+from scheduler.step.engine import Engine
+from scheduler.structure.compiling import no_vocabulary
+from scheduler.structure.vocabulary import LoadVocabulary
 
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
 from moe.model import Model
-from moe.replicas import Route
-from scheduler.assembly import Assembled, assemble
-from scheduler.engine import Engine
+from moe.slot_choice import SlotChoice
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import Logprobs, RankStats, Request, RequestOutput, SamplingParams
-from scheduler.structure.compiler import LoadVocabulary, no_vocabulary
 
 COMPILE_TIMEOUT_S = 60.0
 
@@ -121,15 +122,15 @@ def teacher_forced(built: Assembled, sequences: Sequence[Sequence[int]]) -> list
 class _Misrouted:
     """Sends every choice to another expert's slot."""
 
-    def __init__(self, route: Route, num_experts: int) -> None:
-        self._route, self._num_experts = route, num_experts
+    def __init__(self, choice: SlotChoice, num_experts: int) -> None:
+        self._choice, self._num_experts = choice, num_experts
 
     def slots(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """As `Route.slots`, of the wrong experts."""
-        return self._route.slots((ids_TK + 1) % self._num_experts)
+        """As `SlotChoice.slots`, of the wrong experts."""
+        return self._choice.slots((ids_TK + 1) % self._num_experts)
 
 
 def misroute(model: Model) -> None:
     """Spoil a model: a control for tests that compare its outputs."""
     for layer in model.layers:
-        layer.route = _Misrouted(layer.route, layer.num_experts)  # type: ignore[assignment]
+        layer.choice = _Misrouted(layer.choice, layer.num_experts)  # type: ignore[assignment]

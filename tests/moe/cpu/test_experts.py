@@ -6,18 +6,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from dispatch.transports.choose import open_transport
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.wires.choose import open_wire
 from expert_placement.placement import Placement
 from kvcache.step import Span, Step
-from moe.cpu.experts import ExpertLayer, SlotTensors, serve_experts
+from moe.cpu.experts import PackedExpertLayer, serve_experts
+from moe.cpu.slots import PackedSlots
 from moe.current_step import CurrentStep
 from moe.load_counts import LoadCounts
-from moe.replicas import routes
+from moe.slot_choice import slot_choices
 
 EXPERTS, HIDDEN, CHOICES = 5, 24, 2
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # sums of up to 40 products in another order than the library's
@@ -73,38 +74,35 @@ def experts_module(form: Form) -> Any:
 
 def layer_of(
     module: Any, form: Form, slot_expert: list[int], dtype: torch.dtype = torch.float32
-) -> ExpertLayer:
+) -> PackedExpertLayer:
     """All experts in this rank's slots, in the given order; -1 is an empty slot."""
     sides = []
     for weight, bias in ((module.up_EUD, module.up_bias_EU), (module.down_EDI, module.down_bias_ED)):
-        slots = SlotTensors.empty(len(slot_expert), weight.shape[1], weight.shape[2], dtype)
-        if form.has_bias:
-            slots.bias_SN = torch.zeros(len(slot_expert), weight.shape[1])
+        own_bias = bias if form.has_bias else [None] * EXPERTS
+        slots = PackedSlots.like(weight[0].to(dtype), own_bias[0], len(slot_expert))
         for slot, expert in enumerate(slot_expert):
             if expert >= 0:
-                slots.put(slot, weight[expert])
-                if slots.bias_SN is not None:
-                    slots.bias_SN[slot] = bias[expert]
+                slots.put(slot, weight[expert].to(dtype), own_bias[expert])
         sides.append(slots)
-    wire = open_wire("auto", None, timeout_s=10.0, epoch=0)
+    transport = open_transport("auto", None, timeout_s=10.0, epoch=0)
     step = Step(max_tokens=32, max_sequences=1, max_blocks=2, block_tokens=16)
-    route = routes(Placement(np.array([slot_expert]), EXPERTS, 1), 0)[0]
-    dispatcher = Dispatcher(wire, slots_per_rank=len(slot_expert))
+    choice = slot_choices(Placement(np.array([slot_expert]), EXPERTS, 1), 0)[0]
+    dispatcher = Dispatcher(transport, slots_per_rank=len(slot_expert))
     slots = len(slot_expert)
     counts = LoadCounts(1, num_experts=EXPERTS, num_ranks=1, slots_per_rank=slots).layers[0]
-    return ExpertLayer(sides[0], sides[1], route, EXPERTS, dispatcher, CurrentStep(step), counts)
+    return PackedExpertLayer(sides[0], sides[1], choice, EXPERTS, dispatcher, CurrentStep(step), counts)
 
 
-def counted(layer: ExpertLayer) -> list[int]:
+def counted(layer: PackedExpertLayer) -> list[int]:
     """How often each expert was chosen so far."""
     assert layer.counts is not None
     return layer.counts.expert_E.tolist()  # type: ignore[no-any-return]
 
 
-def run(layer: ExpertLayer, module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def run(layer: PackedExpertLayer, module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Serve rows through the organ, padded as a step pads them; returns the rows without padding."""
-    layer.step.fill([Span(0, len(x_TD), range(2))] if len(x_TD) else [])
-    padding = layer.step.num_padded - len(x_TD)
+    layer.current.step.fill([Span(0, len(x_TD), range(2))] if len(x_TD) else [])
+    padding = layer.current.step.num_padded - len(x_TD)
     x = torch.cat((x_TD, torch.full((padding, HIDDEN), 3.0)))
     ids = torch.cat((ids_TK, torch.zeros(padding, CHOICES, dtype=torch.int64)))
     weights = torch.cat((weights_TK, torch.ones(padding, CHOICES)))
@@ -201,8 +199,15 @@ def test_bfloat16_slots_give_the_bits_of_the_same_weights_in_float32() -> None:
 
 
 def test_an_empty_slot_takes_memory_but_is_no_experts_bytes() -> None:
-    slots = SlotTensors.empty(3, out_dim=20, in_dim=24, dtype=torch.bfloat16)
+    weight = torch.zeros(20, 24, dtype=torch.bfloat16)
+    slots = PackedSlots.like(weight, None, 3)
     assert slots.slot_bytes == 20 * 24 * 2
     assert slots.num_bytes == 3 * 32 * 24 * 2
-    slots.bias_SN = torch.zeros(3, 20)
-    assert slots.slot_bytes == 20 * 24 * 2 + 20 * 4
+    assert PackedSlots.like(weight, torch.zeros(20), 3).slot_bytes == 20 * 24 * 2 + 20 * 4
+
+
+def test_a_slots_memory_is_its_own_so_that_it_can_go_back_to_the_system() -> None:
+    slots = PackedSlots.like(torch.randn(20, 24), torch.randn(20), 3)
+    for slot in range(3):
+        for name, tensor in slots.at(slot).tensors().items():
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name

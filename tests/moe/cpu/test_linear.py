@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -73,6 +74,12 @@ def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(paralle
             assert torch.equal(multiply(x[rows], packed, 50, parallel=parallel), whole[rows])
 
 
+def grouped(x_PK: Tensor, packed_S: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
+    """`grouped_linear` of slots that lie one behind the other."""
+    address_S = np.array([packed.data_ptr() for packed in packed_S], dtype=np.int64)
+    return grouped_linear(x_PK, packed_S[0], address_S, slot_offsets, parallel=parallel)
+
+
 COUNTS = [[0, 0, 0], [1, 0, 0], [0, 0, 7], [60, 0, 0], [3, 1, 2], [0, 100, 1], [5]]  # rows of each slot
 
 
@@ -84,7 +91,7 @@ def test_grouped_linear_gives_every_row_its_own_slots_weight(
 ) -> None:
     weights, x = random(len(counts), n, k).to(dtype), random(sum(counts), k, seed=1)
     offsets = torch.tensor([0, *counts]).cumsum(0)
-    ours = grouped_linear(x, pack(weights), offsets, parallel=parallel)
+    ours = grouped(x, pack(weights), offsets, parallel=parallel)
     assert ours.shape == (len(x), -(-n // 16) * 16)
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
         theirs = (x[start:end].double() @ weights[slot].double().T).float()
@@ -96,11 +103,11 @@ def test_grouped_linear_gives_every_row_its_own_slots_weight(
 
 def test_a_slots_rows_have_the_same_bits_whatever_the_other_slots_get(parallel: bool) -> None:
     packed, x = pack(random(4, 48, 40)), random(64, 40, seed=1)
-    alone = grouped_linear(x[:9], packed, torch.tensor([0, 0, 9, 9, 9]), parallel=False)
+    alone = grouped(x[:9], packed, torch.tensor([0, 0, 9, 9, 9]), parallel=False)
     for before, after in ((0, 0), (1, 0), (13, 30), (0, 55)):
         rows = torch.cat((x[9 : 9 + before], x[:9], x[9 : 9 + after]))
         offsets = torch.tensor([0, before, before + 9, before + 9, before + 9 + after])
-        together = grouped_linear(rows, packed, offsets, parallel=parallel)
+        together = grouped(rows, packed, offsets, parallel=parallel)
         assert torch.equal(together[before : before + 9], alone)
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.cpu.experts import ExpertLayer, SlotTensors
-from moe.expert_weights import digest, exchange_slot, manifest, read_slot, spare_slot, try_out
+from moe.cpu.experts import PackedExpertLayer
+from moe.cpu.slots import PackedSlots
+from moe.expert_weights import SpareSlots, digest, exchange_slot, manifest, read_slot, spare_slot, try_out
 from moe.load.quantised_weight import QuantisedWeight
-from moe.spare_slots import SpareSlots
 from tests.moe.cpu.test_experts import FORMS, Form, experts_module, layer_of, routed, run
 from tests.support.quantise import quantise_fp8, quantise_mxfp4
 
@@ -26,17 +26,17 @@ def quantised(weight_NK: Tensor, name: str) -> QuantisedWeight:
     )
 
 
-def layers_of(form: Form, name: str) -> tuple[ExpertLayer, ExpertLayer]:
+def layers_of(form: Form, name: str) -> tuple[PackedExpertLayer, PackedExpertLayer]:
     """A layer with quantised experts, and one with what they stand for."""
     module = experts_module(form)
     layer, meant = (layer_of(module, form, [0, 1, 2, 3, 4]) for _ in range(2))
     for side, weights in (("up", module.up_EUD), ("down", module.down_EDI)):
         small = [quantised(weight, name) for weight in weights]
-        slots = SlotTensors.like(small[0], len(small))
-        slots.bias_SN = getattr(layer, side).bias_SN
-        for slot, weight in enumerate(small):
-            slots.put(slot, weight)
-            getattr(meant, side).put(slot, weight.dequantised())
+        biases = [getattr(layer, side).at(slot).tensors()["bias"] for slot in range(len(small))]
+        slots = PackedSlots.like(small[0], biases[0], len(small))
+        for slot, (weight, bias) in enumerate(zip(small, biases, strict=True)):
+            slots.put(slot, weight, bias)
+            getattr(meant, side).put(slot, weight.dequantised(), bias)
         setattr(layer, side, slots)
     return layer, meant
 
@@ -44,14 +44,14 @@ def layers_of(form: Form, name: str) -> tuple[ExpertLayer, ExpertLayer]:
 @pytest.fixture(params=["fp8", "mxfp4"])
 def layers(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[ExpertLayer, ExpertLayer]:
+) -> tuple[PackedExpertLayer, PackedExpertLayer]:
     """In both formats; MXFP4 takes inputs in blocks of 32."""
     if request.param == "mxfp4":
         monkeypatch.setattr("tests.moe.cpu.test_experts.HIDDEN", 32)
     return layers_of(FORM, request.param)
 
 
-Layers = tuple[ExpertLayer, ExpertLayer]
+Layers = tuple[PackedExpertLayer, PackedExpertLayer]
 
 
 def test_quantised_experts_answer_with_the_bits_of_what_they_stand_for(layers: Layers) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.cpu.linear import grouped_linear, linear, pack
+from moe.cpu.linear import linear, pack
 from moe.cpu.quantised_linear import (
     grouped_quantised_linear,
     pack_codes,
@@ -16,6 +16,7 @@ from moe.cpu.quantised_linear import (
     unpack_quantised,
 )
 from moe.load.quantised_weight import QuantisedWeight, QuantisedWeightError, e2m1_values, e8m0_values
+from tests.moe.cpu.test_linear import grouped
 
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
 SHAPES = [(16, 32), (48, 96), (17, 64), (250, 160)]  # N, K
@@ -130,7 +131,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(counts: list[int], name: s
     addresses = [np.array([part.data_ptr() for part in parts], dtype=np.int64) for parts in (codes, scales)]
     offsets = torch.tensor([0, *counts]).cumsum(0)
     ours = grouped_quantised_linear(x, codes[0], *addresses, offsets, block=weight.block, parallel=parallel)
-    assert torch.equal(ours, grouped_linear(x, pack(weight.dequantised()), offsets, parallel=False))
+    assert torch.equal(ours, grouped(x, pack(weight.dequantised()), offsets, parallel=False))
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
         own = QuantisedWeight(codes=weight.codes[slot], scales=weight.scales[slot], block=weight.block)
         assert torch.equal(ours[start:end], multiply(x[start:end], own)), "as linear, to the bit"

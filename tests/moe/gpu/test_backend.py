@@ -1,5 +1,6 @@
 """What a GPU lacks for a model is said when the model is built, and what is compiled before the first step."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from moe.gpu.backend import GpuBackend, why_no_fp8
+from moe.gpu.backend import Device, backend_on, warm_up, why_no_fp8
 from moe.load.quantisation import Quantisation
 
 BLOCKS = Quantisation(method="fp8", block_rows=128, block=128)
@@ -17,12 +18,12 @@ BLOCKS = Quantisation(method="fp8", block_rows=128, block=128)
     ("capability", "text"),
     [
         ((8, 0), "FP8 weights, which take a GPU of compute capability 8.9; this one has 8.0"),
-        ((8, 9), ""),
-        ((9, 0), ""),
+        ((8, 9), None),
+        ((9, 0), None),
     ],
 )
 def test_fp8_weights_are_refused_on_gpus_that_have_no_such_type(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], text: str
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], text: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     assert why_no_fp8(BLOCKS, torch.device("cuda")) == text
@@ -30,9 +31,9 @@ def test_fp8_weights_are_refused_on_gpus_that_have_no_such_type(
 
 def test_fp8_weights_in_other_blocks_are_refused() -> None:
     other = Quantisation(method="fp8", block_rows=1, block=128)
-    assert why_no_fp8(other, torch.device("cpu")).startswith(
-        "FP8 weights in blocks of (1, 128); the GPU kernels take"
-    )
+    problem = why_no_fp8(other, torch.device("cpu"))
+    assert problem is not None
+    assert problem.startswith("FP8 weights in blocks of (1, 128); the GPU kernels take")
     assert not why_no_fp8(BLOCKS, torch.device("cpu"))
 
 
@@ -43,16 +44,18 @@ def test_a_gpu_runs_the_largest_prompts_before_it_serves_and_waits_for_every_ste
     monkeypatch: pytest.MonkeyPatch, device: str, steps: list[tuple[int, int]]
 ) -> None:
     """Many rows take another tile of the experts' kernel, which would be compiled amid the first such step."""
-    backend = GpuBackend(torch.device("cpu"), torch.float32)
-    step = backend.make_step(max_tokens=32, max_sequences=2, max_blocks=2, block_tokens=16, threads=1)
+    on = Device(device=torch.device("cpu"), dtype=torch.float32)
+    step = backend_on(on).make_step(max_tokens=32, max_sequences=2, max_blocks=2, block_tokens=16, threads=1)
     ran: list[tuple[int, int] | str] = []
+    head = SimpleNamespace(weight=torch.empty(50, 8))
     model: Any = SimpleNamespace(
-        step=step, lm_head=torch.empty(50, 8), load_counts=SimpleNamespace(clear=lambda: ran.append("clear")),
+        step=step, layers=[], load_counts=SimpleNamespace(clear=lambda: ran.append("clear")),
+        net=SimpleNamespace(get_output_embeddings=lambda: head),
         forward=lambda *_: ran.append((step.num_tokens, step.num_decodes)),
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: ran.append("wait"))
-    backend.device = torch.device(device)
-    backend.warm_up(model, cache=SimpleNamespace(num_blocks=7))  # type: ignore[arg-type]
+    on = replace(on, device=torch.device(device))
+    warm_up(on, model, SimpleNamespace(num_blocks=7))  # type: ignore[arg-type]
     assert [each for each in ran if isinstance(each, tuple)] == steps
     assert ran.count("wait") == (len(steps) if device == "cuda" else 0)
     assert ran[-1] == "clear"

@@ -11,7 +11,7 @@ import torch
 from expert_placement.choose import ReplicaChoice
 from expert_placement.placement import linear_placement
 from moe.load_counts import LoadCounts
-from moe.replicas import Route
+from moe.slot_choice import SlotChoice
 from tests.support.placements import random_placement
 from tests.support.ranks import RankPool
 
@@ -51,10 +51,10 @@ def placements(num_ranks: int, slots_per_rank: int) -> list:  # type: ignore[typ
 def choose(num_ranks: int, slots_per_rank: int) -> Chosen:
     """Choose with two placements through one route object."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from moe.gpu.choose import DeviceRoute  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.choose import DeviceSlotChoice  # noqa: PLC0415 - in the interpreter
 
-    both = [Route(ReplicaChoice(each, 1), 1) for each in placements(num_ranks, slots_per_rank)]
-    route = DeviceRoute(
+    both = [SlotChoice(ReplicaChoice(each, 1), 1) for each in placements(num_ranks, slots_per_rank)]
+    route = DeviceSlotChoice(
         both[0], slots_per_rank=slots_per_rank, num_ranks=num_ranks, device=torch.device("cpu")
     )
     addresses = [value.data_ptr() for value in vars(route).values() if isinstance(value, torch.Tensor)]

@@ -16,7 +16,7 @@ from expert_placement.choose import ReplicaChoice
 from moe.gpu import choose, norm, routing
 from moe.gpu.routing import Routing
 from moe.gpu.tiles import DECODE_TILE, PREFILL_TILE
-from moe.replicas import Route
+from moe.slot_choice import SlotChoice
 from tests.support.placements import random_placement
 from tests.support.recorded_launch import recording
 from tests.support.triton_compile import Kernel, check_budget
@@ -49,8 +49,8 @@ def launch_norm(hidden: int) -> None:
 def launch_choice(slots_per_rank: int) -> None:
     """Of 8 experts on 2 ranks, with copies or without."""
     placement = random_placement(1, 8, 2, slots_per_rank, 0)
-    route = choose.DeviceRoute(
-        Route(ReplicaChoice(placement, 0), 0),
+    route = choose.DeviceSlotChoice(
+        SlotChoice(ReplicaChoice(placement, 0), 0),
         slots_per_rank=slots_per_rank,
         num_ranks=2,
         device=torch.device("cpu"),

@@ -115,7 +115,7 @@ def test_tied_embeddings_are_read_once_and_shared(tmp_path: Path) -> None:
     oracle = write_checkpoint("granitemoe", tmp_path)
     assert "lm_head.weight" not in headers(tmp_path)
     built = build(tmp_path, max_model_len=64)
-    assert built.model.lm_head is built.model._net.get_input_embeddings().weight
+    assert built.model.lm_head is built.model.net.get_input_embeddings().weight
     assert built.model.checkpoint.bytes_read == sum(header.num_bytes for header in headers(tmp_path).values())
     with torch.inference_mode():
         theirs = oracle(torch.tensor([SEQUENCES[0]])).logits[0].numpy()
@@ -157,15 +157,15 @@ def corrupt(directory: Path, expert: int) -> Corrupted:
     run = layer.run
 
     def recorded(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        chosen.append(ids_TK[: layer.step.num_tokens].eq(expert).any(-1).numpy())
+        chosen.append(ids_TK[: built.model.step.num_tokens].eq(expert).any(-1).numpy())
         return run(module, hidden_TD, ids_TK, weights_TK)
 
     layer.run = recorded  # type: ignore[method-assign]
     rank, slot = divmod(
-        int(np.flatnonzero(built.model.placement.slot_expert[-1] == expert)[0]), len(layer.up.packed_S)
+        int(np.flatnonzero(built.model.placement.slot_expert[-1] == expert)[0]), layer.up.num_slots
     )
     if rank == (dist.get_rank() if dist.is_initialized() else 0):
-        layer.up.packed_S[slot] += 0.25
+        layer.up.at(slot).tensors()[""].add_(0.25)
     return Corrupted(before, teacher_forced(built, own), np.concatenate(chosen))
 
 

@@ -81,7 +81,7 @@ def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
 
 def test_plain_linears_stay_fp8_in_memory(quantised: Callable[[str], Case]) -> None:
     model = build(quantised(FP8).directory, max_model_len=64).model
-    attention = model._net.model.layers[0].self_attn
+    attention = model.net.model.layers[0].self_attn
     for module in (attention.q_proj, attention.o_proj):
         weight = module.weight
         assert isinstance(weight, PackedWeight) and weight.panels.dtype == torch.float8_e4m3fn

@@ -1,0 +1,150 @@
+"""Experts in a CPU's memory: every slot's tensors are memory of their own, which kernels find by address.
+
+An expert that has moved is switched to by writing its address, and a slot that is given up gives its memory back to the
+system. Weights are in the kernels' panels (`moe.cpu.linear`), quantised ones as codes beside their scales.
+
+Legend: S slots of a layer on this rank, N out features, P pairs (row, choice).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe.cpu.linear import grouped_linear, pack
+from moe.cpu.quantised_linear import grouped_quantised_linear, pack_codes, pack_scales
+from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
+
+Parts = dict[str, Tensor]  # one slot's: "" the panels, "scales" those of codes, "bias" [out_dim] float32
+
+
+class PackedSlots:
+    """One named weight of all slots of a layer; `moe.backend.Slots`.
+
+    Attributes:
+        out_dim: features that a row leaves with.
+        block: inputs under one scale; 0 where weights are not quantised.
+        address_S, scale_address_S: int64, where each slot's panels and scales are now.
+    """
+
+    def __init__(self, out_dim: int, parts_S: Sequence[Parts], block: int = 0) -> None:
+        """Serve these slots."""
+        self.out_dim, self.block = out_dim, block
+        self._serve(parts_S)
+
+    @classmethod
+    def like(cls, weight_NK: Tensor | QuantisedWeight, bias_N: Tensor | None, slots: int) -> "PackedSlots":
+        """Reserve zeroed slots for weights and biases such as these."""
+        like = packed(weight_NK, bias_N)
+        parts_S = [{name: torch.zeros_like(part) for name, part in like.items()} for _ in range(slots)]
+        block = weight_NK.block if isinstance(weight_NK, QuantisedWeight) else 0
+        return cls(weight_NK.shape[0], parts_S, block)
+
+    def _serve(self, parts_S: Sequence[Parts]) -> None:
+        self._parts_S = list(parts_S)
+        self.address_S = _addresses([parts[""] for parts in parts_S])
+        self.scale_address_S = _addresses([parts["scales"] for parts in parts_S if "scales" in parts])
+        self._bias_SN = _gathered([parts["bias"] for parts in parts_S if "bias" in parts])
+
+    @property
+    def in_dim(self) -> int:
+        """Input features."""
+        panels = self._parts_S[0][""]
+        return panels.shape[1] * inputs_per_code(panels.dtype)
+
+    @property
+    def num_slots(self) -> int:
+        """How many there are."""
+        return len(self._parts_S)
+
+    def put(self, slot: int, weight_NK: Tensor | QuantisedWeight, bias_N: Tensor | None = None) -> None:
+        """Store one expert's weight [out_dim, in_dim] and bias in a slot."""
+        parts = self._parts_S[slot]
+        for name, part in packed(weight_NK, bias_N).items():
+            parts[name].copy_(part)
+        if self._bias_SN is not None:
+            self._bias_SN[slot] = parts["bias"]
+
+    def at(self, slot: int) -> "PackedSlots":
+        """One slot by itself; its memory is the slot's."""
+        return PackedSlots(self.out_dim, [self._parts_S[slot]], self.block)
+
+    def spare(self) -> "PackedSlots":
+        """Reserve one zeroed slot outside the layer, of the layer's kind."""
+        parts = {name: torch.zeros_like(part) for name, part in self._parts_S[0].items()}
+        return PackedSlots(self.out_dim, [parts], self.block)
+
+    def exchange(self, slot: int, new: "PackedSlots") -> "PackedSlots":
+        """Put another memory in a slot's place, without copying weights; returns the old one."""
+        old, parts = self.at(slot), new._parts_S[0]
+        self._parts_S[slot] = parts
+        self.address_S[slot] = new.address_S[0]
+        if self.block:
+            self.scale_address_S[slot] = new.scale_address_S[0]
+        if "bias" in parts:
+            self._bias_SN = _gathered([each["bias"] for each in self._parts_S])
+        return old
+
+    def rearrange(self, parts: Sequence["PackedSlots"]) -> None:
+        """Serve single slots in this order in place of all so far, more or fewer, without copying weights."""
+        self._serve([part._parts_S[0] for part in parts])
+
+    def release(self) -> None:
+        """Nothing is to do: memory goes back when nobody knows it any more."""
+
+    def tensors(self) -> Parts:
+        """What belongs to the first slot, by name: "" is the weight; views."""
+        return dict(self._parts_S[0])
+
+    def apply(self, x_PK: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
+        """Multiply rows sorted by slot; returns [P, out_dim] float32, contiguous."""
+        like = self._parts_S[0][""]
+        if self.block:
+            out_PN = grouped_quantised_linear(
+                x_PK, like, self.address_S, self.scale_address_S, slot_offsets, block=self.block, parallel=parallel
+            )  # fmt: skip
+        else:
+            out_PN = grouped_linear(x_PK, like, self.address_S, slot_offsets, parallel=parallel)
+        if out_PN.shape[1] != self.out_dim:
+            out_PN = out_PN[:, : self.out_dim].contiguous()
+        if self._bias_SN is not None:
+            rows_S = slot_offsets.diff()
+            out_PN += torch.repeat_interleave(self._bias_SN, rows_S, dim=0, output_size=len(out_PN))
+        return out_PN
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one expert's weight, scales and bias, the padding of panels left out."""
+        parts = self._parts_S[0]
+        weight = self.out_dim * parts[""].shape[1] * parts[""].element_size()
+        return weight + sum(_bytes(part) for name, part in parts.items() if name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved: all slots, empty ones and the padding of panels included."""
+        return self.num_slots * sum(map(_bytes, self._parts_S[0].values()))
+
+
+def packed(weight_NK: Tensor | QuantisedWeight, bias_N: Tensor | None) -> Parts:
+    """Lay one expert's weight and bias out as a slot holds them."""
+    if isinstance(weight_NK, QuantisedWeight):
+        parts = {"": pack_codes(weight_NK), "scales": pack_scales(weight_NK)}
+    else:
+        parts = {"": pack(weight_NK)}
+    return parts if bias_N is None else {**parts, "bias": bias_N.float()}
+
+
+def _gathered(biases: list[Tensor]) -> Tensor | None:
+    """All slots' biases, a few KB, so that `apply` gathers nothing; a view of a single one, which may be written later."""
+    if len(biases) == 1:
+        return biases[0][None]
+    return torch.stack(biases) if biases else None
+
+
+def _addresses(tensors: list[Tensor]) -> np.ndarray:
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
