@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from dispatch.dispatched import TokenDispatcher
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
-from moe.current_step import CurrentStep
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load_counts import LayerCounts, LoadCounts
@@ -145,7 +144,7 @@ class Backend:
         warms_up_together: `warm_up` runs steps, which are collective.
         register: makes the organs known to `transformers`; may be called again.
         why_unserved: what the kernels lack for a model on meta, as "the model has ..."; None: nothing.
-        keep_with: how plain weights are kept, for a model that runs the current step; the function casts a weight as the
+        keep_with: how plain weights are kept, for a model that runs a step, which is refilled; the function casts a weight as the
             user wished.
         open_experts: for a loader, the experts modules by name (their parameters on meta, left alone), slots per
             layer, and experts that may be on their way to this rank at once: memory for them is reserved where
@@ -168,9 +167,9 @@ class Backend:
     warms_up_together: bool
     register: Callable[[], None]
     why_unserved: Callable[[PreTrainedModel, list[LayerShape], Quantisation | None], str | None]
-    keep_with: Callable[[CurrentStep, Callable[[Weight], Weight]], Keep]
+    keep_with: Callable[[Step, Callable[[Weight], Weight]], Keep]
     open_experts: Callable[[Loader, Mapping[str, Any], int, int], ExpertReader]
-    open_layer: Callable[[Any, Any, SlotChoice, Any, TokenDispatcher, CurrentStep], ExpertLayer]
+    open_layer: Callable[[Any, Any, SlotChoice, Any, TokenDispatcher, Step], ExpertLayer]
     make_counts: Callable[..., LoadCounts]
     make_step: Callable[..., Step]
     make_cache: Callable[[list[LayerShape], int, Step], PagedCache]

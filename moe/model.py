@@ -6,7 +6,6 @@ packed batch [1, T] described by a `Step`; see `Model.forward`.
 Legend: T tokens (padded rows), V vocabulary, R rows whose logits are wanted.
 """
 
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.backend import Backend, ExpertLayer
 from moe.cpu.backend import CPU
-from moe.current_step import CurrentStep
 from moe.expert_weights import ExpertWeights, Held, SpareSlots, change_slots, read_slot
 from moe.families import (
     UnsupportedModelError,
@@ -106,7 +104,7 @@ class Model:
             CheckpointError: listing what does not fit.
         """
         self.skeleton, self.placement, self._rank = skeleton, placement, rank
-        self.current = CurrentStep(step)
+        self.step = step  # that a forward runs: the caller fills it
         self.checkpoint = checkpoint or Checkpoint(skeleton.directory)
         parameters = {
             f"{name}.{leaf}": int(module.num_experts)
@@ -119,7 +117,7 @@ class Model:
         self._backend = skeleton.backend
         self.load_counts = self._make_counts()
         with torch.no_grad():
-            loader.load_plain(self._backend.keep_with(self.current, loader.stored), report)
+            loader.load_plain(self._backend.keep_with(self.step, loader.stored), report)
             local_LS = placement.local(rank)
             self._reader = self._backend.open_experts(loader, skeleton.experts, local_LS.shape[1], num_spare)
             self.layers = self._load_layers(local_LS, dispatcher, report)
@@ -178,7 +176,7 @@ class Model:
         layers = []
         for index, (name, module) in enumerate(modules.items()):
             up, down = (self._reader.load(name, leaf, local_LS[index]) for leaf in leaves(module))
-            layer = self._backend.open_layer(up, down, choices[index], module, dispatcher, self.current)
+            layer = self._backend.open_layer(up, down, choices[index], module, dispatcher, self.step)
             layer.counts = self.load_counts.layers[index]
             for leaf in [*dict(module.named_parameters(recurse=False))]:
                 delattr(module, leaf)
@@ -230,11 +228,6 @@ class Model:
         return self.skeleton.model
 
     @property
-    def step(self) -> Step:
-        """The step that a forward runs: the caller fills it."""
-        return self.current.step
-
-    @property
     def device(self) -> torch.device:
         """Where its inputs are."""
         return self._backend.device
@@ -269,13 +262,6 @@ class Model:
         return sum(layer.up.num_bytes + layer.down.num_bytes for layer in self.layers)
 
 
-class _Kept(threading.local):
-    """What one thread's last forward gave: another may run the other half of the step."""
-
-    is_wanted = False
-    output: Any = None
-
-
 class _KeptBody:
     """A model's hidden states, kept after a forward, so that logits of many rows can be computed a few at a time.
 
@@ -286,18 +272,20 @@ class _KeptBody:
     """
 
     def __init__(self, net: PreTrainedModel) -> None:
-        self._net, self._name, self._kept = net, net.base_model_prefix, _Kept()
+        self._net, self._name = net, net.base_model_prefix
+        self._is_wanted = False
+        self._output: Any = None
         getattr(net, self._name).register_forward_hook(self._note)
 
     def keep(self, wanted: bool) -> None:
         """Forget what was kept; say whether to keep what the next forward gives."""
-        self._kept.is_wanted, self._kept.output = wanted, None
+        self._is_wanted, self._output = wanted, None
 
     def logits(self, rows_R: Tensor) -> Tensor:
         """Compute rows' logits: [R, V]."""
-        assert self._kept.output is not None, "the last forward was not asked to keep its hidden states"
+        assert self._output is not None, "the last forward was not asked to keep its hidden states"
         decoder = getattr(self._net, self._name)
-        setattr(self._net, self._name, _Replay(self._kept.output))
+        setattr(self._net, self._name, _Replay(self._output))
         try:
             nothing = torch.zeros(1, 1, dtype=torch.int64, device=rows_R.device)
             output: Any = self._net(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
@@ -307,8 +295,8 @@ class _KeptBody:
         return logits
 
     def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._kept.is_wanted:
-            self._kept.output = output
+        if self._is_wanted:
+            self._output = output
 
 
 class _Replay(nn.Module):

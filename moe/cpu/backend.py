@@ -17,7 +17,6 @@ from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.linear import silu_and_mul
 from moe.cpu.packed_weight import PackedWeight
 from moe.cpu.slots import PackedSlots
-from moe.current_step import CurrentStep
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantised_weight import QuantisedWeight
 from moe.load_counts import LoadCounts
@@ -58,21 +57,21 @@ def _register() -> None:
     experts_organ.register()
 
 
-def _keep_with(current: CurrentStep, stored: Callable[[Weight], Weight]) -> Keep:
+def _keep_with(step: Step, stored: Callable[[Weight], Weight]) -> Keep:
     """Matrices become `PackedWeight`s, other parameters float32."""
 
     def keep(name: str, tensor: Weight, _declared: Tensor) -> Tensor | nn.Parameter:
         if isinstance(tensor, QuantisedWeight) or (name.endswith(".weight") and tensor.dim() == 2):
-            return PackedWeight(stored(tensor), current)
+            return PackedWeight(stored(tensor), step)
         return nn.Parameter(tensor.float(), requires_grad=False)
 
     return keep
 
 
 def _open_layer(
-    up: PackedSlots, down: PackedSlots, choice: SlotChoice, module: Any, dispatcher: Any, current: CurrentStep
+    up: PackedSlots, down: PackedSlots, choice: SlotChoice, module: Any, dispatcher: Any, step: Step
 ) -> PackedExpertLayer:
-    return PackedExpertLayer(up, down, choice, int(module.num_experts), dispatcher, current)
+    return PackedExpertLayer(up, down, choice, int(module.num_experts), dispatcher, step)
 
 
 def _make_step(*, num_ranks: int = 1, **sizes: int) -> Step:

@@ -20,11 +20,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from attention.cpu_tiles import LANES
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
-from kvcache.step import ROW_MULTIPLE
+from kvcache.step import ROW_MULTIPLE, Step
 from moe.backend import ExpertLayer
 from moe.cpu.linear import silu_and_mul
 from moe.cpu.slots import PackedSlots
-from moe.current_step import CurrentStep
 from moe.expert_weights import grown_sample
 from moe.load_counts import LayerCounts
 from moe.slot_choice import SlotChoice
@@ -41,7 +40,7 @@ class PackedExpertLayer:
     choice: SlotChoice
     num_experts: int
     dispatcher: TokenDispatcher
-    current: CurrentStep
+    step: Step
     counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
     sample_TD: Tensor | None = None
 
@@ -56,7 +55,7 @@ class PackedExpertLayer:
         Returns:
             [T, D] float32, new.
         """
-        step = self.current.step
+        step = self.step
         rows = step.num_tokens
         self.sample_TD = grown_sample(self.sample_TD, hidden_TD[:rows])
         ids_TK = ids_TK[:rows].contiguous()
@@ -90,7 +89,7 @@ class PackedExpertLayer:
 
     def try_out(self, module: Any, up: PackedSlots, down: PackedSlots, x_TD: Tensor) -> Tensor:
         """Run rows through an expert that need not serve, on one thread, beside steps: [T, D] float32, new."""
-        alone = PackedExpertLayer(up, down, self.choice, self.num_experts, self.dispatcher, self.current)
+        alone = PackedExpertLayer(up, down, self.choice, self.num_experts, self.dispatcher, self.step)
         return alone.compute(module, x_TD.contiguous(), torch.tensor([0, len(x_TD)]), parallel=False)
 
 

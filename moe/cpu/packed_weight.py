@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attention.cpu_tiles import LANES
+from kvcache.step import Step
 from moe.cpu.linear import linear, pack, unpack
 from moe.cpu.quantised_linear import pack_codes, pack_scales, quantised_linear, unpack_quantised
-from moe.current_step import CurrentStep
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
 
@@ -24,11 +24,11 @@ class PackedWeight(KernelWeight):
     block: int  # inputs under one scale
     out_dim: int  # N
     in_dim: int  # K
-    current: CurrentStep
+    step: Step
 
     @staticmethod
-    def __new__(cls, weight_NK: Tensor | QuantisedWeight, current: CurrentStep) -> "PackedWeight":
-        """Pack a [N, K] weight; `current` step is the model's, which says how many rows of a batch are real."""
+    def __new__(cls, weight_NK: Tensor | QuantisedWeight, step: Step) -> "PackedWeight":
+        """Pack a [N, K] weight; `step` is the model's, which says how many rows of a batch are real."""
         self = Tensor._make_wrapper_subclass(
             cls,
             torch.Size(weight_NK.shape),
@@ -43,7 +43,7 @@ class PackedWeight(KernelWeight):
         else:
             self.panels = pack(weight_NK)
         self.out_dim, self.in_dim = weight_NK.shape
-        self.current = current
+        self.step = step
         return self
 
     def plain(self) -> Tensor:
@@ -61,7 +61,7 @@ class PackedWeight(KernelWeight):
         """
         if x.dtype is not torch.float32 or x.shape[-1:] != (self.in_dim,):
             return None
-        n, step, panels = self.out_dim, self.current.step, self.panels
+        n, step, panels = self.out_dim, self.step, self.panels
         x_TK = x.reshape(-1, self.in_dim)
         rows = x_TK.shape[0]
         # Padding is not computed. The packed batch comes as [T, K] or [1, T, K]; what has more dimensions is

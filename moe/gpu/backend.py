@@ -26,7 +26,6 @@ from moe.adopt.norms import exchange_norms
 from moe.adopt.rotary import exchange_rotary
 from moe.adopt.routers import exchange_routers
 from moe.backend import Backend, LoadedModel
-from moe.current_step import CurrentStep
 from moe.gpu import compiling
 from moe.gpu import experts as experts_organ
 from moe.gpu.choose import DeviceLoadCounts
@@ -132,7 +131,7 @@ def why_no_fp8(quantisation: Quantisation, device: torch.device) -> str | None:
     return None
 
 
-def _keep_with(on: Device, _current: CurrentStep, _stored: Callable[[Weight], Weight]) -> Keep:
+def _keep_with(on: Device, _step: Step, _stored: Callable[[Weight], Weight]) -> Keep:
     """Every weight goes to the device, of the type that the model declared; FP8 stays FP8."""
     group = OneGroup(on.device, is_invariant=on.is_invariant)
 
@@ -155,8 +154,9 @@ def _open_layer(
     choice: SlotChoice,
     module: Any,
     dispatcher: TokenDispatcher,
-    current: CurrentStep,
+    step: Step,
 ) -> DeviceExpertLayer:
+    assert isinstance(step, DeviceStep), "a step of another backend"
     gate = fused_gate(module, is_fp8=up.store.weight.dtype == torch.float8_e4m3fn)
     return DeviceExpertLayer(
         up,
@@ -164,7 +164,7 @@ def _open_layer(
         choice,
         int(module.num_experts),
         dispatcher,
-        current,
+        step,
         gate=gate,
         dtype=on.dtype,
         is_invariant=on.is_invariant,

@@ -8,7 +8,7 @@ I intermediate dim.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from kvcache.gpu.step import DeviceStep
 from moe.adopt import gates
 from moe.adopt.gates import Gate
 from moe.cpu.experts import serve_experts
-from moe.current_step import CurrentStep
 from moe.expert_weights import grown_sample
 from moe.gpu.choose import DeviceLayerCounts, DeviceSlotChoice
 from moe.gpu.device_weight import steady_tile
@@ -41,7 +40,7 @@ class DeviceExpertLayer:
     first_choice: SlotChoice
     num_experts: int
     dispatcher: TokenDispatcher
-    current: CurrentStep
+    step: DeviceStep
     gate: Gate
     dtype: torch.dtype  # of rows
     is_invariant: bool = False  # rows' bits do not tell a decode step from one with prompts
@@ -57,11 +56,6 @@ class DeviceExpertLayer:
             num_ranks=self.dispatcher.world_size,
             device=self.step.device,
         )
-
-    @property
-    def step(self) -> DeviceStep:
-        """The step that runs."""
-        return cast(DeviceStep, self.current.step)
 
     @property
     def choice(self) -> SlotChoice:

@@ -257,7 +257,7 @@ def tripping() -> list[tuple[int, MoveState, Cause, str]]:
     alone = relocation.Relocation(0, start, [], NoPeers(), Pace(1 << 20))
     alone.on_report = reports.put
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relocation, "routes", lambda *_: [][1])
+        patch.setattr(relocation, "slot_choices", lambda *_: [][1])
         alone.prepare(start.with_version(1))
         told = [reports.get(timeout=30)]
     alone.prepare(start.with_version(2))

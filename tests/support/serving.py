@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from scheduler.step.assembly import Assembled, assemble
-from scheduler.step.engine import Engine
-from scheduler.structure.compiling import no_vocabulary
-from scheduler.structure.vocabulary import LoadVocabulary
 
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
 from moe.model import Model
 from moe.slot_choice import SlotChoice
+from scheduler.assembly import Assembled, assemble
+from scheduler.engine import Engine
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import Logprobs, RankStats, Request, RequestOutput, SamplingParams
+from scheduler.structure.compiler import LoadVocabulary, no_vocabulary
 
 COMPILE_TIMEOUT_S = 60.0
 

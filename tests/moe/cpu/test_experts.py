@@ -6,17 +6,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from dispatch.transports.choose import open_transport
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from dispatch.dispatcher import Dispatcher
+from dispatch.wires.choose import open_wire
 from expert_placement.placement import Placement
 from kvcache.step import Span, Step
 from moe.cpu.experts import PackedExpertLayer, serve_experts
 from moe.cpu.slots import PackedSlots
-from moe.current_step import CurrentStep
 from moe.load_counts import LoadCounts
 from moe.slot_choice import slot_choices
 
@@ -84,13 +83,13 @@ def layer_of(
             if expert >= 0:
                 slots.put(slot, weight[expert].to(dtype), own_bias[expert])
         sides.append(slots)
-    transport = open_transport("auto", None, timeout_s=10.0, epoch=0)
+    wire = open_wire("auto", None, timeout_s=10.0, epoch=0)
     step = Step(max_tokens=32, max_sequences=1, max_blocks=2, block_tokens=16)
     choice = slot_choices(Placement(np.array([slot_expert]), EXPERTS, 1), 0)[0]
-    dispatcher = Dispatcher(transport, slots_per_rank=len(slot_expert))
+    dispatcher = Dispatcher(wire, slots_per_rank=len(slot_expert))
     slots = len(slot_expert)
     counts = LoadCounts(1, num_experts=EXPERTS, num_ranks=1, slots_per_rank=slots).layers[0]
-    return PackedExpertLayer(sides[0], sides[1], choice, EXPERTS, dispatcher, CurrentStep(step), counts)
+    return PackedExpertLayer(sides[0], sides[1], choice, EXPERTS, dispatcher, step, counts)
 
 
 def counted(layer: PackedExpertLayer) -> list[int]:
@@ -101,8 +100,8 @@ def counted(layer: PackedExpertLayer) -> list[int]:
 
 def run(layer: PackedExpertLayer, module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Serve rows through the organ, padded as a step pads them; returns the rows without padding."""
-    layer.current.step.fill([Span(0, len(x_TD), range(2))] if len(x_TD) else [])
-    padding = layer.current.step.num_padded - len(x_TD)
+    layer.step.fill([Span(0, len(x_TD), range(2))] if len(x_TD) else [])
+    padding = layer.step.num_padded - len(x_TD)
     x = torch.cat((x_TD, torch.full((padding, HIDDEN), 3.0)))
     ids = torch.cat((ids_TK, torch.zeros(padding, CHOICES, dtype=torch.int64)))
     weights = torch.cat((weights_TK, torch.ones(padding, CHOICES)))

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from kvcache.step import Span, Step
 from moe.cpu.packed_weight import PackedWeight
-from moe.current_step import CurrentStep
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # sums of 24 products in another order than the library's
 
@@ -27,7 +26,7 @@ def pair(
 ) -> tuple[Tensor, PackedWeight]:
     """A plain float32 weight and the same packed."""
     plain = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return plain.float(), PackedWeight(plain, CurrentStep(make_step()))
+    return plain.float(), PackedWeight(plain, make_step())
 
 
 X = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
@@ -111,7 +110,7 @@ def test_modules_use_it_in_place_of_their_parameter() -> None:
         for module in (linear, embedding):
             weight = module.weight.detach()
             del module._parameters["weight"]
-            module.weight = PackedWeight(weight, CurrentStep(make_step()))  # type: ignore[assignment]
+            module.weight = PackedWeight(weight, make_step())  # type: ignore[assignment]
         torch.testing.assert_close(linear(X), wanted[0], **TOLERANCE)
         assert torch.equal(embedding(ids), wanted[1])
 
@@ -133,14 +132,14 @@ def test_an_input_of_the_wrong_width_is_refused_as_torch_refuses_it() -> None:
 def test_one_column_with_odd_strides_is_read_right() -> None:
     weight = torch.linspace(-1, 1, 20)[:, None]
     x = torch.arange(12.0).reshape(3, 4).t()[:, :1]
-    ours = functional.linear(x, PackedWeight(weight, CurrentStep(make_step())))
+    ours = functional.linear(x, PackedWeight(weight, make_step()))
     torch.testing.assert_close(ours, x @ weight.T)
 
 
 def test_padded_rows_of_the_packed_batch_come_back_as_zero() -> None:
     step = make_step(num_tokens=5)
     plain, _ = pair()
-    packed = PackedWeight(plain, CurrentStep(step))
+    packed = PackedWeight(plain, step)
     batch = torch.randn(1, step.num_padded, 24, generator=torch.Generator().manual_seed(2))
     out = functional.linear(batch, packed)
     torch.testing.assert_close(out[0, :5], batch[0, :5] @ plain.T, **TOLERANCE)
@@ -152,5 +151,5 @@ def test_what_is_not_the_packed_batch_is_computed_whole_though_it_has_as_many_ro
     step = make_step(num_tokens=30)
     plain, _ = pair()
     latents = torch.randn(1, 1, step.num_padded, 24, generator=torch.Generator().manual_seed(3))
-    out = functional.linear(latents, PackedWeight(plain, CurrentStep(step)))
+    out = functional.linear(latents, PackedWeight(plain, step))
     torch.testing.assert_close(out, latents @ plain.T, **TOLERANCE)
