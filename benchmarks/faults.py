@@ -1,254 +1,446 @@
-"""How long do streams stand still when a rank's engine is killed, and when it comes back? Is any of them lost?
+"""Is any answer lost or changed when engines are killed, hang or come back under load, and how long do streams pause?
 
-`wideep serve` on several ranks with as many streams on each. One engine is killed with SIGKILL while all streams run:
-those of the other ranks and those that are replayed elsewhere are timed apart, from the kill to the end of the longest
-pause that follows. Then waves of streams go on until the rank is back, which gives the pause of a join. All texts are
-compared with those of a run without a fault; one that differs or does not end fails the benchmark.
+`wideep serve` on several ranks, with so many requests always open: greedy, seeded, with penalties, logprobs, several
+choices or a form, streamed and whole. Faults come one after the other, of the kinds below, in turn or (`--random`)
+drawn with a seed. Each answer is compared with the one that the same request got before the first fault. After the
+last fault the service must stand where it began: no request runs, no block is taken, no descriptor is left.
 
 Expected bound: the kernel closes a dead process' connections at once (some ms), a step takes as long as before, new
-groups some 10 ms, the experts that were lost are read from the page cache (1 s per GB), and what is replayed is
-prefilled again. So: tenths of a second, and for replayed streams the time of a prefill more.
+groups take some 10 ms, lost experts are read from the page cache (1 s per GB), replayed requests are prefilled again:
+tenths of a second. A hung engine is suspected after two seconds. All engines at once: the time of a start.
 
-Run: `python -m benchmarks.faults [MODEL] [--ranks 3] [--streams 2] [--tokens 300] [--runs 6] [--save]`; streams are per
-rank; MODEL defaults to the demo model.
+Run: `python -m benchmarks.faults [MODEL] [--ranks 3] [--open 10] [--random N] [--seed S] [--save]`; MODEL is a
+directory or `demo` (default). It ends with 1 when an answer was lost or changed, or something was left behind.
 """
 
 import argparse
 import asyncio
-import itertools
+import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
 import time
-import urllib.request
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.closed_loop import percentile
-from benchmarks.live_streams import LiveStream, goes_on_after_s, longest_pause_s
-from benchmarks.processes import command_of, tree
+from benchmarks.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
+from benchmarks.processes import command_of, pss_bytes, tree
 from benchmarks.prompts import Prompts
 from benchmarks.service import HOST, Service, ServiceError
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
-from server.process.supervisor import MAX_RESTARTS
 
-PROMPT_TOKENS = 64
-RETURN_TIMEOUT_S = 240.0  # of an engine that loads on a busy machine
-BEGIN_S = 1.0  # after a kill: later pauses have another cause
-JOIN_S = 3.0  # before the service was seen to be whole: the pause of the join is there
+RECOVERY_TIMEOUT_S = 240.0  # of engines that load on a busy machine
+PAUSE_S = 0.7  # of an engine that is stopped and goes on: too short to be given up
 _POLL_S = 0.02
-_RUNNING = "vllm:num_requests_running{"
+_KINDS_OF_REQUESTS: Sequence[dict[str, Any]] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.8, "seed": 8, "presence_penalty": 0.7, "repetition_penalty": 1.2, "top_p": 0.9},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 1.0, "seed": 9, "n": 2},
+    {"temperature": 1.0, "seed": 10, "structured_outputs": {"regex": "[a-z ]{400}"}},
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit status."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
-    if args.runs > MAX_RESTARTS * args.ranks:
-        parser.error(
-            f"--runs is {args.runs}; an engine is started again {MAX_RESTARTS} times: at most {MAX_RESTARTS * args.ranks} of {args.ranks} ranks"
-        )
+    """Run the campaign; return the exit status."""
+    args = _parser().parse_args(arguments)
     card = environment_card()
     print_card(card)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill unwinds as Ctrl-C does
     try:
-        rows = measure(args)
+        result = measure(args)
     except (ServiceError, OSError) as error:
         print(f"benchmarks.faults: {error}", file=sys.stderr)
         return 1
-    summary = summarise_rows(rows)
-    result = {"benchmark": "faults", "environment": card, "rows": rows, "summary": summary}
-    print_summary(summary)
+    result = {"benchmark": "faults", "environment": card, **result}
+    _print_summary(result)
     if args.save:
         save_result("faults", result)
     print_tail(result)
-    return 0
+    return 1 if result["lost"] or result["changed"] or result["left_behind"] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", allow_abbrev=False)
     parser.add_argument("model", nargs="?", default="demo", help="a directory or 'demo' (default)")
     parser.add_argument("--ranks", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--streams", type=int, default=2, help="per rank (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=300, help="of each stream (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=6, help="engines killed, in turn (default: %(default)s)")
+    parser.add_argument("--open", type=int, default=10, help="requests always open (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer (default: %(default)s)")
+    parser.add_argument("--random", type=int, metavar="N", help="draw N faults; default: each kind once")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--kinds", help=f"some kinds only, with commas between: {', '.join(FAULTS)}")
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/faults-<date>-<cpu>.json"
     )
     return parser
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Kill one engine after the other, each after the last one has come back."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Start the service, run the campaign, and say what came of it."""
     tokenizer = Tokenizer(str(ensure_demo_model()) if args.model == "demo" else args.model)
-    prompts = Prompts(lambda text: tokenizer.encode(text, add_special_tokens=False), PROMPT_TOKENS)
-    flags = [f"--data-parallel-size={args.ranks}"]
-    rows = []
+    prompts = Prompts(lambda text: tokenizer.encode(text, add_special_tokens=False), 48)
+    bodies = [
+        {"prompt": prompt, "max_tokens": args.tokens, "ignore_eos": True, **options}
+        for prompt, options in zip(
+            prompts.take(2 * len(_KINDS_OF_REQUESTS)), [*_KINDS_OF_REQUESTS, *_KINDS_OF_REQUESTS], strict=True
+        )
+    ]
+    drawn = random.Random(args.seed)
+    names = args.kinds.split(",") if args.kinds else list(FAULTS)
+    kinds = drawn.choices(names, k=args.random) if args.random else names
+    flags = [f"--data-parallel-size={args.ranks}", f"--max-rank-restarts={3 * len(kinds) + 3}"]
     with (
         tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
         Service(args.model, flags, log) as service,
     ):
-        bench = _Bench(service, prompts.take(args.ranks * args.streams), args.tokens)
-        asyncio.run(bench.keep_expected())
-        for run in range(args.runs):
-            rows.append({"run": run, **asyncio.run(bench.lose(run % args.ranks))})
-            print(_line(rows[-1]), flush=True)
-    return rows
+        campaign = Campaign(service, bodies, num_ranks=args.ranks, num_open=args.open, drawn=drawn)
+        return asyncio.run(campaign.run(kinds))
 
 
-class _Bench:
-    """The streams of one service, and what they have to say."""
+@dataclass(kw_only=True)
+class Outcome:
+    """One fault: when it was seen, how long streams stood still, when all ranks served again."""
 
-    def __init__(self, service: Service, prompts: list[list[int]], num_tokens: int) -> None:
-        self._service, self._prompts, self._num_tokens = service, prompts, num_tokens
-        self._expected: list[str] = []
+    kind: str
+    detected_s: float | None  # None: no rank was missed, which is right for a short pause
+    whole_s: float
+    pauses_s: list[float]
 
-    async def keep_expected(self) -> None:
-        """Stream everything undisturbed."""
-        streams = self._streams()
-        await asyncio.gather(*(stream.read() for stream in streams))
-        self._expected = [stream.text for stream in streams]
 
-    async def lose(self, victim: int) -> dict[str, Any]:
-        """Kill one rank's engine under streams and wait until it is back."""
-        epoch = self._status()["epoch"]
-        streams, ranks, tasks = await self._start()
-        killed_s = time.perf_counter()
-        os.kill(_engines(self._service)[victim], signal.SIGKILL)
-        back = asyncio.create_task(self._wait_until_whole(epoch))
-        await asyncio.gather(*tasks)
-        self._check(streams)
-        goes_on_s = [goes_on_after_s(each.arrivals_s, killed_s, killed_s + BEGIN_S) for each in streams]
-        while not back.done():
-            wave = self._streams()
-            await asyncio.gather(*(stream.read() for stream in wave))
-            self._check(wave)
-            streams += wave
-        whole_s = await back
-        joins_s = [longest_pause_s(each.arrivals_s, whole_s - JOIN_S, whole_s) for each in streams]
+class Campaign:
+    """The clients of one service, and the faults that happen to it."""
+
+    def __init__(
+        self,
+        service: Service,
+        bodies: Sequence[dict[str, Any]],
+        *,
+        num_ranks: int,
+        num_open: int,
+        drawn: random.Random,
+    ) -> None:
+        """Nothing is asked before `run`."""
+        self.service, self.bodies, self.num_ranks, self.num_open = service, bodies, num_ranks, num_open
+        self.drawn = drawn
+        self.outcomes: list[Outcome] = []
+        self.problems: list[str] = []  # answers that were lost or changed
+        self.num_answers = self.num_lost = self.num_changed = self.num_refused = 0
+        self._expected: list[Said] = []
+        self._open: dict[int, LiveAnswer] = {}  # by client
+        self._is_over = False
+
+    async def run(self, kinds: Sequence[str]) -> dict[str, Any]:
+        """Do one fault after the other under load; return figures."""
+        for body in self.bodies:
+            self._expected.append(
+                await LiveAnswer(port=self.service.port, body=body, is_streamed=False).read()
+            )
+        await self.apply_plan()  # the first one loads the planner, whose memory stays
+        before = await self._footprint()
+        clients = [asyncio.create_task(self._client(number)) for number in range(self.num_open)]
+        for number, kind in enumerate(kinds, start=1):
+            outcome = await self._suffer(kind, clients)
+            self.outcomes.append(outcome)
+            print(f"   {number:3} {_line(outcome)}", flush=True)
+        self._is_over = True
+        await asyncio.gather(*clients)
+        after = await self._footprint()
         return {
-            "victim": victim,
-            "survivors_s": _known(
-                time_s for time_s, rank in zip(goes_on_s, ranks, strict=True) if rank != victim
-            ),
-            "replayed_s": _known(
-                time_s for time_s, rank in zip(goes_on_s, ranks, strict=True) if rank == victim
-            ),
-            "join_pauses_s": _known(joins_s),
-            "back_s": round(whole_s - killed_s, 2),
+            "faults": len(self.outcomes),
+            "answers": self.num_answers,
+            "lost": self.num_lost,
+            "changed": self.num_changed,
+            "refused": self.num_refused,
+            "problems": self.problems[:20],
+            "kinds": _summarise(self.outcomes),
+            "before": before,
+            "after": after,
+            "left_behind": _left_behind(before, after),
         }
 
-    async def _start(self) -> tuple[list[LiveStream], list[int], list[asyncio.Task[None]]]:
-        """Start all streams one after the other, which tells the rank of each; all run at the end."""
-        streams, before = self._streams(), Counter[int]()
-        ranks: list[int] = []
-        tasks: list[asyncio.Task[None]] = []
-        for number, stream in enumerate(streams, start=1):
-            tasks.append(asyncio.create_task(stream.read()))
-            await stream.has_begun.wait()
-            while (running := await asyncio.to_thread(self._running)).total() != number:
-                if any(task.done() for task in tasks):
-                    raise ServiceError("a stream ended before all had begun; give more --tokens")
-                await asyncio.sleep(_POLL_S)
-            ranks += (running - before).elements()
-            before = running
-        return streams, ranks, tasks
-
-    def _streams(self) -> list[LiveStream]:
-        return [LiveStream(self._service.port, prompt, self._num_tokens) for prompt in self._prompts]
-
-    def _check(self, streams: Sequence[LiveStream]) -> None:
-        for stream, expected in zip(streams, itertools.cycle(self._expected), strict=False):
-            if stream.text != expected:
-                raise ServiceError(f"a stream said {stream.text!r}; undisturbed it says {expected!r}")
-
-    async def _wait_until_whole(self, epoch: int) -> float:
-        """Return when the service was seen to have lost a rank since an epoch, and to have it back."""
-        deadline_s = time.perf_counter() + RETURN_TIMEOUT_S
-        while (now_s := time.perf_counter()) < deadline_s:
-            status = await asyncio.to_thread(self._status)
-            if status["epoch"] >= epoch + 2 and status["phase"] == "serving" and not status["missing"]:
-                return now_s
-            await asyncio.sleep(_POLL_S)
-        raise ServiceError(f"the rank did not come back within {RETURN_TIMEOUT_S:g} s")
-
-    def _status(self) -> dict[str, Any]:
-        return dict(json.loads(self._get("/v1/fault_tolerance/status")))
-
-    def _running(self) -> Counter[int]:
-        """Return how many requests each rank runs."""
-        lines = [line for line in self._get("/metrics").decode().splitlines() if line.startswith(_RUNNING)]
-        return Counter(
-            {
-                int(line.partition('engine="')[2].partition('"')[0]): int(float(line.split()[-1]))
-                for line in lines
-            }
+    async def _suffer(self, kind: str, clients: Sequence[asyncio.Task[None]]) -> Outcome:
+        """Let a fault happen at some moment under load and wait until all ranks serve together."""
+        await self._wait_until_whole(min_epoch=0)
+        await asyncio.sleep(self.drawn.uniform(0.1, 1.0))  # faults come at any point of a step
+        epoch = (await self.status())["epoch"]
+        open_at_fault = list(self._open.values())
+        begun_s = time.perf_counter()
+        seen = asyncio.create_task(self._wait_until_missed(epoch))
+        await FAULTS[kind](self)
+        loses_rank = kind not in HARMLESS
+        detected_s = await seen if loses_rank else None
+        whole_s = await self._wait_until_whole(min_epoch=epoch + 2 if loses_rank else epoch)
+        if not seen.done():
+            seen.cancel()
+        if failed := [client for client in clients if client.done()]:
+            failed[0].result()  # raises what ended it
+        pauses = (
+            longest_pause_s(each.arrivals_s, begun_s, whole_s) for each in open_at_fault if each.is_streamed
+        )
+        return Outcome(
+            kind=kind,
+            detected_s=None if detected_s is None else detected_s - begun_s,
+            whole_s=whole_s - begun_s,
+            pauses_s=[pause for pause in pauses if pause is not None],
         )
 
-    def _get(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"http://{HOST}:{self._service.port}{path}", timeout=30) as answer:
-            return bytes(answer.read())
+    async def _client(self, number: int) -> None:
+        """Keep one request open, compare each answer."""
+        drawn = random.Random(self.drawn.random())
+        while not self._is_over:
+            at = drawn.randrange(len(self.bodies))
+            answer = LiveAnswer(
+                port=self.service.port, body=self.bodies[at], is_streamed=drawn.random() < 0.7
+            )
+            self._open[number] = answer
+            try:
+                said = await answer.read()
+            except LostAnswerError as error:
+                self.num_lost += 1
+                self.problems.append(f"request {at} was lost: {error}")
+            else:
+                self.num_answers += 1
+                if said != self._expected[at]:
+                    self.num_changed += 1
+                    self.problems.append(
+                        f"request {at} says {said.texts}; before: {self._expected[at].texts}"
+                    )
+            self.num_refused += answer.num_refused
+
+    async def leave(self, count: int) -> None:
+        """Ask, and close the connection amid the answers."""
+        answers = [
+            LiveAnswer(port=self.service.port, body=self.drawn.choice(self.bodies), is_streamed=True)
+            for _ in range(count)
+        ]
+        tasks = [asyncio.create_task(answer.read()) for answer in answers]
+        while not all(answer.arrivals_s or task.done() for answer, task in zip(answers, tasks, strict=True)):
+            await asyncio.sleep(_POLL_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def engines(self) -> dict[int, int]:
+        """Return the pids of the engines that run now, by rank."""
+        found = {}
+        for pid in tree(self.service.process.pid):
+            if "engine" in command_of(pid):
+                with contextlib.suppress(OSError):  # it ended just now
+                    words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                    found[int(next(word[5:] for word in words if word.startswith("RANK=")))] = pid
+        return found
+
+    def send(self, number: signal.Signals, *ranks: int) -> None:
+        """Send a signal to engines."""
+        engines = self.engines()
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engines[rank], number)
+
+    def some_ranks(self, count: int) -> list[int]:
+        """Draw ranks."""
+        return self.drawn.sample(range(self.num_ranks), min(count, self.num_ranks))
+
+    async def status(self) -> dict[str, Any]:
+        """Return the fault status."""
+        return dict(json.loads(await self._ask("GET", "/v1/fault_tolerance/status")))
+
+    async def apply_plan(self) -> None:
+        """Ask for a rebalance, whatever comes of it."""
+        await self._ask("POST", "/experts/apply")
+
+    async def wait_for_new_engine(self, rank: int, old_pid: int) -> None:
+        """Wait until a rank's engine was started again."""
+        await self._wait_for(
+            lambda: self.engines().get(rank, old_pid) != old_pid, f"rank {rank}'s new engine"
+        )
+
+    async def _wait_until_missed(self, epoch: int) -> float:
+        """Return when a loss was seen: a rank is missing, or another epoch has begun."""
+        while True:
+            status = await self.status()
+            if status["missing"] or status["epoch"] != epoch or status["phase"] != "serving":
+                return time.perf_counter()
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait_until_whole(self, min_epoch: int) -> float:
+        """Return when all ranks were seen to serve together."""
+
+        async def is_whole() -> bool:
+            status = await self.status()
+            is_serving = status["phase"] == "serving" and not status["missing"]
+            return is_serving and status["epoch"] >= min_epoch and len(status["members"]) == self.num_ranks
+
+        deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
+        while not await is_whole():
+            if time.perf_counter() > deadline_s:
+                raise ServiceError(f"ranks are away after {RECOVERY_TIMEOUT_S:g} s: {await self.status()}")
+            await asyncio.sleep(_POLL_S)
+        return time.perf_counter()
+
+    async def _wait_for(self, is_there: Callable[[], bool], what: str) -> None:
+        deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
+        while not is_there():
+            if time.perf_counter() > deadline_s:
+                raise ServiceError(f"{what} was not there after {RECOVERY_TIMEOUT_S:g} s")
+            await asyncio.sleep(_POLL_S)
+
+    async def _footprint(self) -> dict[str, float]:
+        """Return what must be back where it began when nothing runs."""
+        running = {
+            "vllm:num_requests_running": 0.0,
+            "vllm:num_requests_waiting": 0.0,
+            "vllm:kv_cache_usage_perc": 0.0,
+        }
+        for line in (await self._ask("GET", "/metrics")).decode().splitlines():
+            name = line.partition("{")[0]
+            if name in running:
+                running[name] += float(line.rsplit(" ", 1)[1])
+        front = next(pid for pid in tree(self.service.process.pid) if "front" in command_of(pid))
+        return {
+            **running,
+            "front_descriptors": len(os.listdir(f"/proc/{front}/fd")),
+            "front_mb": round(pss_bytes(front) / 1e6, 1),
+            "shared_memory_files": len(os.listdir("/dev/shm")),
+            "processes": len(tree(self.service.process.pid)),
+        }
+
+    async def _ask(self, method: str, path: str) -> bytes:
+        reader, writer = await asyncio.open_connection(HOST, self.service.port, limit=2**24)
+        try:
+            writer.write(
+                f"{method} {path} HTTP/1.0\r\nHost: {HOST}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+            )
+            return (await reader.read()).partition(b"\r\n\r\n")[2]
+        finally:
+            writer.close()
 
 
-def _engines(service: Service) -> dict[int, int]:
-    """Return the pids of a service's engines by rank."""
-    found = {}
-    for pid in tree(service.process.pid):
-        if "engine" in command_of(pid):
-            words = Path(f"/proc/{pid}/environ").read_text().split("\0")
-            found[next(int(word.removeprefix("RANK=")) for word in words if word.startswith("RANK="))] = pid
-    return found
+async def _kill(campaign: Campaign, count: int) -> None:
+    campaign.send(signal.SIGKILL, *campaign.some_ranks(count))
 
 
-def _known(times_s: Iterable[float | None]) -> list[float]:
-    return [round(time_s, 3) for time_s in times_s if time_s is not None]
+async def _kill_amid_move(campaign: Campaign) -> None:
+    apply = asyncio.create_task(campaign.apply_plan())
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 0.5))
+    await _kill(campaign, 1)
+    await apply
 
 
-def summarise_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return median and largest of each kind of time, over all streams of all runs."""
-    summary: dict[str, Any] = {"kills": len(rows), "lost": 0}  # a lost stream has ended the benchmark
-    for kind in ("survivors_s", "replayed_s", "join_pauses_s"):
-        times_s = [time_s for row in rows for time_s in row[kind]]
-        summary[kind] = _spread(times_s)
-    summary["back_s"] = _spread([row["back_s"] for row in rows])
-    return summary
+async def _kill_while_starting(campaign: Campaign) -> None:
+    """Kill an engine, and again while it loads."""
+    [rank] = campaign.some_ranks(1)
+    old_pid = campaign.engines()[rank]
+    campaign.send(signal.SIGKILL, rank)
+    await campaign.wait_for_new_engine(rank, old_pid)
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 3.0))
+    campaign.send(signal.SIGKILL, rank)
 
 
-def _spread(times_s: Sequence[float]) -> dict[str, Any]:
-    if not times_s:
-        return {"streams": 0}
-    return {"streams": len(times_s), "p50": round(percentile(times_s, 50), 3), "max": max(times_s)}
+async def _kill_another_while_one_is_away(campaign: Campaign) -> None:
+    first, second = campaign.some_ranks(2)
+    old_pid = campaign.engines()[first]
+    campaign.send(signal.SIGKILL, first)
+    await campaign.wait_for_new_engine(first, old_pid)
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))  # also as it joins
+    campaign.send(signal.SIGKILL, second)
 
 
-def print_summary(summary: dict[str, Any]) -> None:
-    """Print one line per kind of time."""
-    print(f"\n   {summary['kills']} engines killed, {summary['lost']} streams lost; seconds:")
-    names = {
-        "survivors_s": "streams of the other ranks go on after",
-        "replayed_s": "streams of the killed rank go on after",
-        "join_pauses_s": "streams stand still when the rank joins for",
-        "back_s": "all ranks serve again after",
+async def _hang(campaign: Campaign) -> None:
+    """Stop an engine for good: it is to be given up, killed and started again."""
+    campaign.send(signal.SIGSTOP, *campaign.some_ranks(1))
+
+
+async def _pause(campaign: Campaign) -> None:
+    """Stop an engine shortly: nothing is to be lost, not even the rank."""
+    ranks = campaign.some_ranks(1)
+    campaign.send(signal.SIGSTOP, *ranks)
+    await asyncio.sleep(PAUSE_S)
+    campaign.send(signal.SIGCONT, *ranks)
+
+
+FAULTS: dict[str, Callable[[Campaign], Awaitable[None]]] = {
+    "kill one": lambda campaign: _kill(campaign, 1),
+    "kill two": lambda campaign: _kill(campaign, 2),
+    "kill all": lambda campaign: _kill(campaign, campaign.num_ranks),
+    "kill amid a move": _kill_amid_move,
+    "kill while starting": _kill_while_starting,
+    "kill another while one is away": _kill_another_while_one_is_away,
+    "hang": _hang,
+    "pause": _pause,
+    "clients leave": lambda campaign: campaign.leave(campaign.num_open),
+}
+HARMLESS = ("pause", "clients leave")  # no rank is lost
+
+
+def _summarise(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """Return p50 and p99 of each time, by kind."""
+    by_kind = defaultdict(list)
+    for outcome in outcomes:
+        by_kind[outcome.kind].append(outcome)
+    return {
+        kind: {
+            "faults": len(group),
+            "detected_s": _spread([each.detected_s for each in group if each.detected_s is not None]),
+            "pauses_s": _spread([pause for each in group for pause in each.pauses_s]),
+            "whole_s": _spread([each.whole_s for each in group]),
+        }
+        for kind, group in by_kind.items()
     }
-    for kind, name in names.items():
-        spread = summary[kind]
-        if spread["streams"]:
-            print(f"{name:>46}: p50 {spread['p50']:.2f}, max {spread['max']:.2f} (of {spread['streams']})")
+
+
+def _spread(times_s: Sequence[float]) -> dict[str, float]:
+    if not times_s:
+        return {}
+    p50, p99 = (round(percentile(times_s, percent), 3) for percent in (50, 99))
+    return {"p50": p50, "p99": p99, "max": round(max(times_s), 3)}
+
+
+def _left_behind(before: dict[str, float], after: dict[str, float]) -> dict[str, list[float]]:
+    """Return what did not come back to where it began; memory of a longer life may be a quarter more."""
+    room = {"front_mb": before["front_mb"] * 0.25, "front_descriptors": 4}
+    return {
+        name: [before[name], after[name]] for name in before if after[name] > before[name] + room.get(name, 0)
+    }
+
+
+def _print_summary(result: dict[str, Any]) -> None:
+    print(
+        f"\n   {result['faults']} faults, {result['answers']} answers: {result['lost']} lost, {result['changed']} "
+        f"changed; {result['refused']} times a new request was told to come again"
+    )
+    for kind, times in result["kinds"].items():
+        told = ", ".join(
+            f"{what} p50 {spread['p50']:.2f}, p99 {spread['p99']:.2f}"
+            for what, spread in (
+                ("seen after", times["detected_s"]),
+                ("streams pause", times["pauses_s"]),
+                ("whole after", times["whole_s"]),
+            )
+            if spread
+        )
+        print(f"{kind:>32} ({times['faults']}), seconds: {told}")
+    for problem in result["problems"]:
+        print(f"   WRONG: {problem}")
+    for name, (first, last) in result["left_behind"].items():
+        print(f"   LEFT BEHIND: {name} {first:g} -> {last:g}")
     print(flush=True)
 
 
-def _line(row: dict[str, Any]) -> str:
-    times = (
-        f"{kind.removesuffix('_s')} {row[kind]}" for kind in ("survivors_s", "replayed_s", "join_pauses_s")
-    )
-    return (
-        f"   run {row['run']}, rank {row['victim']} killed: {', '.join(times)}, back after {row['back_s']} s"
-    )
+def _line(outcome: Outcome) -> str:
+    seen = "no rank missed" if outcome.detected_s is None else f"seen after {outcome.detected_s:.2f} s"
+    pause = f"longest pause {max(outcome.pauses_s):.2f} s" if outcome.pauses_s else "no stream was open"
+    return f"{outcome.kind}: {seen}, {pause}, whole after {outcome.whole_s:.1f} s"
 
 
 if __name__ == "__main__":
