@@ -61,11 +61,8 @@ def test_quantisations_that_are_not_served_are_refused_by_name(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize("ending", ["json", "npz"])
-def test_a_placement_for_the_model_and_the_ranks_passes_and_its_slots_count(
-    tmp_path: Path, ending: str
-) -> None:
-    model, file = write_checkpoint(tmp_path / "model"), tmp_path / f"placement.{ending}"
+def test_a_placement_for_the_model_and_the_ranks_passes_and_its_slots_count(tmp_path: Path) -> None:
+    model, file = write_checkpoint(tmp_path / "model"), tmp_path / "placement.json"
     save_placement(random_placement(1, 4, 2, 3, seed=1), file)
     options = options_for(model, f"--expert-placement={file}")
     check_start(options, num_ranks=2, num_local_ranks=2, has_front=True)
@@ -83,18 +80,19 @@ def test_a_placement_for_the_model_and_the_ranks_passes_and_its_slots_count(
             "of 5 experts on 2 ranks; this service has 1 layers of 4 experts on 2 ranks. Plan one",
         ),
         ((1, 4, 4, 2), "on 4 ranks; this service has 1 layers of 4 experts on 2 ranks"),
-        (None, "it has no array num_experts, num_ranks, slot_expert: it is a recorded load"),
+        (None, "is not a placement: placements are JSON; this is an archive, such as a recorded load"),
         ((), "cannot be read: No such file"),
     ],
 )
 def test_a_placement_that_does_not_fit_is_refused_before_any_rank_starts(
     tmp_path: Path, sizes: tuple[int, ...] | None, said: str
 ) -> None:
-    model, file = write_checkpoint(tmp_path / "model"), tmp_path / "placement.npz"
+    model, file = write_checkpoint(tmp_path / "model"), tmp_path / "placement.json"
     if sizes:
         save_placement(random_placement(*sizes, seed=1), file)
     elif sizes is None:
-        np.savez(file, load=np.ones((3, 1, 4)))
+        with file.open("wb") as archive:
+            np.savez(archive, load=np.ones((3, 1, 4)))
     options = options_for(model, f"--expert-placement={file}")
     complaint = complaint_of(lambda: check_start(options, num_ranks=2, num_local_ranks=2, has_front=True))
     assert complaint.startswith("--expert-placement: ") and str(file) in complaint and said in complaint
