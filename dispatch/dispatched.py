@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 
 
@@ -80,20 +79,12 @@ class TokenDispatcher(Protocol):
         """Return the bytes sent to each rank so far, by dispatches and by combines."""
         ...
 
-    def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, *, meanwhile: Meanwhile = nothing
-    ) -> Dispatched:
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
         """See `Dispatcher`."""
         ...
 
     def combine(
-        self,
-        y_PH: Tensor,
-        weights_TK: Tensor,
-        dispatched: Dispatched,
-        *,
-        out: Tensor | None = None,
-        meanwhile: Meanwhile = nothing,
+        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
         """See `Dispatcher`."""
         ...

@@ -172,7 +172,9 @@ class RowExchange:
         for peer in self._peers:
             if not self.wire.mask.values[peer]:
                 _fill(self.wire.send_window(peer), head, flat, rows_R[peer])
-        self.wire.exchange(self._send_bytes, None, meanwhile)
+        self.wire.begin_exchange(self._send_bytes, None)
+        meanwhile()
+        self.wire.finish_exchange()
         own = _Part(counts, list(note), [p.index_select(0, rows_R[self.wire.rank]) for p in flat])
         return [own if r == self.wire.rank else self._read(r, words, flat) for r in range(len(counts))]
 

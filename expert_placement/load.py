@@ -148,6 +148,14 @@ def measured_balancedness(rank_tokens: np.ndarray) -> np.ndarray:
     return result
 
 
+def over_layers(even: np.ndarray) -> dict[str, float | None]:
+    """Aggregate balancedness [L] over the layers that have tokens: mean, median and worst; None where none has."""
+    known = even[~np.isnan(even)]
+    if not len(known):
+        return dict.fromkeys(("mean", "median", "worst"))
+    return {"mean": float(known.mean()), "median": float(np.median(known)), "worst": float(known.min())}
+
+
 class Slowness(NamedTuple):
     """The largest cause of waiting, in parts of the steps' time."""
 

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.card import RESULTS, print_card, print_tail
-from benchmarks.gpu.child import Worker
-from benchmarks.gpu.day import Day
+from benchmarks.gpu.day import PARTS, Day, Part, day_lines
 from benchmarks.gpu.device_card import NoDeviceError, day_card
-from benchmarks.gpu.ledger import Ledger, file_name, source_digest
-from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.rows import Setting
-from benchmarks.gpu.table import day_lines
+from benchmarks.gpu.results import Ledger, Setting, file_name, source_digest
+from benchmarks.gpu.worker import Worker
 
 DEFAULT_MINUTES = 25.0
 

@@ -20,7 +20,7 @@ from attention.gpu.mla import latent_decode
 from attention.gpu.prefill import paged_prefill, tile_tokens
 from attention.gpu.splits import DecodeScratch
 from benchmarks.gpu.bench import Bench, Call, MakeCall, bytes_of, spoiling
-from benchmarks.gpu.shapes import AttentionShape, LatentShape
+from benchmarks.gpu.models import AttentionShape, LatentShape
 from kvcache.step import Span, Step
 
 BLOCK = 16

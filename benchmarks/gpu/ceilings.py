@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.rows import Row, Setting
-from benchmarks.gpu.timing import time_calls
+from benchmarks.gpu.bench import Bench, time_calls
+from benchmarks.gpu.results import Row, Setting
 
 _COPY_BYTES = 4 << 30
 _MATRIX = 8192

@@ -1,11 +1,10 @@
-"""Every kernel against plain torch in float32, at the shapes of real models, in bfloat16; see `checking`."""
+"""Every kernel against plain torch in float32, at the shapes of real models, in bfloat16; see `bench.check`."""
 
 from collections.abc import Iterator
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.checking import check
+from benchmarks.gpu.bench import Bench, check
 from benchmarks.gpu.kernel_cases import checked_cases
-from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.results import Row, Setting
 
 
 def units(setting: Setting) -> list[str]:

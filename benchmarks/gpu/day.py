@@ -5,13 +5,45 @@ touches no device, so nothing that a kernel breaks outlives the worker that laun
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from benchmarks.gpu.child import DeadWorkerError, FailedUnitError, LateWorkerError
-from benchmarks.gpu.ledger import DONE, FAILED, TIMED_OUT, Ledger
-from benchmarks.gpu.parts import Part
-from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.results import DONE, FAILED, TIMED_OUT, Ledger, Row, Setting, part_lines
+from benchmarks.gpu.worker import DeadWorkerError, FailedUnitError, LateWorkerError
+
+
+class Part(NamedTuple):
+    """Where a part's code is and what time it may take."""
+
+    name: str
+    module: str
+    title: str
+    limit_s: float  # of one unit; a hang costs no more
+    share: float = 1.0  # of the time that is left when it begins, in the first pass
+    least_s: float = 5.0  # no unit is begun with less: it would be cut, and its time be others'
+    is_repeated: bool = False  # measured again by a resumed run: the machine may be another one
+    is_fresh: bool = False  # every unit in a process of its own, with the whole memory of the device
+
+
+PARTS = (
+    Part(
+        "ceilings", "benchmarks.gpu.ceilings", "Ceilings of this device, measured in this run", 120.0, is_repeated=True
+    ),
+    Part("compile", "benchmarks.gpu.precompiled", "Kernels compiled side by side, for what follows", 120.0, 0.2),
+    Part("correctness", "benchmarks.gpu.correctness", "Kernels against float32 in plain torch", 90.0, 0.3),
+    Part(
+        "parity", "benchmarks.gpu.parity", "Whole models: answers, of two layers", 300.0, 0.5, 40.0, is_fresh=True
+    ),
+    Part("kernels", "benchmarks.gpu.kernel_times", "Kernel times, medians, inputs not in L2", 120.0, 0.4),
+    Part("step", "benchmarks.gpu.decode_steps", "Whole models: decode steps", 300.0, 0.5, 60.0, is_fresh=True),
+    Part(
+        "throughput", "benchmarks.gpu.throughput", "End to end on one rank, output tokens/s", 300.0, 0.7, 60.0, is_fresh=True
+    ),
+    Part("ranks", "benchmarks.gpu.two_ranks", "Two ranks on this device: the same bits as on CPUs", 520.0, 1.0, 40.0),
+    Part("tests", "benchmarks.gpu.marked_tests", "Tests of the suite that need a GPU", 300.0),
+    Part("tiles", "benchmarks.gpu.tile_times", "Tile configurations against the kernels' choice", 180.0),
+)  # fmt: skip
+
 
 START_LIMIT_S = 120.0  # of a worker: torch, triton and a device's context
 LEAST_S = 5.0  # of a part's share: no unit is begun with less
@@ -144,3 +176,21 @@ class Day:
 
     def _left_s(self) -> float:
         return self._deadline_s - self._clock()
+
+
+def day_lines(
+    units: Mapping[str, Mapping[str, Any]], parts: Iterable[Part], not_reached: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """Yield the lines of all parts."""
+    for part in parts:
+        entries = {
+            key.partition("/")[2]: entry for key, entry in units.items() if key.partition("/")[0] == part.name
+        }
+        left = not_reached.get(part.name, ())
+        if not entries and not left:
+            continue
+        yield ""
+        yield f"{part.title} ({part.name})"
+        yield from part_lines(entries)
+        if left:
+            yield f"  not reached: {', '.join(left)}"

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench, bytes_of
-from benchmarks.gpu.models import MODELS, config_of, engine_config
+from benchmarks.gpu.bench import Bench, bytes_of, time_queued
+from benchmarks.gpu.models import MODELS, Silent, config_of, engine_config, sequence_of
 from benchmarks.gpu.parity import COMPILED, compiler_of, is_eager
-from benchmarks.gpu.rows import Figure, Row, Setting
-from benchmarks.gpu.served import Silent, sequence_of
-from benchmarks.gpu.timing import time_queued
+from benchmarks.gpu.results import Figure, Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.assembly import Assembled, assemble
 from scheduler.policy.request import SamplingParams

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.card import environment_card
-from benchmarks.gpu.rows import Setting
+from benchmarks.gpu.results import Setting
 
 # What the parts import; what is missing is named in the lines of the units that need it, too.
 NEEDED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numba", "numpy")

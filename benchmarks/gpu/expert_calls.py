@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Call, MakeCall, bytes_of, spoiling
-from benchmarks.gpu.shapes import ExpertShape
+from benchmarks.gpu.models import ExpertShape
 from moe.gpu.formats import MICRO_BLOCK, SCALE_BLOCK
 from moe.gpu.grouped import grouped_linear
 from moe.gpu.tiles import MANY_ROWS, choose_tile

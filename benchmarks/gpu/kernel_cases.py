@@ -4,16 +4,23 @@ The goals: paged decode attention at 85 % of the copy's bandwidth, the grouped
 GEMM 1.1 times as fast as torch's below 64 rows per expert and at 85 % of the matrix rate from 1,024 rows.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.gpu import shapes
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import models
 from benchmarks.gpu.attention_calls import decode_call, decode_maker, latent_call, latent_maker, prefill_maker
-from benchmarks.gpu.bench import MakeCall
+from benchmarks.gpu.bench import Bench, Call, MakeCall, bytes_of
 from benchmarks.gpu.expert_calls import decoded_maker, grouped_maker, uneven_maker
-from benchmarks.gpu.pair_calls import combine_call, permute_call
+from benchmarks.gpu.models import ExpertShape, sequence_of
+from benchmarks.gpu.rank_checks import combine_call, permute_call
+from benchmarks.gpu.results import Setting
 from benchmarks.gpu.row_calls import (
     DEEPSEEK_ROUTING,
     GPT_OSS_ROUTING,
@@ -23,9 +30,44 @@ from benchmarks.gpu.row_calls import (
     routing_call,
     write_call,
 )
-from benchmarks.gpu.rows import Setting
-from benchmarks.gpu.sampling_calls import sampling_call
-from benchmarks.gpu.shapes import ExpertShape
+from scheduler.policy.request import SamplingParams
+from scheduler.sampling.device_sampler import choose_tokens
+from scheduler.sampling.plan import make_plan
+from scheduler.sampling.sampler import sample
+
+KINDS = {
+    "greedy": SamplingParams(max_tokens=8, temperature=0.0),
+    "temperature": SamplingParams(max_tokens=8, temperature=0.8),
+    "top p": SamplingParams(max_tokens=8, temperature=0.8, top_p=0.95),
+    "top k": SamplingParams(max_tokens=8, temperature=1.0, top_k=50, min_p=0.02),
+}
+
+
+def sampling_call(
+    bench: Bench, seed: int, *, rows: int, vocabulary: int, kinds: Sequence[str] = tuple(KINDS)
+) -> Call:
+    """Choose tokens; rows take turns at the kinds, and have seeds of their own."""
+    generator = bench.generator(seed)
+    logits = torch.randn(rows, vocabulary, generator=generator, device=bench.device).mul_(3.0)
+    params = [
+        dataclasses.replace(KINDS[kinds[row % len(kinds)]], seed=1000 * seed + row) for row in range(rows)
+    ]
+    sequences = [sequence_of([1, 2, 3], [], each) for each in params]
+    plan = make_plan(sequences, vocabulary, bench.device)
+
+    def oracle(shift: int = 0) -> Tensor:
+        chosen = sample(logits.roll(shift, 0).cpu(), sequences).token_ids
+        return bench.integers(chosen).float()
+
+    return Call(
+        run=functools.partial(choose_tokens, logits, plan),
+        prepare=lambda: None,
+        result=lambda ids: ids.float(),
+        oracle=oracle,
+        control=functools.partial(oracle, 1),
+        num_bytes=bytes_of(logits),
+    )
+
 
 _CONTEXTS = (1, 15, 16, 17, 511, 513, 2048, 4097)  # on both sides of blocks and splits
 _SPANS = ((0, 300), (37, 1), (512, 200), (1000, 65))
@@ -46,15 +88,15 @@ def checked_cases(setting: Setting) -> dict[str, MakeCall]:
         return _tiny_checked()
     decode = partial(decode_call, contexts=_CONTEXTS)
     cases: dict[str, MakeCall] = {
-        "decode qwen3": partial(decode, shape=shapes.QWEN3),
-        "decode gpt-oss": partial(decode, shape=shapes.GPT_OSS),
-        "decode gpt-oss, window": partial(decode, shape=shapes.GPT_OSS_WINDOW),
-        "latents deepseek": partial(latent_call, shape=shapes.DEEPSEEK, contexts=_CONTEXTS),
-        "prefill qwen3": prefill_maker(shapes.QWEN3, *_SPANS),
-        "prefill gpt-oss": prefill_maker(shapes.GPT_OSS, *_SPANS),
-        "prefill gpt-oss, window": prefill_maker(shapes.GPT_OSS_WINDOW, *_SPANS),
+        "decode qwen3": partial(decode, shape=models.QWEN3),
+        "decode gpt-oss": partial(decode, shape=models.GPT_OSS),
+        "decode gpt-oss, window": partial(decode, shape=models.GPT_OSS_WINDOW),
+        "latents deepseek": partial(latent_call, shape=models.DEEPSEEK, contexts=_CONTEXTS),
+        "prefill qwen3": prefill_maker(models.QWEN3, *_SPANS),
+        "prefill gpt-oss": prefill_maker(models.GPT_OSS, *_SPANS),
+        "prefill gpt-oss, window": prefill_maker(models.GPT_OSS_WINDOW, *_SPANS),
     }
-    for model, shape in shapes.EXPERTS.items():
+    for model, shape in models.EXPERTS.items():
         for side in ("up", "down"):
             for is_decode in (True, False):
                 tile = "decode" if is_decode else "prefill"
@@ -86,14 +128,14 @@ def timed_cases(setting: Setting) -> dict[str, list[TimedCase]]:
         return {f"tiny {name}": [TimedCase(name, make)] for name, make in _tiny_timed().items()}
     return {
         "decode qwen3": _decodes(),
-        **{f"grouped {model} {side}": _grouped(shape, side) for model, shape in shapes.EXPERTS.items() for side in ("up", "down")},
+        **{f"grouped {model} {side}": _grouped(shape, side) for model, shape in models.EXPERTS.items() for side in ("up", "down")},
         "latents deepseek": [
-            TimedCase(f"latents b{batch} at {context}", latent_maker(shapes.DEEPSEEK, batch, context))
+            TimedCase(f"latents b{batch} at {context}", latent_maker(models.DEEPSEEK, batch, context))
             for batch, context in ((1, 2048), (32, 2048), (128, 2048), (1, 32768), (32, 32768))
         ],
         "decode gpt-oss": [
             TimedCase(f"gpt-oss b{batch} at {context}{words}", decode_maker(shape, batch, context))
-            for shape, words in ((shapes.GPT_OSS, ""), (shapes.GPT_OSS_WINDOW, ", window 128"))
+            for shape, words in ((models.GPT_OSS, ""), (models.GPT_OSS_WINDOW, ", window 128"))
             for batch, context in ((1, 2048), (32, 2048), (256, 2048), (32, 32768))
         ],
         "prefill": _prefills(),
@@ -118,7 +160,7 @@ def _decodes() -> list[TimedCase]:
         TimedCase(
             f"qwen3 b{batch} at {context}",
             decode_maker(
-                shapes.QWEN3, batch, context, with_peers=(batch, context) in ((1, 2048), (32, 2048))
+                models.QWEN3, batch, context, with_peers=(batch, context) in ((1, 2048), (32, 2048))
             ),
             goal if batch * context >= 2**16 else {},  # less than that is not bound by memory
         )
@@ -138,12 +180,12 @@ def _grouped(shape: ExpertShape, side: str) -> list[TimedCase]:
 
 def _prefills() -> list[TimedCase]:
     makers = {
-        "qwen3 2048": prefill_maker(shapes.QWEN3, (0, 2048), with_peers=True),
-        "qwen3 8192": prefill_maker(shapes.QWEN3, (0, 8192), with_peers=True),
-        "qwen3 2048 behind 6144": prefill_maker(shapes.QWEN3, (6144, 2048)),
-        "qwen3 16 x 128": prefill_maker(shapes.QWEN3, *[(0, 128)] * 16),
-        "gpt-oss 8192": prefill_maker(shapes.GPT_OSS, (0, 8192)),
-        "gpt-oss 8192, window 128": prefill_maker(shapes.GPT_OSS_WINDOW, (0, 8192)),
+        "qwen3 2048": prefill_maker(models.QWEN3, (0, 2048), with_peers=True),
+        "qwen3 8192": prefill_maker(models.QWEN3, (0, 8192), with_peers=True),
+        "qwen3 2048 behind 6144": prefill_maker(models.QWEN3, (6144, 2048)),
+        "qwen3 16 x 128": prefill_maker(models.QWEN3, *[(0, 128)] * 16),
+        "gpt-oss 8192": prefill_maker(models.GPT_OSS, (0, 8192)),
+        "gpt-oss 8192, window 128": prefill_maker(models.GPT_OSS_WINDOW, (0, 8192)),
     }
     return [TimedCase(name, make) for name, make in makers.items()]
 
@@ -170,24 +212,24 @@ def _rows() -> list[TimedCase]:
 def _tiny_checked() -> dict[str, MakeCall]:
     contexts = (1, 16, 33)
     return {
-        "decode": partial(decode_call, shape=shapes.TINY_ATTENTION, contexts=contexts),
-        "decode, sinks": partial(decode_call, shape=shapes.TINY_SINKS, contexts=contexts),
-        "latents": partial(latent_call, shape=shapes.TINY_LATENT, contexts=contexts),
-        "prefill": prefill_maker(shapes.TINY_SINKS, (0, 5), (20, 3)),
-        "grouped up": uneven_maker(shapes.TINY_BIASED, "up", is_decode=True),
-        "grouped down": uneven_maker(shapes.TINY_EXPERTS, "down", is_decode=False),
-        "grouped fp8": uneven_maker(shapes.TINY_FP8, "up", is_decode=True),
-        "grouped mxfp4": uneven_maker(shapes.TINY_MXFP4, "down", is_decode=True),
+        "decode": partial(decode_call, shape=models.TINY_ATTENTION, contexts=contexts),
+        "decode, sinks": partial(decode_call, shape=models.TINY_SINKS, contexts=contexts),
+        "latents": partial(latent_call, shape=models.TINY_LATENT, contexts=contexts),
+        "prefill": prefill_maker(models.TINY_SINKS, (0, 5), (20, 3)),
+        "grouped up": uneven_maker(models.TINY_BIASED, "up", is_decode=True),
+        "grouped down": uneven_maker(models.TINY_EXPERTS, "down", is_decode=False),
+        "grouped fp8": uneven_maker(models.TINY_FP8, "up", is_decode=True),
+        "grouped mxfp4": uneven_maker(models.TINY_MXFP4, "down", is_decode=True),
         **_tiny_rows(),
     }
 
 
 def _tiny_timed() -> dict[str, MakeCall]:
     return {
-        "decode": decode_maker(shapes.TINY_ATTENTION, 2, 20),
-        "latents": latent_maker(shapes.TINY_LATENT, 1, 20),
-        "prefill": prefill_maker(shapes.TINY_ATTENTION, (0, 5)),
-        "grouped": grouped_maker(shapes.TINY_EXPERTS, 2, "up"),
+        "decode": decode_maker(models.TINY_ATTENTION, 2, 20),
+        "latents": latent_maker(models.TINY_LATENT, 1, 20),
+        "prefill": prefill_maker(models.TINY_ATTENTION, (0, 5)),
+        "grouped": grouped_maker(models.TINY_EXPERTS, 2, "up"),
         **_tiny_rows(),
     }
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.bench import Bench, Call
+from benchmarks.gpu.bench import Bench, Call, num_copies, time_calls
 from benchmarks.gpu.kernel_cases import TimedCase, timed_cases
-from benchmarks.gpu.rows import Figure, Row, Setting
-from benchmarks.gpu.timing import num_copies, time_calls
+from benchmarks.gpu.results import Figure, Row, Setting
 
 
 def units(setting: Setting) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.results import Row, Setting
 
 _MARKS = ("@pytest.mark.gpu", ": OnDevice")
 _ROOT = Path(__file__).parents[2]

@@ -1,17 +1,18 @@
 """Models of published shapes with random weights: configurations, our engine with them, and transformers' with the same.
 
 Nothing is written to the disk but a configuration: 60 GB of weights are drawn on the device, by name, so that our engine
-and transformers hold equal ones. Shapes: `shapes` says where they come from; DeepSeek-V3 is cut to four layers (one
-dense, three of 256 experts, 68 GB in bfloat16).
+and transformers hold equal ones. Shapes are those of the published config.json files (Qwen3-30B-A3B and gpt-oss-20b of
+2025, DeepSeek-V3 of 2024), and tiny stand-ins; DeepSeek-V3 is cut to four layers (one dense, three of 256 experts, 68 GB
+in bfloat16).
 
 Legend of names: qwen3 (Qwen3-30B-A3B), gpt-oss (20b), deepseek (V3, cut).
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -23,9 +24,66 @@ from transformers import (
 )
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.rows import Setting
+from benchmarks.gpu.results import Setting
 from moe.load.random_checkpoint import RandomCheckpoint
 from scheduler.policy.config import EngineConfig
+from scheduler.policy.request import Request, SamplingParams
+from scheduler.policy.sequence import Sequence as Served
+
+
+class AttentionShape(NamedTuple):
+    """Heads of one layer."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int = 0
+    has_sinks: bool = False
+
+
+class LatentShape(NamedTuple):
+    """Multi-head latent attention: heads, latent and rotary dims."""
+
+    heads: int
+    latent: int
+    rope: int
+    scale: float
+
+
+class ExpertShape(NamedTuple):
+    """One rank's slots of one layer: gate_up is [2 * inner, hidden] per slot, down [hidden, inner]."""
+
+    slots: int
+    hidden: int
+    inner: int
+    gate: str
+    has_bias: bool = False
+    form: str = "plain"  # how weights are stored: plain, fp8, mxfp4
+
+
+QWEN3 = AttentionShape(32, 4, 128)
+GPT_OSS = AttentionShape(64, 8, 64, has_sinks=True)
+GPT_OSS_WINDOW = GPT_OSS._replace(window=128)
+DEEPSEEK = LatentShape(128, 512, 64, (128 + 64) ** -0.5)
+TINY_ATTENTION = AttentionShape(4, 2, 16)
+TINY_SINKS = AttentionShape(4, 2, 16, window=5, has_sinks=True)
+TINY_LATENT = LatentShape(4, 32, 16, 0.2)
+
+QWEN3_EXPERTS = ExpertShape(128, 2048, 768, "silu")
+GPT_OSS_EXPERTS = ExpertShape(32, 2880, 2880, "swiglu_oai", has_bias=True)
+GPT_OSS_MXFP4 = GPT_OSS_EXPERTS._replace(form="mxfp4")
+DEEPSEEK_EXPERTS = ExpertShape(32, 7168, 2048, "silu", form="fp8")
+EXPERTS = {
+    "qwen3": QWEN3_EXPERTS,
+    "gpt-oss": GPT_OSS_EXPERTS,
+    "gpt-oss mxfp4": GPT_OSS_MXFP4,
+    "deepseek fp8": DEEPSEEK_EXPERTS,
+}
+TINY_EXPERTS = ExpertShape(4, 64, 32, "silu")
+TINY_BIASED = ExpertShape(3, 32, 48, "swiglu_oai", has_bias=True)
+TINY_FP8 = ExpertShape(2, 128, 128, "silu", form="fp8")
+TINY_MXFP4 = ExpertShape(2, 64, 32, "silu", form="mxfp4")
+
 
 MODELS = ("qwen3", "gpt-oss", "deepseek")
 POSITIONS = 40960
@@ -109,3 +167,23 @@ def _tiny(name: str, layers: int) -> PreTrainedConfig:
         topk_group=1, moe_intermediate_size=32, intermediate_size=64, q_lora_rank=24, kv_lora_rank=32,
         qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, **common,
     )  # fmt: skip
+
+
+def sequence_of(ids: Sequence[int], blocks: Sequence[int], params: SamplingParams) -> Served:
+    """A sequence of prompt tokens that has been given blocks."""
+    request = Request(
+        request_id=f"{blocks[0]}" if blocks else "alone", prompt_ids=tuple(ids), params=params, arrival_s=0.0
+    )
+    sequence = Served.from_request(request)
+    sequence.block_ids = list(blocks)
+    return sequence
+
+
+class Silent:
+    """A doorbell that nobody hears."""
+
+    def ring(self, step: int) -> None:
+        """Nobody sleeps."""
+
+    def wait(self, step: int) -> None:
+        """Likewise."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.rank_checks import CHECKS, WAIT_S
-from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.results import Row, Setting
 from server.parent_death import die_with_parent
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.models import MODELS, config_of, engine_config, transformers_model
-from benchmarks.gpu.rows import Row, Setting
-from benchmarks.gpu.served import Silent, sequence_of
+from benchmarks.gpu.models import MODELS, Silent, config_of, engine_config, sequence_of, transformers_model
+from benchmarks.gpu.results import Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.assembly import assemble
 from scheduler.policy.request import SamplingParams

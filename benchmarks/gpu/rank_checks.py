@@ -8,29 +8,81 @@ Legend: T tokens, K choices, H hidden, L experts of a rank, N rows of an expert.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.rows import Row, Setting
-from benchmarks.gpu.timing import capture
+from benchmarks.gpu.bench import Bench, Call, bytes_of, capture, spoiling
+from benchmarks.gpu.results import Row, Setting
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
-from dispatch.gpu.exchange import TritonExchange
-from dispatch.gpu.low_latency import LowLatencyWay
-from dispatch.gpu.normal import NormalWay
-from dispatch.gpu.packed_exchange import PackedExchange
-from dispatch.gpu.symmetric import OpenMemory, SharedMemory, SymmetricMemory
-from dispatch.gpu.torch_symmetric import TorchSymmetricMemory
-from dispatch.gpu.wide import WideDispatcher
+from dispatch.gpu.dispatcher import DeviceDispatcher
+from dispatch.gpu.exchange import LowLatencyBlocks, LowLatencyPairs
+from dispatch.gpu.normal import HostRows, NormalPairs
+from dispatch.gpu.pairs import PairOrder, PairOrders, combine_pairs
+from dispatch.gpu.symmetric import OpenMemory, open_memory_for
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.mode import NORMAL, Mode
 from dispatch.wires.choose import open_wire
 from dispatch.wires.wire import Wire
+
+
+def permute_call(bench: Bench, seed: int, *, rows: int, choices: int, slots: int) -> Call:
+    """Sort choices by slot; each tenth is none."""
+    slots_TK = _choices(bench, seed, rows, choices, slots)
+    orders = PairOrders(slots, bench.device)
+
+    def checked(order: PairOrder) -> Tensor:
+        """All three results behind each other; rows behind the last pair are not defined."""
+        is_pair = torch.arange(len(order.row_P), device=bench.device) < order.slot_offsets[-1]
+        row_P = torch.where(is_pair, order.row_P, 0)
+        return torch.cat(
+            [part.float() for part in (row_P, order.slot_offsets, order.pair_of_choice_NK.flatten())]
+        )
+
+    def oracle(shift: int = 0) -> Tensor:
+        flat = slots_TK.flatten().roll(shift)
+        flat = torch.where(flat < 0, slots, flat)
+        by_slot = flat.sort(stable=True)
+        rank = torch.empty_like(flat).scatter(0, by_slot.indices, torch.arange(len(flat), device=flat.device))
+        row_P = torch.where(by_slot.values < slots, by_slot.indices // choices, 0)
+        ends = torch.bincount(flat, minlength=slots + 1)[:slots].cumsum(0)
+        pair = torch.where(flat < slots, rank, -1)
+        return torch.cat((row_P, ends.new_zeros(1), ends, pair)).float()
+
+    return Call(
+        run=functools.partial(orders.order, slots_TK), result=checked, oracle=oracle,
+        control=functools.partial(oracle, 1), num_bytes=bytes_of(slots_TK) + rows * choices * 12 + 8 * slots,
+    )  # fmt: skip
+
+
+def combine_call(bench: Bench, seed: int, *, rows: int, choices: int, hidden: int) -> Call:
+    """Sum each token's answers, which lie anywhere."""
+    generator = bench.generator(seed)
+    answers = bench.normal(generator, rows * choices, hidden)
+    pairs = torch.randperm(rows * choices, generator=generator, device=bench.device).int().view(rows, choices)
+    weights = torch.rand(rows, choices, generator=generator, device=bench.device)
+    out = answers.new_empty(rows, hidden)
+
+    def oracle(shift: int = 0) -> Tensor:
+        own = answers[pairs.long().roll(shift, 0)].float()
+        return (own * weights[..., None]).sum(1)
+
+    return Call(
+        run=functools.partial(combine_pairs, answers, pairs, weights, out), prepare=spoiling(out), oracle=oracle,
+        control=functools.partial(oracle, 1), num_bytes=bytes_of(answers, out, weights, pairs),
+    )  # fmt: skip
+
+
+def _choices(bench: Bench, seed: int, rows: int, choices: int, slots: int) -> Tensor:
+    generator = bench.generator(seed)
+    drawn = torch.randint(0, slots, (rows, choices), generator=generator, device=bench.device)
+    is_none = torch.rand(rows, choices, generator=generator, device=bench.device) < 0.1
+    return drawn.masked_fill(is_none, -1)
+
 
 WAIT_S = 100.0  # of a rank for the other, which may be interpreted
 _LAYERS = 3
@@ -68,7 +120,7 @@ Layer = Callable[[Inputs], tuple[Tensor, ...]]
 def low_latency(setting: Setting, bench: Bench) -> Iterator[Row]:
     """DeepEP's low-latency calls: dispatch, answer and combine, both ways, layer after layer through one buffer each."""
     for name, shape in _shapes(setting).items():
-        ours = functools.partial(_face_layer, LowLatencyFace(_open_triton(bench)), shape)
+        ours = functools.partial(_face_layer, LowLatencyFace(_open_blocks(bench)), shape)
         theirs = functools.partial(_face_layer, LowLatencyFace(CpuExchange(_open_gloo())), shape)
         yield _compare(f"low latency, {name}", shape, _on_device(bench, ours), theirs)
 
@@ -94,7 +146,7 @@ def service(setting: Setting, bench: Bench) -> Iterator[Row]:
 def replayed(setting: Setting, bench: Bench) -> Iterator[Row]:
     """A low-latency layer of each kind, captured once and replayed on other inputs."""
     for name, shape in _shapes(setting).items():
-        face = functools.partial(_face_layer, LowLatencyFace(_open_triton(bench)), shape)
+        face = functools.partial(_face_layer, LowLatencyFace(_open_blocks(bench)), shape)
         theirs = functools.partial(_face_layer, LowLatencyFace(CpuExchange(_open_gloo())), shape)
         yield _compare(f"replayed calls, {name}", shape, _replaying(bench, shape, face), theirs, _note(bench))
         if shape.is_fp8:
@@ -180,7 +232,8 @@ def _service_layer(
 ) -> tuple[Tensor, ...]:
     """One layer of the service; returns offsets and sums, and the pairs' rows where the host may look."""
     sent = dispatcher.dispatch(inputs.x_TH, inputs.topk_TK, mode)
-    rows = sent.x_NH[sent.row_P]
+    is_pair = torch.arange(len(sent.row_P), device=sent.row_P.device) < sent.slot_offsets[-1]
+    rows = sent.x_NH[torch.where(is_pair, sent.row_P, 0)]
     pair_P = torch.arange(len(rows), device=rows.device)
     slot_P = torch.searchsorted(sent.slot_offsets[1:].contiguous(), pair_P, right=True)
     answers = rows * (2.0 ** (slot_P % 3)).to(rows.dtype)[:, None]
@@ -212,36 +265,23 @@ def _open_gloo() -> Wire:
     return open_wire("gloo", _world(), timeout_s=WAIT_S)
 
 
-def _open_triton(bench: Bench) -> TritonExchange:
-    return TritonExchange(_memory(bench), 2, num_bytes=1 << 18, timeout_s=WAIT_S, lanes=_lanes(bench))
+def _open_blocks(bench: Bench) -> LowLatencyBlocks:
+    return LowLatencyBlocks(_memory(bench), 2, num_bytes=1 << 18, timeout_s=WAIT_S)
 
 
-def _open_wide(bench: Bench, shape: Shape) -> WideDispatcher:
+def _open_wide(bench: Bench, shape: Shape) -> DeviceDispatcher:
     """As the service does between GPUs of one host, but for NCCL, which refuses two ranks on one device."""
-    slots = shape.experts_per_rank
-    return WideDispatcher(
-        NormalWay(_open_gloo(), device=bench.device, slots_per_rank=slots, is_fp8=False),
-        LowLatencyWay(
-            PackedExchange(_memory(bench), 2, lanes=_lanes(bench), timeout_s=WAIT_S),
-            slots_per_rank=slots,
-            is_fp8=False,
-        ),
+    options: Any = {"slots_per_rank": shape.experts_per_rank, "is_fp8": False}
+    return DeviceDispatcher(
+        NormalPairs(HostRows(_open_gloo(), bench.device), device=bench.device, **options),
+        LowLatencyPairs(_memory(bench), 2, timeout_s=WAIT_S, **options),
         world_size=2, device=bench.device, row_format="as they are", name="pair", reason="it is checked",
     )  # fmt: skip
 
 
-def _lanes(bench: Bench) -> int:
-    """Programs per expert that copy rows; in the interpreter each costs time."""
-    return 16 if bench.device.type == "cuda" else 2
-
-
 def _memory(bench: Bench) -> OpenMemory:
-    def open_memory(num_bytes: int) -> SymmetricMemory:
-        if bench.device.type == "cuda":
-            return TorchSymmetricMemory(_world(), num_bytes, bench.device)
-        return SharedMemory(_world(), num_bytes, timeout_s=WAIT_S)
-
-    return open_memory
+    kind = "CUDA" if bench.device.type == "cuda" else "shared"
+    return open_memory_for(kind, _world(), bench.device, timeout_s=WAIT_S)
 
 
 def _world() -> dist.ProcessGroup:

@@ -19,7 +19,7 @@ from benchmarks.engine_alone import EngineAlone
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import MODELS, config_of, engine_config, transformers_model
 from benchmarks.gpu.parity import is_eager
-from benchmarks.gpu.rows import Figure, Row, Setting
+from benchmarks.gpu.results import Figure, Row, Setting
 from benchmarks.transformers_worker import Peer
 
 _CLIENTS, _PROMPT, _OUTPUT = (1, 32, 128, 256), 128, 128

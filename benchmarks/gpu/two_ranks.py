@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from benchmarks.gpu import pair_of_ranks
 from benchmarks.gpu.rank_checks import CHECKS
-from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.results import Row, Setting
 
 _TIMEOUT_S, _INTERPRETED_TIMEOUT_S = 180.0, 500.0  # kernels and the CPU's are compiled in it, by both
 

@@ -1,14 +1,13 @@
 """How ranks meet for calls of the Triton kernels: symmetric memory, numbered flags, waits, and what went wrong.
 
-Nothing here knows what travels: `TritonExchange` (DeepEP's calls) and `gpu.PackedExchange` (the service's) both write
-contents of their own between `_begin` and `_post`.
+Nothing here knows what travels: `exchange` writes contents between `_begin` and `_post`.
 
 On a GPU the host looks at nothing and counts nothing, so that a CUDA graph can replay the launches. Consequences there,
 unless `is_blocking`: a call that a peer refused or that ranks disagree on delivers nothing; the error comes with the next
 look (`check`, `barrier`). Likewise a late peer: after about `timeout_s` it is left out, and masked if `mask_lost`; if not,
 later calls do not wait for it again until somebody has looked.
-Where the host waits anyway, on the CPU, errors are raised by the call, as `CpuExchange` does; only that a peer which
-died is late, not lost.
+Where the host waits anyway, on the CPU, errors are raised by the call; only that a peer which died is late, not lost.
+A host that learns otherwise of a peer's end calls `interrupt`: kernels that wait look at a word in the host's memory.
 
 Memory is opened once, and a call that needs more opens larger memory: it waits for all ranks, as opening is collective.
 What is outgrown stays open, because graphs that were captured with it still write there; calls are numbered through, so
@@ -42,7 +41,7 @@ _REFUSAL = 0  # in place of a kind
 log = logging.getLogger(__name__)
 
 
-class TritonCalls(OneTravels):
+class DeviceCalls(OneTravels):
     """One rank's end. Opening is collective.
 
     Args:
@@ -80,13 +79,15 @@ class TritonCalls(OneTravels):
         self.calls = torch.zeros(1, dtype=torch.int64, device=self.device)  # the number of the last one
         self._trouble = torch.zeros(world_size, dtype=torch.int64, device=self.device)
         self._text = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device=self.device)
+        self._stop = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._interruption: DispatchError | None = None
 
     @property
     def has_remote(self) -> bool:
         """Whether some peer is reached by puts, which need room to start from."""
         return bool(self.memory.reach["HAS_REMOTE"])
 
-    def refuse(self, text: str) -> None:
+    def refuse(self, text: str, *, is_combine: bool = False) -> None:
         """See `LowLatencyExchange`. Returns when all have met, where the host looks."""
         self.settle()
         self._begin_call()
@@ -113,6 +114,11 @@ class TritonCalls(OneTravels):
         self.settle()
         self._meet("barrier")
 
+    def interrupt(self, error: DispatchError) -> None:
+        """End what waits for peers, now and later; `check` raises the error. Local, from any thread, for good."""
+        self._interruption = self._interruption or error
+        self._stop.fill_(1)
+
     def check(self, doing: str) -> None:
         """Wait for the device, and raise what went wrong since the last look. Local.
 
@@ -120,9 +126,11 @@ class TritonCalls(OneTravels):
             doing: what calls were made for, in words.
 
         Raises:
-            PeerRefused, RanksDisagree; DispatchTimeout, unless late ranks are masked.
+            PeerRefused, RanksDisagree; DispatchTimeout, unless late ranks are masked; what `interrupt` was given.
         """
         trouble = self._trouble.tolist()
+        if self._interruption is not None:
+            raise self._interruption
         if any(trouble):
             self._trouble.zero_()
             self._raise(
@@ -221,15 +229,15 @@ class TritonCalls(OneTravels):
         while not is_late:
             is_late = time.monotonic() - begin > self._timeout_s
             self._wait_flags(kind, None, polls, IS_LAST=is_late, HAS_CLOCK=False, **options)
-            if bool(((self.arrived != 0) | (self.mask != 0)).all()):
+            if self._interruption is not None or bool(((self.arrived != 0) | (self.mask != 0)).all()):
                 break
             if is_interpreted:
                 time.sleep(_PAUSE_S)
 
     def _wait_flags(self, kind: int, waited_R: Tensor | None, polls: int, **options: Any) -> None:
         flags.wait_flags[(self.world_size,)](
-            self.memory.peers, self.mask, self.arrived, self._trouble, waited_R, self.calls, self.rank,
-            self.layout.half_bytes, kind, polls, **options, num_warps=1,
+            self.memory.peers, self.mask, self.arrived, self._trouble, waited_R, self.calls, self._stop.data_ptr(),
+            self.rank, self.layout.half_bytes, kind, polls, **options, num_warps=1,
         )  # fmt: skip
 
     def _raise(self, found: dict[int, tuple[int, int]], doing: str) -> None:

@@ -13,21 +13,18 @@ Tested with `dispatch.Buffer`, which has the same interface, in its place; never
 Legend: T tokens, K choices, H hidden, N rows received, P pairs, R ranks, L slots per rank, M most tokens of a rank.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dispatch import fp8
-from dispatch.errors import WireUnavailable
+from dispatch.errors import DispatchError, WireUnavailable
 from dispatch.faces.config import NVL_PEERS
 from dispatch.faces.installed import load_package
-from dispatch.gpu.combine import combine_pairs
-from dispatch.gpu.packed import Packed
-from dispatch.gpu.permute import PairOrders
-from dispatch.gpu.wide import WideDispatcher
-from dispatch.meanwhile import Meanwhile, nothing
+from dispatch.gpu.dispatcher import DeviceDispatcher
+from dispatch.gpu.pairs import PairOrders, combine_pairs
 from dispatch.row_formats import describe_rows
 
 
@@ -38,7 +35,7 @@ def open_deep_ep(
     slots_per_rank: int,
     rows: str = "auto",
     module: Any = None,
-) -> WideDispatcher:
+) -> DeviceDispatcher:
     """Open a dispatcher over DeepEP. Its memory is opened by the first dispatch, which is collective anyway.
 
     Args:
@@ -58,7 +55,7 @@ def open_deep_ep(
             f"deep_ep is installed as {version}, which has no Buffer; install DeepEP 1.x to 2.1, or use auto or nccl"
         )
     buffers = _Buffers(module, group, slots_per_rank, is_fp8=rows == "fp8")
-    return WideDispatcher(
+    return DeviceDispatcher(
         _Normal(buffers, device),
         _LowLatency(buffers),
         world_size=dist.get_world_size(group),
@@ -67,6 +64,15 @@ def open_deep_ep(
         name="deep_ep",
         reason="it was asked for",
     )
+
+
+class _Received(NamedTuple):
+    """See `ReceivedPairs`."""
+
+    x_NH: Tensor
+    row_P: Tensor
+    slot_offsets: Tensor
+    num_pairs: int
 
 
 class _Buffers:
@@ -122,8 +128,8 @@ class _Buffers:
         return near, far
 
 
-class _Way:
-    """What both ways have in common; see `Way`."""
+class _DeepEpPairs:
+    """What both exchanges have in common; see `Way`."""
 
     def __init__(self, buffers: _Buffers) -> None:
         self._buffers = buffers
@@ -132,36 +138,36 @@ class _Way:
 
     @property
     def waited_ns(self) -> tuple[int, int]:
-        """See `Way`. Not known."""
+        """See `PairExchange`. Not known."""
         return 0, 0
 
-    @property
-    def sent_bytes(self) -> tuple[list[int], list[int]]:
-        """See `Way`. Not known."""
+    def sent_to_ranks(self) -> tuple[list[int], list[int]]:
+        """See `PairExchange`. Not known."""
         return [0] * self._buffers.world_size, [0] * self._buffers.world_size
 
-    def refuse(self, problem: str) -> None:
-        """See `Way`. There is no way to tell."""
+    def refuse(self, problem: str, *, is_combine: bool = False) -> None:
+        """See `PairExchange`. There is no way to tell."""
+
+    def interrupt(self, error: DispatchError) -> None:
+        """See `PairExchange`. DeepEP has no word for it: its own time-out ends what waits."""
 
     def check(self) -> None:
-        """See `Way`. DeepEP ends the process."""
+        """See `PairExchange`. DeepEP ends the process."""
 
     def close(self) -> None:
-        """See `Way`."""
+        """See `PairExchange`."""
         self._buffers.close()
 
 
-class _Normal(_Way):
+class _Normal(_DeepEpPairs):
     """Every choice travels as a token of its own."""
 
     def __init__(self, buffers: _Buffers, device: torch.device) -> None:
         super().__init__(buffers)
         self._orders = PairOrders(buffers.slots_per_rank, device)
 
-    def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Meanwhile = nothing
-    ) -> Packed:
-        """See `Way`. Waits for the device."""
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "_Received":
+        """See `PairExchange`. Waits for the device."""
         buffers, (T, K) = self._buffers, slots_TK.shape
         self._buffer = buffers.normal(x_TH.shape[1])
         self._slots_TK, choice = slots_TK, slots_TK.view(T * K, 1)
@@ -175,37 +181,30 @@ class _Normal(_Way):
             num_tokens_per_rdma_rank=per_node, is_token_in_rank=is_in_rank, num_tokens_per_expert=per_slot,
             topk_idx=choice, topk_weights=weights, async_finish=True,
         )  # fmt: skip
-        meanwhile()
         event.current_stream_wait()
         x_NH = fp8.dequantise_fp8(received[0], received[1], x_TH.dtype) if buffers.is_fp8 else received
         self._order = self._orders.order(local.long().contiguous())
-        return Packed(x_NH, self._order.row_P, self._order.slot_offsets, x_NH.shape[0])
+        return _Received(x_NH, self._order.row_P, self._order.slot_offsets, x_NH.shape[0])
 
-    def combine(
-        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, meanwhile: Meanwhile = nothing
-    ) -> None:
-        """See `Way`."""
-        y_NH = y_PH[self._order.pair_of_choice_TK.view(-1).long()]
+    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+        """See `PairExchange`."""
+        y_NH = y_PH[self._order.pair_of_choice_NK.view(-1).long()]
         answers, _, event = self._buffer.combine(y_NH, self._handle, async_finish=True)
-        meanwhile()
         event.current_stream_wait()
         at = torch.arange(answers.shape[0], device=answers.device).view(self._slots_TK.shape)
         combine_pairs(answers, torch.where(self._slots_TK >= 0, at, -1), weights_TK, out_TH)
 
 
-class _LowLatency(_Way):
+class _LowLatency(_DeepEpPairs):
     """DeepEP's low-latency calls. Torch operators that the host need not wait for turn its blocks into pairs and back."""
 
-    def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Meanwhile = nothing
-    ) -> Packed:
-        """See `Way`."""
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "_Received":
+        """See `PairExchange`."""
         buffers, L, K = self._buffers, self._buffers.slots_per_rank, slots_TK.shape[1]
         self._buffer, self._slots_TK = buffers.low_latency(capacity, x_TH.shape[1]), slots_TK
         received, count_L, self._handle, _, receive = self._buffer.low_latency_dispatch(
             x_TH, slots_TK, capacity, buffers.num_slots, use_fp8=buffers.is_fp8, return_recv_hook=True
         )
-        meanwhile()
         receive()
         x_LNH = fp8.dequantise_fp8(received[0], received[1], x_TH.dtype) if buffers.is_fp8 else received
         N, num_pairs = x_LNH.shape[1], x_LNH.shape[1] * min(K, L)
@@ -216,17 +215,14 @@ class _LowLatency(_Way):
         is_pair = pair < offsets[-1]
         at_P = slot_P * N + pair - offsets[slot_P]
         self._shape, self._target_P = x_LNH.shape, torch.where(is_pair, at_P, L * N)
-        return Packed(x_LNH.view(L * N, -1), torch.where(is_pair, at_P, 0), offsets, num_pairs)
+        return _Received(x_LNH.view(L * N, -1), torch.where(is_pair, at_P, 0), offsets, num_pairs)
 
-    def combine(
-        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, meanwhile: Meanwhile = nothing
-    ) -> None:
-        """See `Way`."""
+    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+        """See `PairExchange`."""
         L, N, H = self._shape
         y = y_PH.new_empty(L * N + 1, H)  # the last row takes what is no answer
         y.index_copy_(0, self._target_P, y_PH)
         _, _, receive = self._buffer.low_latency_combine(
             y[:-1].view(L, N, H), self._slots_TK, weights_TK, self._handle, out=out_TH, return_recv_hook=True
         )
-        meanwhile()
         receive()

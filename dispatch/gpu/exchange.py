@@ -1,43 +1,229 @@
-"""`LowLatencyExchange` by Triton kernels through symmetric memory: between GPUs, or in the interpreter between CPU ranks.
+"""Low-latency calls by Triton kernels through symmetric memory: for the service, and for DeepEP's interface.
 
-Nothing is allocated after the first call of a shape, and on a GPU the host looks at nothing (`calls` says what
-follows from that): choices out of range, and choices of a combine that were not dispatched, are no choices there instead
-of errors.
+Both send the same messages by the same kernels (`kernels`) and differ in where rows lie on the rank that computes: the
+service's experts read pairs packed by slot, DeepEP's interface has a block of R*M rows for each expert, in which a token
+lies once. After the first call of a shape nothing is allocated, and on a GPU the host looks at nothing (`calls` says what
+follows from that: choices out of range are no choices there instead of errors), so that a CUDA graph can replay a step.
 
 Interpreted across processes, and compiled for sm_90; never run on a GPU yet.
+
+Legend as in `kernels`; T tokens, P pairs.
 """
 
 from functools import partial
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
-from dispatch.gpu.calls import TritonCalls
-from dispatch.gpu.launches import Launches, TritonSlot
-from dispatch.gpu.memory import STORED
+from dispatch import fp8
+from dispatch.gpu import kernels
+from dispatch.gpu.calls import DeviceCalls
+from dispatch.gpu.casts import STORED, as_stored
+from dispatch.gpu.pairs import DeviceRoom, chunk_of, order_pairs
 from dispatch.gpu.symmetric import CombineContents, DispatchContents, OpenMemory
 from dispatch.low_latency.exchange import Posted
 from dispatch.low_latency.ring import DispatchSlot, Results
 from dispatch.low_latency.shape import LowLatencyShape
 
+_TILE_GROUPS = 8  # blocks of 128 channels that a program casts or sums at once: 1,024 elements
+_WARPS = 8
+_TOKENS = 64  # whose choices a program looks at at once
 
-class TritonExchange(TritonCalls):
-    """See `LowLatencyExchange` and `TritonCalls`. Opening is collective.
+
+class DeviceExchange(DeviceCalls):
+    """Sends rows and answers; see `DeviceCalls`. Calls are collective, in the same order on all ranks.
+
+    Attributes:
+        sent_bytes, answer_bytes: int64 [R] on the device, what went to each other rank so far.
+    """
+
+    def __init__(self, open_memory: OpenMemory, world_size: int, **options: Any) -> None:
+        super().__init__(open_memory, world_size, **options)
+        self.sent_bytes = torch.zeros(world_size, dtype=torch.int64, device=self.device)
+        self.answer_bytes = torch.zeros_like(self.sent_bytes)
+
+    @property
+    def _contents(self) -> int:
+        """Address of a call's contents in this rank's memory, in the first half."""
+        return self.memory.base + self.layout.contents_at
+
+    @property
+    def _half(self) -> tuple[Tensor, int]:
+        """From which kernels learn the half of a call: its number, and the bytes of a half."""
+        return self.calls, self.layout.half_bytes
+
+    def _send_rows(
+        self,
+        shape: LowLatencyShape,
+        x_TH: Tensor,
+        topk_TK: Tensor,
+        sent_TK: Tensor,
+        *,
+        round_scale: bool = False,
+    ) -> None:
+        """Begin a dispatch, and write this rank's rows to its peers."""
+        contents = DispatchContents(shape=shape, has_remote=self.has_remote)
+        self._begin(contents.num_bytes)
+        at = self.layout.contents_at
+        kernels.send_rows[(shape.max_tokens,)](
+            as_stored(x_TH), topk_TK, sent_TK, self.sent_bytes, self.memory.peers, self.mask, self.calls, x_TH.shape[0],
+            self.rank, self.layout.half_bytes, at, at + contents.rows_at, at + contents.staging_at,
+            R=shape.world_size, L=shape.experts_per_rank, M=shape.max_tokens, K=shape.choices, K_PAD=_padded(shape),
+            H=shape.hidden, ROW_BYTES=contents.row_bytes, SCALES_AT=shape.scales_at, GROUPS=_groups(shape),
+            IS_FP8=shape.is_fp8, ROUND_SCALE=round_scale, IS_BFLOAT16=shape.dtype == torch.bfloat16,
+            **self.memory.reach, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _send_answers(self, shape: LowLatencyShape, y: Tensor, at_NK: Tensor) -> None:
+        """Begin a combine, and write this rank's answers to its peers: row at_NK[n, k] of `y` for each choice."""
+        contents = CombineContents(shape=shape, dtype=y.dtype, has_remote=self.has_remote)
+        self._begin(contents.num_bytes)
+        at = self.layout.contents_at
+        kernels.send_answers[(shape.rows_per_expert, shape.choices)](
+            as_stored(y), at_NK, self.answer_bytes, self.memory.peers, self.mask, self.calls, self.rank,
+            self.layout.half_bytes, at, at + contents.staging_at, M=shape.max_tokens, K=shape.choices, H=shape.hidden,
+            ANSWER_BYTES=contents.answer_bytes, **self.memory.reach, num_warps=_WARPS,
+        )  # fmt: skip
+
+    def _sum_answers(
+        self, shape: LowLatencyShape, topk_TK: Tensor, sent_TK: Tensor, weights_TK: Tensor, out_TH: Tensor
+    ) -> None:
+        """Write the sums of what has arrived to out_TH."""
+        T, tile = out_TH.shape[0], _groups(shape) * fp8.BLOCK
+        if T == 0:
+            return
+        kernels.sum_answers[(T, triton.cdiv(shape.hidden, tile))](
+            self._contents, self.arrived, *self._half, topk_TK, sent_TK, weights_TK, as_stored(out_TH),
+            R=shape.world_size, L=shape.experts_per_rank, K=shape.choices, H=shape.hidden,
+            ANSWER_BYTES=CombineContents(shape=shape, dtype=out_TH.dtype).answer_bytes, TILE=tile,
+            IS_BFLOAT16=out_TH.dtype == torch.bfloat16, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+class PairResult:
+    """What a dispatch of the service delivers; overwritten by the next one.
+
+    Attributes:
+        shape: of the call.
+        num_pairs: room for pairs: R * M * K.
+        x_NH: [R*M, H], a row for each token of each rank; those that no choice here names are undefined.
+        row_P: int64 [num_pairs], undefined behind the last pair. slot_offsets: int64 [L+1].
+        at_NK: int32, the pair of each choice. sent_TK: int64 [M, K], the choices of this rank's tokens.
+    """
+
+    def __init__(self, shape: LowLatencyShape, x_NH: Tensor, row_P: Tensor) -> None:
+        self.shape, self.x_NH, self.row_P, self.num_pairs = shape, x_NH, row_P, row_P.shape[0]
+        L, N, M, K = shape.experts_per_rank, shape.rows_per_expert, shape.max_tokens, shape.choices
+        self.slot_offsets = torch.zeros(L + 1, dtype=torch.int64, device=row_P.device)
+        self.at_NK = torch.zeros(N, K, dtype=torch.int32, device=row_P.device)
+        self.sent_TK = torch.zeros(M, K, dtype=torch.int64, device=row_P.device)
+
+
+class LowLatencyPairs(DeviceExchange):
+    """The service's low-latency mode: a `PairExchange` whose calls a CUDA graph may replay.
 
     Args:
-        open_memory, world_size, options: of `TritonCalls`.
-        lanes: programs per expert that copy rows.
+        open_memory, world_size, options: of `DeviceCalls`.
+        slots_per_rank: L.
+        is_fp8: whether rows travel in FP8.
+
+    Attributes:
+        dispatch_ns, combine_ns: int64 [R] on the device, nanoseconds waited for each rank so far.
     """
+
+    is_replayable = True
+
+    def __init__(
+        self,
+        open_memory: OpenMemory,
+        world_size: int,
+        *,
+        slots_per_rank: int,
+        is_fp8: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(open_memory, world_size, **options)
+        self._slots_per_rank, self._is_fp8 = slots_per_rank, is_fp8
+        self._results: dict[LowLatencyShape, PairResult] = {}
+        self._rows = {dtype: DeviceRoom(dtype, self.device) for dtype in STORED}  # which all shapes share
+        self._pairs = DeviceRoom(torch.int64, self.device)
+        self.dispatch_ns, self.combine_ns = (
+            torch.zeros_like(self.sent_bytes),
+            torch.zeros_like(self.sent_bytes),
+        )
+
+    @property
+    def waited_ns(self) -> tuple[int, int]:
+        """See `PairExchange`. The longest that any one rank was waited for, at most what all took together."""
+        return int(self.dispatch_ns.max()), int(self.combine_ns.max())
+
+    def sent_to_ranks(self) -> tuple[list[int], list[int]]:
+        """See `PairExchange`."""
+        return self.sent_bytes.tolist(), self.answer_bytes.tolist()
+
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> PairResult:
+        """See `PairExchange`. `check` raises what went wrong, where the host does not wait."""
+        shape = LowLatencyShape(
+            world_size=self.world_size, experts_per_rank=self._slots_per_rank, max_tokens=capacity, hidden=x_TH.shape[1],
+            choices=slots_TK.shape[1], dtype=x_TH.dtype, is_fp8=self._is_fp8,
+        )  # fmt: skip
+        if shape not in self._results:
+            N = shape.rows_per_expert
+            x_NH = self._rows[shape.dtype].take(N, shape.hidden)
+            self._results[shape] = PairResult(shape, x_NH, self._pairs.take(N * shape.choices))
+        result = self._result = self._results[shape]
+        self._send_rows(shape, x_TH, slots_TK, result.sent_TK)
+        self._post("dispatch of pairs", shape, partial(self._deliver, result), self.dispatch_ns)()
+        return result
+
+    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+        """See `PairExchange`."""
+        shape, sent_TK = self._result.shape, self._result.sent_TK
+        self._send_answers(shape, y_PH, self._result.at_NK)
+        add_up = partial(self._sum_answers, shape, sent_TK, sent_TK, weights_TK, out_TH)
+        self._post("combine of pairs", shape, add_up, self.combine_ns)()
+
+    def check(self, doing: str = "step") -> None:
+        """See `PairExchange`."""
+        super().check(doing)
+
+    def _deliver(self, result: PairResult) -> None:
+        """Order the pairs of what has arrived, and copy its rows."""
+        shape, contents = result.shape, DispatchContents(shape=result.shape)
+        N, L, K = shape.rows_per_expert, shape.experts_per_rank, shape.choices
+        chunk, tile = chunk_of(N * K, L)
+        order_pairs[(L, triton.cdiv(N * K, chunk))](
+            self._contents, self.arrived, *self._half, result.row_P, result.at_NK, result.slot_offsets, N * K, chunk,
+            S=L, K=K, R=shape.world_size, PER_SOURCE=shape.max_tokens * K, TILE=tile, num_warps=4,
+        )  # fmt: skip
+        kernels.deliver_rows[(N,)](
+            self._contents + contents.rows_at, result.at_NK, *self._half, as_stored(result.x_NH), K=K,
+            K_PAD=_padded(shape), H=shape.hidden, ROW_BYTES=contents.row_bytes, SCALES_AT=shape.scales_at,
+            GROUPS=_groups(shape), IS_FP8=shape.is_fp8, IS_BFLOAT16=shape.dtype == torch.bfloat16, num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+class BlockSlot(DispatchSlot):
+    """And what brings the answers home: `at_NK`, int32, the row of each choice among all blocks' rows."""
+
+    def __init__(self, shape: LowLatencyShape, device: torch.device) -> None:
+        super().__init__(shape, device)
+        self.at_NK = torch.zeros(shape.rows_per_expert, shape.choices, dtype=torch.int32, device=device)
+
+
+class LowLatencyBlocks(DeviceExchange):
+    """DeepEP's low-latency calls; see `LowLatencyExchange`, and `DeviceCalls` for what it is opened with."""
 
     dtypes: tuple[torch.dtype, ...] | None = tuple(STORED)
 
-    def __init__(self, open_memory: OpenMemory, world_size: int, *, lanes: int = 16, **options: Any) -> None:
+    def __init__(self, open_memory: OpenMemory, world_size: int, **options: Any) -> None:
         super().__init__(open_memory, world_size, **options)
-        self._results = Results(TritonSlot, self.device)
-        self._launches = Launches(self, lanes=lanes)
+        self._results = Results(BlockSlot, self.device)
 
-    def slot_of(self, source_token_LN: Tensor) -> TritonSlot | None:
+    def slot_of(self, source_token_LN: Tensor) -> BlockSlot | None:
         """See `LowLatencyExchange`."""
         return self._results.slot_of(source_token_LN)
 
@@ -61,14 +247,13 @@ class TritonExchange(TritonCalls):
         may_wait: bool,
         stats_L: Tensor | None = None,
         waited_R: Tensor | None = None,
-    ) -> tuple[TritonSlot, Posted]:
+    ) -> tuple[BlockSlot, Posted]:
         """See `LowLatencyExchange`."""
-        self._begin(DispatchContents(shape=shape, has_remote=self.has_remote).num_bytes)
+        self.settle()
         slot = self._results.next_slot(shape)
         slot.num_tokens = x_TH.shape[0]
-        self._launches.send_rows(shape, slot.tables, x_TH, topk_TK, round_scale=round_scale)
-        deliver = partial(self._launches.deliver_rows, slot, stats_L)
-        return slot, self._post("dispatch", shape, deliver, waited_R)
+        self._send_rows(shape, x_TH, topk_TK, slot.sent_TK, round_scale=round_scale)
+        return slot, self._post("dispatch", shape, partial(self._deliver, slot, stats_L), waited_R)
 
     def post_combine(
         self,
@@ -82,16 +267,51 @@ class TritonExchange(TritonCalls):
         waited_R: Tensor | None = None,
     ) -> tuple[Tensor, Posted]:
         """See `LowLatencyExchange`."""
-        assert isinstance(slot, TritonSlot), "slots come from this exchange"
-        shape, tables = slot.shape, slot.tables
-        self._begin(CombineContents(shape=shape, dtype=y_LNH.dtype, has_remote=self.has_remote).num_bytes)
+        assert isinstance(slot, BlockSlot), "slots come from this exchange"
+        shape = slot.shape
+        self._send_answers(shape, y_LNH, slot.at_NK)
         if out_TH is None:
             out_TH = self._results.next_output(shape, y_LNH.dtype, topk_TK.shape[0])
-        self._launches.send_answers(shape, tables, y_LNH)
-        add_up = partial(self._launches.sum_answers, shape, tables, topk_TK, weights_TK, out_TH)
+        add_up = partial(self._sum_answers, shape, topk_TK, slot.sent_TK, weights_TK, out_TH)
         return out_TH, self._post(f"combine of {y_LNH.dtype}", shape, add_up, waited_R)
+
+    def _deliver(self, slot: BlockSlot, stats_L: Tensor | None) -> None:
+        """Write what has arrived to the slot."""
+        shape, contents = slot.shape, DispatchContents(shape=slot.shape)
+        R, L, M, K, N = (
+            shape.world_size,
+            shape.experts_per_rank,
+            shape.max_tokens,
+            shape.choices,
+            shape.rows_per_expert,
+        )
+        kernels.order_blocks[(L, R)](
+            self._contents, self.arrived, *self._half, slot.at_NK, slot.count_L, slot.layout_range_LR,
+            slot.source_token_LN, stats_L, R=R, L=L, M=M, K=K, K_PAD=_padded(shape),
+            TILE=min(_TOKENS, triton.next_power_of_2(M)), HAS_STATS=stats_L is not None, num_warps=4,
+        )  # fmt: skip
+        scales = slot.scales
+        if scales is not None:
+            scales = scales.transpose(1, 2).view(torch.uint8 if shape.is_ue8m0 else torch.int32)
+        kernels.deliver_blocks[(N, K)](
+            self._contents + contents.rows_at, slot.at_NK, *self._half,
+            slot.x_LNH.view(torch.uint8 if shape.is_fp8 else STORED[shape.dtype]), scales, N=N, K=K, K_PAD=_padded(shape),
+            H=shape.hidden, ROW_BYTES=contents.row_bytes, SCALES_AT=shape.scales_at, SCALES=shape.num_scales,
+            SCALES_PAD=triton.next_power_of_2(4 * fp8.num_words(shape.hidden)), IS_FP8=shape.is_fp8,
+            IS_UE8M0=shape.is_ue8m0, num_warps=_WARPS,
+        )  # fmt: skip
 
     @staticmethod
     def _find(is_bad_TK: Tensor) -> int:
         bad = is_bad_TK.flatten().nonzero()
         return int(bad[0]) if bad.numel() else -1
+
+
+def _padded(shape: LowLatencyShape) -> int:
+    """Return a power of two that K fits in."""
+    return int(triton.next_power_of_2(shape.choices))
+
+
+def _groups(shape: LowLatencyShape) -> int:
+    """Return the blocks of 128 channels that a program handles at once."""
+    return min(_TILE_GROUPS, int(triton.next_power_of_2(fp8.num_blocks(shape.hidden))))

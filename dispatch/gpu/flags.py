@@ -23,6 +23,7 @@ CAME = tl.constexpr(1)
 REFUSED = tl.constexpr(2)
 OTHER_CALL = tl.constexpr(3)
 WAS_LATE = tl.constexpr(4)  # as trouble
+POLLS_PER_STOP = tl.constexpr(256)  # looks at a flag for each at the host's word
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def post_refusal(
 
 @triton.jit(do_not_specialize=["rank", "kind", "max_polls"])
 def wait_flags(
-    peers, mask, arrived, trouble, waits, calls, rank, half_bytes, kind, max_polls,
+    peers, mask, arrived, trouble, waits, calls, stop, rank, half_bytes, kind, max_polls,
     IS_LAST: tl.constexpr, IS_MASKING: tl.constexpr, ANY_CALL: tl.constexpr, HAS_CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (source): wait for its flag, looking at most `max_polls` times more than once; note what came.
@@ -94,19 +95,21 @@ def wait_flags(
     CAME). `trouble`: int64 [R], which keeps number * 8 + REFUSED, OTHER_CALL or, if IS_LAST, WAS_LATE until the host has
     looked; a source that is late then is masked where IS_MASKING, and else looked at only once until then, so that the
     calls of a step do not each wait for a rank that is gone. `waits`: int64 [R], to which nanoseconds are added if
-    HAS_CLOCK.
+    HAS_CLOCK. `stop`: address of an int64 in the host's memory; waiting ends when the host has set it.
     """
     source = tl.program_id(0)
     flag = (tl.load(peers + rank) + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int64)) + source
-    number = tl.load(calls)
+    number, stop = tl.load(calls), stop.to(tl.pointer_type(tl.int64))
     word = (number << 32) | kind
-    status, looks = 0, 0
+    status, looks = 0, tl.full([], 0, tl.int32)
     if tl.load(mask + source) == 0:
         if HAS_CLOCK:
             begin = globaltimer()
         polls = tl.where((tl.load(trouble + source) & 7) == WAS_LATE, 0, max_polls)
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         while ((seen >> 32) < number) & (looks < polls):
+            if looks % POLLS_PER_STOP == 0:  # it lies behind a bus: a look takes longer than one at the flag
+                polls = tl.where(tl.load(stop, volatile=True) != 0, 0, polls)
             seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
             looks += 1
         if (seen >> 32) >= number:

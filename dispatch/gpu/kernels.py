@@ -1,166 +1,232 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # ruff: noqa: SIM102 - a condition that loads must not be evaluated beside the one that guards it
-"""Low-latency dispatch as Triton kernels over a table of the ranks' memory: store to the peer, raise a flag, wait.
+"""Low-latency dispatch and combine as Triton kernels over a table of the ranks' memory.
 
-Every rank has the same layout of symmetric memory (`symmetric.py`); the table holds each rank's base address, or 0 for a
-peer that cannot be addressed and is reached by NVSHMEM (`HAS_REMOTE`, `triton_nvshmem.py`; compiled, never run). Two
-phases are enough, as in `wires.signals`.
-No atomics decide an order: a token has one place at each peer, and receivers count. Hence the same bits as the oracle.
+A call is a chain of launches: begin, send, post, wait, order, deliver; then begin, answer, post, wait, sum (`flags` has
+begin, post and wait). Every rank has the same layout of symmetric memory (`symmetric`); `peers` holds each rank's base
+address, or 0 for a peer that NVSHMEM reaches by puts (`HAS_REMOTE`; compiled, never run).
 
-A call is a chain of launches: begin, send, post, wait, place, deliver; begin, answer, post, wait, sum (`flags`,
-`answers`, `casts`).
+A message holds, for every token of its sender, the token's choices as the receiver's experts (-1: not here), and the row
+itself if one is. A token has one place at every peer, source * M + token, so nobody counts before sending and no atomics
+decide an order: the bits are the oracle's. An answer goes to its token's place, one for each choice.
+What differs between the service and DeepEP's interface is where a row and its answer lie on the rank that computes:
+packed by slot (`pairs.order_pairs`, `deliver_rows`) or in a block of R*M rows for each expert (`order_blocks`,
+`deliver_blocks`). Either writes a table `at_NK`, which says for every choice where that is; answers go home by it.
 
 Ideas: DeepEP's low-latency kernels (DeepSeek); flags that carry a number: Triton-distributed. Rejected: DeepEP's row
 places by atomic counters, whose order changes from run to run.
 
-Legend: R ranks, L experts per rank, M most tokens of a rank, K choices, H hidden, N = R*M. Addresses are int64.
+Legend: R ranks, L experts (or slots) of a rank, M most tokens of a rank, K choices, H hidden, N = R*M places. Addresses
+are int64; offsets (`_at`) are within the half of the memory that the call uses.
 """
 
 import triton
 import triton.language as tl
 
 from dispatch.gpu import nvshmem
-from dispatch.gpu.casts import copy_row, write_row
+from dispatch.gpu.casts import copy_row, narrow, restore_row, see_row, widen, write_row
 from dispatch.gpu.flags import CAME, half_at, is_sound
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
 def send_rows(
-    x, topk, sent, peers, mask, calls, num_tokens, rank, half_bytes, entries_at, rows_at, staging_at,
+    x, topk, sent, sent_bytes, peers, mask, calls, num_tokens, rank, half_bytes, choices_at, rows_at, staging_at,
     R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, H: tl.constexpr,
     ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr, GROUPS: tl.constexpr, IS_FP8: tl.constexpr,
     ROUND_SCALE: tl.constexpr, IS_BFLOAT16: tl.constexpr, HAS_REMOTE: tl.constexpr,
 ):  # fmt: skip
     """Program (token): tell every rank which of its experts the token chose, and give the row to those that have one.
 
-    Runs for all M places, so that a place without a token says so. `sent` int64 [M, K] keeps the choices for the sum.
-    A choice out of range is no choice: nobody looked before, and nothing is to be written out of place.
+    Runs for all M places, so that a place without a token says so. `sent`, int64 [M, K], keeps the choices for the sum; a
+    choice out of range is none: nobody looked before. `sent_bytes`, int64 [R], is added to.
     """
     token = tl.program_id(0)
     half = half_at(calls, half_bytes)
-    entries_at, rows_at, staging_at = entries_at + half, rows_at + half, staging_at + half
+    choices_at, rows_at, staging_at = choices_at + half, rows_at + half, staging_at + half
     k = tl.arange(0, K_PAD)
-    is_choice = (k < K) & (token < num_tokens)
-    chosen = tl.load(topk + token * K + k, mask=is_choice, other=-1)
+    chosen = tl.load(topk + token * K + k, mask=(k < K) & (token < num_tokens), other=-1)
     expert = tl.where((chosen >= 0) & (chosen < R * L), chosen, -1).to(tl.int32)
     tl.store(sent + token * K + k, expert.to(tl.int64), mask=k < K)
-    is_twin = (expert[:, None] == expert[None, :]) & (k[None, :] < k[:, None])
-    expert = tl.where(tl.sum(is_twin.to(tl.int32), axis=1) > 0, -1, expert)
     owner = tl.where(expert >= 0, expert // L, -1)
     place = (rank * M + token).to(tl.int64)
-    _announce(
-        expert, owner, place, token, peers, mask, rank, entries_at, staging_at, R, L, M, K, K_PAD, ROW_BYTES, HAS_REMOTE,
-    )  # fmt: skip
     row = x + token.to(tl.int64) * H
+    own = tl.load(peers + rank)
+    outgoing = own + staging_at + token.to(tl.int64) * ROW_BYTES
     if HAS_REMOTE:
-        write_row(
-            tl.load(peers + rank) + staging_at + token.to(tl.int64) * ROW_BYTES, row,
-            H, SCALES_AT, GROUPS, IS_FP8, ROUND_SCALE, IS_BFLOAT16,
-        )  # fmt: skip
-        tl.debug_barrier()
-    for i in range(K):
-        to = tl.max(tl.where(k == i, owner, -1), axis=0)
-        is_first = tl.sum(((owner == to) & (k < i)).to(tl.int32), axis=0) == 0
-        if (to >= 0) & is_first:
-            if tl.load(mask + to) == 0:
-                base = tl.load(peers + to)
-                if base != 0:
+        write_row(outgoing, row, H, SCALES_AT, GROUPS, IS_FP8, ROUND_SCALE, IS_BFLOAT16)
+    for to in range(R):
+        local = tl.where(owner == to, expert - to * L, -1)
+        is_wanted = tl.max(local, axis=0) >= 0
+        if tl.load(mask + to) == 0:
+            base = tl.load(peers + to)
+            if base != 0:
+                choices = (base + choices_at + place * (4 * K)).to(tl.pointer_type(tl.int32))
+                tl.store(choices + k, local, mask=k < K)
+                if is_wanted:
                     write_row(
                         base + rows_at + place * ROW_BYTES, row,
                         H, SCALES_AT, GROUPS, IS_FP8, ROUND_SCALE, IS_BFLOAT16,
                     )  # fmt: skip
-                elif HAS_REMOTE:
-                    own = tl.load(peers + rank)
-                    outgoing = own + staging_at + token.to(tl.int64) * ROW_BYTES
-                    nvshmem.put_block(own + rows_at + place * ROW_BYTES, outgoing, ROW_BYTES, to)
-
-
-@triton.jit
-def _announce(
-    expert, owner, place, token, peers, mask, rank, entries_at, staging_at,
-    R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, ROW_BYTES: tl.constexpr,
-    HAS_REMOTE: tl.constexpr,
-):  # fmt: skip
-    """Write to every rank which of its experts a token is for, at its place; -1 for those of others."""
-    k = tl.arange(0, K_PAD)
-    for r in range(R):
-        base = tl.load(peers + r)
-        entry = tl.where(owner == r, expert - r * L, -1)
-        if tl.load(mask + r) == 0:
-            if base != 0:
-                tl.store(
-                    (base + entries_at + place * (4 * K)).to(tl.pointer_type(tl.int32)) + k, entry, mask=k < K
-                )
             elif HAS_REMOTE:
-                own = tl.load(peers + rank)
-                outgoing = own + staging_at + M * ROW_BYTES + (r * M + token).to(tl.int64) * (4 * K)
-                tl.store(outgoing.to(tl.pointer_type(tl.int32)) + k, entry, mask=k < K)
+                staged = own + staging_at + M * ROW_BYTES + (to * M + token).to(tl.int64) * (4 * K)
+                tl.store(staged.to(tl.pointer_type(tl.int32)) + k, local, mask=k < K)
                 tl.debug_barrier()
-                nvshmem.put_block(own + entries_at + place * (4 * K), outgoing, 4 * K, r)
-
-
-@triton.jit
-def place_rows(
-    entries, arrived, calls, half_bytes, counts, layout_range, source_tokens, row_places, row_choices, stats,
-    R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
-    HAS_STATS: tl.constexpr,
-):  # fmt: skip
-    """Program (local expert): count its rows and order them by source, then token.
-
-    `entries`: address of int32 [R, M, K] as received, in the first half. `arrived`: int32 [R]. `row_places`: int32 [L, N],
-    source * M + token. `row_choices`: int32 [L, N], which of its token's choices this expert is: where the answer goes.
-    """
-    local = tl.program_id(0)
-    k = tl.arange(0, K_PAD)
-    begin = tl.full([], 0, tl.int32)
-    sound = is_sound(arrived, R)
-    entries = (entries + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int32))
-    for source in range(R):
-        first = begin
-        if sound & (tl.load(arrived + source) == CAME):
-            for token0 in range(0, M, TILE):
-                token = token0 + tl.arange(0, TILE)
-                at = (source * M + token[:, None]) * K + k[None, :]
-                entry = tl.load(entries + at, mask=(token[:, None] < M) & (k[None, :] < K), other=-1)
-                is_mine = (entry == local).to(tl.int32)
-                is_chosen = tl.max(is_mine, axis=1)
-                row = local * (R * M) + begin + tl.cumsum(is_chosen, axis=0) - 1
-                tl.store(source_tokens + row, token, mask=is_chosen != 0)
-                tl.store(row_places + row, source * M + token, mask=is_chosen != 0)
-                tl.store(row_choices + row, tl.max(is_mine * k[None, :], axis=1), mask=is_chosen != 0)
-                begin += tl.sum(is_chosen, axis=0)
-        packed = (first.to(tl.int64) << 32) | (begin - first).to(tl.int64)
-        tl.store(layout_range + local * R + source, packed)
-    tl.store(counts + local, begin)
-    if HAS_STATS:
-        tl.store(stats + local, tl.load(stats + local) + begin)
+                nvshmem.put_block(own + choices_at + place * (4 * K), staged, 4 * K, to)
+                if is_wanted:
+                    nvshmem.put_block(own + rows_at + place * ROW_BYTES, outgoing, ROW_BYTES, to)
+            if to != rank:
+                num_bytes = tl.where(is_wanted, 4 * K + ROW_BYTES, 4 * K)
+                tl.atomic_add(sent_bytes + to, num_bytes.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
 def deliver_rows(
-    rows, counts, row_places, calls, half_bytes, x_out, scales_out,
-    N: tl.constexpr, H: tl.constexpr, ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr, SCALES: tl.constexpr,
-    SCALES_PAD: tl.constexpr, TILE: tl.constexpr, IS_FP8: tl.constexpr, IS_UE8M0: tl.constexpr,
+    rows, at_NK, calls, half_bytes, x_out,
+    K: tl.constexpr, K_PAD: tl.constexpr, H: tl.constexpr, ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr,
+    GROUPS: tl.constexpr, IS_FP8: tl.constexpr, IS_BFLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Program (local expert, lane): copy every lanes-th of its rows, and the scales to their columns.
+    """Program (place): copy its row to x_out [N, H] if a choice is here, widened if it travelled in FP8.
 
-    `rows`: address of the received rows, in the first half. `x_out`: [L, N, H]. `scales_out`: [L, SCALES or words, N]: float32, or with
-    IS_UE8M0 uint8 of [L, words, N, 4].
+    `rows`: address of the received rows, in the first half. `x_out`'s other rows are left as they are.
     """
-    local, lane = tl.program_id(0), tl.program_id(1)
-    row, count = lane, tl.load(counts + local)
-    rows += half_at(calls, half_bytes)
-    while row < count:  # not a range: the interpreter cannot count to a loaded number
-        source = rows + tl.load(row_places + local * N + row).to(tl.int64) * ROW_BYTES
-        target = x_out + (local * N + row).to(tl.int64) * H
-        copy_row(target, source.to(tl.pointer_type(x_out.dtype.element_ty)), H, TILE)
+    place, k = tl.program_id(0).to(tl.int64), tl.arange(0, K_PAD)
+    if tl.max(tl.load(at_NK + place * K + k, mask=k < K, other=-1), axis=0) >= 0:
+        source = rows + half_at(calls, half_bytes) + place * ROW_BYTES
         if IS_FP8:
-            b = tl.arange(0, SCALES_PAD)
-            scale = tl.load((source + SCALES_AT).to(tl.pointer_type(tl.int32)) + b, mask=b < SCALES, other=0)
+            restore_row(x_out + place * H, source, H, SCALES_AT, GROUPS, IS_BFLOAT16)
+        else:
+            copy_row(x_out + place * H, see_row(source, x_out.dtype.element_ty), H)
+
+
+@triton.jit
+def order_blocks(
+    choices, arrived, calls, half_bytes, at_NK, counts, layout_range, source_tokens, stats,
+    R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+):  # fmt: skip
+    """Program (expert, source): order the source's tokens for this expert behind those of the sources before it.
+
+    A token lies once in an expert's block, however often it chose the expert. Every program counts by itself what the
+    sources before its own sent, so that no program waits for another.
+
+    `choices`: address of int32 [R, M, K] as received, in the first half. `arrived`: int32 [R]. `at_NK`: int32, expert * N +
+    row, -1 elsewhere. `counts`: int32 [L]. `layout_range`: int64 [L, R]. `source_tokens`: int32 [L, N].
+    """
+    local, source = tl.program_id(0), tl.program_id(1)
+    k, sound = tl.arange(0, K_PAD), is_sound(arrived, R)
+    choices = (choices + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int32))
+    before, every = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    for place0 in range(0, R * M, TILE):
+        place = place0 + tl.arange(0, TILE)
+        is_read = place < R * M
+        came = tl.load(arrived + place // M, mask=is_read, other=0) == CAME
+        at = place[:, None] * K + k[None, :]
+        entry = tl.load(choices + at, mask=(is_read & came & sound)[:, None] & (k < K)[None, :], other=-1)
+        is_chosen = tl.max((entry == local).to(tl.int32), axis=1)
+        every += is_chosen
+        before += tl.where(place < source * M, is_chosen, 0)
+        if local == 0:
+            is_none = is_read[:, None] & (k < K)[None, :] & (entry < 0) & (place // M == source)[:, None]
+            tl.store(at_NK + at, -1, mask=is_none)
+    first = tl.sum(before, axis=0)
+    begin = first
+    did_come = sound & (tl.load(arrived + source) == CAME)
+    for token0 in range(0, M, TILE):
+        token = token0 + tl.arange(0, TILE)
+        at = (source * M + token[:, None]) * K + k[None, :]
+        is_read = ((token < M) & did_come)[:, None] & (k < K)[None, :]
+        is_mine = tl.load(choices + at, mask=is_read, other=-1) == local
+        is_chosen = tl.max(is_mine.to(tl.int32), axis=1)
+        row = local * (R * M) + begin + tl.cumsum(is_chosen, axis=0) - 1
+        tl.store(source_tokens + row, token, mask=is_chosen != 0)
+        tl.store(at_NK + at, row[:, None] + tl.zeros([TILE, K_PAD], tl.int32), mask=is_mine)
+        begin += tl.sum(is_chosen, axis=0)
+    packed = (first.to(tl.int64) << 32) | (begin - first).to(tl.int64)
+    tl.store(layout_range + local * R + source, packed)
+    if source == 0:
+        count = tl.sum(every, axis=0)
+        tl.store(counts + local, count)
+        if HAS_STATS:
+            tl.store(stats + local, tl.load(stats + local) + count)
+
+
+@triton.jit
+def deliver_blocks(
+    rows, at_NK, calls, half_bytes, x_out, scales_out,
+    N: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, H: tl.constexpr, ROW_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALES: tl.constexpr, SCALES_PAD: tl.constexpr, IS_FP8: tl.constexpr,
+    IS_UE8M0: tl.constexpr,
+):  # fmt: skip
+    """Program (place, choice): copy the place's row to the block of this choice, and the scales to their columns.
+
+    `x_out`: [L, N, H]. `scales_out`: [L, SCALES or words, N]: float32, or with IS_UE8M0 uint8 of [L, words, N, 4].
+    """
+    place, choice, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, K_PAD)
+    at = tl.load(at_NK + place * K + choice)
+    earlier = tl.load(at_NK + place * K + k, mask=k < choice, other=-1)
+    if (at >= 0) & (tl.sum((earlier == at).to(tl.int32), axis=0) == 0):
+        source = rows + half_at(calls, half_bytes) + place * ROW_BYTES
+        copy_row(x_out + at.to(tl.int64) * H, see_row(source, x_out.dtype.element_ty), H)
+        if IS_FP8:
+            local, row, b = at // N, at % N, tl.arange(0, SCALES_PAD)
+            scale = tl.load(see_row(source + SCALES_AT, tl.int32) + b, mask=b < SCALES, other=0)
             if IS_UE8M0:
                 words: tl.constexpr = (SCALES + 3) // 4
-                at = ((local * words + b // 4) * N + row) * 4 + b % 4
-                tl.store(scales_out + at, ((scale >> 23) & 255).to(tl.uint8), mask=b < 4 * words)
+                column = ((local * words + b // 4) * N + row) * 4 + b % 4
+                tl.store(scales_out + column, ((scale >> 23) & 255).to(tl.uint8), mask=b < 4 * words)
             else:
                 tl.store(scales_out + (local * SCALES + b) * N + row, scale, mask=b < SCALES)
-        row += tl.num_programs(1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def send_answers(
+    y, at_NK, sent_bytes, peers, mask, calls, rank, half_bytes, answers_at, staging_at,
+    M: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ANSWER_BYTES: tl.constexpr, HAS_REMOTE: tl.constexpr,
+):  # fmt: skip
+    """Program (place, choice): write the choice's answer, a row of `y`, to its place [token, choice] at the source.
+
+    `sent_bytes`, int64 [R], is added to.
+    """
+    place, choice = tl.program_id(0), tl.program_id(1)
+    at = tl.load(at_NK + place * K + choice)
+    if at >= 0:
+        source, token = place // M, place % M
+        if tl.load(mask + source) == 0:
+            half = half_at(calls, half_bytes)
+            base, answer = tl.load(peers + source), y + at.to(tl.int64) * H
+            target = answers_at + half + (token * K + choice).to(tl.int64) * ANSWER_BYTES
+            if base != 0:
+                copy_row(see_row(base + target, y.dtype.element_ty), answer, H)
+            elif HAS_REMOTE:
+                own = tl.load(peers + rank)
+                outgoing = own + staging_at + half + (place * K + choice).to(tl.int64) * ANSWER_BYTES
+                copy_row(see_row(outgoing, y.dtype.element_ty), answer, H)
+                tl.debug_barrier()
+                nvshmem.put_block(own + target, outgoing, ANSWER_BYTES, source)
+            if source != rank:
+                tl.atomic_add(sent_bytes + source, tl.full([], ANSWER_BYTES, tl.int64), sem="relaxed")
+
+
+@triton.jit
+def sum_answers(
+    answers, arrived, calls, half_bytes, topk, sent, weights, out,
+    R: tl.constexpr, L: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ANSWER_BYTES: tl.constexpr,
+    TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile): add weight times answer for k = 0..K-1 in float32, and round once.
+
+    `answers`: address of [M, K] places, in the first half. `sent`: the choices as dispatched; what `topk` has otherwise adds
+    nothing, nor does the choice of a rank whose answers did not come.
+    """
+    token, at = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    total = tl.zeros([TILE], tl.float32)
+    answers += half_at(calls, half_bytes)
+    sound = is_sound(arrived, R)
+    for k in range(K):
+        expert = tl.load(topk + token * K + k)
+        if sound & (expert >= 0) & (expert == tl.load(sent + token * K + k)):
+            if tl.load(arrived + expert // L) == CAME:
+                place = see_row(answers + (token * K + k).to(tl.int64) * ANSWER_BYTES, out.dtype.element_ty)
+                answer = tl.load(place + at, mask=at < H, other=0)
+                total += tl.load(weights + token * K + k) * widen(answer, IS_BFLOAT16)
+    tl.store(out + token.to(tl.int64) * H + at, narrow(total, out.dtype.element_ty, IS_BFLOAT16), mask=at < H)

@@ -1,17 +1,174 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""NVSHMEM's device functions for Triton kernels: for peers whose memory cannot be addressed. Compiled, never run here.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,no-any-return"
+"""NVSHMEM: memory that ranks on other hosts reach by puts, and the device functions with which kernels put.
 
-Names and signatures are those of libnvshmem_device.bc (nvidia-nvshmem 3.x, device/nvshmem_defines.h and
-nvshmemx_defines.h). Addresses are this rank's own symmetric ones; NVSHMEM finds the peer's. A kernel that uses them
-needs the library linked (`extern_libs={"libnvshmem_device": path}`) and the module initialised by NVSHMEM's host
-library; `find_device_library` finds it. The interpreter knows no external functions: HAS_REMOTE is False there.
+NVSHMEM is started once per process, for the processes of the first group, and lasts as long as they do. Its processes
+are fixed: one that was started again cannot join those that run, and freeing memory waits for all of them. Hence:
+- opening begins with everybody saying what NVSHMEM runs with in its process; if that is not one and the same, all ranks
+  get the same error, and nobody waits for a rank that does something else;
+- closing is local. Memory is not freed but kept, for the next opening by the same processes.
+A process uses no other provider beside it, because every kernel that writes to peers is then linked with NVSHMEM's device
+library and initialised when it is loaded. Device functions have the names of libnvshmem_device.bc (nvidia-nvshmem 3.x);
+addresses are this rank's own symmetric ones, NVSHMEM finds the peer's. The interpreter knows no external functions:
+HAS_REMOTE is False there. Written against nvshmem4py 0.4; tested with a stand-in, compiled, never run.
 """
 
+import importlib
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+import torch.distributed as dist
 import triton.language as tl
+from torch import Tensor
 from triton.language import core
+
+from dispatch.errors import WireUnavailable
+
+LINKED = ("send_rows", "send_answers", "post_flags", "post_refusal")  # the kernels that call NVSHMEM
+
+
+class _Running(NamedTuple):
+    """What NVSHMEM runs with in a process."""
+
+    unique_id: bytes  # of the processes that were started together
+    ranks: tuple[int, ...]
+    kept_bytes: tuple[int, ...]  # memory that was closed, in the order of closing
+
+
+class _Process:
+    """NVSHMEM in this process; there is one."""
+
+    def __init__(self) -> None:
+        self.unique_id, self.ranks = b"", ()
+        self.kept: list[Any] = []
+
+    def running(self) -> _Running | None:
+        """Return what it runs with; None: it was not started."""
+        sizes = tuple(int(_bytes_of(buffer).numel()) for buffer in self.kept)
+        return _Running(self.unique_id, self.ranks, sizes) if self.ranks else None
+
+    ranks: tuple[int, ...]
+
+
+_PROCESS = _Process()
+
+
+class NvshmemMemory:
+    """See `SymmetricMemory`. Opening is collective over `group`, closing is local.
+
+    Args:
+        group: brings NVSHMEM's unique id to all ranks.
+        num_bytes: of each rank, on NVSHMEM's symmetric heap (NVSHMEM_SYMMETRIC_SIZE).
+        nvshmem: the module nvshmem.core, or what stands in for it; None: it is imported.
+        process: what NVSHMEM runs with, of a test.
+
+    Raises:
+        WireUnavailable: a package is missing; or NVSHMEM runs with other processes, on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int,
+        device: torch.device,
+        nvshmem: Any = None,
+        process: _Process = _PROCESS,
+    ) -> None:
+        self.rank, self.world_size, self.device = dist.get_rank(group), dist.get_world_size(group), device
+        self._nvshmem, self._process = nvshmem or _load(), process
+        kept_bytes = _start(self._nvshmem, group, device, process)
+        found = next((at for at, size in enumerate(kept_bytes) if size >= num_bytes), None)
+        self._buffer = self._nvshmem.buffer(num_bytes) if found is None else process.kept.pop(found)
+        self.memory: Tensor = _bytes_of(self._buffer)[:num_bytes].zero_()
+        self.base = self.memory.data_ptr()
+        addresses = [self._address_of(peer) for peer in range(self.world_size)]
+        self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.reach: dict[str, Any] = {"HAS_REMOTE": 0 in addresses}
+        if 0 in addresses:
+            self.reach["extern_libs"] = {"libnvshmem_device": find_device_library()}
+            _initialise_loaded_kernels(self._nvshmem)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier(group)  # nobody writes before everybody's memory is zero
+
+    def close(self) -> None:
+        """See `SymmetricMemory`. To free it would wait for every process, one that has died too: it is kept."""
+        if self._buffer is not None:
+            self._process.kept.append(self._buffer)
+            self.memory, self._buffer = torch.empty(0, dtype=torch.uint8), None
+
+    def _address_of(self, peer: int) -> int:
+        """Return a peer's base address, 0 if it cannot be addressed from here."""
+        if peer == self.rank:
+            return self.base
+        try:
+            return int(self._nvshmem.get_peer_buffer(self._buffer, peer).handle)
+        except self._nvshmem.NvshmemError:
+            return 0
+
+
+def _bytes_of(buffer: Any) -> Tensor:
+    return torch.utils.dlpack.from_dlpack(buffer).view(torch.uint8)
+
+
+def _load() -> Any:
+    try:
+        return importlib.import_module("nvshmem.core")
+    except ImportError as error:
+        raise WireUnavailable(
+            f"nvshmem needs the package nvshmem4py-cu13 ({error}); pip install 'wideep[gpu]'"
+        ) from error
+
+
+def _start(
+    nvshmem: Any, group: dist.ProcessGroup, device: torch.device, process: _Process
+) -> tuple[int, ...]:
+    """Start NVSHMEM with the ranks of the group as its processes, or see that it runs so; return the kept memory's sizes."""
+    rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
+    running: list[_Running | None] = [None] * len(ranks)
+    dist.all_gather_object(running, process.running(), group=group)
+    first = running[0]
+    if any(each != first for each in running) or (first is not None and first.ranks != ranks):
+        others = sorted({each.ranks for each in running if each is not None})
+        new = [rank for rank, each in zip(ranks, running, strict=True) if each is None]
+        raise WireUnavailable(
+            f"NVSHMEM runs with ranks {', '.join(str(list(each)) for each in others)} and cannot change them"
+            + (f"; ranks {new} were started later" if new else f" to {list(ranks)}")
+        )
+    if first is not None:
+        return first.kept_bytes
+    unique_id = nvshmem.get_unique_id(empty=rank != 0)
+    content = unique_id._data.view(np.uint8)
+    sent = [content.tobytes()]
+    dist.broadcast_object_list(sent, src=ranks[0], group=group)
+    content[...] = np.frombuffer(sent[0], dtype=np.uint8).reshape(content.shape)
+    nvshmem.init(
+        device=_device_of(device), uid=unique_id, rank=rank, nranks=len(ranks), initializer_method="uid"
+    )
+    process.unique_id, process.ranks = sent[0], ranks
+    return ()
+
+
+def _device_of(device: torch.device) -> Any:
+    """Return cuda.core's object for the device, made current; None for a stand-in's."""
+    if device.type != "cuda":
+        return None
+    found = importlib.import_module("cuda.core").Device(device.index)
+    found.set_current()
+    return found
+
+
+def _initialise_loaded_kernels(nvshmem: Any) -> None:
+    """Have NVSHMEM initialise each of our kernels that calls it, when Triton has loaded it."""
+    knobs = importlib.import_module("triton").knobs
+
+    def initialise(module: int, _function: int, name: str, *_: Any) -> None:
+        if name in LINKED:
+            nvshmem.module_init(nvshmem.NvshmemKernelObject.from_handle(module))
+
+    knobs.runtime.kernel_load_end_hook.add(initialise)
 
 
 def find_device_library() -> str:

@@ -17,22 +17,19 @@ import torch.distributed as dist
 from dispatch.availability import why_unavailable
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import WireUnavailable
-from dispatch.gpu.local import LocalDispatcher
-from dispatch.gpu.low_latency import LowLatencyWay
-from dispatch.gpu.normal import NormalWay
-from dispatch.gpu.packed_exchange import PackedExchange
-from dispatch.gpu.wide import WideDispatcher
-from dispatch.low_latency.choose import open_memory_for
+from dispatch.gpu.dispatcher import DeviceDispatcher, LocalPairs
+from dispatch.gpu.exchange import LowLatencyPairs
+from dispatch.gpu.nccl import NcclRows
+from dispatch.gpu.normal import HostRows, NormalPairs, RowMover
+from dispatch.gpu.symmetric import open_memory_for
 from dispatch.row_formats import describe_rows
 from dispatch.wires.choose import open_wire
-from dispatch.wires.nccl import NcclWire
+from dispatch.wires.nccl import GROUP_MARGIN_S
 from dispatch.wires.segment import identify_process
-from dispatch.wires.wire import Wire
 
 _HOST_WIRES = ("gloo", "shm")
 _ASKED = "it was asked for"
 _INTERPRETER = "interpreter"
-_LANES = 16
 
 T = TypeVar("T")
 
@@ -81,9 +78,12 @@ def open_gpu_dispatcher(
         ValueError: unknown name of rows.
         WireUnavailable: what was asked for cannot work here; on all ranks alike.
     """
-    describe_rows(rows)
+    row_format, is_fp8 = describe_rows(rows), rows == "fp8"
     if group is None or dist.get_world_size(group) == 1:
-        return LocalDispatcher(device=device, slots=slots_per_rank, rows=rows)
+        local = LocalPairs(slots_per_rank, device, is_fp8=is_fp8)
+        return DeviceDispatcher(
+            local, None, world_size=1, device=device, row_format=row_format, name="local", reason="there is one rank"
+        )  # fmt: skip
     if backend == "deep_ep":
         deep_ep: Any = importlib.import_module("dispatch.gpu.deep_ep")
         dispatcher: TokenDispatcher = deep_ep.open_deep_ep(
@@ -91,27 +91,21 @@ def open_gpu_dispatcher(
         )
         return dispatcher
     choice = decide(backend, _gather(_own_facts(device), group))
-    wire = _open_wire(choice.wire, group, device, timeout_s=timeout_s, epoch=epoch)
-    normal = NormalWay(wire, device=device, slots_per_rank=slots_per_rank, is_fp8=rows == "fp8")
-    exchange, problem = _open_exchange(choice.memory, group, device, timeout_s)
-    if problem and backend == "nvshmem":
-        wire.close()
+    name, mover = _open_mover(choice.wire, group, device, timeout_s=timeout_s, epoch=epoch)
+    normal = NormalPairs(mover, device=device, slots_per_rank=slots_per_rank, is_fp8=is_fp8)
+    low_latency, problem = _open_low_latency(
+        choice.memory, group, device, timeout_s, slots_per_rank=slots_per_rank, is_fp8=is_fp8
+    )
+    if problem and backend == "nvshmem" and epoch == 0:
+        mover.close()
         raise WireUnavailable(f"nvshmem cannot be used: {problem}; use auto")
     reason = f"{choice.reason}; but {problem}, so the host waits in every step" if problem else choice.reason
-    low_latency = None
-    if exchange is not None:
-        low_latency = LowLatencyWay(exchange, slots_per_rank=slots_per_rank, is_fp8=rows == "fp8")
-    name = f"{wire.name} and {choice.memory} memory" if exchange else wire.name
-    log.info("rank %d dispatches through %s, as %s", wire.rank, name, reason)
-    return WideDispatcher(
-        normal,
-        low_latency,
-        world_size=wire.world_size,
-        device=device,
-        row_format=describe_rows(rows),
-        name=name,
-        reason=reason,
-    )
+    if low_latency is not None:
+        name = f"{name} and {choice.memory} memory"
+    log.info("rank %d dispatches through %s, as %s", mover.rank, name, reason)
+    return DeviceDispatcher(
+        normal, low_latency, world_size=mover.world_size, device=device, row_format=row_format, name=name, reason=reason
+    )  # fmt: skip
 
 
 def decide(backend: str, facts: list[RankFacts]) -> Choice:
@@ -181,27 +175,28 @@ def _gather(own: T, group: dist.ProcessGroup) -> list[T]:
     return everybody
 
 
-def _open_wire(
+def _open_mover(
     name: str, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float, epoch: int
-) -> Wire:
+) -> tuple[str, RowMover]:
+    """Open what steps with prompts go by; return its name, too."""
     if name != "nccl":
-        return open_wire(name, group, timeout_s=timeout_s, epoch=epoch)
-    ranks = dist.get_process_group_ranks(group)
-    wires = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="nccl")
-    return NcclWire(wires, device=device, timeout_s=timeout_s, epoch=epoch, reason=_ASKED)
+        wire = open_wire(name, group, timeout_s=timeout_s, epoch=epoch)
+        return wire.name, HostRows(wire, device)
+    ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout_s + GROUP_MARGIN_S)
+    nccl = dist.new_group(ranks, timeout=limit, backend="nccl")
+    return name, NcclRows(nccl, device=device, timeout_s=timeout_s, epoch=epoch)
 
 
-def _open_exchange(
-    memory: str, group: dist.ProcessGroup, device: torch.device, timeout_s: float
-) -> tuple[PackedExchange | None, str]:
+def _open_low_latency(
+    memory: str, group: dist.ProcessGroup, device: torch.device, timeout_s: float, **options: Any
+) -> tuple[LowLatencyPairs | None, str]:
     """Open what writes to other ranks' memory on all ranks or on none; return it, and why there is none."""
     if not memory:
         return None, ""
     exchange, problem = None, ""
     try:
         open_memory = open_memory_for(memory, group, device, timeout_s=timeout_s)
-        lanes = 1 if device.type == "cpu" else _LANES  # interpreted programs run one after another
-        exchange = PackedExchange(open_memory, dist.get_world_size(group), timeout_s=timeout_s, lanes=lanes)
+        exchange = LowLatencyPairs(open_memory, dist.get_world_size(group), timeout_s=timeout_s, **options)
     except WireUnavailable as error:
         problem = str(error)
     problems = [text for text in _gather(problem, group) if text]

@@ -1,8 +1,8 @@
 """Memory that every rank has alike and others write into: where things lie in it, and who provides it.
 
 A provider gives this rank its memory, zeroed, and the base address of every rank's: that is all that the kernels need.
-Shared memory stands for it between CPU ranks of one host; on GPUs torch's symmetric memory gives the same table
-(`torch_symmetric`), and NVSHMEM one in which peers on other hosts have no address (`nvshmem_symmetric`).
+Shared memory stands for it between CPU ranks of one host; on GPUs torch's symmetric memory gives the same table, and
+NVSHMEM (`nvshmem`) one in which peers on other hosts have no address.
 A provider belongs to one membership epoch: a rank that comes late has another epoch's memory and cannot write here.
 
 The memory has two halves, taken in turn by calls of any shape: a call writes to a peer's half only after that peer has
@@ -10,14 +10,17 @@ finished the call before the last, so it never overwrites what is still read. A 
 refusals [R, TEXT_BYTES], and the contents of one call.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dispatch.errors import WireUnavailable
 from dispatch.low_latency.shape import ROW_ALIGNMENT, LowLatencyShape, aligned
 from dispatch.wires.segment import SharedSegment
 
@@ -120,7 +123,7 @@ class CombineContents:
     @property
     def num_bytes(self) -> int:
         """All of them."""
-        num_rows = self.shape.experts_per_rank * self.shape.rows_per_expert if self.has_remote else 0
+        num_rows = self.shape.choices * self.shape.rows_per_expert if self.has_remote else 0
         return self.staging_at + aligned(num_rows * self.answer_bytes, _LINE_BYTES)
 
 
@@ -175,3 +178,69 @@ class SharedMemory:
         """See `SymmetricMemory`."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._segment.close()
+
+
+class TorchSymmetricMemory:
+    """Between GPUs that can address each other, by torch's symmetric memory. Opening is collective over `group`.
+
+    Written against torch 2.13; without a GPU at hand it was imported and its refusals tested, never run.
+    Several ranks on one GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
+
+    Args:
+        group: its store is used; no collective of a device runs on it.
+
+    Raises:
+        WireUnavailable: there is no CUDA device, or a peer cannot be addressed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise WireUnavailable(
+                "torch's symmetric memory needs a CUDA device and this machine has none; use shm or gloo"
+            )
+        self.rank, self.world_size, self.device = dist.get_rank(group), dist.get_world_size(group), device
+        self.reach: dict[str, Any] = {"HAS_REMOTE": False}
+        symm_mem = importlib.import_module(
+            "torch.distributed._symmetric_memory"
+        )  # heavy, and only GPUs need it
+        self.memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+        self._handle = symm_mem.rendezvous(self.memory, group)
+        addresses = self._handle.buffer_ptrs
+        torch.cuda.synchronize(device)
+        dist.barrier(group)  # nobody writes before everybody's memory is zero
+        check_addresses(addresses)
+        self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.base = int(addresses[self.rank])
+
+    def close(self) -> None:
+        """See `SymmetricMemory`."""
+        del self._handle, self.memory
+
+
+def check_addresses(addresses: list[int]) -> None:
+    """Raise WireUnavailable if a peer has none: only NVSHMEM reaches such a one."""
+    missing = [rank for rank, address in enumerate(addresses) if not address]
+    if missing:
+        raise WireUnavailable(
+            f"the memory of ranks {missing} cannot be addressed from here (no NVLink or another host); "
+            "open the buffer with backend='nvshmem', which reaches them by puts"
+        )
+
+
+def open_memory_for(
+    provider: str, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float
+) -> OpenMemory:
+    """Return what provides symmetric memory.
+
+    Args:
+        provider: "shared" between CPU ranks of one host; between GPUs "CUDA" or "NVSHMEM", see `open_low_latency`.
+
+    Raises:
+        WireUnavailable: a package is missing.
+    """
+    if provider == "shared":
+        return partial(SharedMemory, group, timeout_s=timeout_s)
+    if provider == "CUDA":
+        return partial(TorchSymmetricMemory, group, device=device)
+    nvshmem = importlib.import_module("dispatch.gpu.nvshmem")  # imports this module's protocol, and Triton
+    return partial(nvshmem.NvshmemMemory, group, device=device)

@@ -69,7 +69,9 @@ def swap(
     for peer in ranks:
         if peer != rank:
             _write(wire.send_window(peer), messages[peer])
-    wire.exchange(send_bytes, _recv_bytes(rank, expected), meanwhile)
+    wire.begin_exchange(send_bytes, _recv_bytes(rank, expected))
+    meanwhile()
+    wire.finish_exchange()
     return [_as_bytes(messages[peer]) if peer == rank else _read(wire.received(peer), peer) for peer in ranks]
 
 

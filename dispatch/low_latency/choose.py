@@ -6,14 +6,13 @@ only where it is needed.
 """
 
 import importlib
-from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from dispatch.errors import WireUnavailable
-from dispatch.gpu.symmetric import OpenMemory, SharedMemory
+from dispatch.gpu.symmetric import open_memory_for
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.exchange import LowLatencyExchange
 from dispatch.wires.wire import Wire
@@ -54,7 +53,7 @@ def open_low_latency(
     kernels_module = load_triton(device)
     kind = "shared" if device.type == "cpu" else provider
     open_memory = open_memory_for(kind, group, device, timeout_s=timeout_s)
-    exchange: LowLatencyExchange = kernels_module.TritonExchange(
+    exchange: LowLatencyExchange = kernels_module.LowLatencyBlocks(
         open_memory, dist.get_world_size(group), num_bytes=num_bytes, timeout_s=timeout_s, mask_lost=mask_lost
     )
     return exchange
@@ -79,27 +78,3 @@ def load_triton(device: torch.device) -> Any:
             "Python starts, or leave kernels='auto'"
         )
     return importlib.import_module("dispatch.gpu.exchange")
-
-
-def open_memory_for(
-    provider: str, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float
-) -> OpenMemory:
-    """Return what provides symmetric memory.
-
-    Args:
-        provider: "shared" between CPU ranks of one host; between GPUs "CUDA" or "NVSHMEM", see `open_low_latency`.
-
-    Raises:
-        WireUnavailable: a package is missing.
-    """
-    if provider == "shared":
-        return partial(SharedMemory, group, timeout_s=timeout_s)
-    module, name = _PROVIDERS[provider]
-    memory: Any = getattr(importlib.import_module(f"dispatch.gpu.{module}"), name)
-    return partial(memory, group, device=device)
-
-
-_PROVIDERS = {
-    "CUDA": ("torch_symmetric", "TorchSymmetricMemory"),
-    "NVSHMEM": ("nvshmem_symmetric", "NvshmemMemory"),
-}

@@ -2,10 +2,15 @@
 
 Sizes of an all-to-all must be known on both sides, and a rank that refuses knows nobody's; so each exchange begins
 with one of small headers: size, exchange, epoch, and a refusal's text. That costs a second collective and a wait of
-the host, also where the receiver knows the sizes.
+the host, also where the receiver knows the sizes (`gpu.nccl` has an exchange without that).
+
+NCCL's `wait` does not keep the host; looking at a result then would, for as long as a peer is gone. So the host asks
+whether a collective is done, between looks at the clock and at what it was told (`interrupt`), and gives the group up
+when it is over. The group's own time-out must be longer than ours: NCCL's watchdog ends the process at its own.
 Written without a word about CUDA, and tested on CPU tensors over gloo, bit for bit. On CUDA it was never run.
 """
 
+import time
 from typing import Any, NoReturn
 
 import torch
@@ -13,21 +18,145 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
-from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.wires.wire import MAX_REFUSAL_BYTES, REFUSED, RankTable, decode_refusal, encode_refusal
 
 _ALIGNMENT = 64
-_SIZE, _NUMBER, _EPOCH, _TEXT_BYTES, _TEXT = 0, 1, 2, 3, 4  # words of a header
-_HEADER_WORDS = _TEXT + MAX_REFUSAL_BYTES // 8
+SIZE, SECOND, NUMBER, EPOCH, CALL, TEXT_BYTES, TEXT = range(7)  # words of a header
+HEADER_WORDS = TEXT + MAX_REFUSAL_BYTES // 8
+_SPINS = 2_000  # looks at a collective before the host sleeps in between
+_PAUSE_S = 50e-6
+GROUP_MARGIN_S = 60.0  # by which a group's time-out is longer than ours
 
 
-class NcclWire:
-    """See `Wire`. `group` runs nothing else meanwhile; its own time-out bounds every wait.
+class Collectives:
+    """What a rank does with the collectives of one group: headers, waits that end, and errors by name.
 
     Args:
-        device: where windows lie; the group has a backend for it.
-        timeout_s: the group's time-out, for messages.
+        group: runs nothing else meanwhile.
+        device: where tensors lie; the group has a backend for it.
+        timeout_s: how long a collective may take.
+        epoch: of membership.
     """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, device: torch.device, timeout_s: float, epoch: int
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.device, self.epoch = device, epoch
+        self._group: dist.ProcessGroup | None = group
+        self._timeout_s = timeout_s
+        self._number = 0  # of the last exchange begun
+        self._interruption: DispatchError | None = None
+
+    def interrupt(self, error: DispatchError) -> None:
+        """End what waits for peers, now and later, with this error. Local, from any thread."""
+        self._interruption = self._interruption or error
+
+    def close(self) -> None:
+        """See `Wire`. The group stays its owner's to destroy."""
+        self._group = None
+
+    def start_headers(self, counts_R2: Tensor, text: bytes = b"", call: int = 0) -> tuple[Tensor, Any]:
+        """Send every rank its row of two numbers, int64 on the device; return the headers to come, and the work."""
+        self._check_open()
+        self._number += 1
+        padded = text.ljust(MAX_REFUSAL_BYTES, b"\0")
+        common = torch.empty(HEADER_WORDS, dtype=torch.int64)
+        common[NUMBER], common[EPOCH], common[CALL], common[TEXT_BYTES] = (
+            self._number,
+            self.epoch,
+            call,
+            len(text),
+        )
+        common[TEXT:] = torch.frombuffer(bytearray(padded), dtype=torch.int64)
+        if self.device.type == "cuda":
+            common = common.pin_memory()  # else the copy would wait for the device
+        outgoing = common.to(self.device, non_blocking=True).repeat(self.world_size, 1)
+        outgoing[:, SIZE : SECOND + 1] = counts_R2
+        headers = torch.empty_like(outgoing)
+        return headers, self.start(headers, outgoing)
+
+    def check_headers(self, headers: list[list[int]], number: int, call: int) -> None:
+        """Raise PeerRefused or RanksDisagree for what peers say of an exchange."""
+        for peer, header in enumerate(headers):
+            if (header[NUMBER], header[EPOCH]) != (number, self.epoch):
+                here = f"rank {self.rank} at {number} of {self.epoch}"
+                raise RanksDisagree(
+                    f"rank {peer} is at exchange {header[NUMBER]} of epoch {header[EPOCH]}, {here}"
+                )
+        for peer, header in enumerate(headers):
+            if header[SIZE] == REFUSED and peer != self.rank:
+                content = torch.tensor(header[TEXT:]).numpy().tobytes()
+                raise PeerRefused(peer, decode_refusal(content[: header[TEXT_BYTES]]))
+        for peer, header in enumerate(headers):
+            if header[CALL] != call and header[SIZE] != REFUSED:
+                raise RanksDisagree(
+                    f"rank {peer} made another call than rank {self.rank}: other shapes or types"
+                )
+
+    def start(
+        self,
+        incoming: Tensor,
+        outgoing: Tensor,
+        received: list[int] | None = None,
+        sent: list[int] | None = None,
+    ) -> Any:
+        """Begin an all-to-all of rows; return what is to be waited for."""
+        try:
+            return dist.all_to_all_single(
+                incoming, outgoing, received, sent, group=self._group, async_op=True
+            )
+        except RuntimeError as error:
+            self._fail(error)
+
+    def wait(self, work: Any) -> None:
+        """Keep the host until a collective is done, and let what follows on the device come after it."""
+        late_s, looks = time.monotonic() + self._timeout_s, 0
+        try:
+            while not work.is_completed():
+                if self._interruption is not None:
+                    self._give_up()
+                    raise self._interruption
+                if time.monotonic() > late_s:
+                    self._give_up()
+                    rank = 1 - self.rank if self.world_size == 2 else None
+                    raise DispatchTimeout(rank, self._timeout_s, "an exchange of device tensors")
+                looks += 1
+                time.sleep(_PAUSE_S if looks > _SPINS else 0)
+        except RuntimeError as error:
+            self._fail(error)
+        self.follow(work)
+
+    def follow(self, work: Any) -> None:
+        """Let what follows on the device come after a collective; NCCL's does not keep the host, gloo's does."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _give_up(self) -> None:
+        """Let the device go on: a collective of NCCL that a peer never joins would keep it for ever."""
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            group._get_backend(self.device).abort()
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        """A collective does not say who failed; between two ranks it can only be the other."""
+        text, other = str(error).split("\n")[0], 1 - self.rank
+        if "imed out" in text or "imeout" in text:
+            rank = other if self.world_size == 2 else None
+            raise DispatchTimeout(rank, self._timeout_s, "an exchange of device tensors") from error
+        if self.world_size == 2:
+            raise PeerLost(other, text) from error
+        raise DispatchError(f"a peer is lost: {text}") from error
+
+    def _check_open(self) -> None:
+        if self._group is None:
+            raise DispatchError("the wire is closed")
+
+
+class NcclWire(Collectives):
+    """See `Wire`, and `Collectives` for what it is opened with."""
 
     name = "nccl"
 
@@ -40,13 +169,10 @@ class NcclWire:
         epoch: int,
         reason: str,
     ) -> None:
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.device, self.epoch, self.reason = device, epoch, reason
+        super().__init__(group, device=device, timeout_s=timeout_s, epoch=epoch)
+        self.reason = reason
         self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
         self.mask = RankTable(self.world_size)
-        self._group: dist.ProcessGroup | None = group
-        self._timeout_s = timeout_s
-        self._number = 0  # of the last exchange begun
         self._outgoing, self._incoming = _DeviceBytes(device), _DeviceBytes(device)
         self._sent, self._found = [0] * self.world_size, [0] * self.world_size
 
@@ -62,22 +188,29 @@ class NcclWire:
         """See `Wire`."""
         return self._outgoing.message(rank)
 
-    def exchange(
-        self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
-    ) -> None:
-        """See `Wire`. Sizes are waited for first; `meanwhile` runs beside the windows."""
+    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
+        """See `Wire`."""
         self.begin_exchange(send_bytes, recv_bytes)
-        self._finish(meanwhile)
+        self.finish_exchange()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Wire`. Sizes go now, windows when all sizes are known."""
-        expected = None if recv_bytes is None else [int(size) for size in recv_bytes.values]
-        self._expected = expected
-        self._start_headers(self._sent, b"")
+        self._expected = None if recv_bytes is None else [int(size) for size in recv_bytes.values]
+        self._begin(self._sent, b"")
 
     def finish_exchange(self) -> None:
         """See `Wire`."""
-        self._finish(nothing)
+        headers = self._finish_headers()
+        self._found = [0 if peer == self.rank else header[SIZE] for peer, header in enumerate(headers)]
+        self._check_sizes()
+        self._incoming.place(self._found)
+        into, out = self._incoming, self._outgoing
+        self.wait(
+            self.start(
+                into.memory[: sum(into.lengths)], out.memory[: sum(out.lengths)], into.lengths, out.lengths
+            )
+        )
+        into.write_addresses(self.recv_addresses)
 
     def received(self, rank: int) -> Tensor:
         """See `Wire`."""
@@ -85,54 +218,20 @@ class NcclWire:
 
     def refuse(self, text: str) -> None:
         """See `Wire`."""
-        self._check_open()
-        self._start_headers([REFUSED] * self.world_size, encode_refusal(text))
-        self._finish_headers()
+        self._begin([REFUSED] * self.world_size, encode_refusal(text))
+        self.wait(self._work)
 
-    def close(self) -> None:
-        """See `Wire`. The group stays its owner's to destroy."""
-        self._group = None
-
-    def _finish(self, meanwhile: Meanwhile) -> None:
-        """Wait for all sizes, then exchange the windows."""
-        headers = self._finish_headers()
-        for peer, header in enumerate(headers):
-            if header[_SIZE] == REFUSED:
-                raise PeerRefused(peer, _read_text(header))
-        self._found = [0 if peer == self.rank else header[_SIZE] for peer, header in enumerate(headers)]
-        self._check_sizes()
-        self._incoming.place(self._found)
-        work = self._all_to_all(self._incoming, self._outgoing)
-        meanwhile()
-        self._wait(work)
-        self._incoming.write_addresses(self.recv_addresses)
-
-    def _start_headers(self, sizes: list[int], text: bytes) -> None:
+    def _begin(self, sizes: list[int], text: bytes) -> None:
         if self.mask.values.any():
             raise DispatchError("a rank is masked; a collective needs every rank, so this wire cannot mask")
-        self._number += 1
-        padded = text.ljust(MAX_REFUSAL_BYTES, b"\0")
-        words = torch.frombuffer(bytearray(padded), dtype=torch.int64)
-        outgoing = torch.empty(self.world_size, _HEADER_WORDS, dtype=torch.int64)
-        outgoing[:, _SIZE] = torch.tensor(sizes)
-        outgoing[:, _NUMBER], outgoing[:, _EPOCH] = self._number, self.epoch
-        outgoing[:, _TEXT_BYTES], outgoing[:, _TEXT:] = len(text), words
-        self._headers = torch.empty(outgoing.shape, dtype=torch.int64, device=self.device)
-        try:
-            self._work = dist.all_to_all_single(
-                self._headers, outgoing.to(self.device), group=self._group, async_op=True
-            )
-        except RuntimeError as error:
-            self._fail(error)
+        counts_R2 = torch.tensor([sizes, [0] * self.world_size], device=self.device).t()
+        self._headers, self._work = self.start_headers(counts_R2, text)
 
     def _finish_headers(self) -> list[list[int]]:
         """Return every rank's header."""
-        self._wait(self._work)
+        self.wait(self._work)
         headers: list[list[int]] = self._headers.tolist()
-        for peer, (_, number, epoch, *_) in enumerate(headers):
-            if (number, epoch) != (self._number, self.epoch):
-                here = f"rank {self.rank} at {self._number} of {self.epoch}"
-                raise RanksDisagree(f"rank {peer} is at exchange {number} of epoch {epoch}, {here}")
+        self.check_headers(headers, self._number, 0)
         return headers
 
     def _check_sizes(self) -> None:
@@ -140,39 +239,6 @@ class NcclWire:
             if self._expected is not None and peer != self.rank and found != self._expected[peer]:
                 wanted = f"rank {self.rank} expects {self._expected[peer]}"
                 raise RanksDisagree(f"rank {peer} sent {found} bytes where {wanted}")
-
-    def _all_to_all(self, incoming: "_DeviceBytes", outgoing: "_DeviceBytes") -> Any:
-        try:
-            return dist.all_to_all_single(
-                incoming.memory[: sum(incoming.lengths)],
-                outgoing.memory[: sum(outgoing.lengths)],
-                incoming.lengths,
-                outgoing.lengths,
-                group=self._group,
-                async_op=True,
-            )
-        except RuntimeError as error:
-            self._fail(error)
-
-    def _wait(self, work: Any) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._fail(error)
-
-    def _fail(self, error: RuntimeError) -> NoReturn:
-        """A collective does not say who failed; between two ranks it can only be the other."""
-        text, other = str(error).split("\n")[0], 1 - self.rank
-        if "imed out" in text or "imeout" in text:
-            rank = other if self.world_size == 2 else None
-            raise DispatchTimeout(rank, self._timeout_s, "an exchange of device tensors") from error
-        if self.world_size == 2:
-            raise PeerLost(other, text) from error
-        raise DispatchError(f"a peer is lost: {text}") from error
-
-    def _check_open(self) -> None:
-        if self._group is None:
-            raise DispatchError("the wire is closed")
 
 
 class _DeviceBytes:
@@ -203,8 +269,3 @@ class _DeviceBytes:
         for rank, length in enumerate(self.lengths):
             table.values[rank] = at
             at += length
-
-
-def _read_text(header: list[int]) -> str:
-    content = torch.tensor(header[_TEXT:]).numpy().tobytes()
-    return decode_refusal(content[: header[_TEXT_BYTES]])

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dispatch.meanwhile import Meanwhile, nothing
-
 REFUSED = -1
 """Stands where a message's size is expected."""
 MAX_REFUSAL_BYTES = 896
@@ -77,17 +75,14 @@ class Wire(Protocol):
         """Local. Return the open window for `rank` as uint8 [send_bytes]; empty for this rank itself."""
         ...
 
-    def exchange(
-        self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
-    ) -> None:
+    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """Collective. Send every window, wait for every peer's message, set `recv_addresses`.
 
-        The same as `begin_exchange`, `meanwhile` and `finish_exchange` at once.
+        The same as `begin_exchange` and `finish_exchange` at once.
 
         Args:
             send_bytes: as given to `open_windows`.
             recv_bytes: int64 [R], the sizes to expect where the receiver knows them; None: they are found out.
-            meanwhile: called once, when all that can leave before a peer is waited for is on its way.
 
         Raises:
             PeerRefused: a peer's arguments were bad; nothing was delivered to anybody, the next exchange works.

@@ -188,7 +188,7 @@ class RowLogprobs:
         others = np.array(ids, dtype=np.int64) if ids else self._likeliest(num_top)
         mine = self._logits_V[token]
         rank = 1 + int(np.count_nonzero(self._logits_V > mine)) if with_rank else 0
-        return told(token, float(mine), self._base, others, self._logits_V[others], rank)
+        return make_logprobs(token, float(mine), self._base, others, self._logits_V[others], rank)
 
     def _likeliest(self, count: int) -> np.ndarray:
         """Ids by falling logit; of equal ones the lower first."""
@@ -202,7 +202,9 @@ class RowLogprobs:
         return likeliest
 
 
-def told(token: int, mine: float, base: float, ids: np.ndarray, logits: np.ndarray, rank: int) -> Logprobs:
+def make_logprobs(
+    token: int, mine: float, base: float, ids: np.ndarray, logits: np.ndarray, rank: int
+) -> Logprobs:
     """Put together what is known of a row.
 
     Args:

@@ -26,6 +26,7 @@ from moe.load.checkpoint import Checkpoint
 from moe.load.random_checkpoint import RandomCheckpoint
 from moe.model import Model, Skeleton
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
+from scheduler.sampling.device_sampler import DeviceSampler
 from scheduler.sampling.sampler import HostSampler, Sampler
 from scheduler.step.lockstep import Header, LockStep
 from scheduler.step.runner import Forward
@@ -92,14 +93,12 @@ def open_forward(
 
 
 def open_sampler(config: EngineConfig, model: Model) -> Sampler:
-    """Return what makes tokens of a model's logits: on a GPU its kernels, compiled now."""
+    """Return what makes tokens of a model's logits: on a GPU there, loaded now."""
     if config.device == "cpu":
         return HostSampler()
-    gpu = importlib.import_module("scheduler.sampling.gpu.sampler")
-    sampler = gpu.DeviceSampler(config.max_num_seqs, model.lm_head.shape[0], model.device)
-    sampler.warm_up()
-    opened: Sampler = sampler
-    return opened
+    sampler = DeviceSampler(model.device)
+    sampler.warm_up(model.lm_head.shape[0])
+    return sampler
 
 
 def open_checkpoint(config: EngineConfig, skeleton: Skeleton) -> Checkpoint:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from expert_placement.load import PHASES, RankFigures, explain, measured_balancedness
+from expert_placement.load import PHASES, RankFigures, explain, measured_balancedness, over_layers
 from scheduler.moves.reports import ExpertMap
 
 
@@ -52,7 +52,11 @@ def answer(snapshot: LoadSnapshot) -> dict[str, Any]:
 
 def _phase(snapshot: LoadSnapshot, phase: str) -> dict[str, Any]:
     even = measured_balancedness(snapshot.rank_tokens[phase])
-    return {"tokens": snapshot.expert_tokens[phase], "balancedness": balancedness_json(even)}
+    per_layer = [None if np.isnan(value) else round(float(value), 6) for value in even]
+    return {
+        "tokens": snapshot.expert_tokens[phase],
+        "balancedness": {"per_layer": per_layer, **over_layers(even)},
+    }
 
 
 def _rank(rank: int, place: int, host: str | None, figures: RankFigures) -> dict[str, Any]:
@@ -74,16 +78,4 @@ def _rank(rank: int, place: int, host: str | None, figures: RankFigures) -> dict
         "prefill_experts_s": round(float(figures.prefill_experts_s[place]), 6),
         "step_s": round(float(figures.step_s[place]), 6),
         "prefill_step_s": round(float(figures.prefill_step_s[place]), 6),
-    }
-
-
-def balancedness_json(even: np.ndarray) -> dict[str, Any]:
-    """Balancedness of layers [L], and aggregated over the layers that have tokens; None where none has."""
-    known = even[~np.isnan(even)]
-    none = len(known) == 0
-    return {
-        "per_layer": [None if np.isnan(value) else round(float(value), 6) for value in even],
-        "mean": None if none else float(known.mean()),
-        "median": None if none else float(np.median(known)),
-        "worst": None if none else float(known.min()),
     }

@@ -12,7 +12,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from expert_placement.config import EplbConfig
 from expert_placement.control import Decision, Proposal, Situation, decide, propose
@@ -22,14 +22,94 @@ from expert_placement.moves import align, stages
 from expert_placement.nodes import rules_for_repair
 from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
-from scheduler.moves.reports import Cause
+from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from server.errors import ApiError, bad_request, not_ready
 from server.experts.load import ExpertsLoad
-from server.experts.stage_runner import RankCalls, StageRunner
 from server.link.messages import PlacementWord
 
 POLL_S = 0.5  # between looks at whether a decision is due
 _NO_CHANGE = ("nothing", "measured")  # kinds of entries that change no placement
+_ENDED = (MoveState.SERVING, MoveState.FAILED, MoveState.DROPPED)
+
+
+class RankCalls(Protocol):
+    """What is said to the ranks; `server.link.ranks.Ranks` says it."""
+
+    num_ranks: int
+
+    def prepare(self, placement: Placement) -> None:
+        """Ask all to move and switch."""
+
+    def drop_placement(self, version: int) -> None:
+        """Ask all to give up."""
+
+
+class StageResult(NamedTuple):
+    """How a stage ended."""
+
+    moves: int
+    num_bytes: int
+    failed: str | None  # None: it serves
+    cause: Cause
+
+
+class StageRunner:
+    """Lets all ranks carry out one stage at a time, and hears how it ended on each.
+
+    Every rank moves, verifies and reports by itself; the switch is theirs too. One that fails makes all drop the stage.
+    """
+
+    def __init__(self, ranks: RankCalls) -> None:
+        self._ranks = ranks
+        self._version: int | None = None  # of the stage under way
+        self._reports: dict[int, PlacementReport] = {}  # on it
+        self._reported = asyncio.Event()
+        self._why_ended: str | None = None  # early
+
+    def take_report(self, report: PlacementReport) -> None:
+        """Take what a rank says; other stages than that under way are over."""
+        if report.version == self._version:
+            self._reports[report.rank] = report
+            self._reported.set()
+
+    def end_epoch(self, reason: str) -> None:
+        """Give up the stage under way: the ranks go on with another placement."""
+        self._why_ended = reason
+        self._reported.set()
+
+    async def run(self, stage: Placement) -> StageResult:
+        """Let all ranks move and switch, or drop it."""
+        self._version, self._why_ended = stage.version, None
+        self._reports.clear()
+        self._ranks.prepare(stage)
+        is_dropped = False
+        while self._why_ended is None and not self._have_all_ended():
+            self._reported.clear()
+            await self._reported.wait()
+            if not is_dropped and self._failure() is not None:
+                self._ranks.drop_placement(stage.version)
+                is_dropped = True
+        self._version = None
+        if self._why_ended is not None:  # even if all had switched: what serves now was made without knowing
+            return StageResult(0, 0, self._why_ended, Cause.EPOCH)
+        if (failure := self._failure()) is not None:
+            return StageResult(0, 0, f"rank {failure.rank}: {failure.reason}", failure.cause)
+        reports = self._reports.values()
+        return StageResult(
+            sum(report.num_moves for report in reports),
+            sum(report.num_bytes for report in reports),
+            None,
+            Cause.NONE,
+        )
+
+    def _failure(self) -> PlacementReport | None:
+        """The first that failed, by what began it rather than by who lost a connection over it."""
+        failed = [report for report in self._reports.values() if report.state is MoveState.FAILED]
+        return min(failed, key=lambda report: report.cause is Cause.CHANNEL, default=None)
+
+    def _have_all_ended(self) -> bool:
+        ended = [report for report in self._reports.values() if report.state in _ENDED]
+        return len(ended) == self._ranks.num_ranks
 
 
 class PlacementControl:
@@ -60,7 +140,9 @@ class PlacementControl:
         self._unmeasured: _Change | None = None  # the last one
         self._left_out: tuple[str, ...] = ()  # wishes that were said to be left out
         self._last_version = self._switched_at = self._decided_at = 0  # the latter in steps
-        self._changing = asyncio.Lock()
+        self._changing: asyncio.Task[dict[str, Any]] | None = None  # the last change
+        self._under_way: _UnderWay | None = None
+        self.num_changes = max((entry.get("change", 0) for entry in history.entries), default=0)
         self._why_no_change = why_no_change
 
     def take_word(self, word: PlacementWord) -> None:
@@ -127,43 +209,70 @@ class PlacementControl:
             raise bad_request(f"There is no such plan: {error}.") from error
 
     async def apply(self, target: Placement, kind: str, reason: str, gain: float | None) -> dict[str, Any]:
-        """Make a placement serve; returns the history's entry.
+        """Make a placement serve; returns the history's entry, whose "failed" says what ended the change early.
+
+        Raises:
+            ApiError: as `begin`.
+        """
+        return await asyncio.shield(self.begin(target, kind, reason, gain))
+
+    def begin(
+        self, target: Placement, kind: str, reason: str, gain: float | None
+    ) -> "asyncio.Task[dict[str, Any]]":
+        """Begin to make a placement serve; the task returns the history's entry. It has the number `num_changes`.
 
         Raises:
             ApiError: another change is under way, a rank is away, or the placement does not fit this service.
         """
         self._check_whole()
-        if self._changing.locked():
+        if self.is_changing:
             raise ApiError(409, "Another change of placement is under way; try again when it has ended.")
-        async with self._changing:
-            before = self.serving()
-            try:
-                aligned = align(target, before)
-                todo = stages(
-                    before.with_version(self._last_version), aligned, most_per_rank=before.slots_per_rank
-                )
-            except ValueError as error:
-                raise bad_request(f"The placement does not fit this service: {error}.") from error
-            entry = await self._carry_out(todo, kind, reason, gain)
-            if entry["stages"][0]:
-                self._unmeasured = _Change(entry, before)
-                if kind != "rollback":
-                    self._keep(lambda: self.history.push(before))
-            return entry
+        before = self.serving()
+        try:
+            aligned = align(target, before)
+            todo = stages(
+                before.with_version(self._last_version), aligned, most_per_rank=before.slots_per_rank
+            )
+        except ValueError as error:
+            raise bad_request(f"The placement does not fit this service: {error}.") from error
+        self.num_changes += 1
+        self._under_way = _UnderWay(self.num_changes, kind, len(todo))
+        self._changing = asyncio.create_task(self._change(before, todo, kind, reason, gain))
+        self._changing.add_done_callback(_say_error)
+        return self._changing
 
-    async def rollback(self) -> dict[str, Any]:
-        """Make the placement before the last change serve again; returns the history's entry.
+    def begin_rollback(self) -> "asyncio.Task[dict[str, Any]]":
+        """Begin to make the placement before the last change serve again; see `begin`.
 
         Raises:
-            ApiError: there is none, or as `apply`.
+            ApiError: there is none, or as `begin`.
         """
         if not self.history.before:
             raise bad_request("There is no placement to go back to: nothing has been changed.")
         previous = self.history.before[-1]
-        entry = await self.apply(
-            previous, "rollback", f"back to the placement of version {previous.version}", None
-        )
-        if entry["failed"] is None:
+        return self.begin(previous, "rollback", f"back to the placement of version {previous.version}", None)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change is under way."""
+        return self._changing is not None and not self._changing.done()
+
+    def progress(self) -> dict[str, Any] | None:
+        """The change under way as JSON: its number, kind and stages (done, all); None when there is none."""
+        if not self.is_changing or self._under_way is None:
+            return None
+        number, kind, num_stages, done = self._under_way
+        return {"change": number, "kind": kind, "stages": [done, num_stages]}
+
+    async def _change(
+        self, before: Placement, todo: list[Placement], kind: str, reason: str, gain: float | None
+    ) -> dict[str, Any]:
+        entry = await self._carry_out(todo, kind, reason, gain)
+        if entry["stages"][0]:
+            self._unmeasured = _Change(entry, before)
+            if kind != "rollback":
+                self._keep(lambda: self.history.push(before))
+        if kind == "rollback" and entry["failed"] is None:
             self._keep(self.history.pop)
         return entry
 
@@ -171,7 +280,7 @@ class PlacementControl:
         """Decide every `step_interval` steps, until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
-            if self.current is None or self._load.totals is None or self._changing.locked():
+            if self.current is None or self._load.totals is None or self.is_changing:
                 continue
             if self._why_no_change() is not None:
                 continue
@@ -260,15 +369,17 @@ class PlacementControl:
             self._last_version = stage.version
             stage_moves, stage_bytes, failed, cause = await self._stages.run(stage)
             if failed is not None:
-                _log(f"placement {stage.version} was dropped, because of {failed}")
                 break
             self.current = self.home = stage
             done += 1
+            if self._under_way is not None:
+                self._under_way = self._under_way._replace(done=done)
             moves, num_bytes = moves + stage_moves, num_bytes + stage_bytes
         self._load.changes.is_under_way = False
         self._switched_at = self._steps()
         assert self.home is not None, "a change begins at home"
         entry = {
+            "change": self.num_changes,
             "kind": kind,
             "version": self.home.version,
             "digest": self.home.digest(),
@@ -298,9 +409,11 @@ class PlacementControl:
         self._keep(lambda: self.history.add(entry, serving))
         if entry["kind"] not in _NO_CHANGE:
             self._load.note_change(entry)
+            done, num_stages = entry["stages"]
+            dropped = f"dropped after {done} of {num_stages} stages, because of {entry['failed']}; "
             _log(
-                f"{entry['kind']}: placement {entry['version']} serves, {entry['moves']} moves, "
-                f"{entry['bytes'] / 1e6:.1f} MB in {entry['seconds']:.1f} s"
+                f"{entry['kind']}: {dropped if entry['failed'] else ''}placement {entry['version']} serves, "
+                f"{entry['moves']} moves, {entry['bytes'] / 1e6:.1f} MB in {entry['seconds']:.1f} s"
             )
         return entry
 
@@ -313,6 +426,15 @@ class PlacementControl:
 
     def _steps(self) -> int:
         return 0 if self._load.totals is None else int(self._load.totals.steps.max())
+
+
+class _UnderWay(NamedTuple):
+    """How far a change is."""
+
+    number: int
+    kind: str
+    num_stages: int
+    done: int = 0
 
 
 class _Change(NamedTuple):
@@ -333,3 +455,9 @@ def _shown(history: History) -> list[dict[str, Any]]:
 
 def _log(text: str) -> None:
     print(f"wideep experts: {text}", file=sys.stderr, flush=True)
+
+
+def _say_error(task: "asyncio.Task[dict[str, Any]]") -> None:
+    """A change that ended with an error of ours may have nobody who waits for it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log(f"a change of placement ended with an error: {error!r}")

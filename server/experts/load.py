@@ -7,19 +7,24 @@ of the service. Lives in the front's event loop; knows no HTTP.
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from expert_placement.load import PHASES, LoadWindow, RankFigures, no_figures
+from expert_placement.load import (
+    PHASES,
+    LoadWindow,
+    RankFigures,
+    measured_balancedness,
+    no_figures,
+    over_layers,
+)
 from scheduler.epochs.orders import Order
-from scheduler.moves.reports import ExpertMap, LoadReport
+from scheduler.moves.reports import Cause, ExpertMap, LoadReport
 from server.experts.answer import LoadSnapshot
-from server.experts.change_counts import ChangeCounts
 from server.experts.recorder import LoadRecorder
-from server.experts.series import LoadSeries
 
 WINDOW_STEPS = 1000  # vLLM's default
 HISTORY = 200  # rebalances that are shown
@@ -28,6 +33,75 @@ _ADDED = (
     "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "prefill_steps", "prefill_experts_s",
     "prefill_step_s", *_BETWEEN_RANKS,
 )  # fmt: skip
+KINDS = ("shares", "repair", "plan", "apply", "rollback")
+DECISIONS = ("nothing", "shares", "repair")
+CAUSES = tuple(cause.value for cause in Cause if cause is not Cause.NONE)
+MOST = 360  # points of a series
+EVERY_S = 2.0  # from point to point, at first
+VIEWS = ("all", *PHASES)
+
+
+class ChangeCounts:
+    """Counts for Prometheus what became of placements since the front's start; labels have a fixed set of values."""
+
+    def __init__(self) -> None:
+        self.is_under_way = False
+        self.rearrangements = self.moves = self.num_bytes = 0
+        self.seconds = 0.0
+        self.by_kind: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()  # by cause
+        self.decisions: Counter[str] = Counter()
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Take the history's entry about a change that has ended."""
+        self.moves += entry["moves"]
+        self.num_bytes += entry["bytes"]
+        self.seconds += entry["seconds"]
+        self.rearrangements += entry["moves"] > 0
+        if entry["failed"] is None:
+            self.by_kind[entry["kind"]] += 1
+        else:
+            self.failures[entry["cause"]] += 1
+
+
+class LoadSeries:
+    """Balancedness over time, from the service's start: a bounded number of points, whatever its age.
+
+    When the points are many, every second one is dropped and they come half as often. A point is the sliding window at
+    its time.
+    """
+
+    def __init__(self) -> None:
+        self.every_s = EVERY_S
+        self._times: list[float] = []
+        self._points: list[list[list[float | None]]] = []  # by view and value
+
+    def note(self, now_s: float, window: LoadWindow) -> None:
+        """Take a point if one is due; nothing without tokens."""
+        if self._times and now_s - self._times[-1] < self.every_s:
+            return
+        point = [_values(window.rank_tokens(None if view == "all" else view)) for view in VIEWS]
+        if point[0][0] is None:
+            return
+        self._times.append(round(now_s, 3))
+        self._points.append(point)
+        if len(self._times) > MOST:
+            del self._times[1::2], self._points[1::2]
+            self.every_s *= 2
+
+    def to_json(self) -> dict[str, object]:
+        """Columns: "time", and by view ("all", "prefill", "decode") mean, median and worst over layers."""
+        return {
+            "every_s": self.every_s,
+            "time": list(self._times),
+            "views": {
+                view: {
+                    value: [point[index][column] for point in self._points]
+                    for column, value in enumerate(("mean", "median", "worst"))
+                }
+                for index, view in enumerate(VIEWS)
+            },
+        }
 
 
 class ExpertsLoad:
@@ -187,3 +261,8 @@ def _difference(report: LoadReport, last: LoadReport | None, place: int, num_pla
     for name in _ADDED:
         getattr(made, name)[place] = since(name)
     return made
+
+
+def _values(rank_tokens: np.ndarray) -> list[float | None]:
+    values = over_layers(measured_balancedness(rank_tokens)).values()
+    return [None if value is None else round(value, 4) for value in values]

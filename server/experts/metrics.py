@@ -13,8 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from expert_placement.load import PHASES, LoadWindow, measured_balancedness
-from server.experts.change_counts import CAUSES, DECISIONS, KINDS
-from server.experts.load import ExpertsLoad
+from server.experts.load import CAUSES, DECISIONS, KINDS, ExpertsLoad
 
 HOTTEST = 8
 _BALANCEDNESS = (("min", 0.0), ("p50", 0.5), ("p90", 0.9))  # quantiles over layers

@@ -1,17 +1,24 @@
-"""Records loads with a time axis, between a start and a stop, in bounded memory.
+"""Records loads with a time axis, between a start and a stop, in bounded memory; and writes what was recorded.
 
 A row is a second of reports. When rows take MAX_BYTES, neighbours are merged and rows become twice as long, so that a
 recorder that was forgotten keeps its whole span and never grows (SGLang's per-token recorder does).
+
+A record is a list of the recorder's rows, of which only the last one is copied: the event loop does no more than that.
+Files are written row by row, by a thread, so that no second copy of the rows is made and the interpreter's lock is let go
+between them.
 """
 
-import io
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import IO, NamedTuple
 
 import numpy as np
 
 from expert_placement.load import PHASES, measured_balancedness
 from scheduler.moves.reports import ExpertMap
+from server.http.json_parts import json_parts
 
 MAX_BYTES = 256 << 20
 _MIN_ROWS = 2
@@ -22,49 +29,64 @@ class _Row:
     second: int  # in units of the recorder's `every_s`
     time_s: float  # since 1970, of the last report
     step: int
-    version: int
+    version: int  # of the placement
     counts: np.ndarray  # [layers, 2, experts + ranks] int64
 
 
 class Record(NamedTuple):
-    """What was recorded, ready to be written."""
+    """What was recorded, ready to be written; nothing in it changes any more."""
 
     model: str
     experts: ExpertMap
-    time_s: np.ndarray  # [rows] seconds since 1970 at each row's end
-    step: np.ndarray  # [rows] the last step in it
-    version: np.ndarray  # [rows] of the placement
-    counts: np.ndarray  # [rows, layers, 2, experts + ranks] int64
+    rows: list[_Row]
 
-    def npz(self) -> bytes:
-        """Our format: `load`, `prefill`, `decode` [rows, layers, experts], `rank_tokens` and the axes."""
+    def write_npz(self, file: IO[bytes]) -> None:
+        """Write our format: `load`, `prefill`, `decode` [rows, layers, experts], `rank_tokens` and the axes."""
         E = self.experts.num_experts
-        arrays = {
-            "load": self.counts[..., :E].sum(axis=2),
-            **{phase: self.counts[:, :, index, :E] for index, phase in enumerate(PHASES)},
-            "rank_tokens": self.counts[..., E:],  # [rows, layers, phases, ranks]
-            "time_s": self.time_s,
-            "step": self.step,
-            "placement_version": self.version,
+        by_row: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+            "load": lambda counts: counts[..., :E].sum(axis=1),
+            **{phase: lambda counts, at=at: counts[:, at, :E] for at, phase in enumerate(PHASES)},  # type: ignore[misc]
+            "rank_tokens": lambda counts: counts[..., E:],  # [layers, phases, ranks]
+        }
+        about = {
+            "time_s": np.array([row.time_s for row in self.rows]),
+            "step": np.array([row.step for row in self.rows]),
+            "placement_version": np.array([row.version for row in self.rows]),
             "layers": np.array(self.experts.layers),
             "slot_expert": self.experts.slot_expert,
             "model": np.array(self.model),
         }
-        content = io.BytesIO()
-        np.savez_compressed(content, **arrays)
-        return content.getvalue()
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, part in by_row.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    _write_rows(member, [row.counts for row in self.rows], part)
+            for name, array in about.items():
+                with archive.open(f"{name}.npy", "w") as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
 
-    def sglang(self) -> dict[str, Any]:
-        """SGLang's `stat` record as lists: logical_count [rows, model layers, experts], dense layers zero."""
-        E = self.experts.num_experts
-        logical = np.zeros((len(self.counts), self.experts.num_hidden_layers, E), dtype=np.int64)
-        logical[:, list(self.experts.layers)] = self.counts[..., :E].sum(axis=2)
-        even = measured_balancedness(self.counts[..., E:].sum(axis=(0, 2)))
-        return {
-            "rank": 0,
-            "logical_count": logical.tolist(),
-            "average_utilization_rate_over_window": None if np.isnan(even).all() else float(np.nanmean(even)),
-        }
+    def sglang_json(self) -> Iterator[str]:
+        """SGLang's `stat` record as JSON in parts: logical_count [rows, model layers, experts], dense layers zero."""
+        E, layers = self.experts.num_experts, list(self.experts.layers)
+        yield '{"rank": 0, "logical_count": ['
+        rank_tokens = np.zeros_like(self.rows[0].counts[:, 0, E:])
+        for index, row in enumerate(self.rows):
+            logical = np.zeros((self.experts.num_hidden_layers, E), dtype=np.int64)
+            logical[layers] = row.counts[..., :E].sum(axis=1)
+            rank_tokens += row.counts[..., E:].sum(axis=1)
+            yield ", " * bool(index)
+            yield from json_parts(logical)
+        even = measured_balancedness(rank_tokens)
+        mean = None if np.isnan(even).all() else float(np.nanmean(even))
+        yield f'], "average_utilization_rate_over_window": {json.dumps(mean)}}}'
+
+
+def _write_rows(file: IO[bytes], rows: list[np.ndarray], part: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Write a part of every row as one .npy array, [rows, ...] int64."""
+    shape = (len(rows), *part(rows[0]).shape)
+    header = {"shape": shape, "fortran_order": False, "descr": "<i8"}
+    np.lib.format.write_array_header_2_0(file, header)
+    for row in rows:
+        file.write(np.ascontiguousarray(part(row), dtype="<i8").tobytes())
 
 
 class LoadRecorder:
@@ -111,20 +133,14 @@ class LoadRecorder:
         """Make rows twice as long."""
         self._every_s *= 2
         merged: list[_Row] = []
-        for row in self._rows:
-            row.second = int(row.time_s / self._every_s)
+        for old in self._rows:
+            row = replace(old, second=int(old.time_s / self._every_s))
             if merged and merged[-1].second == row.second:
-                row.counts += merged.pop().counts
+                row = replace(row, counts=row.counts + merged.pop().counts)  # records may hold the old ones
             merged.append(row)
         self._rows = merged
 
     def take(self, model: str, experts: ExpertMap) -> Record:
-        """Return a copy of what was recorded; there must be at least one row."""
-        return Record(
-            model,
-            experts,
-            np.array([row.time_s for row in self._rows]),
-            np.array([row.step for row in self._rows]),
-            np.array([row.version for row in self._rows]),
-            np.stack([row.counts for row in self._rows]),
-        )
+        """Return what was recorded, of which later reports change nothing; there must be at least one row."""
+        last = self._rows[-1]
+        return Record(model, experts, [*self._rows[:-1], replace(last, counts=last.counts.copy())])

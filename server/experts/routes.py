@@ -1,24 +1,38 @@
-"""HTTP about experts: GET /experts/load and /experts/record, and SGLang's POST /{start,stop,dump}_expert_distribution_record.
+"""HTTP about experts: their load, records of it, and their placement.
+
+GET /experts/load, GET /experts/record and SGLang's POST /{start,stop,dump}_expert_distribution_record; POST
+/experts/plan, /experts/apply, /experts/rollback and GET /experts/history.
 
 A dump writes three files: SGLang's own .pt, the same as .json (its `--init-expert-location` reads both), and ours,
-.npz with a time axis. The .pt is written by a short-lived child process, because the front keeps torch out.
+.npz with a time axis. The .pt is written by a short-lived child process, because the front keeps torch out. A record
+may have 256 MB: one thread of its own writes files, one at a time, so that neither the event loop nor the threads that
+tokenize wait for it.
 """
 
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 from fastapi import APIRouter
-from starlette.responses import PlainTextResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
+from expert_placement.config import EplbConfig
+from expert_placement.control import Proposal
+from expert_placement.files import from_json, to_json
+from scheduler.moves.reports import Cause
 from server import errors
-from server.errors import ApiError
+from server.errors import ApiError, bad_request
 from server.experts.answer import answer
+from server.experts.control import PlacementControl
 from server.experts.load import ExpertsLoad
 from server.experts.recorder import Record
 from server.http.json_parts import encode
@@ -27,20 +41,21 @@ from server.http.routes import new_router
 SETTLE_S = 3.0  # how long a stop waits for the ranks' last reports, which come about once a second
 _PT_WRITER = Path(__file__).with_name("record_to_pt.py")
 _PT_TIMEOUT_S = 120.0
+_PIECE_BYTES = 1 << 18  # of a record that is sent
 
 
-def experts_routes(
+def expert_load_routes(
     load: ExpertsLoad, *, rank_steps: Callable[[], Mapping[int, int]], record_directory: Path
 ) -> APIRouter:
-    """Return the routes.
+    """Return the routes of loads and records.
 
     Args:
         rank_steps: by attached rank, the last step that it is known to have reached.
         record_directory: where dumps are written.
     """
     router = new_router()
-    dumping = asyncio.Lock()  # each starts a process with torch in it
-
+    writing = asyncio.Lock()  # a dump starts a process with torch in it
+    writer = ThreadPoolExecutor(1, "record-writer")
     answers = _Answers(load)
 
     async def show_load() -> Response:
@@ -50,8 +65,10 @@ def experts_routes(
 
     async def show_record() -> Response:
         """What was recorded so far, as .npz."""
-        record = _recorded(load)
-        return Response(await asyncio.to_thread(record.npz), media_type="application/octet-stream")
+        _recorded(load)  # refused before it waits for another's
+        async with writing:
+            file = await asyncio.get_running_loop().run_in_executor(writer, _npz_file, _recorded(load))
+        return StreamingResponse(_pieces(file, writer), media_type="application/octet-stream")
 
     async def start_record() -> Response:
         """Forget what was recorded, and record."""
@@ -63,19 +80,18 @@ def experts_routes(
     async def stop_record() -> Response:
         """Record no more."""
         if not load.recorder.is_on:
-            raise errors.bad_request(
-                "Nothing is being recorded; POST /start_expert_distribution_record first."
-            )
+            raise bad_request("Nothing is being recorded; POST /start_expert_distribution_record first.")
         await load.settle(rank_steps(), SETTLE_S)
         load.recorder.stop()
         return PlainTextResponse("Stop recording expert distribution.\n")
 
     async def dump_record() -> Response:
         """Write the files, and forget what was recorded; who asks meanwhile waits, and finds nothing."""
-        async with dumping:
+        async with writing:
             if load.recorder.is_on:
                 await load.settle(rank_steps(), SETTLE_S)
-            paths = await asyncio.to_thread(_write, _recorded(load), record_directory)
+            record = _recorded(load)
+            paths = await asyncio.get_running_loop().run_in_executor(writer, _dump, record, record_directory)
             load.recorder.clear()
         lines = "".join(f"{path}\n" for path in paths)
         return PlainTextResponse(f"Dump expert distribution record.\n{lines}")
@@ -112,30 +128,150 @@ def _known(load: ExpertsLoad) -> None:
 
 def _recorded(load: ExpertsLoad) -> Record:
     if load.experts is None or not load.recorder.num_rows:
-        raise errors.bad_request(
+        raise bad_request(
             "Nothing has been recorded: no step has ended since POST /start_expert_distribution_record, or nobody "
             "called it."
         )
     return load.recorder.take(load.model, load.experts)
 
 
-def _write(record: Record, directory: Path) -> list[Path]:
+def _npz_file(record: Record) -> IO[bytes]:
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - `_pieces` closes it
+    record.write_npz(file)
+    file.seek(0)
+    return file
+
+
+async def _pieces(file: IO[bytes], reader: ThreadPoolExecutor) -> AsyncIterator[bytes]:
+    with file:
+        while piece := await asyncio.get_running_loop().run_in_executor(reader, file.read, _PIECE_BYTES):
+            yield piece
+
+
+def _dump(record: Record, directory: Path) -> list[Path]:
     """Write a record in all formats; returns the paths."""
     stem = directory / f"expert_distribution_recorder_{time.time()}"  # SGLang's name
     as_npz, as_json, as_pt = (stem.with_name(stem.name + ending) for ending in (".npz", ".json", ".pt"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        as_npz.write_bytes(record.npz())
-        as_json.write_text(json.dumps(record.sglang()))
+        with as_npz.open("wb") as file:
+            record.write_npz(file)
+        with as_json.open("w") as text:
+            text.writelines(record.sglang_json())
     except OSError as error:
         raise ApiError(500, f"The record cannot be written to {directory}: {error.strerror}.") from error
-    _write_pt(as_json, as_pt)
-    return [as_pt, as_json, as_npz]
-
-
-def _write_pt(source: Path, target: Path) -> None:
-    command: list[Any] = [sys.executable, "-P", _PT_WRITER, source, target]
+    command: list[Any] = [sys.executable, "-P", _PT_WRITER, as_json, as_pt]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PT_TIMEOUT_S)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ApiError(500, f"{source} is written, {target.name} could not be: {last}.")
+        raise ApiError(500, f"{as_json} is written, {as_pt.name} could not be: {last}.")
+    return [as_pt, as_json, as_npz]
+
+
+class PlanForm(BaseModel):
+    """How to plan."""
+
+    model_config = ConfigDict(extra="forbid")
+    policy: Literal["repair", "shares", "plan"] = "repair"
+    max_moved: float | None = Field(default=None, ge=0, le=1)  # part of all slots; None: the service's
+
+
+class ApplyForm(PlanForm):
+    """What to make serve: a placement, or what a plan comes to."""
+
+    placement: dict[str, Any] | None = None
+    wait: bool = True  # answer when the change has ended; else when it has begun
+
+
+class RollbackForm(BaseModel):
+    """How to go back."""
+
+    model_config = ConfigDict(extra="forbid")
+    wait: bool = True
+
+
+def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter:
+    """Return the routes of placements."""
+    router = new_router()
+
+    async def proposed(form: PlanForm) -> Proposal:
+        own = config if form.max_moved is None else dataclasses.replace(config, max_moved=form.max_moved)
+        return await control.propose(form.policy, own)
+
+    async def make_plan(body: PlanForm | None = None) -> Response:
+        """What a plan promises and costs, and the placement; nothing changes."""
+        proposal = await proposed(body or PlanForm())
+        return _json({**summary(proposal), "placement": to_json(proposal.target)})
+
+    async def apply(body: ApplyForm | None = None) -> Response:
+        """Make a placement serve; answers when it does, or when it was dropped."""
+        form = body or ApplyForm()
+        if form.placement is None:
+            proposal = await proposed(form)
+            change = control.begin(proposal.target, form.policy, proposal.describe(), proposal.gain)
+        else:
+            try:
+                target = from_json(form.placement)
+            except (ValueError, TypeError, KeyError) as error:
+                reason = f"{error} is missing" if isinstance(error, KeyError) else error
+                raise bad_request(f"placement is not a placement: {reason}.", "placement") from error
+            change = control.begin(target, "apply", "as asked", None)
+        return await became(change, form.wait)
+
+    async def rollback(body: RollbackForm | None = None) -> Response:
+        """Make the placement before the last change serve again."""
+        return await became(control.begin_rollback(), body is None or body.wait)
+
+    async def became(change: "asyncio.Task[dict[str, Any]]", wait: bool) -> Response:
+        """The history's entry of a change that has ended, or the number under which it will be there."""
+        if not wait:
+            return _json({"change": control.num_changes}, 202)
+        entry = await asyncio.shield(change)  # it goes on when its client has gone
+        if entry["failed"] is None:
+            return _json(entry)
+        done, stages = entry["stages"]
+        failure = ApiError(
+            503 if entry["cause"] == Cause.EPOCH.value else 500,
+            f"The change was dropped after {done} of {stages} stages, because of {entry['failed']}; placement "
+            f"{entry['version']} serves.",
+        )
+        return _json({**entry, **failure.body()}, failure.status)
+
+    async def show_history() -> Response:
+        """What was decided and done, oldest first, and the change that is under way."""
+        under_way = control.progress()
+        serving = to_json(control.serving())
+        return _json({"history": list(control.history.entries), "under_way": under_way, "serving": serving})
+
+    router.add_api_route("/experts/plan", make_plan, methods=["POST"], response_model=None)
+    router.add_api_route("/experts/apply", apply, methods=["POST"], response_model=None)
+    router.add_api_route("/experts/rollback", rollback, methods=["POST"], response_model=None)
+    router.add_api_route("/experts/history", show_history, methods=["GET"], response_model=None)
+    return router
+
+
+def summary(proposal: Proposal) -> dict[str, Any]:
+    """A proposal as JSON, but for its placement."""
+    return {
+        "kind": proposal.kind,
+        "imbalance_before": round(proposal.imbalance_before, 6),
+        "imbalance_after": round(proposal.imbalance_after, 6),
+        "predicted_gain": round(proposal.gain, 6),
+        "predicted_saved_s": round(proposal.saved_s, 9),  # of a step
+        "experts_s": {
+            now.name: {
+                "share": round(now.share, 6),
+                "before": round(now.seconds, 9),
+                "after": round(then.seconds, 9),
+            }
+            for now, then in zip(proposal.before, proposal.after, strict=True)
+        },
+        "moves": proposal.moves,
+        "bytes": proposal.num_bytes,
+        "seconds": round(proposal.seconds, 3),
+        "reason": proposal.describe(),
+    }
+
+
+def _json(value: dict[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(value), status, media_type="application/json")

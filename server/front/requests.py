@@ -7,6 +7,7 @@ delivered make the rest of the answer what it would have been. With nobody to go
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from server.front.router import Router
 from server.front.timing import Timing, timing_of
 from server.link.ranks import Ranks
 
+_LOG = logging.getLogger("wideep.front")
 _NO_RANK_YET = 0  # any one: until it is submitted
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does, this much later
 
@@ -129,7 +131,7 @@ class Requests:
         for output in outputs:
             generation = self._open.get(output.request_id)
             if generation is not None and generation.rank == rank and output.request_id not in self._parked:
-                self._feed(generation, output, now_s)
+                self._feed_alone(generation, output, now_s)
 
     @property
     def num_parked(self) -> int:
@@ -208,6 +210,16 @@ class Requests:
         num_more = max(0, params.max_tokens - len(request.replayed_ids))
         self._router.admit(request_id, rank, token_ids, num_more)
         self._ranks.submit(rank, request, now_s=now_s)
+
+    def _feed_alone(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
+        """Feed one answer; an error of ours on the way ends that one only, not its rank and all that the rank serves."""
+        try:
+            self._feed(generation, output, now_s)
+        except Exception as error:  # noqa: BLE001 - as its docstring says
+            _LOG.exception("request %s failed", output.request_id)
+            if not generation.finished:
+                failure = errors.failed(f"its answer could not be made: {type(error).__name__}: {error}")
+                self._abort(generation, FinishReason.ERROR, failure)
 
     def _feed(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
         num_tokens = len(output.token_ids)

@@ -18,7 +18,7 @@ from server.http.errors import ErrorResponse, route_path
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 
-_GUARDED = "/v1"
+_GUARDED = ("/v1", "/experts/record")  # a record is up to 256 MB to write and to send
 _OPEN_POSTS = ("/ping",)
 _LOOK_EVERY_S = 1.0  # at the file
 _LOG = logging.getLogger("wideep")
@@ -74,7 +74,7 @@ class ApiKeys:
 
 
 class KeyGuard:
-    """Lets requests to /v1, and whatever changes something, through if they carry a known key."""
+    """Lets requests to /v1, for records, and whatever changes something, through if they carry a known key."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys

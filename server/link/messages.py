@@ -64,6 +64,9 @@ class RankFacts:
     block_tokens: int
     max_num_seqs: int
     num_restarts: int = 0  # of this rank's engine; 0: it started with the service
+    restartable_in_s: float = (
+        0.0  # that it would have to live to be started again when it dies; 0: it is at once
+    )
 
 
 class StepOutput(NamedTuple):

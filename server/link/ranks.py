@@ -44,6 +44,7 @@ from server.link.messages import (
 )
 
 MAX_WRITE_S = 30.0  # that a message may wait for a rank to read; one that reads so little has stopped
+_STAYS_AWAY = "it was started again as often as --max-rank-restarts allows, and stays away"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -81,8 +82,8 @@ class RankListener(Protocol):
 class AttachedRank:
     """One rank's stream: its facts, its last stats and what is still to be sent to it."""
 
-    def __init__(self, facts: RankFacts) -> None:
-        self.facts = facts
+    def __init__(self, facts: RankFacts, attached_s: float) -> None:
+        self.facts, self.attached_s = facts, attached_s
         self.stats: RankStats | None = None
         self.asked_to_stop = False
         self.said_goodbye: str | None = None
@@ -266,7 +267,7 @@ class Ranks:
             self._lose(before, "its engine was started again")
         elif before is not None:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {facts.rank} is already attached")
-        stream = AttachedRank(facts)
+        stream = AttachedRank(facts, self._clock())
         stream.post(Welcome())
         self.attached[facts.rank] = stream
         self._told.attached(facts)
@@ -305,4 +306,5 @@ class Ranks:
         del self.attached[rank]
         self._left.set()
         if not stream.asked_to_stop:
-            self._told.lost(rank, reason)
+            stays_away = self._clock() - stream.attached_s < stream.facts.restartable_in_s
+            self._told.lost(rank, f"{reason}; {_STAYS_AWAY}" if stays_away else reason)

@@ -173,6 +173,20 @@ class MessagePipe:
         return messages
 
 
+def kill_if_it_stays(pidfd: int, *, grace_s: float) -> None:
+    """Leave a process behind that kills another one if that has not ended after `grace_s`, and ends then itself."""
+    if os.fork():
+        return
+    try:
+        os.setsid()  # what ends the caller's group must not end this one
+        os.closerange(0, pidfd)  # nobody is to wait for the end of what the caller had open
+        os.closerange(pidfd + 1, os.sysconf("SC_OPEN_MAX"))
+        if not select.select([pidfd], [], [], grace_s)[0]:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
 def adopt_orphans() -> frozenset[int]:
     """Make descendants whose parent ends our children from now on; return the pids of the children we have."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:

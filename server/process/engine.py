@@ -14,10 +14,12 @@ end, whatever else it does. A refusal is certain; silence may be a cable, so it 
 
 import errno
 import importlib
+import itertools
 import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -62,6 +64,30 @@ class SupervisorPipe:
             os.write(self._fd, (json.dumps(message) + "\n").encode())
 
 
+class Beats:
+    """Tells the supervisor several times a second that this process runs, whatever its step loop does."""
+
+    def __init__(self, supervisor: SupervisorPipe, timeout_s: float) -> None:
+        """Args: timeout_s: after so much silence this process counts as hung; 0: it never does."""
+        self._supervisor, self._timeout_s = supervisor, timeout_s
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> None:
+        """Begin."""
+        if self._timeout_s:
+            threading.Thread(target=self._beat, name="beats", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        """End, and say so: what comes now may take a while."""
+        self._is_over.set()
+        self._supervisor.tell(leaving=True)
+
+    def _beat(self) -> None:
+        number = itertools.count()
+        while not self._is_over.wait(self._timeout_s / BEATS_PER_TIMEOUT):
+            self._supervisor.tell(beat=next(number))
+
+
 class Progress:
     """Shows loading: on one line of a terminal, in a line per stage elsewhere."""
 
@@ -86,6 +112,7 @@ def silent(_stage: str, _fraction: float) -> None:
 
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
+BEATS_PER_TIMEOUT = 8
 STATS_EVERY = 50  # steps without outputs between reports
 FRONT_KEY = "front"
 FAILURES = (
@@ -113,7 +140,7 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
 
 
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
-    num_restarts = int(environment.get("WIDEEP_RESTARTS", "0"))
+    num_restarts = _num_restarts(environment)
     store = _own_store(place, environment)
     front = _front(store, environment)
     supervisor = SupervisorPipe(environment)
@@ -136,9 +163,14 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     if place.rank == 0 and not num_restarts:
         print(f"Dispatch: {built.wire}; {built.dispatch}", file=sys.stderr, flush=True)
     try:
-        _walk(built, config, front, supervisor, num_restarts)
+        _walk(built, config, front, supervisor, options, environment)
     finally:
         built.engine.close()
+
+
+def _num_restarts(environment: Mapping[str, str]) -> int:
+    """How often this rank's engine was started again."""
+    return int(environment.get("WIDEEP_RESTARTS", "0"))
 
 
 def _check_front(front: dict[str, str]) -> None:
@@ -172,10 +204,12 @@ def _walk(
     config: EngineConfig,
     front: dict[str, str],
     supervisor: SupervisorPipe,
-    num_restarts: int,
+    options: Options,
+    environment: Mapping[str, str],
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
-    link = make_link(built, config, front, num_restarts)
+    num_restarts = _num_restarts(environment)
+    link = make_link(built, config, front, environment)
     is_ready = num_restarts == 0
 
     def on_regrouped(epoch: int) -> None:
@@ -212,7 +246,8 @@ def _walk(
             )
 
     try:
-        built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
+        with Beats(supervisor, options.heartbeat_timeout_s):
+            built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
     except FAILURES as error:
         link.close(f"{type(error).__name__}: {error}")
         raise
@@ -316,12 +351,14 @@ class FrontListener:
         os._exit(1 if front_answers(self._front_address) else FRONT_IS_GONE)
 
 
-def make_link(built: Assembled, config: EngineConfig, front: dict[str, str], num_restarts: int) -> RankLink:
+def make_link(
+    built: Assembled, config: EngineConfig, front: dict[str, str], environment: Mapping[str, str]
+) -> RankLink:
     """Return what will join this rank to the front, not opened yet.
 
     Args:
         front: its addresses and its token.
-        num_restarts: how often this rank's engine was started again.
+        environment: in which the supervisor says how often it started this rank's engine again.
     """
     facts = RankFacts(
         rank=config.rank,
@@ -332,7 +369,8 @@ def make_link(built: Assembled, config: EngineConfig, front: dict[str, str], num
         num_blocks=built.num_blocks,
         block_tokens=built.runner.step.block_tokens,
         max_num_seqs=config.max_num_seqs,
-        num_restarts=num_restarts,
+        num_restarts=_num_restarts(environment),
+        restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
     )
     address = front["ranks_address"]
     return RankLink(address, front["token"], facts, FrontListener(built, config.rank, address))

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import socket
@@ -34,8 +35,7 @@ from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
-from server.experts.placement_routes import placement_routes
-from server.experts.routes import experts_routes
+from server.experts.routes import expert_load_routes, placement_routes
 from server.front.generations import Ask
 from server.front.journal import Journal
 from server.front.membership import Epochs
@@ -62,6 +62,8 @@ _RECORD_VARIABLE = (
     "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"  # so that scripts written for SGLang find their files
 )
 _GRACE_S = 2  # for open connections when the server ends
+_BALANCING_PAUSE_S = 60.0  # after an error in it
+_LOG = logging.getLogger("wideep.front")
 _KEEP_ALIVE_S = 60  # between requests of one client; shorter makes pooled clients meet closed connections
 
 
@@ -132,7 +134,7 @@ class HttpService:
             ops_routes(version, metrics, self.why_not_ready),
             membership_routes(self._epochs, self._journal, self._num_parked),
             dashboard_routes(),
-            experts_routes(
+            expert_load_routes(
                 self.experts_load,
                 rank_steps=lambda: _steps(self._ranks),
                 record_directory=Path(environment.get(_RECORD_VARIABLE) or tempfile.gettempdir()),
@@ -141,7 +143,7 @@ class HttpService:
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer on a bound socket until `stop`."""
-        balancing = asyncio.create_task(self.placement.run()) if self._balances else None
+        balancing = asyncio.create_task(self._keep_balancing()) if self._balances else None
         try:
             await self._server.serve(sockets=[listener])
         finally:
@@ -149,6 +151,15 @@ class HttpService:
                 balancing.cancel()
             await asyncio.to_thread(self._traces.close)
             await self.model.structures.close()
+
+    async def _keep_balancing(self) -> None:
+        """Balance; an error in it is told, and it begins anew after a while."""
+        while True:
+            try:
+                await self.placement.run()
+            except Exception:  # noqa: BLE001 - nobody else watches this task
+                _LOG.exception("balancing of experts broke off; it begins anew in %g s", _BALANCING_PAUSE_S)
+            await asyncio.sleep(_BALANCING_PAUSE_S)
 
     async def drain(self) -> None:
         """Turn /health to 503, refuse new requests, and wait until the open ones have ended."""

@@ -13,12 +13,13 @@ Rejected: waiting longer before every further start, which leaves the service wi
 
 What the children are told, besides the command line: the front gets `--ready-fd` and writes one JSON line with its
 addresses, which goes to this rank's engine as WIDEEP_FRONT; an engine that is started again gets WIDEEP_RESTARTS, how
-often that has happened. The engine gets WIDEEP_READY_FD and writes {"http": URL} when it knows the address,
-{"kv_cache_bytes": n}, which its successors get as a flag, {"ready": true} when it serves, and {"beat": n} several times a second from
-then on: one that stops to do so is hung (`watchdog`), is killed, and is started again as any other.
+often that has happened, and WIDEEP_RESTARTABLE_IN_S, how soon it may happen again. The engine gets WIDEEP_READY_FD and writes {"http": URL} when it knows the address,
+{"kv_cache_bytes": n}, which its successors get as a flag, {"ready": true} when it serves, {"beat": n} several times a second from
+then until {"leaving": true}: one that stops to do so is hung (`watchdog`), is killed, and is started again as any other.
 """
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -77,6 +78,8 @@ class Supervisor:
             # A spinning thread burns its whole time slice when another process has the core: steps of 500 ms
             # instead of 60 (docs/LOG.md). Sleeping costs 10 us per parallel region.
             "OMP_WAIT_POLICY": "PASSIVE",
+            # gRPC's own lines ("Got goaway") say nothing to a user that we do not say in words.
+            "GRPC_VERBOSITY": environment.get("GRPC_VERBOSITY", "NONE"),
         }
         self._selector = selectors.DefaultSelector()
         self._front: Child | None = None
@@ -85,6 +88,7 @@ class Supervisor:
         self._budget = RestartBudget(max_restarts=options.max_rank_restarts)
         self._ended_s: float | None = None  # time.monotonic() of the end of the engine whose successor starts
         self._http = ""
+        self.has_lost_front = False
         self._has_served = False  # some engine of this rank
         self._is_serving = False  # the present one
         self._watchdog: Watchdog | None = None  # of the present engine
@@ -170,6 +174,7 @@ class Supervisor:
         extra = {**self._told_to_engine, "WIDEEP_READY_FD": str(pipe.child_fd)}
         if self._budget.num_taken:
             extra["WIDEEP_RESTARTS"] = str(self._budget.num_taken)
+        extra["WIDEEP_RESTARTABLE_IN_S"] = str(self._budget.allowed_in_s())
         name = f"rank {self._place.rank}'s engine"
         engine = self._start(name, self._commands.engine, (), extra, pipe)
         self._engine, self._why_killed = engine, None
@@ -212,6 +217,7 @@ class Supervisor:
         if self._front is not None and has_ended(self._front):
             return self._on_end(self._front)  # the cause
         if status == FRONT_IS_GONE:
+            self.has_lost_front = True
             return self._fail(f"rank {self._place.rank} has lost the front, and so its service", follows=True)
         if status == 0 or not self._has_served:
             return self._on_end(engine)
@@ -268,7 +274,9 @@ class Supervisor:
         self._start_engine()
 
     def _on_engine_message(self, message: dict[str, object]) -> None:
-        if self._watchdog is not None and "beat" in message:
+        if "leaving" in message:
+            self._watchdog = None
+        elif self._watchdog is not None and "beat" in message:
             self._watchdog.beat()
         self._http = str(message.get("http", self._http))
         if "kv_cache_bytes" in message:  # less memory is free when a successor starts; it gets as many blocks
@@ -323,14 +331,19 @@ class RestartBudget:
         self._taken_s: deque[float] = deque()  # those of the last window
         self.num_taken = 0  # in all
 
+    def allowed_in_s(self) -> float:
+        """Return seconds until one more start is allowed; 0: it is now."""
+        while self._taken_s and self._clock() - self._taken_s[0] >= self._window_s:
+            self._taken_s.popleft()
+        if len(self._taken_s) < self._max_restarts:
+            return 0.0
+        return self._taken_s[0] + self._window_s - self._clock() if self._taken_s else math.inf
+
     def take(self) -> bool:
         """Return whether one more start is allowed now, and count it if so."""
-        now_s = self._clock()
-        while self._taken_s and now_s - self._taken_s[0] >= self._window_s:
-            self._taken_s.popleft()
-        if len(self._taken_s) >= self._max_restarts:
+        if self.allowed_in_s():
             return False
-        self._taken_s.append(now_s)
+        self._taken_s.append(self._clock())
         self.num_taken += 1
         return True
 

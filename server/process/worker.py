@@ -8,13 +8,15 @@ from dataclasses import replace
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import StopSignals, say
+from server.process.children import StopSignals, kill_if_it_stays, say
 from server.process.preflight.checks import check_start
 from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
 from server.process.preflight.model import PreflightError, resolve_model
 from server.process.rendezvous import Place, PlaceError, find_agent, front_host, place_from
 from server.process.supervisor import UNDER_SERVE, Commands, Supervisor, report_failure
+
+AGENT_GRACE_S = 10.0  # for a torchrun whose service is gone to end by itself
 
 
 def run_worker(
@@ -25,7 +27,7 @@ def run_worker(
     Returns:
         The exit status: 0 after a stop that was asked for, 1 otherwise.
     """
-    parent_fd = os.pidfd_open(os.getppid())
+    parent_fd, agent_fd = os.pidfd_open(os.getppid()), os.pidfd_open(find_agent())
     die_with_parent(signal.SIGTERM)  # ends us while there are no children; later it is one more stop signal
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -37,7 +39,12 @@ def run_worker(
         return 1
     with StopSignals() as stop_signals:
         supervisor = Supervisor(options, place, commands or Commands(), environment)
-        return supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd)
+        status = supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd)
+    if supervisor.has_lost_front and UNDER_SERVE not in environment:
+        # On a node that is cut off, torchrun waits in its rendezvous for an answer of the store's node, where it hears no
+        # signal: a quarter of an hour, as long as the kernel sends again. With all its workers gone it has nothing left to do.
+        kill_if_it_stays(agent_fd, grace_s=AGENT_GRACE_S)
+    return status
 
 
 def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, has_front: bool) -> Options:

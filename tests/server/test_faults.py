@@ -111,6 +111,24 @@ def test_streams_go_on_without_a_gap_and_the_rank_comes_back(service: RealServic
     assert at_work == [set(range(NUM_RANKS))], "the rank that came back serves again"
 
 
+def test_streams_go_on_when_a_rank_is_stopped_and_it_is_started_again(service: RealService) -> None:
+    wait_until_whole(service)
+    expected = [each.said for each in stream_all(service.url, bodies())]
+    victim, stopped_s = service.engines()[1], []
+
+    def stop() -> None:
+        os.kill(victim, signal.SIGSTOP)
+        stopped_s.append(time.monotonic())
+
+    streams = stream_all(service.url, bodies(), pieces=PIECES, then=stop)
+    print_pauses("one of three ranks stopped", streams, stopped_s[0])
+    assert [each.said for each in streams] == expected
+    assert has_ended(victim, END_S), "its supervisor kills it"
+    wait_until_whole(service)
+    assert f"(pid {victim}) was hung and has been killed: it is stopped" in service.output()
+    assert [each.said for each in stream_all(service.url, bodies())] == expected
+
+
 def test_streams_go_on_when_two_ranks_die_at_once(service: RealService) -> None:
     wait_until_whole(service)
     expected = [each.said for each in stream_all(service.url, bodies())]

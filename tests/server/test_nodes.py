@@ -1,10 +1,12 @@
 """A service over two nodes that share nothing but a network: real torchrun agents and engines in namespaces."""
 
+import concurrent.futures
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ with httpx.stream('POST', sys.argv[1], content=sys.argv[2], headers={'content-ty
 """
 PIECES = 10  # of every stream, before something happens
 NUM_STREAMS = 4  # over two ranks
-END_S = 180.0  # of a node that is cut off: keep-alive's 50 s, then 30 s of asking for the front
+STREAMS_S = 300.0  # for streams to begin, or to end
+END_S = 120.0  # of a node that is cut off: 50 s until the link is given up, 30 of asking for the front, 10 for torchrun
 
 
 def ask(namespace: str, method: str, path: str, body: dict[str, Any] | None = None) -> str | None:
@@ -71,23 +74,29 @@ def stream_all(namespace: str, *, then: Callable[[], object] = lambda: None) -> 
     clients = [
         subprocess.Popen([*inside, json.dumps(body)], stdout=subprocess.PIPE, text=True) for body in bodies
     ]
-    try:
-        lines: list[list[str]] = [[] for _ in clients]
-        for client, said in zip(clients, lines, strict=True):
+    are_under_way = threading.Barrier(NUM_STREAMS + 1)
+
+    def read(client: subprocess.Popen[str]) -> list[str]:
+        """Read to the end with one reader: `communicate` would pass over what `readline` has buffered."""
+        lines: list[str] = []
+        with client:
             assert client.stdout is not None
-            while sum(line.startswith("data: {") for line in said) < PIECES:
-                line = client.stdout.readline()
-                assert line, f"a stream ended early: {said}"
-                said.append(line)
-        then()
-        return [
-            _text([*said, *client.communicate(timeout=300)[0].splitlines()])
-            for client, said in zip(clients, lines, strict=True)
-        ]
-    finally:
-        for client in clients:
-            client.kill()
-            client.wait()
+            for line in client.stdout:
+                lines.append(line)
+                if sum(line.startswith("data: {") for line in lines) == PIECES and line.startswith("data: {"):
+                    are_under_way.wait(STREAMS_S)
+        return lines
+
+    with concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as readers:
+        readings = [readers.submit(read, client) for client in clients]
+        try:
+            are_under_way.wait(STREAMS_S)
+            then()
+            return [_text(reading.result(STREAMS_S)) for reading in readings]
+        finally:
+            are_under_way.abort()
+            for client in clients:
+                client.kill()
 
 
 def _text(lines: Sequence[str]) -> str:
@@ -137,6 +146,21 @@ def test_an_engine_that_dies_on_another_node_comes_back_and_streams_go_on(
         assert engine_of(service, other) != victim
         assert stream_all(here) == expected
         assert [process.poll() for process in service.processes] == [None, None]
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_on_another_node_is_started_again_and_streams_go_on(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
+        here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
+        expected = stream_all(here)
+        victim = engine_of(service, other)
+        assert stream_all(here, then=lambda: os.kill(victim, signal.SIGSTOP)) == expected
+        wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
+        assert "was hung and has been killed: it is stopped" in service.output()
+        assert stream_all(here) == expected
 
 
 @pytest.mark.slow

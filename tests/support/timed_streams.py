@@ -49,11 +49,14 @@ class TimedStream:
         return self.text, self.logprobs, self.finish_reasons, tokens
 
     def goes_on_after(self, moment_s: float) -> float:
-        """Seconds from a moment to the end of the longest pause that follows: pieces may be on their way at it."""
+        """Seconds from a moment to the end of the longest pause that follows: pieces may be on their way at it.
+
+        0 where the stream had ended.
+        """
         pauses = [
             (end_s - begin_s, end_s) for begin_s, end_s in pairwise(self.arrivals_s) if end_s > moment_s
         ]
-        return max(pauses)[1] - moment_s
+        return max(pauses)[1] - moment_s if pauses else 0.0
 
 
 def stream_all(

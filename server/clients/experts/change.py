@@ -5,11 +5,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from expert_placement.files import PlacementFileError, load_placement, to_json
 from server.clients.experts.client import ExpertsClient, ServiceError
+
+POLL_S = 0.5  # between looks at how far a change is
 
 
 def run_change(
@@ -17,6 +19,7 @@ def run_change(
     *,
     environment: Mapping[str, str] = os.environ,
     client: ExpertsClient | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Run the verb; returns the exit status: 0, 1 if nothing changed though it should have, 2 for a wrong file."""
     keys = environment.get("WIDEEP_API_KEY", "").split()
@@ -24,28 +27,52 @@ def run_change(
         with client or ExpertsClient(args.url, keys[0] if keys else None) as service:
             if args.verb == "history":
                 return _history(service, args)
-            return _apply(service, args) if args.verb == "apply" else _rollback(service, args)
+            if args.verb == "rollback":
+                return _say(_changed(service, "/experts/rollback", {}, sleep), args.json)
+            return _apply(service, args, sleep)
     except (ServiceError, PlacementFileError) as error:
         print(f"wideep experts {args.verb}: {error}", file=sys.stderr)
         return 2 if isinstance(error, PlacementFileError) else 1
 
 
-def _apply(service: ExpertsClient, args: argparse.Namespace) -> int:
-    wish: dict[str, Any] = {"policy": args.policy}
+def _apply(service: ExpertsClient, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
+    body: dict[str, Any] = {"policy": args.policy}
     if args.placement is not None:
         if args.dry_run:
             print("wideep experts apply: --dry-run plans; it has nothing to say of a file", file=sys.stderr)
             return 2
-        wish = {"placement": to_json(load_placement(args.placement))}
+        body = {"placement": to_json(load_placement(args.placement))}
     if args.dry_run:
-        plan = service.post("/experts/plan", wish).json()
+        plan = service.post("/experts/plan", body).json()
         print(json.dumps(plan) if args.json else f"{plan['reason']}\nnothing was changed")
         return 0
-    return _say(service.post("/experts/apply", wish).json(), args.json)
+    return _say(_changed(service, "/experts/apply", body, sleep), args.json)
 
 
-def _rollback(service: ExpertsClient, args: argparse.Namespace) -> int:
-    return _say(service.post("/experts/rollback").json(), args.json)
+def _changed(
+    service: ExpertsClient, path: str, body: dict[str, Any], sleep: Callable[[float], None]
+) -> dict[str, Any]:
+    """Begin a change and wait for its end, however long it takes; returns the history's entry.
+
+    Raises:
+        ServiceError: the service refuses, or cannot be asked any more.
+    """
+    number = service.post(path, {**body, "wait": False}).json()["change"]
+    shown = None
+    while True:
+        found = service.get_json("/experts/history")
+        entries = [entry for entry in found["history"] if entry.get("change") == number]
+        under_way = found["under_way"]
+        if under_way is None or under_way["change"] != number:
+            if not entries:
+                raise ServiceError(
+                    "the change is not in the service's history: the service was started again"
+                )
+            return dict(entries[-1])
+        if under_way["stages"] != shown:
+            shown = under_way["stages"]
+            print(f"{shown[0]} of {shown[1]} stages serve", file=sys.stderr, flush=True)
+        sleep(POLL_S)
 
 
 def _say(entry: Mapping[str, Any], as_json: bool) -> int:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dispatch.availability import has_cuda_device
@@ -20,6 +21,10 @@ from server.process.preflight.model import PreflightError
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 LEAST_TRITON = (3, 5)
+# This very copy, installed or not, whatever else is called `server`.
+_CHILD = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from server.process.preflight import device; device.main()"
+)
 _TIMEOUT_S = 120.0  # torch's first import on a cold disk
 
 
@@ -79,7 +84,7 @@ def look(*, has_device: Callable[[], bool] = has_cuda_device) -> tuple[GpuFacts,
         return NO_FACTS, why_not(NO_FACTS, has_device=False)
     try:
         found = subprocess.run(
-            [sys.executable, "-P", "-m", "server.process.preflight.device"],
+            [sys.executable, "-P", "-c", _CHILD, str(Path(__file__).parents[3])],
             capture_output=True, text=True, timeout=_TIMEOUT_S, check=True,
         )  # fmt: skip
         facts = facts_from(json.loads(found.stdout))
@@ -226,7 +231,3 @@ def main() -> None:
     except importlib.metadata.PackageNotFoundError:
         triton_version = ""
     print(json.dumps(asdict(collect(torch, triton_version))))
-
-
-if __name__ == "__main__":
-    main()

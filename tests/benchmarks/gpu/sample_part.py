@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from types import ModuleType
 
-from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.results import Row, Setting
 
 
 def units(setting: Setting) -> list[str]:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.child import DeadWorkerError, FailedUnitError, LateWorkerError
-from benchmarks.gpu.day import Day
-from benchmarks.gpu.ledger import Ledger
-from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.rows import Row, Setting
+from benchmarks.gpu.day import PARTS, Day, Part
+from benchmarks.gpu.results import Ledger, Row, Setting
+from benchmarks.gpu.worker import DeadWorkerError, FailedUnitError, LateWorkerError
 
 SETTING = Setting(device="interpreter", is_tiny=True)
 CEILINGS = Part("ceilings", "c", "Ceilings", 100.0, is_repeated=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.device_card import NoDeviceError, day_card
-from benchmarks.gpu.rows import Setting
+from benchmarks.gpu.results import Setting
 
 REAL = Setting(device="cuda", is_tiny=False)
 ANSWERS_ALL = 'echo "NVIDIA H200, 580.159, 143771 MiB, 345 MHz, 3201 MHz, 700.00 W, 31"'

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.gpu.marked_tests import marked_files, run_file, units
-from benchmarks.gpu.rows import Setting
+from benchmarks.gpu.results import Setting
 
 MARKED = """
 import pytest

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.gpu.rows import Setting
+from benchmarks.gpu.results import Setting
 from tests.benchmarks.gpu.sample_part import launched
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")

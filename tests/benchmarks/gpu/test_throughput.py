@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.closed_loop import Latency
 from benchmarks.gpu.models import config_of
-from benchmarks.gpu.rows import Setting
+from benchmarks.gpu.results import Setting
 from benchmarks.gpu.throughput import _compared, units
 from moe.families import build_on_meta
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.day import PARTS
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 900.0

@@ -14,10 +14,10 @@ from dispatch.gpu.symmetric import SharedMemory
 def open_interpreted(num_bytes: int = 1 << 18, **kwargs: Any) -> Any:
     """An exchange whose kernels are interpreted. Opening is collective."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from dispatch.gpu.exchange import TritonExchange  # noqa: PLC0415
+    from dispatch.gpu.exchange import LowLatencyBlocks  # noqa: PLC0415
 
     def open_memory(size: int) -> SharedMemory:
         return SharedMemory(dist.group.WORLD, size, timeout_s=20.0)
 
-    options = {"timeout_s": 20.0, "lanes": 2, **kwargs}
-    return TritonExchange(open_memory, dist.get_world_size(), num_bytes=num_bytes, **options)
+    options = {"timeout_s": 20.0, **kwargs}
+    return LowLatencyBlocks(open_memory, dist.get_world_size(), num_bytes=num_bytes, **options)

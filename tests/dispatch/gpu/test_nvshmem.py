@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import WireUnavailable
+from tests.dispatch.caught import catch
 from tests.support.ranks import RankPool
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from dispatch.gpu import nvshmem_symmetric
+from dispatch.gpu import nvshmem
 
 CPU = torch.device("cpu")
 PEER_AT = 0x7000_0000_0000
@@ -28,7 +29,7 @@ class StandIn:
 
     def __init__(self, reachable: tuple[int, ...]) -> None:
         self.reachable = reachable
-        self.freed: list[Any] = []
+        self.num_buffers = 0
         self.initialised: list[Any] = []
         self.started: dict[str, Any] = {}
 
@@ -39,6 +40,7 @@ class StandIn:
         self.started = {**arguments, "uid": arguments["uid"]._data.tolist()}
 
     def buffer(self, size: int) -> torch.Tensor:
+        self.num_buffers += 1
         return torch.full((size,), 1, dtype=torch.int8)
 
     def get_peer_buffer(self, buffer: torch.Tensor, peer: int) -> Any:
@@ -50,35 +52,45 @@ class StandIn:
         self.initialised.append(module)
 
     def free(self, buffer: torch.Tensor) -> None:
-        self.freed.append(buffer)
+        dist.barrier()  # as NVSHMEM does: a peer that is gone would be waited for
+        raise AssertionError("closing is local")
 
 
 def open_twice(reachable: tuple[int, ...]) -> dict[str, Any]:
-    """Open, grow (close and open larger), and then ask for other ranks."""
-    core = StandIn(reachable)
-    nvshmem_symmetric._started.clear()
-    nvshmem_symmetric.find_device_library = lambda: "libnvshmem_device.bc"  # type: ignore[assignment]
-    memory = nvshmem_symmetric.NvshmemMemory(dist.group.WORLD, 256, CPU, core)
+    """Open, grow (open larger memory, then close both), open again, and then ask for other ranks."""
+    core, process = StandIn(reachable), nvshmem._Process()
+    nvshmem.find_device_library = lambda: "libnvshmem_device.bc"
+
+    def open_memory(size: int, group: Any = dist.group.WORLD) -> Any:
+        return nvshmem.NvshmemMemory(group, size, CPU, core, process)
+
+    memory, larger = open_memory(256), open_memory(512)
+    facts = {
+        "peers": larger.peers.tolist(),
+        "own": larger.base,
+        "most": int(larger.memory.max()),
+        "reach": larger.reach,
+    }
+    memory.memory[:] = 9
     memory.close()
-    larger = nvshmem_symmetric.NvshmemMemory(dist.group.WORLD, 512, CPU, core)
+    larger.close()
+    again = open_memory(300)
     from triton import knobs  # noqa: PLC0415 - ranks decide first whether to interpret
 
     knobs.runtime.kernel_load_end_hook(11, 0, "send_rows", {}, "")
-    knobs.runtime.kernel_load_end_hook(12, 0, "place_rows", {}, "")
+    knobs.runtime.kernel_load_end_hook(12, 0, "order_pairs", {}, "")
     alone = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
-    try:
-        nvshmem_symmetric.NvshmemMemory(alone[dist.get_rank()], 256, CPU, core)
-        refusal = ""
-    except WireUnavailable as error:
-        refusal = str(error)
     return {
+        **facts,
         "started": core.started,
-        "peers": larger.peers.tolist(),
-        "own": larger.base,
-        "sizes": (len(core.freed), larger.memory.numel(), int(larger.memory.max())),
-        "reach": larger.reach,
+        "again": (
+            again.base == facts["own"],
+            again.memory.numel(),
+            int(again.memory.max()),
+            core.num_buffers,
+        ),
         "initialised": set(core.initialised),
-        "refusal": refusal,
+        "refusal": catch(lambda: open_memory(256, alone[dist.get_rank()])),
     }
 
 
@@ -91,15 +103,39 @@ def test_ranks_get_zeroed_memory_and_the_addresses_of_those_that_have_one(
     for rank, result in enumerate(results):
         peer = 1 - rank
         addresses = {rank: result["own"], peer: PEER_AT + peer if reachable else 0}
-        assert result["peers"] == [addresses[0], addresses[1]]
-        assert result["sizes"] == (1, 512, 0)
+        assert result["peers"] == [addresses[0], addresses[1]] and result["most"] == 0
+        assert result["again"] == (True, 300, 0, 2), "what was closed is used again, zeroed"
         assert result["started"] == {
             "device": None, "uid": [7] * 128, "rank": rank, "nranks": 2, "initializer_method": "uid"
         }  # fmt: skip
         assert result["reach"]["HAS_REMOTE"] == (not reachable)
         assert ("extern_libs" in result["reach"]) == (not reachable)
         assert result["initialised"] == (set() if reachable else {("module", 11)})
-        assert result["refusal"].startswith("NVSHMEM runs in this process with ranks [0, 1], and cannot run")
+        assert result["refusal"] == (
+            f"WireUnavailable: NVSHMEM runs with ranks [0, 1] and cannot change them to [{rank}]"
+        )
+
+
+def close_without_the_peer() -> str:
+    """Rank 0 closes while rank 1 does not; then rank 1 is as one that was started again, and both open."""
+    core, process = StandIn((0, 1)), nvshmem._Process()
+    memory = nvshmem.NvshmemMemory(dist.group.WORLD, 256, CPU, core, process)
+    if dist.get_rank() == 0:
+        memory.close()
+        memory.close()
+    else:
+        core, process = StandIn((0, 1)), nvshmem._Process()
+    return catch(lambda: nvshmem.NvshmemMemory(dist.group.WORLD, 256, CPU, core, process))
+
+
+def test_closing_waits_for_nobody_and_a_rank_that_was_started_again_is_refused_everywhere() -> None:
+    """NVSHMEM frees together, and its processes are fixed: survivors hung in the one and a newcomer in the other."""
+    with RankPool(2, timeout_s=60.0) as pool:
+        first, second = pool.run(close_without_the_peer)
+    text = (
+        "WireUnavailable: NVSHMEM runs with ranks [0, 1] and cannot change them; ranks [1] were started later"
+    )
+    assert first == second == text
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +143,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         WireUnavailable, match=r"needs the package nvshmem4py-cu13.*pip install 'wideep\[gpu\]'"
     ):
-        nvshmem_symmetric._load()
+        nvshmem._load()

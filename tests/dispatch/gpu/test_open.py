@@ -1,10 +1,15 @@
 """Which way tokens go between GPUs, decided from what all ranks have; and what is said of it."""
 
+import sys
+
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from dispatch.errors import WireUnavailable
 from dispatch.gpu.open import RankFacts, decide
+from dispatch.gpu.symmetric import TorchSymmetricMemory, check_addresses
+from dispatch.low_latency.choose import load_triton
 
 ONE = RankFacts(("host",), "gpu-0", has_nccl=True, has_nvshmem=False)
 TWO = ONE._replace(gpu="gpu-1")
@@ -55,3 +60,29 @@ def test_what_cannot_work_is_refused(backend: str, facts: list[RankFacts], text:
     with pytest.raises(WireUnavailable) as raised:
         decide(backend, facts)
     assert str(raised.value) == text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device")
+def test_symmetric_memory_says_what_it_needs() -> None:
+    with pytest.raises(
+        WireUnavailable, match="needs a CUDA device and this machine has none; use shm or gloo"
+    ):
+        TorchSymmetricMemory(None, 128, torch.device("cuda"))  # type: ignore[arg-type]
+
+
+def test_peers_that_cannot_be_addressed_are_named() -> None:
+    check_addresses([1 << 40, 1 << 41])
+    with pytest.raises(WireUnavailable, match=r"memory of ranks \[1, 2\] cannot be addressed"):
+        check_addresses([1 << 40, 0, 0])
+
+
+def test_kernels_are_interpreted_on_the_cpu_only_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(WireUnavailable, match="set TRITON_INTERPRET=1 before Python starts"):
+        load_triton(torch.device("cpu"))
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    assert load_triton(torch.device("cuda", 0)).LowLatencyBlocks.dtypes == dtypes
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(WireUnavailable, match=r"on cuda:0 needs Triton.*pip install 'wideep\[gpu\]'"):
+        load_triton(torch.device("cuda", 0))

@@ -14,9 +14,9 @@ from scheduler.policy.scheduler import Batch
 from scheduler.policy.sequence import Sequence
 from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
 from scheduler.structure.compiler import Vocabulary
-from tests.scheduler.gpu.sampled_rows import close
 from tests.support.families import VOCABULARY, make_model
 from tests.support.gpu_path import build_interpreted
+from tests.support.logprobs import close
 from tests.support.no_reads import CountedReads
 from tests.support.ranks import RankPool
 from tests.support.serving import request, serve

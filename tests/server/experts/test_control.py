@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from expert_placement.config import EplbConfig
-from expert_placement.files import from_json
+from expert_placement.files import from_json, to_json
 from expert_placement.history import History
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.survivors import surviving
@@ -20,7 +20,7 @@ from server.errors import ApiError
 from server.experts import control as placement_control
 from server.experts.control import PlacementControl
 from server.experts.load import ExpertsLoad
-from server.experts.placement_routes import placement_routes
+from server.experts.routes import placement_routes
 from server.http.app import build_app
 from server.http.guards import ApiKeys
 from server.link.messages import PlacementWord
@@ -108,13 +108,13 @@ def test_a_placement_is_applied_and_rolled_back_under_new_versions(tmp_path: Pat
         assert applied["failed"] is None and applied["moves"] > 0
         assert [kind for kind, _ in ranks.told] == ["prepare"] * applied["stages"][1]
         assert held(control.serving()) == held(OTHER)
-        back = await control.rollback()
+        back = await control.begin_rollback()
         assert back["kind"] == "rollback" and back["version"] > applied["version"]
         assert held(control.serving()) == held(START)
         assert [entry["kind"] for entry in load.history] == ["apply", "rollback"]
         assert [e["kind"] for e in History(tmp_path / "h").entries] == ["apply", "rollback"]
         with pytest.raises(ApiError, match="nothing has been changed"):
-            await control.rollback()
+            await control.begin_rollback()
 
     play(test)
 
@@ -127,13 +127,13 @@ def test_after_a_restart_there_is_a_way_back_if_it_starts_where_the_last_run_end
         await control.apply(OTHER, "apply", "as asked", None)
         ended = control.serving()
         warm, _ = control_of(PlayedRanks(), file=tmp_path / "h", start=ended)
-        back = await warm.rollback()
+        back = await warm.begin_rollback()
         assert back["failed"] is None and back["version"] > ended.version
         assert held(warm.serving()) == held(START)
         await warm.apply(OTHER, "apply", "as asked", None)
         cold, _ = control_of(PlayedRanks(), file=tmp_path / "h", start=START)
         with pytest.raises(ApiError, match="nothing has been changed"):
-            await cold.rollback()
+            await cold.begin_rollback()
 
     play(test)
     assert "the start is not the placement that the history ends with" in capfd.readouterr().err
@@ -282,6 +282,53 @@ def test_over_http_plans_change_nothing_and_applying_does() -> None:
             assert (await post("/experts/rollback"))[1]["kind"] == "rollback"
             told = (await client.get("/experts/history", headers=key)).json()
             assert [e["kind"] for e in told["history"]] == ["apply", "rollback"]
+            assert [e["change"] for e in told["history"]] == [1, 2] and told["under_way"] is None
             assert held(from_json(told["serving"])) == held(START)
+
+    play(test)
+
+
+def test_over_http_a_change_that_is_dropped_is_an_error_that_says_what_serves(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def test() -> None:
+        control, _ = control_of(PlayedRanks(failing=(1,)))
+        app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys())
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://front"
+        ) as client:
+            answer = await client.post("/experts/apply", json={"placement": to_json(OTHER)})
+        told = answer.json()
+        assert answer.status_code == 500 and told["failed"] == "rank 1: a bit turned over"
+        assert "dropped after 0 of" in told["error"]["message"]
+        assert told["error"]["message"].endswith("placement 0 serves.")
+
+    play(test)
+    said = capfd.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and "apply: dropped after 0 of" in said[0] and "placement 0 serves" in said[0]
+
+
+def test_over_http_a_change_may_be_begun_and_looked_at_until_it_ends() -> None:
+    async def test() -> None:
+        ranks = SilentRanks()
+        control, _ = control_of(ranks)
+        app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys())
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://front"
+        ) as client:
+            begun = await client.post("/experts/apply", json={"placement": to_json(OTHER), "wait": False})
+            assert (begun.status_code, begun.json()) == (202, {"change": 1})
+            under_way = (await client.get("/experts/history")).json()["under_way"]
+            assert under_way["change"] == 1 and under_way["stages"][0] == 0
+            assert (await client.post("/experts/rollback", json={"wait": False})).status_code in (400, 409)
+            while not ranks.told:
+                await asyncio.sleep(0)
+            control.regroup(
+                Order(1, (0,), surviving(START, (0,)).with_version(control.next_version())), "gone"
+            )
+            while control.is_changing:
+                await asyncio.sleep(0)
+            told = (await client.get("/experts/history")).json()
+            assert told["under_way"] is None and told["history"][-1]["change"] == 1
 
     play(test)

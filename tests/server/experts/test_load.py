@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from expert_placement.load import LoadWindow, no_figures, over_layers
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import LoadReport
-from server.experts.answer import balancedness_json
-from server.experts.load import ExpertsLoad
+from server.experts.load import EVERY_S, MOST, VIEWS, ExpertsLoad, LoadSeries
 from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
 from server.link.messages import decode, encode
 from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
@@ -116,7 +116,7 @@ def test_a_recording_goes_on_while_a_rank_is_away() -> None:
     load.regroup(Order(2, (0, 1), linear_placement(LAYERS, EXPERTS, 2).with_version(5)))
     load.take_load(report(0, 2, counts(6), epoch=2))
     assert load.experts is not None
-    recorded = load.recorder.take("m", load.experts).counts.sum(axis=0)
+    recorded = sum(row.counts for row in load.recorder.take("m", load.experts).rows)
     np.testing.assert_array_equal(recorded[..., :EXPERTS], alone[..., :EXPERTS] + counts(6)[..., :EXPERTS])
     np.testing.assert_array_equal(recorded[..., EXPERTS], counts(6)[..., EXPERTS])
     np.testing.assert_array_equal(
@@ -148,9 +148,8 @@ def test_no_load_is_nothing_and_not_a_number() -> None:
 
 
 def test_balancedness_is_aggregated_over_the_layers_that_have_tokens() -> None:
-    made = balancedness_json(np.array([1.0, np.nan, 0.4, 0.5]))
-    assert made["per_layer"] == [1.0, None, 0.4, 0.5]
-    assert (made["mean"], made["median"], made["worst"]) == pytest.approx((1.9 / 3, 0.5, 0.4))
+    made = over_layers(np.array([1.0, np.nan, 0.4, 0.5]))
+    assert made == pytest.approx({"mean": 1.9 / 3, "median": 0.5, "worst": 0.4})
 
 
 def test_settle_waits_for_every_ranks_step_and_not_longer_than_it_may() -> None:
@@ -236,3 +235,39 @@ def test_reports_cross_the_wire_unchanged() -> None:
     same = decode(encode(experts))
     np.testing.assert_array_equal(same.slot_expert, experts.slot_expert)
     assert same[:5] == experts[:5]
+
+
+def window_of(prefill: list[int], decode: list[int]) -> LoadWindow:
+    """One layer of two experts on two ranks."""
+    window = LoadWindow(1, 2, 2)
+    window.add(1, np.array([[prefill * 2, decode * 2]]), no_figures(2))
+    return window
+
+
+def test_a_point_has_the_windows_balancedness_by_phase() -> None:
+    series = LoadSeries()
+    series.note(10.0, window_of([1, 3], [0, 0]))
+    told = series.to_json()
+    views = told["views"]
+    assert told["time"] == [10.0] and isinstance(views, dict) and set(views) == set(VIEWS)
+    assert views["prefill"] == {"mean": [0.6667], "median": [0.6667], "worst": [0.6667]}
+    assert views["decode"]["worst"] == [None] and views["all"]["mean"] == [0.6667]
+
+
+def test_points_come_no_more_often_than_they_should_and_none_without_tokens() -> None:
+    series, window = LoadSeries(), window_of([1, 3], [1, 1])
+    series.note(0.0, LoadWindow(1, 2, 2))
+    for now_s in (10.0, 10.0 + 0.9 * EVERY_S, 10.0 + EVERY_S):
+        series.note(now_s, window)
+    assert series.to_json()["time"] == [10.0, 10.0 + EVERY_S]
+
+
+@pytest.mark.parametrize("hours", [1, 30])
+def test_a_long_service_has_as_many_points_from_its_beginning_on(hours: int) -> None:
+    series, window = LoadSeries(), window_of([1, 3], [1, 1])
+    for step in range(int(hours * 3600 / EVERY_S)):
+        series.note(100.0 + step * EVERY_S, window)
+    times = series.to_json()["time"]
+    assert isinstance(times, list) and MOST // 2 <= len(times) <= MOST
+    assert times[0] == 100.0 and set(np.diff(times)) == {series.every_s}
+    assert times[-1] > 100.0 + hours * 3600 - 2 * series.every_s

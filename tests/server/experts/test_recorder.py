@@ -28,10 +28,14 @@ def recorder_of(times: list[float]) -> tuple[LoadRecorder, list[np.ndarray]]:
 def test_a_row_is_a_second_and_adds_up_the_ranks() -> None:
     recorder, given = recorder_of([100.1, 100.9, 101.2, 107.0])
     record = recorder.take("m", expert_map())
-    assert record.time_s.tolist() == [100.9, 101.2, 107.0]
-    assert record.step.tolist() == [10, 20, 30]
-    assert record.version.tolist() == [1, 2, 3]
-    np.testing.assert_array_equal(record.counts, [given[0] + given[1], given[2], given[3]])
+    assert [(row.time_s, row.step, row.version) for row in record.rows] == [
+        (100.9, 10, 1),
+        (101.2, 20, 2),
+        (107.0, 30, 3),
+    ]
+    np.testing.assert_array_equal(
+        [row.counts for row in record.rows], [given[0] + given[1], given[2], given[3]]
+    )
 
 
 def test_nothing_is_kept_while_off_and_a_start_forgets() -> None:
@@ -51,14 +55,34 @@ def test_full_memory_makes_rows_longer_and_loses_nothing() -> None:
         recorder.add(1000.5 + index, index, 0, each)
         assert recorder.num_rows <= 11
     record = recorder.take("m", expert_map())
-    np.testing.assert_array_equal(record.counts.sum(axis=0), np.sum(given, axis=0))
-    assert np.all(np.diff(record.time_s) > 0)
-    assert (record.time_s[-1], record.step[-1]) == (1099.5, 99)
+    np.testing.assert_array_equal(sum(row.counts for row in record.rows), np.sum(given, axis=0))
+    assert np.all(np.diff([row.time_s for row in record.rows]) > 0)
+    assert (record.rows[-1].time_s, record.rows[-1].step) == (1099.5, 99)
+
+
+def test_later_reports_and_merges_change_nothing_of_a_record_that_was_taken() -> None:
+    recorder = LoadRecorder(max_bytes=4 * counts(0).nbytes)
+    recorder.start()
+    for index in range(4):
+        recorder.add(1000.5 + index, index, 0, counts(index))
+    record = recorder.take("m", expert_map())
+    before = [row.counts.copy() for row in record.rows]
+    for index in range(3, 40):
+        recorder.add(1000.5 + index, index, 0, counts(index))
+    assert recorder.num_rows <= 5
+    np.testing.assert_array_equal([row.counts for row in record.rows], before)
+
+
+def npz(recorder: LoadRecorder) -> bytes:
+    """A record as our file has it."""
+    file = io.BytesIO()
+    recorder.take("m", expert_map()).write_npz(file)
+    return file.getvalue()
 
 
 def test_our_file_has_a_time_axis_and_is_read_by_simulate(tmp_path: Path) -> None:
     recorder, given = recorder_of([5.0, 6.0])
-    content = recorder.take("m", expert_map()).npz()
+    content = npz(recorder)
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         assert arrays["time_s"].tolist() == [5.0, 6.0]
         assert arrays["layers"].tolist() == [2, 3, 5]
@@ -73,7 +97,7 @@ def test_our_file_has_a_time_axis_and_is_read_by_simulate(tmp_path: Path) -> Non
 
 def test_sglangs_record_has_the_models_layers_with_dense_ones_zero() -> None:
     recorder, given = recorder_of([5.0, 6.0])
-    record = recorder.take("m", expert_map()).sglang()
+    record = json.loads("".join(recorder.take("m", expert_map()).sglang_json()))
     logical = np.array(record["logical_count"])
     assert logical.shape == (2, 7, EXPERTS)
     np.testing.assert_array_equal(logical[:, [2, 3, 5]], np.array(given)[..., :EXPERTS].sum(axis=2))
@@ -88,7 +112,7 @@ def test_sglangs_record_has_the_models_layers_with_dense_ones_zero() -> None:
 def test_the_pt_file_is_what_sglangs_recorder_saves(tmp_path: Path) -> None:
     recorder, given = recorder_of([5.0])
     source, target = tmp_path / "r.json", tmp_path / "r.pt"
-    source.write_text(json.dumps(recorder.take("m", expert_map()).sglang()))
+    source.write_text("".join(recorder.take("m", expert_map()).sglang_json()))
     subprocess.run([sys.executable, "-P", WRITER, source, target], check=True, timeout=60)
     loaded = torch.load(target, weights_only=True)
     assert set(loaded) == {"rank", "logical_count", "average_utilization_rate_over_window"}

@@ -70,6 +70,9 @@ def test_the_whole_story_of_a_record(
 
     assert httpx.post(front.url + START).status_code == 401, "what changes something needs the key"
     assert httpx.get(front.url + "/experts/load").status_code == 200, "looking does not"
+    assert httpx.get(front.url + "/experts/record").status_code == 401, (
+        "but for what costs as much as a record"
+    )
     for path in (STOP, DUMP):
         refused = http.post(path)
         assert refused.status_code == 400

@@ -87,6 +87,21 @@ async def test_a_failure_of_one_choice_is_the_answer_s() -> None:
 
 
 @in_loop
+async def test_an_error_in_making_one_answer_ends_that_one_alone() -> None:
+    desk = Desk()
+    broken, whole = desk.open("a"), desk.open("b")
+    broken.generations[0].push = lambda _output: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    desk.deliver("a", "x")
+    desk.deliver("b", "x", FinishReason.STOP)
+    with pytest.raises(ApiError, match="ZeroDivisionError") as caught:
+        await broken.next()
+    assert caught.value.status == 500
+    assert [name for _, name in desk.ranks.aborted] == ["a"]
+    assert [piece.text for _, piece in await whole.next()] == ["x"]
+    assert desk.reasons() == [FinishReason.ERROR, FinishReason.STOP]
+
+
+@in_loop
 async def test_a_deadline_is_a_504_from_the_rank_or_else_from_the_front() -> None:
     desk = Desk(timeout_s=1000)
     answer = desk.open("a", "b")

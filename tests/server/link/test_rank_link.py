@@ -229,6 +229,20 @@ def test_goodbye_is_a_loss_that_says_why_unless_a_stop_was_asked_for(
     assert front.events.get(timeout=30) == ("lost", 0, heard)
 
 
+@pytest.mark.parametrize(("lived_s", "heard"), [(4.0, "; it was started again as often"), (6.0, "")])
+def test_a_loss_says_when_the_rank_stays_away(
+    front: FrontEnd, monkeypatch: pytest.MonkeyPatch, lived_s: float, heard: str
+) -> None:
+    link = link_to(front, Queue(), facts=replace(FACTS, restartable_in_s=5.0))
+    link.open(30)
+    front.events.get(timeout=30)
+    now_s = front.ranks.attached[0].attached_s + lived_s
+    monkeypatch.setattr(front.ranks, "_clock", lambda: now_s)
+    link.close("killed")
+    reason = str(front.events.get(timeout=30)[2])
+    assert reason.startswith("killed") and reason.removeprefix("killed").startswith(heard)
+
+
 def test_a_front_that_leaves_after_its_stop_is_not_lost(front: FrontEnd) -> None:
     heard: Queue[tuple[object, ...]] = Queue()
     link = link_to(front, heard)

@@ -12,13 +12,16 @@ from server.process.children import (
     Child,
     MessagePipe,
     StopSignals,
+    children_of,
     describe_end,
+    kill_if_it_stays,
     kill_orphans,
     say,
     start_child,
     stop_children,
 )
 
+TIME_OUT_S = 40.0
 ROOT = Path(__file__).resolve().parents[3]
 _DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 
@@ -168,3 +171,22 @@ def test_a_closed_terminal_does_not_break_the_stop(monkeypatch: pytest.MonkeyPat
         with pytest.raises(BrokenPipeError):
             nobody.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_stays_behind_kills_a_process_that_does_not_end_and_leaves_no_other(ends: bool) -> None:
+    code = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        pidfd = os.pidfd_open(process.pid)
+        before = children_of(os.getpid())
+        kill_if_it_stays(pidfd, grace_s=TIME_OUT_S if ends else 0.1)
+        [watcher] = children_of(os.getpid()) - before
+        if ends:
+            process.stdin.close()
+        assert process.wait(TIME_OUT_S) == (0 if ends else -signal.SIGKILL)
+        assert os.waitpid(watcher, 0)[1] == 0
+        os.close(pidfd)

@@ -28,7 +28,12 @@ def link_of(monkeypatch: pytest.MonkeyPatch, *, front_answers: bool) -> RankLink
     monkeypatch.setattr(engine_link, "front_answers", lambda _address: front_answers)
     step = SimpleNamespace(block_tokens=16)
     built: Any = Mock(max_model_len=64, num_blocks=8, runner=SimpleNamespace(step=step))
-    return make_link(built, EngineConfig(directory=Path(), kv_cache_bytes=1, rank=2, world_size=3), FRONT, 1)
+    return make_link(
+        built,
+        EngineConfig(directory=Path(), kv_cache_bytes=1, rank=2, world_size=3),
+        FRONT,
+        {"WIDEEP_RESTARTS": "1", "WIDEEP_RESTARTABLE_IN_S": "4.5"},
+    )
 
 
 @pytest.mark.parametrize(("front_answers", "status"), [(True, 1), (False, FRONT_IS_GONE)])
@@ -47,4 +52,4 @@ def test_a_lost_stream_ends_the_engine_and_says_whether_there_is_a_front_to_come
 
 def test_the_front_is_told_how_often_an_engine_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = link_of(monkeypatch, front_answers=True)._facts
-    assert (facts.rank, facts.world_size, facts.num_restarts) == (2, 3, 1)
+    assert (facts.rank, facts.world_size, facts.num_restarts, facts.restartable_in_s) == (2, 3, 1, 4.5)

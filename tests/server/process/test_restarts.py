@@ -24,8 +24,9 @@ def test_a_start_counts_for_one_window() -> None:
     clock.now_s += WINDOW_S / 2
     assert budget.take()
     clock.now_s += WINDOW_S / 2 - 1
-    assert not budget.take()
+    assert not budget.take() and budget.allowed_in_s() == 1.0
     clock.now_s += 1
+    assert budget.allowed_in_s() == 0.0
     assert budget.take(), "the first start is a window old"
     assert not budget.take(), "the second is not"
     assert budget.num_taken == 3

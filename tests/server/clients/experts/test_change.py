@@ -14,7 +14,7 @@ from server.clients.experts.change import run_change
 from server.clients.experts.client import ExpertsClient
 
 ENTRY: dict[str, Any] = {
-    "time": 1.0, "kind": "repair", "version": 4, "reason": "it pays", "predicted_gain": 0.03, "measured_gain": None,
+    "time": 1.0, "change": 7, "kind": "repair", "version": 4, "reason": "it pays", "predicted_gain": 0.03, "measured_gain": None,
     "moves": 5, "bytes": 2_000_000, "seconds": 0.5, "stages": [1, 1], "failed": None,
 }  # fmt: skip
 
@@ -22,30 +22,51 @@ ENTRY: dict[str, Any] = {
 class PlayedService:
     """Answers as a service would, and remembers what it was asked."""
 
-    def __init__(self, entry: dict[str, Any]) -> None:
+    def __init__(self, entry: dict[str, Any], looks: int = 0) -> None:
+        """Args: looks: at the history while the change is under way."""
         self.asked: list[tuple[str, Any]] = []
-        self._entry = entry
+        self._entry, self._looks = entry, looks
 
     def run(self, *words: str) -> int:
         """Run a command line against it."""
         args = build_parser().parse_args(["experts", *words])
         http = httpx.Client(transport=httpx.MockTransport(self._answer))
-        return run_change(args, environment={}, client=ExpertsClient("http://s", http=http))
+        client = ExpertsClient("http://s", http=http)
+        return run_change(args, environment={}, client=client, sleep=lambda _: None)
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content) if request.content else None
         self.asked.append((request.url.path, body))
         if request.url.path == "/experts/history":
             nothing = {"time": 2.0, "kind": "nothing", "version": 4, "reason": "too few steps"}
-            return httpx.Response(200, json={"history": [self._entry, nothing], "serving": {"version": 4}})
+            self._looks -= 1
+            under_way = {"change": 7, "kind": "repair", "stages": [0, 1]} if self._looks >= 0 else None
+            history = [nothing] if under_way else [self._entry, nothing]
+            return httpx.Response(
+                200, json={"history": history, "under_way": under_way, "serving": {"version": 4}}
+            )
+        if body.get("wait") is False:
+            return httpx.Response(202, json={"change": 7})
         return httpx.Response(200, json=self._entry)
 
 
 def test_apply_plans_by_policy_and_says_what_became_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     service = PlayedService(ENTRY)
     assert service.run("apply", "--policy", "shares") == 0
-    assert service.asked == [("/experts/apply", {"policy": "shares"})]
+    assert service.asked[0] == ("/experts/apply", {"policy": "shares", "wait": False})
     assert "placement 4 serves: 5 moves, 2.0 MB in 0.5 s" in capsys.readouterr().out
+
+
+def test_a_change_that_takes_long_is_looked_at_until_it_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    service = PlayedService(ENTRY, looks=1000)
+    assert service.run("apply") == 0
+    told = capsys.readouterr()
+    assert "placement 4 serves: 5 moves" in told.out and told.err == "0 of 1 stages serve\n"
+
+
+def test_a_change_that_is_in_no_history_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert PlayedService({**ENTRY, "change": 6}).run("apply") == 1
+    assert "the service was started again" in capsys.readouterr().err
 
 
 def test_what_changed_nothing_is_said_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +98,7 @@ def test_a_file_that_is_no_placement_is_named(tmp_path: Path, capsys: pytest.Cap
 def test_a_dropped_change_is_said_and_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     service = PlayedService({**ENTRY, "failed": "rank 1: a check sum", "stages": [0, 2]})
     assert service.run("rollback") == 1
-    assert service.asked == [("/experts/rollback", None)]
+    assert service.asked[0] == ("/experts/rollback", {"wait": False})
     assert "dropped after 0 of 2 stages: rank 1: a check sum" in capsys.readouterr().out
 
 

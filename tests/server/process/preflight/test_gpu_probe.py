@@ -1,6 +1,7 @@
 """Every reason why GPUs cannot be used is one sentence that names what is there, what is needed and what to do."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,3 +76,14 @@ def test_torch_is_asked_and_the_answer_survives_json() -> None:
 def test_a_torch_without_cuda_is_not_asked_for_a_driver() -> None:
     facts = collect(fake_torch(cuda=None, driver=0, gpus=0), "")
     assert facts == GpuFacts(torch="2.11.0") and "built without CUDA" in why_not(facts, has_device=True)
+
+
+@pytest.mark.slow
+def test_the_child_that_looks_is_this_copy_whatever_else_is_called_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "__init__.py").write_text("raise SystemExit('another server')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    facts, _ = look(has_device=lambda: True)
+    assert facts.torch, "the child has looked"

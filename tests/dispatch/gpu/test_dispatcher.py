@@ -1,5 +1,6 @@
 """Several ranks' dispatch between devices, interpreted over two processes: in both modes the bits of the oracle."""
 
+import threading
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dispatch.errors import PeerLost
 from dispatch.gpu.symmetric import SharedMemory
 from dispatch.mode import NORMAL, Mode, low_latency
 from tests.dispatch.caught import catch
@@ -19,7 +21,6 @@ from tests.dispatch.gpu.ranks import (
     open_wide,
     run_layer,
     run_on_cpu,
-    without_repeats,
 )
 from tests.dispatch.gpu.test_replay import recording
 from tests.dispatch.oracle import RankCase, make_cases, simulate
@@ -61,6 +62,7 @@ def check_pairs(ours: Outcome, cases: list[RankCase], rank: int, where: str) -> 
     want = simulate(cases, S)[rank]
     assert torch.equal(ours.x_PH, want.x_NH[want.row_P]), where
     assert torch.equal(ours.slot_offsets, want.slot_offsets), where
+    assert torch.equal(ours.combined_TH, want.combined_TH), where
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
@@ -69,14 +71,9 @@ def test_both_modes_have_the_oracles_bits(interpreting_pair: RankPool, backend: 
     modes = [NORMAL, low_latency(4)]
     results = interpreting_pair.run(run_layers, backend, "auto", modes, list(LAYERS.values()))
     for index, (name, cases) in enumerate(LAYERS.items()):
-        once = [without_repeats(case) for case in cases] if backend == "auto" else cases
         for rank in range(2):
-            normal, fast = (results[rank][mode][index] for mode in range(2))
-            check_pairs(normal, cases, rank, f"{name}, normal, rank {rank}")
-            check_pairs(fast, once, rank, f"{name}, low latency, rank {rank}")
-            want = simulate(cases, S)[rank].combined_TH
-            assert torch.equal(normal.combined_TH, want), f"{name}, normal, rank {rank}"
-            assert torch.equal(fast.combined_TH, want), f"{name}, low latency, rank {rank}"
+            for mode, ours in zip(("normal", "low latency"), results[rank], strict=True):
+                check_pairs(ours[index], cases, rank, f"{name}, {mode}, rank {rank}")
 
 
 def run_fp8(layers: list[list[RankCase]]) -> tuple[list[list[Outcome]], list[Outcome]]:
@@ -87,7 +84,6 @@ def test_rows_in_fp8_have_the_cpus_bits(interpreting_pair: RankPool) -> None:
     layers = [draw(1, [3, 1], hidden=200, choices=2), draw(2, [2, 3], hidden=260, dtype=BF16, choices=2)]
     layers[0][0].x_TH[0, 3] = 1e-9  # a subnormal code and a block of nothing
     layers[0][0].x_TH[1, 128:] = 0.0
-    layers = [[without_repeats(case) for case in cases] for cases in layers]
     for rank, (modes, want) in enumerate(interpreting_pair.run(run_fp8, layers)):
         for mode, ours in enumerate(modes):
             for index in range(len(layers)):
@@ -95,25 +91,19 @@ def test_rows_in_fp8_have_the_cpus_bits(interpreting_pair: RankPool) -> None:
                     assert torch.equal(got, cpus), f"layer {index}, mode {mode}, rank {rank}, {field}"
 
 
-def open_packed(**settings: Any) -> Any:
-    from dispatch.gpu.packed_exchange import PackedExchange  # noqa: PLC0415 - the interpreter is chosen before
+def open_unwatched(**settings: Any) -> Any:
+    """Low-latency mode as on a GPU, where the host looks at nothing."""
+    from dispatch.gpu.dispatcher import DeviceDispatcher  # noqa: PLC0415 - the interpreter is chosen before
+    from dispatch.gpu.exchange import LowLatencyPairs  # noqa: PLC0415
 
     def open_memory(size: int) -> SharedMemory:
         return SharedMemory(dist.group.WORLD, size, timeout_s=20.0)
 
-    return PackedExchange(
-        open_memory, dist.get_world_size(), num_bytes=1 << 16, lanes=2, is_blocking=False, **settings
+    exchange = LowLatencyPairs(
+        open_memory, dist.get_world_size(), num_bytes=1 << 16, is_blocking=False, slots_per_rank=S, **settings
     )
-
-
-def open_unwatched(**settings: Any) -> Any:
-    """Low-latency mode as on a GPU, where the host looks at nothing."""
-    from dispatch.gpu.low_latency import LowLatencyWay  # noqa: PLC0415 - the interpreter is chosen before
-    from dispatch.gpu.wide import WideDispatcher  # noqa: PLC0415
-
-    way = LowLatencyWay(open_packed(**settings), slots_per_rank=S, is_fp8=False)
-    return WideDispatcher(
-        way, None, world_size=2, device=CPU, row_format="as they are", name="test", reason="of a test"
+    return DeviceDispatcher(
+        exchange, None, world_size=2, device=CPU, row_format="as they are", name="test", reason="of a test"
     )
 
 
@@ -187,7 +177,7 @@ def come_late() -> tuple[str, str, str]:
     y_PH, said = torch.zeros(18, 16), "no error"
     if dist.get_rank() == 0:
         sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
-        dispatcher._normal._exchange._timeout_s = 1000.0  # longer than this test may take
+        dispatcher._normal._timeout_s = 1000.0  # longer than this test may take
         dispatcher.combine(y_PH, case.weights_TK, sent)
         said = catch(dispatcher.check)
     again = catch(dispatcher.check)
@@ -205,3 +195,51 @@ def test_a_rank_that_is_late_is_waited_for_once_and_named_by_a_check(interpretin
     (said, again, _), _ = interpreting_pair.run(come_late)
     assert said.startswith("DispatchTimeout: rank 1 sent nothing for ")
     assert again == "no error"
+
+
+def be_interrupted(is_blocking: bool) -> tuple[str, str]:
+    """Rank 1 never comes; a thread of rank 0 hears of it."""
+    from dispatch.gpu.exchange import LowLatencyPairs  # noqa: PLC0415 - the interpreter is chosen before
+
+    def open_memory(size: int) -> SharedMemory:
+        return SharedMemory(dist.group.WORLD, size, timeout_s=20.0)
+
+    exchange = LowLatencyPairs(
+        open_memory, 2, num_bytes=1 << 16, is_blocking=is_blocking, slots_per_rank=S, timeout_s=1000.0
+    )
+    (case, _), texts = draw(1, [3, 3]), []
+    if dist.get_rank() == 0:
+        timer = threading.Timer(0.2, exchange.interrupt, [PeerLost(1, "its heart stands still")])
+        timer.start()
+        texts.append(catch(lambda: exchange.dispatch(case.x_TH, case.slots_TK, 3)))
+        texts.append(catch(exchange.check))
+    dist.barrier()
+    exchange.close()
+    return tuple(texts)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+def test_the_host_ends_what_a_kernel_waits_for(interpreting_pair: RankPool, is_blocking: bool) -> None:
+    """It would spin for as long as a peer may be late: a thousand seconds here."""
+    (called, checked), _ = interpreting_pair.run(be_interrupted, is_blocking)
+    lost = "PeerLost: rank 1 is lost: its heart stands still"
+    assert (called, checked) == (lost if is_blocking else "no error", lost)
+
+
+def count_launches() -> tuple[int, int]:
+    dispatcher, case = open_unwatched(timeout_s=20.0), draw(1, [3, 3])[dist.get_rank()]
+    counts = []
+    for _ in range(2):
+        with recording() as launches:
+            sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
+            counts.append(len(launches))
+            dispatcher.combine(answer(sent, dist.get_rank()), case.weights_TK, sent)
+        counts.append(len(launches))
+        dist.barrier()
+    dispatcher.close()
+    return counts[2], counts[3] - counts[2]
+
+
+def test_a_layer_takes_eleven_launches(interpreting_pair: RankPool) -> None:
+    """Begin, send, post, wait, order, deliver; begin, answer, post, wait, sum: a decode step pays by the launch."""
+    assert interpreting_pair.run(count_launches) == [(6, 5)] * 2

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.bench import Bench, Call
-from benchmarks.gpu.checking import check, distance
-from benchmarks.gpu.timing import num_copies, time_calls, time_queued
+from benchmarks.gpu.bench import Bench, Call, check, distance, num_copies, time_calls, time_queued
 
 BENCH = Bench(torch.device("cpu"), torch.float32)
 

@@ -13,8 +13,8 @@ from tests.support.chromium import Chromium
 from tests.support.dashboard_service import DashboardService
 from tests.support.load_answer import change, load_answer, series
 
-ROOT = Path(__file__).resolve().parents[2]
-STATIC = ROOT / "server" / "dashboard" / "static"
+ROOT = Path(__file__).resolve().parents[3]
+STATIC = ROOT / "server" / "experts" / "dashboard" / "static"
 LIVE = "document.body.dataset.state === 'live'"
 needs_chromium = pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.MISSING)
 
@@ -70,7 +70,7 @@ def test_the_page_and_its_files_come_from_this_service_alone(service: DashboardS
 
 def test_the_page_is_in_the_distribution() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert "dashboard/static/*" in data["server"]
+    assert "experts/dashboard/static/*" in data["server"]
 
 
 @needs_chromium

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.child import DeadWorkerError, FailedUnitError, LateWorkerError, Worker
-from benchmarks.gpu.rows import Row, Setting
-from benchmarks.gpu.worker import answer_lines
+from benchmarks.gpu.results import Row, Setting
+from benchmarks.gpu.worker import DeadWorkerError, FailedUnitError, LateWorkerError, Worker, answer_lines
 from tests.benchmarks.gpu import sample_part
 
 SETTING = Setting(device="interpreter", is_tiny=True)

@@ -1,17 +1,68 @@
-"""The results of a day, written whenever a unit ends, so that a run which is cut short loses one unit at most.
+"""What a day with a GPU finds: rows of named figures, the file that keeps them, and their tables. No torch in here.
 
-The file's name carries the device and a digest of the sources that were run, so a resumed run takes up only what the
-same code did on the same kind of device. (A commit would not do: a machine may have the files and not the repository.)
+The file is written whenever a unit ends, so that a run which is cut short loses one unit at most. Its name carries the
+device and a digest of the sources that were run, so a resumed run takes up only what the same code did on the same kind
+of device. (A commit would not do: a machine may have the files and not the repository.)
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.card import slug
-from benchmarks.gpu.rows import Row, Setting
+
+Figure = float | int | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a part's table."""
+
+    name: str
+    figures: Mapping[str, Figure]
+    note: str = ""
+    is_right: bool = True  # False: an answer is wrong, or what was asked for did not run
+    goals: Mapping[str, float] = field(default_factory=dict)  # what figures should at least be, by name
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    def missed(self) -> list[str]:
+        """Return the names of the figures that are under their goal."""
+        return [
+            name
+            for name, goal in self.goals.items()
+            if isinstance(value := self.figures.get(name), float | int) and value < goal
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What every unit of a day is told."""
+
+    device: str  # "cuda", or "interpreter": Triton's, on CPU tensors, whose times mean nothing
+    is_tiny: bool  # shapes that the interpreter can afford
+    known: Mapping[str, float] = field(default_factory=dict)  # figures so far, by "part/unit/row/figure"
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether there is no GPU behind this day."""
+        return self.device == "interpreter"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    def ceiling(self, name: str) -> float | None:
+        """Return what the day measured as a ceiling; None where it did not."""
+        keys = [key for key in self.known if key.startswith("ceilings/") and key.endswith(f"/{name}")]
+        return self.known[keys[-1]] if keys else None
+
 
 DONE, FAILED, TIMED_OUT = "done", "failed", "timed out"
 SOURCES = ("attention", "benchmarks/gpu", "dispatch", "expert_placement", "kvcache", "moe", "scheduler")
@@ -118,3 +169,57 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} cannot be resumed, it is not the result of a day ({error!r}); move it away"
         ) from error
+
+
+_GAP = "  "
+
+
+def part_lines(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a part's rows, those with the same figures under one head, then what failed."""
+    rows = [Row(**row) for entry in entries.values() for row in entry["rows"]]
+    for head, group in _by_head(rows):
+        yield from _table(head, group)
+    for unit, entry in entries.items():
+        if entry["status"] != DONE:
+            yield f"  {unit}: {entry['status'].upper()}: {entry['note']}"
+
+
+def _by_head(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, ...], list[Row]]]:
+    """Group neighbours that have the same figures."""
+    group: list[Row] = []
+    for row in rows:
+        if group and tuple(row.figures) != tuple(group[0].figures):
+            yield tuple(group[0].figures), group
+            group = []
+        group.append(row)
+    if group:
+        yield tuple(group[0].figures), group
+
+
+def _table(head: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
+    cells = [[row.name, *(_cell(row, name) for name in head)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(["", *head], *cells, strict=True)]
+    yield "  " + _line(["", *head], widths)
+    for row, line in zip(rows, cells, strict=True):
+        yield ("  " if row.is_right else "! ") + _line(line, widths) + (_GAP + row.note if row.note else "")
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = (f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}" for at, (cell, width) in enumerate(zip(cells, widths, strict=True)))  # fmt: skip
+    return _GAP.join((first, *rest)).rstrip()
+
+
+def _cell(row: Row, name: str) -> str:
+    """Write a figure, with a mark where it has a goal: + reached, - not."""
+    mark = "" if name not in row.goals else "-" if name in row.missed() else "+"
+    return _number(row.figures[name]) + mark
+
+
+def _number(value: Figure) -> str:
+    if value is None:
+        return "."
+    if isinstance(value, str | int):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:.2e}"

@@ -1,0 +1,188 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""Sort (row, choice) pairs by slot, and sum the pairs of a token, on a device; the host looks at no count.
+
+The order is that of `dispatch.layout`: by slot, then row, then choice. A program places the pairs of one slot in one chunk
+of the choices. It counts by itself what comes before them, in all choices, so that no program waits for another and no
+counter decides an order. The choices of a decode step (32 KB for 1,024 rows of 8) stay in the cache that all programs share.
+Rejected: a histogram, a scan and a scatter: three launches, where a decode step pays by the launch.
+Sums are made in the order of a token's choices, in float32 with one rounding. Products are rounded before they are added
+(compiled without fusion), so the bits are those of `layout.sum_answers`.
+
+Legend: T tokens, N rows, K choices, S slots, P pairs, H hidden. Memory is for N*K pairs; how many there are is known to
+the device only.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dispatch.gpu.casts import as_stored, narrow, widen
+from dispatch.gpu.flags import CAME, half_at, is_sound
+
+_TILE = 512  # choices that a program looks at at once
+_PROGRAMS = 512  # that run at once on a large GPU, about
+_SUMMED = 1024  # channels of a token that a program sums
+
+
+class DeviceRoom:
+    """Room for tensors of one type that are overwritten by the next ones.
+
+    What a CUDA graph has captured keeps its address, so room that a larger call outgrows is kept: the smaller graph may be
+    replayed later. Capture begins after a call of the same shape, hence nothing grows in a graph.
+
+    Args:
+        dtype, device: of the tensors.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._rooms = [torch.zeros(0, dtype=dtype, device=device)]  # the last one is the largest
+
+    def take(self, *shape: int) -> Tensor:
+        """Return the room's beginning as a contiguous tensor of this shape, with what the last call left there."""
+        size = 1
+        for length in shape:
+            size *= length
+        room = self._rooms[-1]
+        if size > room.numel():
+            room = torch.zeros(size, dtype=room.dtype, device=room.device)
+            self._rooms.append(room)
+        return room[:size].view(shape)
+
+
+class PairOrder(NamedTuple):
+    """Pairs by slot; overwritten by the next order in the same room."""
+
+    row_P: Tensor  # int64 [N*K]: the row of each pair; undefined behind the last one
+    slot_offsets: Tensor  # int64 [S+1]: pairs of slot s are [offsets[s], offsets[s+1])
+    pair_of_choice_NK: Tensor  # int32: -1 for no choice
+
+
+@triton.jit
+def _chosen(choices, arrived, choice, end, sound, PER_SOURCE: tl.constexpr):
+    """Load choices below `end`; -1 for those of a source that did not come."""
+    is_read = choice < end
+    if PER_SOURCE > 0:
+        is_read &= sound & (tl.load(arrived + choice // PER_SOURCE, mask=is_read, other=0) == CAME)
+    return tl.load(choices + choice, mask=is_read, other=-1)
+
+
+@triton.jit(do_not_specialize=["num_choices", "chunk"])
+def order_pairs(
+    choices, arrived, calls, half_bytes, row_of_pair, pair_of_choice, offsets, num_choices, chunk,
+    S: tl.constexpr, K: tl.constexpr, R: tl.constexpr, PER_SOURCE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (slot, chunk): place the slot's pairs in a chunk of the choices, `chunk` of them; what is not in [0, S) is none.
+
+    `choices`: int64 [N, K]; or, if PER_SOURCE, what has been received: the address of int32 [R, PER_SOURCE] in the first
+    half, of which those count whose source has arrived.
+    """
+    slot, first = tl.program_id(0), tl.program_id(1) * chunk
+    sound = True
+    if PER_SOURCE > 0:
+        sound = is_sound(arrived, R)
+        choices = (choices + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int32))
+    below, before, every = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    at = 0
+    while at < num_choices:  # not a range: the interpreter cannot count to an argument
+        choice = at + tl.arange(0, TILE)
+        chosen = _chosen(choices, arrived, choice, num_choices, sound, PER_SOURCE)
+        is_mine = (chosen == slot).to(tl.int32)
+        below += ((chosen >= 0) & (chosen < slot)).to(tl.int32)
+        before += tl.where(choice < first, is_mine, 0)
+        every += is_mine
+        at += TILE
+    begin = tl.sum(below, axis=0)
+    if first == 0:
+        tl.store(offsets + slot, begin.to(tl.int64))
+        if slot == S - 1:
+            tl.store(offsets + S, (begin + tl.sum(every, axis=0)).to(tl.int64))
+    placed = begin + tl.sum(before, axis=0)
+    at, end = first, tl.minimum(first + chunk, num_choices)
+    while at < end:
+        choice = at + tl.arange(0, TILE)
+        chosen = _chosen(choices, arrived, choice, end, sound, PER_SOURCE)
+        is_mine = (chosen == slot).to(tl.int32)
+        pair = placed + tl.cumsum(is_mine, axis=0) - 1
+        tl.store(row_of_pair + pair, (choice // K).to(tl.int64), mask=is_mine != 0)
+        tl.store(pair_of_choice + choice, pair, mask=is_mine != 0)
+        if slot == 0:
+            tl.store(pair_of_choice + choice, -1, mask=(choice < end) & ((chosen < 0) | (chosen >= S)))
+        placed += tl.sum(is_mine, axis=0)
+        at += TILE
+
+
+def chunk_of(num_choices: int, num_slots: int) -> tuple[int, int]:
+    """Return how many choices a program places, and how many it looks at at once: many programs for few choices."""
+    tile = min(_TILE, int(triton.next_power_of_2(max(num_choices, 1))))
+    chunks = max(1, min(triton.cdiv(num_choices, tile), _PROGRAMS // num_slots))
+    return max(tile, triton.cdiv(num_choices, chunks * tile) * tile), tile
+
+
+class PairOrders:
+    """Orders pairs of calls of any size, in memory that is kept.
+
+    Args:
+        num_slots: S.
+        device: of the choices.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self._rows, self._pairs = DeviceRoom(torch.int64, device), DeviceRoom(torch.int32, device)
+        self._offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+
+    def order(self, slots_NK: Tensor) -> PairOrder:
+        """Order the choices int64 [N, K], contiguous; what is not in [0, S) is no choice. Allocates where it grows."""
+        (N, K), S = slots_NK.shape, self.num_slots
+        order = PairOrder(self._rows.take(N * K), self._offsets, self._pairs.take(N, K))
+        chunk, tile = chunk_of(N * K, S)
+        order_pairs[(S, max(1, triton.cdiv(N * K, chunk)))](
+            slots_NK, None, None, 0, order.row_P, order.pair_of_choice_NK, order.slot_offsets, N * K, chunk,
+            S=S, K=K, R=1, PER_SOURCE=0, TILE=tile, num_warps=4,
+        )  # fmt: skip
+        return order
+
+
+@triton.jit
+def sum_pairs(
+    y, pair_of_choice, weights, out,
+    K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile). Masks instead of branches: a choice that is none adds +0, which changes no sum's bits."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_channel = at < H
+    total = tl.zeros([TILE], tl.float32)
+    for k in range(K):
+        pair = tl.load(pair_of_choice + token * K + k).to(tl.int64)
+        weight = tl.load(weights + token * K + k, mask=pair >= 0, other=0.0)
+        answer = tl.load(y + pair * H + at, mask=is_channel & (pair >= 0), other=0)
+        total += weight * widen(answer, IS_BFLOAT16)
+    tl.store(out + token * H + at, narrow(total, out.dtype.element_ty, IS_BFLOAT16), mask=is_channel)
+
+
+def combine_pairs(y_PH: Tensor, pair_of_choice_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> Tensor:
+    """Sum every token's answers with their weights.
+
+    Args:
+        y_PH: bfloat16, float16 or float32, contiguous.
+        pair_of_choice_TK: int32 or int64, contiguous: the row of y_PH that answers each choice; -1 for no choice.
+        weights_TK: float32, contiguous; what stands beside a -1 is not read.
+        out_TH: where to write, in the type of y_PH, contiguous.
+
+    Returns:
+        out_TH.
+    """
+    T, K = pair_of_choice_TK.shape
+    H = y_PH.shape[1]
+    if T == 0:
+        return out_TH
+    tile = min(_SUMMED, triton.next_power_of_2(H))
+    sum_pairs[(T, triton.cdiv(H, tile))](
+        as_stored(y_PH), pair_of_choice_TK, weights_TK, as_stored(out_TH), K=K, H=H, TILE=tile,
+        IS_BFLOAT16=y_PH.dtype == torch.bfloat16, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out_TH

@@ -1,0 +1,280 @@
+"""From logits to tokens on a GPU, a whole batch at once: the order, rules and random numbers of `scheduler.sampling.sampler`.
+
+What `scheduler.sampling.plan` sent is applied while the device still works on the logits; only what concerns a whole row
+is left to the device, in plain torch. The host reads once, after everything is launched: token ids, and of rows whose
+logprobs are asked for the few numbers that those are made of.
+
+Greedy rows take their top. Drawn rows are weighed (exp((logit - top) / temperature)), and those with filters sorted: of
+tokens by falling weight, equal ones by id, what top-k, min-p and top-p leave is a beginning. Sums are of whole units in
+int64, so that they are exact and no row's token or logprob depends on the rows beside it; tokens are the CPU's for the
+same logits, unless a draw falls within about 1e-7 of a border between two of them.
+
+Rules give way where they would leave nothing to sample. The plan judges that by the sets alone; a row of which all that
+they allow is -inf of its own is noticed, and sampled on the CPU from the logits as the model left them (a second read).
+
+Rejected: kernels of our own in Triton that found the place in the list by bisection instead of sorting (700 lines, never
+run on a GPU; vLLM's own sampler sorts as well).
+
+Legend: R rows, V vocabulary, M masked rows, W words of 32 bits, E edits of single logits, D drawn rows, K rows of logits
+that are asked about, N tokens told of beside a row's own.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scheduler.policy.request import Logprobs, Request, SamplingParams
+from scheduler.policy.sequence import Sequence
+from scheduler.sampling.plan import MOST_ROWS, Asked, Plan, make_plan, send
+from scheduler.sampling.sampler import Sampled, make_logprobs, sample
+
+_WEIGHT_UNITS = 2.0**40  # of the top's weight; what is lighter than one is never drawn
+_SUM_UNITS = 2.0**44  # of the top's exponential, for logprobs; 2^19 tokens do not overflow
+_SUM, _TOP, _MINE, _RANK, _OTHERS = range(5)  # columns of a row's answer; ids and logits of others follow
+_LOWER = 0xFFFFFFFF
+
+
+class DeviceSampler:
+    """Samples where the model computes; a `scheduler.sampling.sampler.Sampler`.
+
+    Attributes:
+        num_host_rows: counter of rows that had to be sampled on the CPU; see the module.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.num_host_rows = 0
+
+    def warm_up(self, vocabulary: int) -> None:
+        """Load what steps use."""
+        for temperature in (0.0, 1.0):
+            plain = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.5)
+            ruled = replace(plain, allowed_token_ids=(0,), presence_penalty=1.0, num_logprobs=1)
+            for params in (plain, ruled):
+                request = Request(request_id="", prompt_ids=(0,), params=params, arrival_s=0.0)
+                sequence = Sequence.from_request(request)
+                sequence.token_ids.append(0)
+                self.sample(torch.zeros(1, vocabulary, device=self._device), [sequence])
+
+    def sample(self, logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
+        """Choose a token per row; see `Sampler`."""
+        if not sequences:
+            self._wait()  # the runner may fill the step's memory on the host again once this returns
+            return Sampled([], [])
+        logits_RV = logits_RV.contiguous()
+        R, V = logits_RV.shape
+        plan = make_plan(sequences, V, self._device)
+        kept_KV = logits_RV.index_select(0, plan.kept_row_K) if plan.kept_rows else logits_RV
+        found = _read(_launch(logits_RV, kept_KV, plan))
+        token_ids: list[int] = found[:R].tolist()
+        logprobs: list[Logprobs | None] = [None] * R
+        if plan.asked:
+            told = read_measured(found[-measured_size(plan.asked, V) :], plan.asked, token_ids, V)
+            for each, one in zip(plan.asked, told, strict=True):
+                logprobs[each.token] = one
+        for place, row in enumerate(plan.masked_rows):
+            if found[R + place]:  # nothing is left
+                own_1V = kept_KV[plan.kept_rows.index(row)][None].cpu()
+                again = sample(own_1V, [sequences[row]])
+                token_ids[row], logprobs[row] = again.token_ids[0], again.logprobs[0]
+                self.num_host_rows += 1
+        return Sampled(token_ids, logprobs)
+
+    def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
+        """Say how likely each row found the token that follows it; see `Sampler`."""
+        asked = [Asked(row, row, num_top) for row in range(len(next_ids))]
+        token_C = send({"token": np.array(next_ids, np.int64)}, self._device)["token"]
+        found = _read([measure(logits_CV.contiguous(), asked, token_C).flatten()])
+        return read_measured(found, asked, next_ids, logits_CV.shape[1], with_rank=True)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def _launch(logits_RV: Tensor, kept_KV: Tensor, plan: Plan) -> list[Tensor]:
+    """Return token ids [R]; of masked rows, whether nothing is left [M]; and what makes logprobs. All int64."""
+    id_R = choose_tokens(logits_RV, plan)
+    parts = [id_R]
+    if plan.masked_rows:
+        masked_MV = logits_RV.index_select(0, plan.masked_row_M)
+        parts.append(masked_MV.amax(dim=1).isneginf().long())
+    if plan.asked:
+        parts.append(measure(kept_KV, plan.asked, id_R).flatten())
+    return parts
+
+
+def choose_tokens(logits_RV: Tensor, plan: Plan) -> Tensor:
+    """Choose a token per row; nothing waits for the device.
+
+    Args:
+        logits_RV: float32 contiguous; changed in place where a row has a mask or edits.
+
+    Returns:
+        int64 [R].
+    """
+    if logits_RV.dtype != torch.float32 or not logits_RV.is_contiguous():
+        raise ValueError(
+            f"logits_RV are {logits_RV.dtype}, strides {logits_RV.stride()}; give contiguous float32"
+        )
+    _edit(logits_RV, plan)
+    _mask(logits_RV, plan)
+    id_R = logits_RV.argmax(dim=1)
+    begin = 0
+    for draw in plan.draws:
+        of_draw = slice(begin, begin + len(draw.rows))
+        _draw(logits_RV, plan, of_draw, id_R, is_filtered=draw.is_filtered)
+        begin = of_draw.stop
+    return id_R
+
+
+def _edit(logits_RV: Tensor, plan: Plan) -> None:
+    """Bias, repetition penalty, then frequency and presence, of the few logits that have them."""
+    if not plan.edited_E.numel():
+        return
+    flat = logits_RV.view(-1)
+    x_E = flat.index_select(0, plan.edited_E) + plan.bias_E
+    x_E = torch.where(x_E > 0, x_E / plan.penalty_E, x_E * plan.penalty_E)
+    flat.index_copy_(0, plan.edited_E, x_E - plan.subtracted_E)
+
+
+def _mask(logits_RV: Tensor, plan: Plan) -> None:
+    """Forbid what a row's mask does not allow."""
+    if not plan.masked_rows:
+        return
+    V = logits_RV.shape[1]
+    bit_32 = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
+    allowed_MV = ((plan.mask_MW[:, :, None] >> bit_32) & 1).bool().flatten(1)[:, :V]
+    masked_MV = logits_RV.index_select(0, plan.masked_row_M).masked_fill_(~allowed_MV, -float("inf"))
+    logits_RV.index_copy_(0, plan.masked_row_M, masked_MV)
+
+
+def _draw(logits_RV: Tensor, plan: Plan, of_draw: slice, id_R: Tensor, *, is_filtered: bool) -> None:
+    """Draw some rows' tokens in the place of their tops, unless nothing is left to draw, or NaN."""
+    row_D = plan.row_D[of_draw]
+    x_DV = logits_RV.index_select(0, row_D)
+    top_D1 = x_DV.amax(dim=1, keepdim=True)
+    weight_DV = ((x_DV - top_D1) * plan.inverse_temperature_D[of_draw, None]).exp_().nan_to_num_(0.0)
+    id_DV = None
+    if is_filtered:
+        weight_DV, id_DV = weight_DV.sort(dim=1, descending=True, stable=True)
+    unit_DV = (weight_DV * _WEIGHT_UNITS).long()
+    if is_filtered:
+        rank_V = torch.arange(unit_DV.shape[1], device=unit_DV.device)
+        stays_DV = rank_V < plan.top_k_D[of_draw, None]
+        unit_DV *= stays_DV & (weight_DV >= plan.least_weight_D[of_draw, None])
+        before_DV = unit_DV.cumsum(dim=1) - unit_DV
+        enough_D1 = plan.top_p_D[of_draw, None] * unit_DV.sum(dim=1, keepdim=True).double()
+        unit_DV *= (before_DV.double() < enough_D1) | (rank_V == 0)
+    passed_DV = unit_DV.cumsum(dim=1)
+    mass_D1 = passed_DV[:, -1:]
+    wanted_D1 = (plan.uniform_D[of_draw, None] * mass_D1.double()).long().minimum(mass_D1 - 1)
+    place_D1 = torch.searchsorted(passed_DV, wanted_D1, right=True).clamp_(max=passed_DV.shape[1] - 1)
+    drawn_D = (place_D1 if id_DV is None else id_DV.gather(1, place_D1)).squeeze(1)
+    chosen_D = torch.where(top_D1.squeeze(1).isfinite(), drawn_D, id_R.index_select(0, row_D))
+    id_R.index_copy_(0, row_D, chosen_D)
+
+
+def measure(logits_KV: Tensor, asked: Rows[Asked], token_T: Tensor) -> Tensor:
+    """Find out what `Logprobs` are made of; nothing waits for the device.
+
+    The likeliest are found by whole numbers that order as (logit, lower id first) does and are all different, so that
+    `torch.topk` has no ties to break.
+
+    Args:
+        logits_KV: float32 contiguous.
+        asked: L rows, at least one.
+        token_T: int64 tokens, of which each asked row has one.
+
+    Returns:
+        int64 [L, 4 + 2 N], for `read_measured` once it is on the host.
+    """
+    V, N, num_top = logits_KV.shape[1], _width(asked, logits_KV.shape[1]), _num_top(asked, logits_KV.shape[1])
+    given_LN = np.zeros((len(asked), N), np.int64)
+    for row, each in zip(given_LN, asked, strict=True):
+        row[: len(each.ids)] = each.ids
+    sent = send(
+        {
+            "place": np.array([each.place for each in asked]),
+            "token": np.array([each.token for each in asked]),
+            "is_given": np.array([[bool(each.ids)] for each in asked]),
+            "given": given_LN,
+        },
+        logits_KV.device,
+    )
+    parts = []
+    for begin in range(0, len(asked), MOST_ROWS):
+        part = {name: each[begin : begin + MOST_ROWS] for name, each in sent.items()}
+        x_LV = logits_KV.index_select(0, part["place"])
+        top_L1 = x_LV.amax(dim=1, keepdim=True)
+        sum_L = ((x_LV - top_L1).exp_().double() * _SUM_UNITS).long().sum(dim=1)
+        mine_L1 = x_LV.gather(1, token_T.index_select(0, part["token"])[:, None])
+        rank_L = 1 + (x_LV > mine_L1).sum(dim=1)
+        id_LN = part["given"]
+        if num_top:
+            id_LN[:, :num_top] = torch.where(part["is_given"], id_LN[:, :num_top], _likeliest(x_LV, num_top))
+        numbers = torch.cat((top_L1, mine_L1, x_LV.gather(1, id_LN)), dim=1).double().view(torch.int64)
+        parts.append(
+            torch.cat((sum_L[:, None], numbers[:, :2], rank_L[:, None], id_LN, numbers[:, 2:]), dim=1)
+        )
+    assert V < 2**19, "sums of exponentials overflow"
+    return torch.cat(parts)
+
+
+def read_measured(
+    found: np.ndarray,
+    asked: Rows[Asked],
+    token_ids: Rows[int],
+    vocabulary: int,
+    *,
+    with_rank: bool = False,
+) -> list[Logprobs]:
+    """Put together what `measure` found.
+
+    Args:
+        found: what it returned, as a flat array.
+        token_ids: what `token_T` was.
+    """
+    found_LC = found.reshape(len(asked), -1)
+    width = (found_LC.shape[1] - _OTHERS) // 2
+    made = []
+    for each, own, numbers in zip(asked, found_LC, found_LC.view(np.float64), strict=True):
+        count = len(each.ids) or min(each.num_top, vocabulary)
+        base = float(numbers[_TOP]) + float(np.log(float(own[_SUM]) / _SUM_UNITS))
+        logits = numbers[_OTHERS + width :][:count].astype(np.float32)
+        rank = int(own[_RANK]) if with_rank else 0
+        ids, mine = own[_OTHERS:][:count], float(numbers[_MINE])
+        made.append(make_logprobs(token_ids[each.token], mine, base, ids, logits, rank))
+    return made
+
+
+def measured_size(asked: Rows[Asked], vocabulary: int) -> int:
+    """How many numbers `measure` returns."""
+    return len(asked) * (_OTHERS + 2 * _width(asked, vocabulary))
+
+
+def _num_top(asked: Rows[Asked], vocabulary: int) -> int:
+    return min(max((each.num_top for each in asked if not each.ids), default=0), vocabulary)
+
+
+def _width(asked: Rows[Asked], vocabulary: int) -> int:
+    return max(_num_top(asked, vocabulary), *(len(each.ids) for each in asked), 0)
+
+
+def _likeliest(x_LV: Tensor, count: int) -> Tensor:
+    """Ids by falling logit; of equal ones the lower first. int64 [L, count]."""
+    V = x_LV.shape[1]
+    bits = (x_LV + 0.0).view(torch.int32)  # the sum makes 0 of -0
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    key_LV = (order << 32) + torch.arange(V - 1, -1, -1, device=x_LV.device)
+    return V - 1 - (key_LV.topk(count, dim=1).values & _LOWER)
+
+
+def _read(parts: list[Tensor]) -> np.ndarray:
+    """Copy numbers to the host; waits for all that was launched."""
+    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    found: np.ndarray = packed.numpy(force=True)
+    return found

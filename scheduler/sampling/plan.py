@@ -1,0 +1,218 @@
+"""How a step's rows are sampled on a GPU: what the host works out beside the step, and sends in one copy.
+
+Rules, structures and penalties come from the CPU's own code, as bit masks and as changes of single logits. Random numbers
+are the CPU's as well. That costs microseconds per plain row; a structure costs a pass over the vocabulary.
+
+Legend: as `scheduler.sampling.device_sampler`.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scheduler.policy.sequence import Sequence
+from scheduler.sampling.sampler import LEAST_PENALTY, LEAST_TEMPERATURE, uniform_at
+
+MOST_ROWS = 32  # that are sorted or measured at a time; each takes some 40 bytes x vocabulary
+_ALIGNMENT = 16  # bytes; wide enough for every type, and what loads of vectors want
+
+
+class Draw(NamedTuple):
+    """Rows that are drawn in the same way, by their numbers."""
+
+    rows: tuple[int, ...]
+    is_filtered: bool  # top-k, min-p or top-p may leave some tokens out
+
+
+class Asked(NamedTuple):
+    """What is asked about one row."""
+
+    place: int  # of the logits
+    token: int  # which of the tokens is the row's own
+    num_top: int  # likeliest tokens to tell of beside it
+    ids: Rows[int] = ()  # instead of the likeliest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a step's rows are sampled. Tensors are on the device, and what has a D is of the draws' rows in turn."""
+
+    draws: tuple[Draw, ...]
+    row_D: Tensor  # int64
+    inverse_temperature_D: Tensor  # float32
+    least_weight_D: Tensor  # float32, min-p: of the top's
+    top_k_D: Tensor  # int64, at least 1
+    top_p_D: Tensor  # float64
+    uniform_D: Tensor  # float64 in [0, 1)
+    masked_rows: tuple[int, ...]
+    masked_row_M: Tensor  # int64
+    mask_MW: Tensor  # int32, a bit per token, the lowest first; 1: allowed
+    edited_E: Tensor  # int64, places in the flat logits, all different
+    bias_E: Tensor  # float32, added first
+    penalty_E: Tensor  # float32, of repetition; 1: none
+    subtracted_E: Tensor  # float32, frequency and presence, last
+    asked: tuple[Asked, ...]
+    kept_row_K: Tensor  # int64, rows that are needed as the model left them
+    kept_rows: tuple[int, ...]  # the same on the host; empty: no logit is changed before a token is chosen
+
+
+def make_plan(sequences: Rows[Sequence], vocabulary: int, device: torch.device) -> Plan:
+    """Say how a step's rows are sampled; nothing waits for the device.
+
+    Args:
+        sequences: R, as they stand before this token.
+        vocabulary: V, the width of the logits.
+    """
+    masks: dict[int, np.ndarray] = {}
+    edits: dict[int, _Edits] = {}
+    for row, sequence in enumerate(sequences):
+        ruled_V = _ruled(sequence, vocabulary)
+        if ruled_V is not None and np.isneginf(ruled_V).any():
+            masks[row] = _words(ruled_V)
+        if ruled_V is not None or _is_penalised(sequence):
+            edits[row] = _Edits.of(sequence, ruled_V)
+    draws = _draws(sequences)
+    asking = [row for row, each in enumerate(sequences) if each.request.params.num_logprobs is not None]
+    is_changed = bool(masks) or any(each.ids.size for each in edits.values())
+    kept_rows = tuple(sorted({*asking, *masks})) if is_changed else ()
+    place_of = {row: place for place, row in enumerate(kept_rows or range(len(sequences)))}
+    arrays = {
+        **_drawn_arrays([sequences[row] for draw in draws for row in draw.rows], vocabulary),
+        "row_D": np.array([row for draw in draws for row in draw.rows], np.int64),
+        "masked_row_M": np.array(list(masks), np.int64),
+        "mask_MW": np.stack(list(masks.values())) if masks else np.empty((0, 0), np.int32),
+        "kept_row_K": np.array(kept_rows, np.int64),
+    }
+    of_edits = [_NO_EDITS, *(each.at_row(row, vocabulary) for row, each in edits.items())]
+    for name, own in (("edited_E", "ids"), ("bias_E", "biases"), ("penalty_E", "penalties"), ("subtracted_E", "subtracted")):  # fmt: skip
+        arrays[name] = np.concatenate([getattr(each, own) for each in of_edits])
+    asked = [(row, sequences[row].request.params) for row in asking]
+    return Plan(
+        **send(arrays, device),
+        draws=draws,
+        masked_rows=tuple(masks),
+        kept_rows=kept_rows,
+        asked=tuple(
+            Asked(place_of[row], row, each.num_logprobs or 0, each.logprob_token_ids) for row, each in asked
+        ),
+    )
+
+
+def _draws(sequences: Rows[Sequence]) -> tuple[Draw, ...]:
+    kinds: dict[bool, list[int]] = {False: [], True: []}
+    for row, sequence in enumerate(sequences):
+        params = sequence.request.params
+        if params.temperature != 0:
+            is_filtered = bool(params.top_k) or params.min_p > 0.0 or params.top_p < 1.0
+            kinds[is_filtered].append(row)
+    return tuple(
+        Draw(tuple(rows[begin : begin + MOST_ROWS]), is_filtered)
+        for is_filtered, rows in kinds.items()
+        for begin in range(0, len(rows), MOST_ROWS)
+    )
+
+
+def _drawn_arrays(sequences: Rows[Sequence], vocabulary: int) -> dict[str, np.ndarray]:
+    params = [sequence.request.params for sequence in sequences]
+    uniforms = [
+        uniform_at(each.seed, sequence.num_output_tokens)
+        for each, sequence in zip(params, sequences, strict=True)
+    ]
+    inverses = [1.0 / max(each.temperature, LEAST_TEMPERATURE) for each in params]
+    return {
+        "inverse_temperature_D": np.array(inverses, np.float32),
+        "least_weight_D": np.array([max(each.min_p, 0.0) for each in params], np.float32),
+        "top_k_D": np.array([each.top_k or vocabulary for each in params], np.int64),
+        "top_p_D": np.array([each.top_p for each in params], np.float64),
+        "uniform_D": np.array(uniforms, np.float64),
+    }
+
+
+@dataclass(frozen=True)
+class _Edits:
+    """Changes of one row's logits, by id."""
+
+    ids: np.ndarray  # int64
+    biases: np.ndarray
+    penalties: np.ndarray
+    subtracted: np.ndarray
+
+    @classmethod
+    def of(cls, sequence: Sequence, biased_V: np.ndarray | None) -> "_Edits":
+        params = sequence.request.params
+        repeated = np.empty(0, np.int64)
+        generated, counts = repeated, repeated
+        if params.repetition_penalty != 1.0:
+            repeated = np.unique(np.array(sequence.token_ids, np.int64))
+        if params.presence_penalty or params.frequency_penalty:
+            outputs = np.array(sequence.token_ids[sequence.num_prompt_tokens :], np.int64)
+            generated, counts = np.unique(outputs, return_counts=True)
+        biased = np.empty(0, np.int64)
+        if biased_V is not None:
+            biased = np.flatnonzero((biased_V != 0) & np.isfinite(biased_V))
+        ids = np.unique(np.concatenate((repeated, generated, biased)))
+        edits = cls(ids, *(np.full(ids.size, value, np.float32) for value in (0.0, 1.0, 0.0)))
+        edits.penalties[np.searchsorted(ids, repeated)] = max(params.repetition_penalty, LEAST_PENALTY)
+        penalties = params.presence_penalty + params.frequency_penalty * counts
+        edits.subtracted[np.searchsorted(ids, generated)] = penalties.astype(np.float32)
+        if biased_V is not None:
+            edits.biases[np.searchsorted(ids, biased)] = biased_V[biased]
+        return edits
+
+    def at_row(self, row: int, vocabulary: int) -> "_Edits":
+        """By place in the flat logits."""
+        return replace(self, ids=self.ids + row * vocabulary)
+
+
+_NO_EDITS = _Edits(np.empty(0, np.int64), *(np.empty(0, np.float32) for _ in range(3)))
+
+
+def _is_penalised(sequence: Sequence) -> bool:
+    params = sequence.request.params
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+
+
+def _ruled(sequence: Sequence, vocabulary: int) -> np.ndarray | None:
+    """What the structure and the rules make of logits that are 0: -inf where forbidden, a bias, or 0; None: nothing."""
+    rules, matcher = sequence.rules, sequence.matcher
+    is_ruled = rules is not None and rules.apply_at(sequence.num_output_tokens)
+    if matcher is None and not is_ruled:
+        return None
+    ruled_V = np.zeros(vocabulary, np.float32)
+    if matcher is not None:
+        matcher.mask(ruled_V)
+    if rules is not None and is_ruled:
+        rules.apply(ruled_V, sequence.token_ids, sequence.num_output_tokens)
+    return ruled_V
+
+
+def _words(ruled_V: np.ndarray) -> np.ndarray:
+    bits = np.packbits(~np.isneginf(ruled_V), bitorder="little")
+    return np.pad(bits, (0, -bits.size % 4)).view(np.int32)
+
+
+def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Copy arrays to a device at once, without waiting: views of one buffer, by the same names.
+
+    For a GPU the copy starts from pinned memory, which lives until the copy is done (torch's allocator sees to it).
+    """
+    ends = np.cumsum([-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in arrays.values()])
+    starts = [0, *ends[:-1].tolist()]
+    packed = np.zeros(int(ends[-1]), np.uint8)
+    for start, array in zip(starts, arrays.values(), strict=True):
+        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    staged = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    buffer = staged.copy_(torch.from_numpy(packed)).to(device, non_blocking=True)
+    return {
+        name: buffer[start : start + array.nbytes].view(_type_of(array)).view(array.shape)
+        for start, (name, array) in zip(starts, arrays.items(), strict=True)
+    }
+
+
+def _type_of(array: np.ndarray) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype

@@ -1,0 +1,183 @@
+"""Normal mode between devices, over collectives (here CPU tensors over gloo): the oracle's bits, and one look of the host.
+
+The kernels of sorting and summing are interpreted, as in the other tests here.
+"""
+
+import threading
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch.errors import DispatchTimeout, PeerLost
+from dispatch.wires.choose import open_wire
+from dispatch.wires.nccl import NcclWire
+from tests.dispatch.caught import catch
+from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer
+from tests.dispatch.oracle import RankCase, make_cases, simulate
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+)
+
+
+def open_normal(timeout_s: float = 20.0, *, through_hosts: bool = False) -> Any:
+    from dispatch.gpu.dispatcher import DeviceDispatcher  # noqa: PLC0415 - the interpreter is chosen before
+    from dispatch.gpu.nccl import NcclRows  # noqa: PLC0415
+    from dispatch.gpu.normal import HostRows, NormalPairs  # noqa: PLC0415
+
+    world = dist.group.WORLD
+    if through_hosts:
+        mover: Any = HostRows(open_wire("gloo", world, timeout_s=timeout_s), CPU)
+    else:
+        mover = NcclRows(world, device=CPU, timeout_s=timeout_s, epoch=0)
+    normal = NormalPairs(mover, device=CPU, slots_per_rank=S, is_fp8=False)
+    return DeviceDispatcher(
+        normal, None, world_size=dist.get_world_size(), device=CPU, row_format="as they are", name="test", reason="."
+    )  # fmt: skip
+
+
+class Looks:
+    """Counts where the host would wait for a device: contents that become Python's, and sizes that depend on them."""
+
+    def __enter__(self) -> "Looks":
+        self.count = 0
+        self._kept = {
+            name: getattr(Tensor, name) for name in ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__")
+        }
+        self._kept |= {name: getattr(Tensor, name) for name in ("__int__", "unique", "masked_select")}
+        for name, method in self._kept.items():
+            setattr(Tensor, name, self._counting(method))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, method in self._kept.items():
+            setattr(Tensor, name, method)
+
+    def _counting(self, method: Any) -> Any:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+
+LAYERS = [
+    make_cases(1, [3, 1], slots_per_rank=S),
+    make_cases(2, [4, 0], slots_per_rank=S, dtype=torch.bfloat16, hidden=33),
+    make_cases(3, [0, 0], slots_per_rank=S),
+    make_cases(4, [2, 2], slots_per_rank=S, only_slot=4, no_choice=0.0),
+    make_cases(5, [1, 1], slots_per_rank=S, no_choice=1.0),
+]
+
+
+def run_layers(layers: list[list[RankCase]]) -> tuple[list[Outcome], int, tuple[list[int], list[int]]]:
+    dispatcher, rank = open_normal(), dist.get_rank()
+    results = [run_layer(dispatcher, cases[rank]) for cases in layers]
+    case = layers[0][rank]
+    weights_TK = case.weights_TK.contiguous()
+    from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - after the interpreter is chosen
+
+    run = InterpretedFunction.run
+    with Looks() as looks:
+
+        def launch(*args: Any, **kwargs: Any) -> Any:  # what stands for a GPU looks at its own tensors
+            counted = looks.count
+            result = run(*args, **kwargs)
+            looks.count = counted
+            return result
+
+        InterpretedFunction.run = launch
+        sent = dispatcher.dispatch(case.x_TH, case.slots_TK)
+        dispatcher.combine(torch.zeros(sent.handle.num_pairs, case.x_TH.shape[1]), weights_TK, sent)
+        InterpretedFunction.run = run
+    dist.barrier()
+    return results, looks.count, dispatcher.sent_to_ranks()
+
+
+def test_collectives_give_the_oracles_bits_with_one_look_of_the_host_per_layer(
+    interpreting_pair: RankPool,
+) -> None:
+    """It was one per peer and call, some seventy per layer between eight ranks."""
+    for rank, (results, looks, sent_bytes) in enumerate(interpreting_pair.run(run_layers, LAYERS)):
+        for index, (ours, cases) in enumerate(zip(results, LAYERS, strict=True)):
+            want = simulate(cases, S)[rank]
+            assert torch.equal(ours.x_PH, want.x_NH[want.row_P]), f"layer {index}, rank {rank}"
+            assert torch.equal(ours.slot_offsets, want.slot_offsets), f"layer {index}, rank {rank}"
+            assert torch.equal(ours.combined_TH, want.combined_TH), f"layer {index}, rank {rank}"
+        assert looks == 1
+        assert sent_bytes[0][rank] == sent_bytes[1][rank] == 0 < sent_bytes[0][1 - rank]
+
+
+def refuse_a_call(is_combine: bool) -> tuple[str, str, Tensor]:
+    """Rank 1 brings a wrong type to a dispatch or to a combine; then a layer must work."""
+    dispatcher, rank, cases = open_normal(), dist.get_rank(), LAYERS[0]
+    case, is_wrong = cases[rank], rank == 1
+
+    def call() -> None:
+        slots_TK = case.slots_TK.int() if is_wrong and not is_combine else case.slots_TK
+        sent = dispatcher.dispatch(case.x_TH, slots_TK)
+        y_PH = torch.zeros(sent.handle.num_pairs, 16, dtype=torch.float64 if is_wrong else torch.float32)
+        dispatcher.combine(y_PH, case.weights_TK, sent)
+
+    said, later = catch(call), catch(dispatcher.check)
+    combined = run_layer(dispatcher, case).combined_TH
+    dist.barrier()
+    return said, later, combined
+
+
+@pytest.mark.parametrize("is_combine", [False, True])
+def test_a_refusal_reaches_the_peer_by_its_next_look(interpreting_pair: RankPool, is_combine: bool) -> None:
+    (said, later, first), (own, _, second) = interpreting_pair.run(refuse_a_call, is_combine)
+    assert own.startswith("ValueError: y_PH is" if is_combine else "ValueError: slots_TK is")
+    assert (later if is_combine else said) == own.replace(
+        "ValueError: ", "PeerRefused: rank 1 refused the call: "
+    )
+    assert (said if is_combine else later) == "no error"
+    want = simulate(LAYERS[0], S)
+    assert torch.equal(first, want[0].combined_TH) and torch.equal(second, want[1].combined_TH)
+
+
+def disagree(through_hosts: bool) -> str:
+    dispatcher, hidden = open_normal(through_hosts=through_hosts), 16 + dist.get_rank()
+    said = catch(lambda: dispatcher.dispatch(torch.zeros(2, hidden), torch.tensor([[0, 3], [1, 4]])))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("through_hosts", [False, True])
+def test_ranks_that_disagree_are_told(interpreting_pair: RankPool, through_hosts: bool) -> None:
+    for rank, said in enumerate(interpreting_pair.run(disagree, through_hosts)):
+        assert said.startswith(f"RanksDisagree: rank {1 - rank} made another call than rank {rank}")
+
+
+class NeverDone:
+    """A collective that a peer does not join, as NCCL shows it: waiting for it keeps nobody."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("NCCL's would return, and the next look at a result would hang")
+
+
+def wait_for_nobody(timeout_s: float, interrupt_after_s: float) -> str:
+    wire = NcclWire(dist.group.WORLD, device=CPU, timeout_s=timeout_s, epoch=0, reason="of a test")
+    timer = threading.Timer(interrupt_after_s, wire.interrupt, [PeerLost(1, "its heart stands still")])
+    timer.start()
+    said = catch(lambda: wire.wait(NeverDone()))
+    timer.cancel()
+    return f"{said}; {catch(lambda: wire.refuse('later'))}"
+
+
+def test_a_collective_that_does_not_end_is_given_up(interpreting_pair: RankPool) -> None:
+    """In time, or when the host hears otherwise that a peer is gone."""
+    for rank, said in enumerate(interpreting_pair.run(wait_for_nobody, 0.05, 60.0)):
+        assert said.startswith(f"{DispatchTimeout.__name__}: rank {1 - rank} sent nothing for 0.05 s")
+        assert said.endswith("DispatchError: the wire is closed")
+    for said in interpreting_pair.run(wait_for_nobody, 60.0, 0.05):
+        assert said.startswith("PeerLost: rank 1 is lost: its heart stands still")

@@ -1,0 +1,313 @@
+"""Sampling where a GPU's model computes, on CPU tensors: the CPU sampler's tokens and logprobs, with one read a step."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from scheduler.policy.request import Logprobs, Request, SamplingParams, TokenBias
+from scheduler.policy.sequence import Sequence
+from scheduler.sampling import plan
+from scheduler.sampling.device_sampler import (
+    DeviceSampler,
+    choose_tokens,
+    measure,
+    measured_size,
+    read_measured,
+)
+from scheduler.sampling.plan import Asked, make_plan
+from scheduler.sampling.sampler import RowLogprobs, Sampled, prompt_logprobs, sample
+from tests.support.logprobs import close
+from tests.support.no_reads import CountedReads, NoReads
+
+VOCABULARY = 500
+CPU = torch.device("cpu")
+INFINITE = float("inf")
+DRAWN: list[dict[str, object]] = [
+    {"temperature": 1.0},
+    {"temperature": 1.2, "top_k": 30, "top_p": 0.8, "min_p": 0.02},
+    {"temperature": 1.0, "top_p": 0.7},
+    {"temperature": 0.3},
+    {"temperature": 1e-7},
+    {"temperature": 50.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 7},
+    {"temperature": 2.0, "top_k": 10_000},
+    {"temperature": 1.0, "top_p": 1e-9},
+    {"temperature": 4.0, "top_p": 0.95},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.5, "min_p": 1e-4, "top_p": 0.9},
+]
+RULED: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.7},
+    {"temperature": 0.0, "frequency_penalty": 0.9, "presence_penalty": 0.5},
+    {"temperature": 1.0, "repetition_penalty": 0.6, "frequency_penalty": -0.4},
+    {"temperature": 0.0, "allowed_token_ids": (5, 6, 499)},
+    {"temperature": 1.0, "allowed_token_ids": (5, 6, 7, 8), "bad_words": ((6,), (30, 5))},
+    {"temperature": 1.0, "logit_bias": (TokenBias(3, 60.0), TokenBias(4, -80.0))},
+    {"temperature": 0.0, "stop_token_ids": (2,), "min_tokens": 9, "logit_bias": (TokenBias(2, 90.0),)},
+]
+
+
+@dataclass
+class EvenIds:
+    """A structure that allows even ids only."""
+
+    has_ended: bool = False
+    failure: str | None = None
+    seen: list[int] = field(default_factory=list)
+
+    def mask(self, logits_V: np.ndarray) -> None:
+        logits_V[1::2] = -np.inf
+
+    def advance(self, token_id: int) -> None:
+        self.seen.append(token_id)
+
+
+def sequence(output_ids: tuple[int, ...] = (), *, is_structured: bool = False, **params: object) -> Sequence:
+    """A request with prompt 1, 2, 3."""
+    made = Sequence.from_request(
+        Request(
+            request_id="r",
+            prompt_ids=(1, 2, 3),
+            params=SamplingParams(max_tokens=10, **params),  # type: ignore[arg-type]
+            arrival_s=0.0,
+        ),
+        EvenIds() if is_structured else None,
+    )
+    made.token_ids += output_ids
+    return made
+
+
+def logits(rows: int, seed: int = 0) -> torch.Tensor:
+    """Seeded logits with a spread as models have."""
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def choose(rows: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    """Tokens, found without a read."""
+    made, given = make_plan(sequences, rows.shape[1], CPU), rows.clone()
+    with NoReads():
+        ids = choose_tokens(given, made)
+    chosen: list[int] = ids.tolist()
+    return chosen
+
+
+class Both(NamedTuple):
+    """What both samplers gave, and what the host read of the device for one of them."""
+
+    ours: Sampled
+    wanted: Sampled
+    reads: list[str]
+    num_host_rows: int
+
+
+def sample_both(rows: torch.Tensor, sequences: list[Sequence]) -> Both:
+    sampler, counted, given = DeviceSampler(CPU), CountedReads(), rows.clone()
+    with counted:
+        ours = sampler.sample(given, sequences)
+    return Both(ours, sample(rows.clone(), sequences), counted.reads, sampler.num_host_rows)
+
+
+def check_same(both: Both) -> None:
+    assert both.ours.token_ids == both.wanted.token_ids
+    for ours, wanted in zip(both.ours.logprobs, both.wanted.logprobs, strict=True):
+        assert close(ours, wanted), (ours, wanted)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_tokens_are_those_of_the_cpu_for_all_ways_of_drawing(seed: int) -> None:
+    sequences = [sequence((4,), seed=100 * seed + each, **params) for params in DRAWN for each in range(9)]
+    rows = logits(len(sequences), seed)
+    assert choose(rows, sequences) == sample(rows.clone(), sequences).token_ids
+
+
+def test_rules_structures_and_penalties_are_those_of_the_cpu() -> None:
+    sequences = [sequence((30, 30, 2, 17), seed=3, **params) for params in RULED]
+    structured = [{"temperature": 0.0}, {"temperature": 1.0, "logit_bias": (TokenBias(2, 8.0),)}]
+    sequences += [sequence(is_structured=True, **params) for params in structured]
+    rows = logits(len(sequences), seed=1)
+    wanted = sample(rows.clone(), sequences).token_ids
+    assert choose(rows, sequences) == wanted
+    plain = sample(rows.clone(), [sequence(seed=3, temperature=0.0)] * len(rows)).token_ids
+    assert wanted != plain  # the rules do matter here
+
+
+def test_a_row_is_sampled_and_measured_alike_alone_and_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = [sequence(seed=5, num_logprobs=3, **params) for params in DRAWN]
+    rows = logits(len(sequences), seed=2)
+    together = DeviceSampler(CPU).sample(rows.clone(), sequences)
+    monkeypatch.setattr(plan, "MOST_ROWS", 3)
+    in_parts = DeviceSampler(CPU).sample(rows.clone(), sequences)
+    alone = [DeviceSampler(CPU).sample(rows[[at]], [each]) for at, each in enumerate(sequences)]
+    assert together == in_parts
+    assert together.token_ids == [each.token_ids[0] for each in alone]
+    assert together.logprobs == [each.logprobs[0] for each in alone]
+
+
+def test_odd_rows_get_the_tokens_that_they_get_on_the_cpu() -> None:
+    """Equal logits, NaN, infinities, nothing but -inf, and one token that has all the weight."""
+    rows = torch.zeros(6, VOCABULARY)
+    rows[1, [9, 40]] = float("nan")
+    rows[2] = -INFINITE
+    rows[3, 77] = INFINITE
+    rows[4] = -INFINITE
+    rows[4, 123] = -4.0
+    rows[5, 300:] = -200.0
+    for fields in (
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
+        {"temperature": 0.0},
+    ):
+        sequences = [sequence(seed=seed, **fields) for seed in range(6)]
+        assert choose(rows, sequences) == sample(rows.clone(), sequences).token_ids
+
+
+@pytest.mark.parametrize(
+    ("rows", "start"),
+    [
+        (torch.zeros(1, 8).half(), "logits_RV are torch.float16"),
+        (torch.zeros(8, 1).T.expand(2, 8), "logits_RV are torch.float32, strides"),
+    ],
+)
+def test_logits_of_another_kind_are_refused(rows: torch.Tensor, start: str) -> None:
+    with pytest.raises(ValueError, match=start):
+        choose_tokens(rows, make_plan([sequence(temperature=0.0)], 8, CPU))
+
+
+def test_masks_are_packed_by_the_bit_the_lowest_first() -> None:
+    made = make_plan([sequence(temperature=0.0), sequence(is_structured=True)], 40, CPU)
+    assert made.masked_rows == (1,)
+    bits = np.unpackbits(made.mask_MW.numpy().view(np.uint8), bitorder="little")[:40]
+    assert bits.tolist() == [1, 0] * 20
+
+
+def test_a_step_of_plain_rows_is_the_cpus_with_one_read() -> None:
+    both = sample_both(logits(3), [sequence(temperature=0.0, num_logprobs=count) for count in (2, None, 0)])
+    check_same(both)
+    assert both.reads == ["numpy of a tensor"]
+
+
+def test_logprobs_are_of_the_logits_before_anything_changed_them_with_one_read() -> None:
+    """Some rows with logprobs, some that are changed before they are sampled, some of both."""
+    sequences = [
+        sequence(temperature=0.0, num_logprobs=2),
+        sequence(temperature=0.0),
+        sequence((7,), temperature=1.0, num_logprobs=0, repetition_penalty=3.0, seed=1),
+        sequence(is_structured=True, temperature=0.0, num_logprobs=1),
+        sequence((9,), temperature=1.0, seed=2, num_logprobs=3, logprob_token_ids=(4, 2, 499)),
+        sequence((4, 4), temperature=0.9, seed=3, min_p=0.01, num_logprobs=5, frequency_penalty=1.0),
+        sequence(is_structured=True, temperature=1.0, seed=4, logit_bias=(TokenBias(2, 9.0),)),
+        sequence(
+            (5,), temperature=0.0, num_logprobs=4, bad_words=((5, 6), (7,)), allowed_token_ids=(6, 7, 8)
+        ),
+    ]
+    both = sample_both(logits(len(sequences), seed=4), sequences)
+    check_same(both)
+    assert both.reads == ["numpy of a tensor"] and both.num_host_rows == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mix_of_fields_is_the_cpus(seed: int) -> None:
+    choice = np.random.default_rng(seed)
+    more: list[dict[str, Any]] = [{}, {"num_logprobs": 3}, {"num_logprobs": 0, "logprob_token_ids": (1, 30)}]
+    sequences = []
+    for _ in range(40):
+        drawn, ruled = (kinds[choice.integers(len(kinds))] for kinds in (DRAWN, RULED))
+        fields = {**ruled, **drawn, "seed": int(choice.integers(2**63)), **more[choice.integers(3)]}
+        if choice.random() < 0.3:
+            fields["temperature"] = 0.0
+        outputs = tuple(choice.integers(3, 40, choice.integers(9)).tolist())
+        sequences.append(sequence(outputs, is_structured=choice.random() < 0.3, **fields))
+    both = sample_both(logits(len(sequences), seed), sequences)
+    check_same(both)
+    assert both.reads == ["numpy of a tensor"]
+
+
+def test_a_row_of_which_nothing_is_left_gets_the_cpus_token_and_is_counted() -> None:
+    """All that the second row's rule allows is -inf of the model's own, so that the rule gives way."""
+    rows = logits(3, seed=6)
+    rows[1, [5, 6]] = -INFINITE
+    rows[2, 5] = -INFINITE
+    fields: dict[str, Any] = {"temperature": 0.0, "allowed_token_ids": (5, 6)}
+    both = sample_both(
+        rows, [sequence(temperature=0.0), sequence(num_logprobs=1, **fields), sequence(**fields)]
+    )
+    check_same(both)
+    assert both.ours.token_ids[1] not in (5, 6) and both.ours.token_ids[2] == 6
+    assert both.num_host_rows == 1
+
+
+def test_a_step_that_samples_nothing_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next step would overwrite what the device has not copied yet."""
+    waits: list[int] = []
+    monkeypatch.setattr(DeviceSampler, "_wait", lambda _: waits.append(1))
+    assert DeviceSampler(CPU).sample(torch.empty(0, VOCABULARY), []) == Sampled([], [])
+    assert len(waits) == 1
+
+
+def test_a_warm_up_samples_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def note(rows: torch.Tensor, made: plan.Plan) -> torch.Tensor:
+        seen.append((bool(made.draws), bool(made.masked_rows), bool(made.edited_E.numel()), bool(made.asked)))
+        return choose_tokens(rows, made)
+
+    monkeypatch.setattr("scheduler.sampling.device_sampler.choose_tokens", note)
+    DeviceSampler(CPU).warm_up(40)
+    assert {each[:2] for each in seen} == {(a, b) for a in (False, True) for b in (False, True)}
+    assert any(each[2] for each in seen) and any(each[3] for each in seen)
+
+
+def test_prompt_tokens_get_the_cpus_logprobs_and_ranks() -> None:
+    rows, next_ids, counted = logits(70, seed=7), [index * 7 % 500 for index in range(70)], CountedReads()
+    with counted:
+        ours = DeviceSampler(CPU).score(rows, next_ids, 4)
+    wanted = prompt_logprobs(rows, next_ids, 4)
+    assert all(close(one, other) for one, other in zip(ours, wanted, strict=True))
+    assert counted.reads == ["numpy of a tensor"] and min(each.rank for each in ours) > 0
+
+
+TOKENS = [3, 499, 0, 7, 250]
+
+
+def odd_logits() -> torch.Tensor:
+    """Rows with equal logits at the border of the likeliest, both zeros, -inf, and one token that has all the weight."""
+    rows = logits(5, seed=8)
+    rows[1] = rows[1].round()
+    rows[2, ::2], rows[2, 1::2] = 0.0, -0.0
+    rows[3, 10:] = -INFINITE
+    rows[4, 250] = 300.0
+    return rows
+
+
+@pytest.mark.parametrize("with_rank", [False, True])
+def test_numbers_ids_and_ranks_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, with_rank: bool) -> None:
+    """Rows that ask for several numbers of likeliest tokens, or for ids, in another order than they lie in."""
+    monkeypatch.setattr("scheduler.sampling.device_sampler.MOST_ROWS", 2)  # so that rows come in parts
+    rows, order = odd_logits(), [4, 1, 0, 3, 2]
+    kinds: list[tuple[int, tuple[int, ...]]] = [(9, ()), (40, ()), (2, ()), (20, (3, 2, 499)), (0, ())]
+    asked = [Asked(place, place, *kinds[place]) for place in order]
+    found = measure(rows, asked, torch.tensor(TOKENS)).flatten().numpy()
+    assert len(found) == measured_size(asked, VOCABULARY)
+    told = read_measured(found, asked, TOKENS, VOCABULARY, with_rank=with_rank)
+    for place, each, ours in zip(order, asked, told, strict=True):
+        row = rows[
+            place
+        ].numpy()  # of equal logits the CPU may pick others at the border; here the lower ids are
+        ids = each.ids or np.lexsort((np.arange(VOCABULARY), -row))[: each.num_top].tolist()
+        wanted: Logprobs = RowLogprobs(row).of(TOKENS[place], 0, ids=ids, with_rank=with_rank)
+        assert close(ours, wanted), (ours, wanted)
+    assert {len(ours.top_ids) for ours in told} == {9, 40, 2, 3, 0}
+    assert any(ours.rank > 1 for ours in told) == with_rank
+
+
+def test_more_than_the_vocabulary_is_all_of_it() -> None:
+    rows, asked = torch.tensor([[0.5, 2.0, 0.5]]), [Asked(0, 0, 20)]
+    found = measure(rows, asked, torch.tensor([2])).flatten().numpy()
+    ours = read_measured(found, asked, [2], 3)[0]
+    assert close(ours, RowLogprobs(rows[0].numpy()).of(2, 20)) and ours.top_ids == [1, 0, 2]
