@@ -59,6 +59,19 @@ def _write_heads(key_TGD, value_TGV, slots, count, keys_NGDB, values_NGBV):  # t
                 values_NGBV[block, head, offset, dim] = value_TGV[row, head, dim]
 
 
+@njit(nogil=True, cache=True)
+def _write_latents(latent_TR, rotary_TE, slots, count, pages_NBL):  # type: ignore[no-untyped-def]
+    rank = latent_TR.shape[1]
+    for row in range(count):
+        block, offset = slots[row] // BLOCK_TOKENS, slots[row] % BLOCK_TOKENS
+        if offset == 0:  # as above
+            pages_NBL[block] = 0.0
+        for dim in range(rank):
+            pages_NBL[block, offset, dim] = latent_TR[row, dim]
+        for dim in range(rotary_TE.shape[1]):
+            pages_NBL[block, offset, rank + dim] = rotary_TE[row, dim]
+
+
 def _lazy_zeros(*shape: int) -> Tensor:
     """Zeros that take memory when they are first written; torch.zeros would touch every page at once."""
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
@@ -104,8 +117,8 @@ class PagedCache:
         assert step is not None, "a step must be set before the model runs"
         slots_T, count = step.cache_slot_T, step.num_tokens
         if self.shapes[layer].latent:
-            rows = self.keys[layer].view(-1, self.shapes[layer].key_dim)
-            rows[slots_T[:count]] = torch.cat((key[0, 0, :count], value[0, 0, :count]), dim=-1)
+            latent_TR, rotary_TE = (rows[0, 0].contiguous().numpy() for rows in (key, value))
+            _write_latents(latent_TR, rotary_TE, slots_T.numpy(), count, self.keys[layer].numpy())
         else:
             # Modules project token by token, so this transposes back to what is contiguous already: one layout, and
             # one compiled kernel, for all families.

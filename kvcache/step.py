@@ -24,7 +24,9 @@ class Span(NamedTuple):
 
     start: int
     length: int
-    block_ids: Sequence[int]  # covering positions [0, start + length)
+    block_ids: Sequence[
+        int
+    ]  # covering positions [0, start + length); while it is the same object it only grows
 
 
 class Inputs(NamedTuple):
@@ -67,6 +69,9 @@ class Step:
         )  # the same memory
         self._query_start, self._context = self.query_start_S.numpy(), self.context_S.numpy()
         self._table = self.block_table_SM.numpy()
+        self._written: list[tuple[Sequence[int], int]] = [
+            ((), 0)
+        ] * max_sequences  # blocks, and how many of them
         self.token_T = torch.zeros(padded, dtype=torch.int64)
         self._tiles: dict[int, np.ndarray] = {}
         self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
@@ -84,8 +89,13 @@ class Step:
         count = len(spans)
         starts = np.array([span.start for span in spans], dtype=np.int64)
         lengths = np.array([span.length for span in spans], dtype=np.int64)
-        for row, span in zip(self._table, spans, strict=False):
-            row[: len(span.block_ids)] = span.block_ids
+        for row, span in enumerate(spans):
+            blocks, written = self._written[row]
+            if blocks is not span.block_ids:
+                blocks, written = span.block_ids, 0
+            if len(blocks) > written:
+                self._write_blocks(row, written, blocks[written:])
+                self._written[row] = blocks, len(blocks)
         self._query_start[0] = 0
         np.cumsum(lengths, out=self._query_start[1 : count + 1])
         np.add(starts, lengths, out=self._context[:count])
@@ -101,6 +111,10 @@ class Step:
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0
         self._tiles.clear()
+
+    def _write_blocks(self, row: int, begin: int, block_ids: Sequence[int]) -> None:
+        """Write a part of a sequence's table: what is there already is not written again."""
+        self._table[row, begin : begin + len(block_ids)] = block_ids
 
     def inputs(self, token_ids: Sequence[int], rows: Sequence[int]) -> Inputs:
         """Take the tokens of a batch that was filled in; return what a model's forward is given.

@@ -1,7 +1,8 @@
 """One step's packed batch on a GPU: filled on the host like any `Step`, then copied to memory of fixed addresses.
 
-What a step is told lies in one pinned buffer and travels in one asynchronous copy, the block tables in a second one
-(they are large, and their rows lie where kernels want them). Places on the device depend on the padded size only, so
+What a step is told lies in one pinned buffer and travels in one asynchronous copy. Block tables are large (128k tokens are
+8,192 blocks of a sequence) and change little: what is new of them travels in the same copy and is put in its place, and
+whole rows are copied where much is new. Places on the device depend on the padded size only, so
 a CUDA graph that was captured for a size finds every later step of that size. Nothing is read back: the pinned buffer
 may be filled again once the step's tokens have been read, which waits for all that was queued before.
 
@@ -97,7 +98,11 @@ class DeviceStep(Step):
         self.graph_sizes = agreed_sizes(max_sequences) if self._is_wide else self.sizes
         self.max_tokens, self.max_context = max_tokens, max_blocks * block_tokens
         self.max_rows = padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
-        self._host = self._pinned(3 * padded + 3 * max(padded, max_sequences) + 8)
+        self._most_new = 4 * max_sequences  # blocks that travel one by one
+        self._new: list[
+            tuple[int, int, Sequence[int]]
+        ] = []  # parts of tables that the device has not: row, begin, blocks
+        self._host = self._pinned(3 * padded + 3 * max(padded, max_sequences) + 8 + 2 * self._most_new)
         self._host_values = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device)
         self.block_table_SM = self._pinned(max_sequences, max_blocks)
@@ -133,11 +138,23 @@ class DeviceStep(Step):
         P, T = self.num_padded, self.num_tokens
         S = P if self.is_decode_only else self.num_sequences
         R = P if self.is_decode_only else len(rows)
-        lengths = (P, P, P, R, S, S + 1, 1)
+        new_blocks = self._take_new()
+        N = len(new_blocks)
+        lengths = (P, P, P, R, S, S + 1, 1, N, N)
         # Every part begins at 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
         parts = [self._host_values[at : at + length] for at, length in zip(starts, lengths, strict=False)]
-        position_P, cache_slot_P, token_P, row_R, context_S, query_start_S, num_decodes_1 = parts
+        (
+            position_P,
+            cache_slot_P,
+            token_P,
+            row_R,
+            context_S,
+            query_start_S,
+            num_decodes_1,
+            place_N,
+            block_N,
+        ) = parts
         position_P[:T], position_P[T:] = self._position[:T], 0
         cache_slot_P[:T], cache_slot_P[T:] = self._cache_slot[:T], -1
         token_P[:T], token_P[T:] = token_ids, 0
@@ -146,11 +163,35 @@ class DeviceStep(Step):
         context_S[:n], context_S[n:] = self._context[:n], 0
         query_start_S[: n + 1], query_start_S[n + 1 :] = self._query_start[: n + 1], T
         num_decodes_1[:] = self.num_decodes
+        place_N[:], block_N[:] = new_blocks.T
         self._device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
-        self._device_table_SM[:n].copy_(self.block_table_SM[:n], non_blocking=True)
-        views = [self._device[at : at + length] for at, length in zip(starts, lengths, strict=False)]
+        *views, place_on_device_N, block_on_device_N = (
+            self._device[at : at + length] for at, length in zip(starts, lengths, strict=False)
+        )
+        if N:
+            self._device_table_SM.view(-1).index_copy_(0, place_on_device_N, block_on_device_N)
         self.on_device = OnDevice._make([*views, self._device_table_SM[:S]])
         return Inputs(self.on_device.token_P, self.on_device.row_R)
+
+    def _write_blocks(self, row: int, begin: int, block_ids: Sequence[int]) -> None:
+        super()._write_blocks(row, begin, block_ids)
+        self._new.append((row, begin, block_ids))
+
+    def _take_new(self) -> np.ndarray:
+        """The blocks that the device's tables lack: [N, 2] of place and block; or copy their rows, and return none."""
+        new, self._new = self._new, []
+        rows = sorted({row for row, _, _ in new})
+        if sum(len(block_ids) for _, _, block_ids in new) > self._most_new:
+            here = slice(rows[0], rows[-1] + 1)
+            self._device_table_SM[here].copy_(self.block_table_SM[here], non_blocking=True)
+            return np.empty((0, 2), np.int64)
+        width = self._table.shape[1]
+        # From the table, not from the parts: of what was written twice only the last counts.
+        places = sorted(
+            {row * width + at for row, begin, ids in new for at in range(begin, begin + len(ids))}
+        )
+        flat = np.array(places, dtype=np.int64)
+        return np.stack((flat, self._table.reshape(-1)[flat]), axis=1)
 
     def idle(self, size: int) -> Inputs:
         """Describe a step of decodes that has none, padded to one of `graph_sizes`: to compile and capture with."""

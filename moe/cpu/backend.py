@@ -86,7 +86,7 @@ def _make_cache(shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedC
 
 
 @torch.inference_mode()
-def compile_kernels(model: LoadedModel, _cache: PagedCache | None = None) -> None:
+def compile_kernels(model: LoadedModel, served: PagedCache) -> None:
     """Run every kernel once on tiny inputs of the types this model uses, before the first step; local.
 
     So no rank waits in a collective for another's compiler. Compiled kernels are cached on disk; the first start on a
@@ -103,6 +103,10 @@ def compile_kernels(model: LoadedModel, _cache: PagedCache | None = None) -> Non
     cache = _make_cache([shape], 1, step)
     row = torch.zeros(1, 1, step.num_padded, 16)
     cache.update(row, row, 0)
+    if any(each.latent for each in served.shapes):
+        latents = PagedCache([LayerShape(num_kv_heads=1, key_dim=32, value_dim=0, latent=True)], 1)
+        latents.step = step
+        latents.update(row, row, 0)
     for sinks in (None, torch.zeros(1)):
         paged_attention(row[0], cache.keys[0], cache.values[0], step, scale=1.0, sinks_H=sinks)
     weights = [getattr(module, "weight", None) for module in model.net.modules()]

@@ -15,7 +15,7 @@ def fill_step(step: Step, batch: Batch, agreed_tokens: int) -> Inputs:
     rows: list[int] = []
     row = 0
     for sequence, start, length, samples in batch.items:
-        spans.append(Span(start, length, sequence.block_ids[: -(-(start + length) // step.block_tokens)]))
+        spans.append(Span(start, length, sequence.block_ids))
         tokens += sequence.token_ids[start : start + length]
         row += length
         if samples:

@@ -1,6 +1,7 @@
 """A step's batch against a plain description of it."""
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -66,6 +67,36 @@ def test_a_step_is_refilled_in_place_and_forgets_the_last() -> None:
     assert addresses == {
         name: value.data_ptr() for name, value in vars(step).items() if isinstance(value, torch.Tensor)
     }
+
+
+class CountingStep(Step):
+    """Counts the blocks that are written."""
+
+    num_written = 0
+
+    def _write_blocks(self, row: int, begin: int, block_ids: Sequence[int]) -> None:
+        self.num_written += len(block_ids)
+        super()._write_blocks(row, begin, block_ids)
+
+
+def test_only_what_changed_of_the_tables_is_written() -> None:
+    step = CountingStep(max_tokens=100, max_sequences=6, max_blocks=8, block_tokens=16)
+    tables = [[3, 1], [0, 2, 5], [7, 4, 6]]
+    counts = []
+    for position in range(30, 36):
+        if position == 32:
+            tables[0].append(9)
+        if position == 34:
+            tables[1:] = [tables[2]]  # the second sequence has ended
+        if position == 35:
+            tables[1] = [8, 8, 8]  # the third was preempted, and came back on other blocks
+        spans = [Span(position, 1, table) for table in tables]
+        step.fill(spans)
+        for row, table in enumerate(tables):
+            assert step.block_table_SM[row, : len(table)].tolist() == table
+        counts.append(step.num_written)
+        step.num_written = 0
+    assert counts == [8, 0, 1, 0, 3, 3]
 
 
 @pytest.mark.parametrize("tile_tokens", [1, 4, 7, 64])

@@ -1,5 +1,7 @@
 """A step arrives on the device as it was filled: padded rows choose nothing, and addresses follow from the size alone."""
 
+import random
+
 import pytest
 import torch
 
@@ -176,3 +178,27 @@ def test_where_ranks_agree_the_padded_size_follows_from_that(most: int, sizes: t
         assert (step.num_padded, step.agreed_tokens) == (size, agreed)
     step.fill([Span(4, 1, [0])], 1)
     assert step.num_padded == min(1, most) and not step.has_fixed_shape, "another rank has a prompt"
+
+
+@pytest.mark.parametrize("most_new", [0, 3, 1000], ids=["rows are copied", "either", "blocks are put"])
+def test_the_tables_on_the_device_are_those_on_the_host_whatever_changes(
+    step: DeviceStep, most_new: int
+) -> None:
+    step._most_new = min(most_new, step._most_new)
+    rng, tables = random.Random(0), [[1], [2], [3]]
+    for number in range(60):
+        kind = rng.randrange(4)
+        if kind == 0 and len(tables) > 1:
+            del tables[rng.randrange(len(tables))]
+        elif kind == 1 and len(tables) < MAX_SEQUENCES:
+            tables.insert(rng.randrange(len(tables) + 1), [100 + number])
+        table = rng.choice(tables)
+        if len(table) < MAX_BLOCKS:
+            table.append(200 + number)
+        spans = [Span(BLOCK * len(own) - 1, 1, own) for own in tables]
+        step.fill(spans, len(spans))
+        if rng.random() < 0.2:  # a step that was filled in and not run
+            continue
+        step.inputs(range(len(spans)), [])
+        for row, own in enumerate(tables):
+            assert step.on_device.table_SM[row, : len(own)].tolist() == own
