@@ -3,8 +3,7 @@
 Bound: flat dispatch sends a token once to every rank that holds one of its K experts, node-limited dispatch once to
 every node. With DeepSeek-V3's routing (256 experts in 8 groups, the best 4 groups by the sum of their two best scores,
 the best 8 experts in these) a token reaches at most 4 nodes where every node holds one group or more, but up to 8
-ranks. Answers come back once per choice either way, so combine saves nothing, unless nodes reduce first (outside the
-service's invariance), when they come back once per node.
+ranks. Answers come back once per choice either way, so combine saves nothing.
 
     python -m benchmarks.hierarchical [--shapes 2x2 4x2 8x2] [--tokens 128] [--hidden 512] [--save]
 
@@ -24,8 +23,7 @@ from torch import Tensor
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from dispatch import layout
 from dispatch.dispatcher import Dispatcher, Traffic
-from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from dispatch.hierarchical.groups import open_hierarchical
+from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
 from dispatch.wires.choose import open_wire
 from dispatch.wires.wire import RankTable, Wire
 from tests.support.ranks import RankPool
@@ -91,17 +89,13 @@ def count_crossing(
     want = layer(flat)
     flat.close()
     counts = {"flat": Crossing(*counting.counts)}
-    for name, reduces in (("nodes", False), ("nodes, reduced", True)):
-        dispatcher = open_hierarchical(
-            "auto", dist.group.WORLD, node_size=node_size, slots_per_rank=S, reduce_in_node=reduces
-        )
-        got = layer(dispatcher)
-        assert torch.equal(got[0], want[0]), "rows differ from flat dispatch"
-        assert reduces or torch.equal(got[1], want[1]), "sums differ from flat dispatch"
-        crossing: Traffic = dispatcher.crossing
-        counts[name] = Crossing(crossing.dispatch_bytes, crossing.combine_bytes)
-        dispatcher.close()
-    return counts
+    dispatcher = open_hierarchical("auto", dist.group.WORLD, node_size=node_size, slots_per_rank=S)
+    got = layer(dispatcher)
+    assert torch.equal(got[0], want[0]), "rows differ from flat dispatch"
+    assert torch.equal(got[1], want[1]), "sums differ from flat dispatch"
+    crossing: Traffic = dispatcher.crossing
+    dispatcher.close()
+    return counts | {"nodes": Crossing(crossing.dispatch_bytes, crossing.combine_bytes)}
 
 
 def compute_crossing(
@@ -119,7 +113,6 @@ def compute_crossing(
     return {
         "flat": Crossing(rows * row_bytes, answers * row_bytes),
         "nodes": Crossing(node_rows * row_bytes, answers * row_bytes),
-        "nodes, reduced": Crossing(node_rows * row_bytes, node_rows * (row_bytes + 4 * CHOICES)),
     }
 
 

@@ -27,7 +27,7 @@ import torch
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.profile import NoDoorbell, decode
 from benchmarks.random_model import ensure_random_model
-from dispatch.exchange_clock import ExchangeClock
+from dispatch.exchange import ExchangeClock
 from kvcache.paged_cache import PagedCache
 from moe.load_counts import LoadCounts
 from scheduler.assembly import Assembled, assemble

@@ -1,7 +1,7 @@
 """What is wrong with a call's arguments, as a sentence that names the argument, the value and the rule; or nothing.
 
-Each looks at a tensor a few times only, as they run in every layer. All checks come before anything is sent. The caller turns a sentence into a refusal on every rank
-(`Wire.refuse`), because ranks that were given good arguments wait for this one.
+Each looks at a tensor a few times only, as they run in every layer. All checks come before anything is sent. The caller
+turns a sentence into a refusal on every rank (`Wire.refuse`), because ranks that were given good arguments wait for it.
 """
 
 from collections.abc import Iterable
@@ -9,12 +9,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dispatch.dispatched import Handle
 from dispatch.mode import Mode
 
 CPU = torch.device("cpu")
 
 
-def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode, device: torch.device = CPU) -> str:
+def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode, device: torch.device = CPU) -> str | None:
     """Check a dispatch, but for the values of `slots_TK`: these are looked at once, while they are counted."""
     x_shape, slots_shape = x_TH.shape, slots_TK.shape
     if len(x_shape) != 2 or not x_TH.dtype.is_floating_point or x_TH.device != device:
@@ -31,25 +32,25 @@ def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode, device: torch.d
         return f"H is {H} and K {K}; both must be at least 1"
     if mode.capacity:
         return _low_latency_problem(x_TH, slots_TK, mode.capacity)
-    return f"the mode's capacity is {mode.capacity}; it must be 0 or more" if mode.capacity < 0 else ""
+    return f"the mode's capacity is {mode.capacity}; it must be 0 or more" if mode.capacity < 0 else None
 
 
-def dtype_problem(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype]) -> str:
+def dtype_problem(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype]) -> str | None:
     """Check that there are kernels for a type."""
     dtypes = list(dtypes)
     if tensor.dtype in dtypes:
-        return ""
+        return None
     return f"{name} is {describe(tensor)}; the kernels of this device take {', '.join(map(str, dtypes))}"
 
 
-def _low_latency_problem(x_TH: Tensor, slots_TK: Tensor, capacity: int) -> str:
+def _low_latency_problem(x_TH: Tensor, slots_TK: Tensor, capacity: int) -> str | None:
     if capacity < 0 or x_TH.shape[0] > capacity:
         return f"x_TH has {x_TH.shape[0]} tokens; low-latency mode was agreed for at most {capacity}"
     for name, tensor in (("x_TH", x_TH), ("slots_TK", slots_TK)):
         if not tensor.is_contiguous():
             strides = list(tensor.stride())
             return f"{name} has strides {strides}; low-latency mode copies nothing and needs it contiguous"
-    return ""
+    return None
 
 
 def slot_problem(slots_TK: Tensor, index: int, num_ranks: int, slots_per_rank: int) -> str:
@@ -62,6 +63,29 @@ def slot_problem(slots_TK: Tensor, index: int, num_ranks: int, slots_per_rank: i
     )
 
 
+def answers_problem(
+    y_PH: Tensor,
+    weights_TK: Tensor,
+    out_TH: Tensor | None,
+    handle: Handle,
+    *,
+    last_call: int,
+    device: torch.device = CPU,
+) -> str | None:
+    """Check a combine against the dispatch that it answers, which must be the last one."""
+    if handle.call != last_call:
+        return "dispatched is not of the last dispatch; its buffers are overwritten"
+    return combine_problem(
+        y_PH,
+        weights_TK,
+        out_TH,
+        pairs_shape=(handle.num_pairs, handle.hidden),
+        tokens_shape=(handle.num_tokens, handle.num_choices),
+        dtype=handle.dtype,
+        device=device,
+    )
+
+
 def combine_problem(
     y_PH: Tensor,
     weights_TK: Tensor,
@@ -71,7 +95,7 @@ def combine_problem(
     tokens_shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device = CPU,
-) -> str:
+) -> str | None:
     """Check a combine of a dispatch whose pairs are [P, H] and whose choices are [T, K]."""
     if y_PH.shape != pairs_shape or y_PH.dtype != dtype or y_PH.device != device:
         return f"y_PH is {describe(y_PH)}; it must be {dtype} {list(pairs_shape)} on {name_device(device)}"
@@ -80,11 +104,13 @@ def combine_problem(
     if weights_TK.device != device:
         return f"weights_TK is {describe(weights_TK)}; it must be on {name_device(device)}"
     if out_TH is None:
-        return ""
+        return None
     out_shape = (tokens_shape[0], pairs_shape[1])
     if out_TH.shape != out_shape or out_TH.dtype != dtype or out_TH.device != device:
         return f"out is {describe(out_TH)}; it must be {dtype} {list(out_shape)} on {name_device(device)}"
-    return "" if out_TH.is_contiguous() else f"out has strides {list(out_TH.stride())}; it must be contiguous"
+    return (
+        None if out_TH.is_contiguous() else f"out has strides {list(out_TH.stride())}; it must be contiguous"
+    )
 
 
 def describe(tensor: Tensor) -> str:

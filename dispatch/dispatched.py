@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dispatch.errors import DispatchError
 from dispatch.mode import NORMAL, Mode
 
 
@@ -43,6 +44,13 @@ class Waits(NamedTuple):
     wire_ns: int = 0  # of both, at least so much for wires; 0 where that is not known
 
 
+class Exchanges(NamedTuple):
+    """Counts of a rank's exchanges, of dispatches and combines alike: equal where it does not wait for others."""
+
+    begun: int  # raised before peers are waited for
+    ended: int
+
+
 class Traffic(NamedTuple):
     """Bytes that a rank gave its wire for other ranks, headers and unused room included."""
 
@@ -75,6 +83,11 @@ class TokenDispatcher(Protocol):
         """Time in exchanges so far."""
         ...
 
+    @property
+    def exchanges(self) -> Exchanges:
+        """Exchanges so far; (0, 0) where the host does not know. May be read from any thread."""
+        ...
+
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         """Return the bytes sent to each rank so far, by dispatches and by combines."""
         ...
@@ -96,6 +109,13 @@ class TokenDispatcher(Protocol):
 
         Raises:
             PeerRefused, RanksDisagree, DispatchTimeout.
+        """
+        ...
+
+    def interrupt(self, error: DispatchError) -> None:
+        """End with `error` what this rank waits for, now or next. Local; from any thread.
+
+        gloo's waits end when the peer's connections do; all others within a tenth of a second.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""How one dispatch sizes its messages. All ranks of a call must say the same; results have the same bits in both.
+"""Whether one dispatch has an agreed room. All ranks of a call must say the same; results have the same bits in both.
 
-Normal: a message holds what is sent, and its size travels with it. Low latency: a message has the size of an agreed
-number of tokens per rank, whatever is sent, so that sizes and places never change from call to call: nothing grows,
-nothing follows behind what did not fit, and the call can be replayed (DeepEP's two modes, chosen per call).
+Normal: any number of tokens; memory grows with what comes. Low latency: no rank brings more than an agreed number of
+tokens, and room for so many from every rank is there from the first call on: nothing grows, and on a GPU sizes and places
+never change, so that the call can be replayed (DeepEP's two modes, chosen per call).
 
 Knows no wire. Rejected: a third mode in which every rank gets all tokens, which was never faster (docs/LOG.md).
 """

@@ -4,9 +4,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from dispatch.dispatched import Dispatched, Waits
+from dispatch.dispatched import Dispatched, Exchanges, Waits
 from dispatch.errors import DispatchError
-from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.mode import NORMAL, Mode
 
 
@@ -15,7 +14,7 @@ class UnconnectedDispatcher:
 
     name, reason, row_format = "nothing", "this rank is to meet the others later", "not at all"
     is_replayable = False
-    waits = Waits(0, 0)
+    waits, exchanges = Waits(0, 0), Exchanges(0, 0)
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -24,26 +23,21 @@ class UnconnectedDispatcher:
         """See `TokenDispatcher`."""
         return [0] * self.world_size, [0] * self.world_size
 
-    def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, *, meanwhile: Meanwhile = nothing
-    ) -> Dispatched:
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
         """Refuse."""
         self._refuse()
 
     def combine(
-        self,
-        y_PH: Tensor,
-        weights_TK: Tensor,
-        dispatched: Dispatched,
-        *,
-        out: Tensor | None = None,
-        meanwhile: Meanwhile = nothing,
+        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
         """Refuse."""
         self._refuse()
 
     def check(self) -> None:
         """See `TokenDispatcher`. Nothing went wrong."""
+
+    def interrupt(self, error: DispatchError) -> None:
+        """See `TokenDispatcher`. Nobody is waited for."""
 
     def close(self) -> None:
         """See `TokenDispatcher`. Nobody waits."""

@@ -4,7 +4,9 @@ The sum is vectorised by LLVM but never reordered, and multiply and add are not 
 compares bits). Legend as in `layout`. A peer that is lost has no window; its answers add nothing.
 """
 
-from dispatch.cpu_kernels.message import (
+from numba import carray, types
+
+from dispatch.message import (
     ANSWERED_BYTES,
     HEADER_BYTES,
     HEADER_CALL,
@@ -15,7 +17,7 @@ from dispatch.cpu_kernels.message import (
     RECV_PAIRS,
     table,
 )
-from dispatch.native import compiled, copy, floats, inlined, int32s, uint16s, words
+from dispatch.native import compiled, copy, floats, inlined, int32s, pointer, uint16s, words
 
 
 @compiled
@@ -53,6 +55,33 @@ def pack_answers(
 
 
 @compiled
+def keep_own_answers(
+    y: int, row_bytes: int, R: int, rank: int, tables: int, pair_of_answer: int, out: int
+) -> None:
+    """Copy the answers to this rank itself to `out`, in order: from then on y may change."""
+    count = table(tables, R, RECV_PAIRS)[rank]
+    pairs = words(_own_answers(R, rank, tables, pair_of_answer), count)
+    for i in range(count):
+        copy(out + i * row_bytes, y + pairs[i] * row_bytes, row_bytes)
+
+
+@compiled
+def choose_again(chosen: int, sent: int, choices: int, num_choices: int, out: int) -> int:
+    """Write to `out` the dispatch's choices without those that are -1 now.
+
+    Returns -1, or the flat index of the first choice that is neither -1 nor what was sent.
+    """
+    now, before = words(chosen, num_choices), words(sent, num_choices)
+    choice, kept = int32s(choices, 2 * num_choices), int32s(out, 2 * num_choices)
+    for i in range(num_choices):
+        if now[i] != -1 and now[i] != before[i]:
+            return i
+        kept[2 * i] = choice[2 * i] if now[i] != -1 else -1
+        kept[2 * i + 1] = choice[2 * i + 1]
+    return -1
+
+
+@compiled
 def check_answers(row_bytes: int, R: int, rank: int, recv_addresses: int, call: int) -> int:
     """Return -1, or the first rank whose message is not the answer to this call."""
     windows = words(recv_addresses, R)
@@ -66,12 +95,13 @@ def check_answers(row_bytes: int, R: int, rank: int, recv_addresses: int, call: 
 
 @inlined
 def _own_answers(R: int, rank: int, tables: int, pair_of_answer: int) -> int:
-    """Address of the part of `pair_of_answer` that says which pair each answer to this rank itself is."""
+    """Address of the part of `pair_of_answer` that says which pair each answer to this rank itself is; 0 where they
+    were kept in order (`keep_own_answers`)."""
     recv_pairs = table(tables, R, RECV_PAIRS)
     first = 0
     for r in range(rank):
         first += recv_pairs[r]
-    return pair_of_answer + 8 * first
+    return pair_of_answer + 8 * first if pair_of_answer != 0 else 0
 
 
 @inlined
@@ -80,7 +110,7 @@ def _answer_at(to: int, index: int, row_bytes: int, y: int, own: int, rank: int,
     if to < 0:
         return 0
     if to == rank:
-        return int(y + words(own + 8 * index, 1)[0] * row_bytes)
+        return int(y + (words(own + 8 * index, 1)[0] if own != 0 else index) * row_bytes)
     window = words(recv_addresses + 8 * to, 1)[0]
     return int(window + HEADER_BYTES + index * row_bytes) if window != 0 else 0
 
@@ -148,17 +178,17 @@ def sum_answers_bfloat16(
 @compiled
 def gather_answers(
     y: int, row_bytes: int, choices: int, T: int, K: int, R: int, rank: int, tables: int,
-    recv_addresses: int, pair_of_answer: int, out: int,
+    recv_addresses: int, pair_of_answer: int, out: int, has_choice: int,
 ) -> None:  # fmt: skip
     """Copy the answer of each choice to out [T*K, row_bytes], for types that have no sum above.
 
-    A choice whose answer is lost becomes one of -1.
+    `has_choice`: bool [T*K], whether there is one: not where a choice is -1, or its answer lost.
     """
     own = _own_answers(R, rank, tables, pair_of_answer)
     choice = int32s(choices, 2 * T * K)
+    found = carray(pointer(has_choice), (T * K,), types.uint8)
     for i in range(T * K):
         at = _answer_at(choice[2 * i], choice[2 * i + 1], row_bytes, y, own, rank, recv_addresses)
+        found[i] = 1 if at != 0 else 0
         if at != 0:
             copy(out + i * row_bytes, at, row_bytes)
-        else:
-            choice[2 * i] = -1

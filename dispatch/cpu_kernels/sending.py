@@ -3,19 +3,21 @@
 Legend as in `layout`.
 """
 
-from dispatch.cpu_kernels.message import (
+from dispatch.message import (
     CURSOR,
     HEADER_BYTES,
-    HEADER_CAPACITY,
+    HEADER_FORMAT,
     HEADER_PAIRS,
     HEADER_ROW_BYTES,
     HEADER_ROWS,
     HEADER_WORDS,
     LAST_TOKEN,
+    NEXT_PAIR,
+    NOTE_SHIFT,
     PAIR_COUNTS,
     ROW_COUNTS,
     SENT_BYTES,
-    message_bytes,
+    entries_at,
     rows_at,
     table,
 )
@@ -23,14 +25,25 @@ from dispatch.native import compiled, copy, int32s, words
 
 
 @compiled
+def find_bad_slot(slots: int, count: int, num_slots: int) -> int:
+    """Return the flat index of the first slot outside [-1, num_slots), or -1; for who asks before `plan` does."""
+    slot = words(slots, count)
+    for i in range(count):
+        if slot[i] < -1 or slot[i] >= num_slots:
+            return i
+    return -1
+
+
+@compiled
 def plan(
-    slots: int, T: int, K: int, S: int, R: int, rank: int, tables: int, row_bytes: int, capacity: int,
-    rank_of_slot: int, mask: int, send_bytes: int, choices: int,
+    slots: int, T: int, K: int, S: int, R: int, rank: int, tables: int, row_bytes: int, format_word: int,
+    rank_of_slot: int, mask: int, send_bytes: int, choices: int, is_unique: int,
 ) -> int:  # fmt: skip
     """Count rows and pairs per rank, size the messages, and note for each choice its rank and answer.
 
     `rank_of_slot`: int32 [R*S]. `mask`: int64 [R], 1 for a rank that is lost: its slots count as no choice.
     `choices`: int32 [T*K, 2], (rank, index among that rank's answers), or (-1, 0).
+    `is_unique`: a slot that a token repeats gets the same answer again; 0: another one.
     Returns -1, or the flat index of the first slot id out of range.
     """
     row_counts, pair_counts = table(tables, R, ROW_COUNTS), table(tables, R, PAIR_COUNTS)
@@ -47,55 +60,70 @@ def plan(
             if slot[i] < -1 or slot[i] >= R * S:
                 return i
             if slot[i] >= 0 and masked[homes[slot[i]]] == 0:
-                to = homes[slot[i]]
+                to, twin = homes[slot[i]], -1
+                if is_unique != 0:
+                    for j in range(t * K, i):
+                        twin = j if slot[j] == slot[i] and twin < 0 else twin
                 if last_token[to] != t:
                     last_token[to] = t
                     row_counts[to] += 1
                 choice[2 * i], choice[2 * i + 1] = to, pair_counts[to]
-                pair_counts[to] += 1
+                if twin >= 0:
+                    choice[2 * i + 1] = choice[2 * twin + 1]
+                else:
+                    pair_counts[to] += 1
             i += 1
     for r in range(R):
         is_peer = r != rank and masked[r] == 0
-        sizes[r] = message_bytes(row_counts[r], K, capacity, row_bytes) if is_peer else 0
+        sizes[r] = rows_at(row_counts[r], K, format_word) + row_counts[r] * row_bytes if is_peer else 0
         sent[r] += sizes[r]
     return -1
 
 
 @compiled
 def pack(
-    x: int, slots: int, choices: int, T: int, K: int, S: int, R: int, rank: int, tables: int, header: int,
-    mask: int, send_addresses: int, own_tokens: int, own_slots: int,
+    x: int, slots: int, choices: int, origins: int, T: int, K: int, S: int, R: int, rank: int, tables: int,
+    header: int, note: int, mask: int, send_addresses: int, own_tokens: int, own_entries: int,
 ) -> None:  # fmt: skip
-    """Write each rank's message; for this rank only its tokens (int64) and local slots (int32 [rows, K]).
+    """Write each rank's message to its window; for this rank itself, which tokens it keeps and their entries.
 
-    `header`: the words of HEADER_*, of which rows and pairs are filled in per rank.
+    `x`: rows, row_bytes apart. `origins`: int32 [T] to write in front of the entries, or 0 for the tokens' own numbers.
+    `header`: HEADER_WORDS, what all messages have in common; the counts are filled in per rank. `note`: int64.
     """
     row_counts, pair_counts = table(tables, R, ROW_COUNTS), table(tables, R, PAIR_COUNTS)
     cursor, last_token = table(tables, R, CURSOR), table(tables, R, LAST_TOKEN)
+    next_pair = table(tables, R, NEXT_PAIR)
     windows, common, masked = words(send_addresses, R), words(header, HEADER_WORDS), words(mask, R)
-    row_bytes, capacity = common[HEADER_ROW_BYTES], common[HEADER_CAPACITY]
+    row_bytes, format_word, width = common[HEADER_ROW_BYTES], common[HEADER_FORMAT], 1 + K
     for r in range(R):
         cursor[r] = last_token[r] = -1
+        next_pair[r] = 0
         if r != rank and masked[r] == 0:
             copy(windows[r], header, HEADER_BYTES)
+            copy(windows[r] + HEADER_BYTES, note, 8 * (format_word >> NOTE_SHIFT))
             own = words(windows[r], HEADER_WORDS)
             own[HEADER_ROWS], own[HEADER_PAIRS] = row_counts[r], pair_counts[r]
+    first = entries_at(format_word)
     slot, tokens, choice = words(slots, T * K), words(own_tokens, T), int32s(choices, 2 * T * K)
+    origin = int32s(origins, T)
     for t in range(T):
         for k in range(K):
             to = choice[2 * (t * K + k)]
             if to < 0:
                 continue
-            chosen = own_slots if to == rank else windows[to] + HEADER_BYTES
+            entries = own_entries if to == rank else windows[to] + first
             if last_token[to] != t:
                 last_token[to] = t
                 cursor[to] += 1
-                fresh = int32s(chosen + 4 * K * cursor[to], K)
-                for other in range(K):
+                fresh = int32s(entries + 4 * width * cursor[to], width)
+                fresh[0] = origin[t] if origins != 0 else t
+                for other in range(1, width):
                     fresh[other] = -1
                 if to == rank:
                     tokens[cursor[to]] = t
                 else:
-                    at = windows[to] + rows_at(row_counts[to], K, capacity) + cursor[to] * row_bytes
+                    at = windows[to] + rows_at(row_counts[to], K, format_word) + cursor[to] * row_bytes
                     copy(at, x + t * row_bytes, row_bytes)
-            int32s(chosen + 4 * K * cursor[to], K)[k] = slot[t * K + k] - to * S
+            if choice[2 * (t * K + k) + 1] == next_pair[to]:  # else it has the answer of one before it
+                next_pair[to] += 1
+                int32s(entries + 4 * width * cursor[to], width)[1 + k] = slot[t * K + k] - to * S

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dispatch import fp8
 from dispatch.arguments import combine_problem, dispatch_problem, dtype_problem
-from dispatch.dispatched import Dispatched, Handle, Waits
+from dispatch.dispatched import Dispatched, Exchanges, Handle, Waits
 from dispatch.errors import DispatchError
 from dispatch.gpu.casts import STORED
 from dispatch.gpu.pairs import PairOrders, combine_pairs
@@ -129,6 +129,11 @@ class DeviceDispatcher:
         return Waits(
             *(sum(parts) for parts in zip(*(each.waited_ns for each in self._exchanges), strict=True))
         )
+
+    @property
+    def exchanges(self) -> Exchanges:
+        """See `TokenDispatcher`. The host does not know."""
+        return Exchanges(0, 0)
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         """See `TokenDispatcher`. Waits for the device."""

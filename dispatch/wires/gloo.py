@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
-from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.native import compile_all
 from dispatch.wires import gloo_parts as parts
 from dispatch.wires.gloo_sends import PeerByPeer, Together
@@ -55,9 +54,9 @@ class GlooWire:
         self._large = {peer: _AlignedBytes() for peer in range(self.world_size)}  # longer than a part
         compile_all(*parts.KERNELS)
         self._place = (self.world_size, self.rank, self._part_bytes, self.mask.address)
-        wires: type[PeerByPeer] | type[Together] = PeerByPeer if mask_lost else Together
+        sends: type[PeerByPeer] | type[Together] = PeerByPeer if mask_lost else Together
         incoming = self._incoming.memory[:incoming_bytes]
-        self._wires: PeerByPeer | Together | None = wires(
+        self._sends: PeerByPeer | Together | None = sends(
             group, incoming, self._part_bytes, self.mask, timeout_s=timeout_s
         )
 
@@ -72,12 +71,9 @@ class GlooWire:
         first = int(self.send_addresses.values[rank]) - self._outgoing.address
         return self._outgoing.memory[first : first + int(self._sent.values[rank])]
 
-    def exchange(
-        self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
-    ) -> None:
+    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Wire`."""
         self.begin_exchange(send_bytes, recv_bytes)
-        meanwhile()
         self.finish_exchange()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
@@ -117,14 +113,19 @@ class GlooWire:
         if longest < 0 and (-1 - longest) // self.world_size == parts.OUT_OF_STEP:
             self._raise_for(longest)
 
+    def interrupt(self, error: DispatchError) -> None:
+        """See `Wire`."""
+        if self._sends is not None:
+            self._sends.interruption = error
+
     def close(self) -> None:
         """See `Wire`. The group stays its owner's to destroy, and ends then, as nothing here holds it."""
-        wires, self._wires = self._wires, None
-        if wires is not None:
-            wires.close()
+        sends, self._sends = self._sends, None
+        if sends is not None:
+            sends.close()
 
     def _open_windows(self, send_bytes: RankTable, text_bytes: int) -> None:
-        if self._wires is None:
+        if self._sends is None:
             raise DispatchError("the wire is closed")
         total = self._place_messages(send_bytes, text_bytes)
         if total > self._outgoing.capacity:
@@ -139,15 +140,15 @@ class GlooWire:
         )  # fmt: skip
 
     def _begin(self) -> None:
-        assert self._wires is not None, "open_windows comes first"
+        assert self._sends is not None, "open_windows comes first"
         self._number += 1
         self._split: list[int] = self._lengths.values.tolist()
-        self._wires.start(self._outgoing.memory, self._split)
+        self._sends.start(self._outgoing.memory, self._split)
 
     def _finish(self, expected: int) -> int:
         """Wait for the parts and find the messages in them; the result is that of `find_messages`."""
-        assert self._wires is not None, "begin_exchange comes first"
-        self._wires.finish()
+        assert self._sends is not None, "begin_exchange comes first"
+        self._sends.finish()
         return parts.find_messages(
             *self._place, self._incoming.address, self._number, self.epoch, expected,
             self._found.address, self.recv_addresses.address,
@@ -160,7 +161,7 @@ class GlooWire:
 
     def _exchange_rests(self) -> None:
         """Exchange what did not fit a part."""
-        assert self._wires is not None, "begin_exchange comes first"
+        assert self._sends is not None, "begin_exchange comes first"
         part, at, sends, receives = self._part_bytes, 0, [], []
         for peer, length in enumerate(self._split):
             if length > part:
@@ -169,7 +170,7 @@ class GlooWire:
             size = int(self._found.values[peer])
             if size > part - parts.PREFIX_BYTES:
                 receives.append((peer, self._make_room(peer, size)))
-        self._wires.exchange_rests(sends, receives)
+        self._sends.exchange_rests(sends, receives)
         self.recv_addresses.values[self.mask.values != 0] = 0
 
     def _make_room(self, peer: int, size: int) -> Tensor:

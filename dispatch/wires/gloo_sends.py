@@ -30,7 +30,7 @@ Rests = list[tuple[int, Tensor]]
 """Peers with what is to be sent to them, or received from them, behind the part."""
 
 
-class _Wires:
+class _Sends:
     """What both ways share. `incoming` holds a part of `part_bytes` for each peer, in order of rank."""
 
     def __init__(
@@ -47,6 +47,7 @@ class _Wires:
         self._peers = [peer for peer in range(self._world_size) if peer != self._rank]
         self._incoming, self._part_bytes, self._mask = incoming, part_bytes, mask
         self._timeout_s = timeout_s
+        self.interruption: DispatchError | None = None  # set by another thread: raised when a wait ends badly
 
     def exchange_rests(self, sends: Rests, receives: Rests) -> None:
         """Send and receive what is longer than a part. Raises or masks as `finish` does.
@@ -97,13 +98,18 @@ class _Wires:
         self._check_time(error)
         raise PeerLost(peer, _first_line(error)) from error
 
+    def _check_interruption(self) -> None:
+        if self.interruption is not None:
+            raise self.interruption
+
     def _check_time(self, error: RuntimeError) -> None:
-        """Take an error when the time-out is nearly over for that of another rank, which closed its connections."""
+        """Raise what another thread gave up for. Take an error when the time-out is nearly over for that of another rank, which closed its connections."""
+        self._check_interruption()
         if time.monotonic() > self._deadline - (1 - _NEARLY) * self._timeout_s:
             raise DispatchTimeout(self._only_peer, self._timeout_s, _DOING) from error
 
 
-class Together(_Wires):
+class Together(_Sends):
     """One all-to-all."""
 
     def __init__(
@@ -123,6 +129,7 @@ class Together(_Wires):
 
     def start(self, outgoing: Tensor, split: list[int]) -> None:
         """Start to exchange parts: messages of `split` [R] bytes, 0 for this rank, as they lie in `outgoing`."""
+        self._check_interruption()
         if 1 in self._mask.values.tolist():  # ndarray.any takes 25 us when its code is cold
             raise DispatchError(
                 "a rank is masked, and this wire was opened without mask_lost, by which gloo can do without it"
@@ -159,6 +166,7 @@ class Together(_Wires):
         return cut
 
     def _fail(self, error: RuntimeError) -> NoReturn:
+        self._check_interruption()
         text = _first_line(error)
         if _is_timeout(text):
             raise DispatchTimeout(self._only_peer, self._timeout_s, _DOING) from error
@@ -177,11 +185,12 @@ class Together(_Wires):
         return self._peers[0]
 
 
-class PeerByPeer(_Wires):
+class PeerByPeer(_Sends):
     """A send and a receive per peer. A peer that is lost is masked; one that hangs is an error."""
 
     def start(self, outgoing: Tensor, split: list[int]) -> None:
         """See `Together.start`."""
+        self._check_interruption()
         self._deadline = time.monotonic() + self._timeout_s
         parts = zip(self._peers, torch.split(self._incoming, self._part_bytes), strict=True)
         self._works = [(peer, self._start("recv", memory, peer, _TAG_PART)) for peer, memory in parts]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dispatch.meanwhile import Meanwhile, nothing
+from dispatch.errors import DispatchError
 from dispatch.wires.wire import RankTable
 
 
@@ -28,11 +28,8 @@ class LocalWire:
         """See `Wire`."""
         return self._nothing
 
-    def exchange(
-        self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
-    ) -> None:
+    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Wire`."""
-        meanwhile()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Wire`."""
@@ -46,6 +43,9 @@ class LocalWire:
 
     def refuse(self, text: str) -> None:
         """See `Wire`. There is nobody to tell."""
+
+    def interrupt(self, error: DispatchError) -> None:
+        """See `Wire`. Nobody is waited for."""
 
     def close(self) -> None:
         """See `Wire`."""

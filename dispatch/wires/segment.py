@@ -95,6 +95,7 @@ class SharedSegment:
         self._scratch = np.zeros(2, dtype=np.int64)
         self._scratch_address: int = self._scratch.ctypes.data
         self._has_left = self._has_closed = False
+        self.interruption: DispatchError | None = None  # set by another thread: ends what is waited for
 
     def post(self, numbers: RankTable) -> None:
         """Publish a message to every peer of the table, with its number. Local."""
@@ -122,6 +123,9 @@ class SharedSegment:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while late >= 0:
+            if self.interruption is not None:
+                self._leave(_CLOSED, self.rank)
+                raise self.interruption
             loss = self._find_loss(late, timeout_s)
             if loss is None and time.monotonic() >= deadline:
                 loss = _Loss(_TIMED_OUT, late, DispatchTimeout(late, timeout_s, doing))

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
-from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.native import compile_all
 from dispatch.wires import shm_regions as regions
 from dispatch.wires.segment import SharedSegment
@@ -81,12 +80,9 @@ class ShmWire:
         size = 0 if rank == self.rank else int(self._sent.values[rank])
         return self._bytes_at(int(self.send_addresses.values[rank]), size, self._outgoing)
 
-    def exchange(
-        self, send_bytes: RankTable, recv_bytes: RankTable | None, meanwhile: Meanwhile = nothing
-    ) -> None:
+    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Wire`."""
         self.begin_exchange(send_bytes, recv_bytes)
-        meanwhile()
         self.finish_exchange()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
@@ -123,6 +119,10 @@ class ShmWire:
         self._exchange += 1
         regions.post_refusal(*self._place, self._exchange, content.ctypes.data, content.size)
         self._segment.wait(self._numbers, "a refused exchange", mask=self._mask_lost)
+
+    def interrupt(self, error: DispatchError) -> None:
+        """See `Wire`."""
+        self._segment.interruption = error
 
     def close(self) -> None:
         """See `Wire`."""

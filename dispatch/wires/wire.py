@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dispatch.errors import DispatchError
+
 REFUSED = -1
 """Stands where a message's size is expected."""
 MAX_REFUSAL_BYTES = 896
@@ -120,6 +122,13 @@ class Wire(Protocol):
 
         Raises:
             PeerLost, DispatchTimeout, RanksDisagree: as `exchange`.
+        """
+        ...
+
+    def interrupt(self, error: DispatchError) -> None:
+        """Local; from any thread. End with `error` what this rank waits for, now or next; the wire is then of no more use.
+
+        Shared memory ends within a tenth of a second. gloo ends when a peer's connection does, and then with this error.
         """
         ...
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import WireUnavailable
-from dispatch.hierarchical.groups import open_hierarchical
+from dispatch.hierarchical import open_hierarchical
 from dispatch.mailbox import open_mailbox
 from dispatch.row_formats import row_format
 from dispatch.wires.choose import open_wire

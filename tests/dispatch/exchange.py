@@ -9,18 +9,12 @@ from tests.dispatch.oracle import RankCase, RankResult, compute_pairs
 
 
 def run_layer(dispatcher: Dispatcher, case: RankCase) -> RankResult:
-    """Dispatch, compute, combine; the results are copied out of the dispatcher's buffers. Work beside changes nothing."""
-    worked: list[str] = []
-    dispatched = dispatcher.dispatch(
-        case.x_TH, case.slots_TK, meanwhile=lambda: worked.append("beside the rows")
-    )
+    """Dispatch, compute, combine; the results are copied out of the dispatcher's buffers."""
+    dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK)
     x_NH, row_P, offsets, _ = dispatched
     parts = (x_NH.clone(), row_P.clone(), offsets.clone())
     y_PH = compute_pairs(x_NH, row_P, offsets, dispatcher.wire.rank)
-    combined = dispatcher.combine(
-        y_PH, case.weights_TK, dispatched, meanwhile=lambda: worked.append("beside the answers")
-    )
-    assert worked == ["beside the rows", "beside the answers"], "each is called once"
+    combined = dispatcher.combine(y_PH, case.weights_TK, dispatched)
     return RankResult(*parts, combined)
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from dispatch.hierarchical.groups import open_hierarchical
+from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
 
 S = 3
 

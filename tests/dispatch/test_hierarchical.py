@@ -3,20 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dispatch import layout
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
-from dispatch.errors import RanksDisagree
-from dispatch.hierarchical.dispatcher import HierarchicalDispatcher
-from dispatch.hierarchical.groups import open_hierarchical
-from dispatch.hierarchical.messages import Message, swap
-from dispatch.hierarchical.plan import node_choices, plan_arrival, plan_spread
+from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
 from dispatch.row_formats import row_format
 from dispatch.wires.choose import open_wire
-from dispatch.wires.wire import RankTable
 from tests.conftest import PoolOf
 from tests.dispatch.hierarchical_cases import S, open_here
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate
@@ -25,20 +17,17 @@ SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, node size: 1 and all
 
 
 def run_one(dispatcher: HierarchicalDispatcher, case: RankCase) -> RankResult:
-    """Dispatch, compute, combine. Work beside changes nothing."""
-    worked: list[int] = []
-    sent = dispatcher.dispatch(case.x_TH, case.slots_TK, meanwhile=lambda: worked.append(1))
+    """Dispatch, compute, combine."""
+    sent = dispatcher.dispatch(case.x_TH, case.slots_TK)
+    parts = [part.clone() for part in sent[:3]]
     y_PH = compute_pairs(sent.x_NH, sent.row_P, sent.slot_offsets, dispatcher.rank)
-    combined = dispatcher.combine(y_PH, case.weights_TK, sent, meanwhile=lambda: worked.append(2))
-    assert worked == [1, 2], "each is called once"
-    return RankResult(*sent[:3], combined)
+    combined = dispatcher.combine(y_PH, case.weights_TK, sent)
+    return RankResult(*parts, combined)
 
 
-def run_layers(
-    name: str, layers: list[list[RankCase]], node_size: int, reduce_in_node: bool = False
-) -> list[RankResult]:
+def run_layers(name: str, layers: list[list[RankCase]], node_size: int) -> list[RankResult]:
     """Run several layers, each with one case per rank, through one dispatcher."""
-    dispatcher = open_here(name, node_size, reduce_in_node=reduce_in_node)
+    dispatcher = open_here(name, node_size)
     results = [run_one(dispatcher, cases[dispatcher.rank]) for cases in layers]
     dispatcher.close()
     return results
@@ -124,100 +113,10 @@ def count_crossing() -> tuple[int, int, int]:
 
 
 def test_bytes_that_cross_are_counted(pool_of: PoolOf) -> None:
-    """A header of 128 bytes, slots and row of 64 each once; back a header and two answers in one part."""
+    """A header, an entry in 64 bytes and a row of 16 each once; back a header and two answers."""
     for dispatched, combined, inside in pool_of(4).run(count_crossing):
-        assert (dispatched, combined) == (128 + 64 + 64, 128 + 64)
+        assert (dispatched, combined) == (64 + 64 + 16, 64 + 2 * 16)
         assert inside > 0
-
-
-def send_nothing() -> str:
-    """Rank 1 takes part in an exchange without saying what it is."""
-    wire = open_wire("auto", dist.group.WORLD, timeout_s=20.0)
-    nothing = RankTable(2)
-    try:
-        if wire.rank == 1:
-            wire.open_windows(nothing)
-            wire.exchange(nothing, None)
-        else:
-            swap(wire, [Message((1,), ())] * 2)
-    except RanksDisagree as error:
-        return str(error)
-    finally:
-        dist.barrier()
-        wire.close()
-    return "no error"
-
-
-def test_what_is_no_message_is_named(pool_of: PoolOf) -> None:
-    assert pool_of(2).run(send_nothing) == [
-        "rank 1 sent 0 bytes, which is no message of this call",
-        "no error",
-    ]
-
-
-def sum_by_node(cases: list[RankCase], rank: int, slots_per_node: int) -> torch.Tensor:
-    """Say in plain loops what reduce_in_node computes: each node's choices in order, rounded, then node by node."""
-    x_TH, slots_TK, weights_TK = cases[rank]
-    total_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
-    nodes = len(cases) * S // slots_per_node
-    for t, slots in enumerate(slots_TK.tolist()):
-        for node in range(nodes):
-            part_H = torch.zeros(x_TH.shape[1])
-            for k, slot in enumerate(slots):
-                if slot != -1 and slot // slots_per_node == node:
-                    offsets = torch.zeros(S + 1, dtype=torch.int64)
-                    offsets[slot % S + 1 :] = 1
-                    answer = compute_pairs(x_TH[t : t + 1], torch.tensor([0]), offsets, slot // S)[0]
-                    part_H += weights_TK[t, k] * answer.float()
-            total_TH[t] += part_H.to(x_TH.dtype).float()
-    return total_TH.to(x_TH.dtype)
-
-
-@pytest.mark.parametrize(("ranks", "node_size"), [(2, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reducing_in_the_node_sums_each_node_first(
-    pool_of: PoolOf, ranks: int, node_size: int, dtype: torch.dtype
-) -> None:
-    layers = edge_layers(ranks, dtype)
-    results = pool_of(ranks).run(run_layers, "auto", layers, node_size, True)
-    for index, cases in enumerate(layers):
-        for rank in range(ranks):
-            want = sum_by_node(cases, rank, node_size * S)
-            assert torch.equal(results[rank][index].combined_TH, want)
-
-
-def test_reducing_in_the_node_changes_bits_so_it_is_not_the_default(pool_of: PoolOf) -> None:
-    cases = make_cases(9, [16] * 4, choices=6, slots_per_rank=S, dtype=torch.bfloat16)
-    reduced = pool_of(4).run(run_layers, "auto", [cases], 2, True)
-    flat = simulate(cases, S)
-    assert any(not torch.equal(reduced[r][0].combined_TH, flat[r].combined_TH) for r in range(4))
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 1 << 30),
-    tokens=st.lists(st.integers(0, 6), min_size=2, max_size=4),
-    no_choice=st.sampled_from([0.0, 0.4, 1.0]),
-)
-def test_the_plan_orders_arrivals_by_source_rank_then_token(
-    seed: int, tokens: list[int], no_choice: float
-) -> None:
-    """One forwarding rank per node of one rank: what it hands on to itself is what it got, in source order."""
-    cases = make_cases(seed, tokens, slots_per_rank=S, no_choice=no_choice)
-    routes = [layout.route(case.slots_TK, S, len(tokens)) for case in cases]
-    parts = [route.local_slots_NK.split(route.row_counts_R.tolist())[0] for route in routes]
-    slots_NK = torch.cat(parts)
-    spread = plan_spread(slots_NK, [part.shape[0] for part in parts], S, 1)
-    arrival = plan_arrival(slots_NK, spread.source_counts, S)
-    assert torch.equal(arrival.row_N, torch.arange(slots_NK.shape[0]))
-    assert spread.node_pairs == [int((part >= 0).sum()) for part in parts]
-    assert torch.equal(arrival.pairs.pair_of_answer, arrival.pair_of_answer_P)
-
-
-def test_a_token_crosses_to_a_node_once() -> None:
-    slots_TK = torch.tensor([[0, 1, 5, -1], [11, 6, 7, 8], [-1, -1, -1, -1]])
-    assert node_choices(slots_TK, 6, 2).tolist() == [[0, -1], [-1, 1], [-1, -1]]
-    assert layout.route(slots_TK, 6, 2).row_counts_R.tolist() == [1, 1]
 
 
 def test_one_rank_needs_no_group() -> None:

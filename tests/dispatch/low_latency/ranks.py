@@ -16,7 +16,7 @@ from tests.dispatch.low_latency.cases import Layer, RankResult, answer, make_cas
 
 
 @contextmanager
-def open_face(name: str, *, fixed_bytes: bool = False, **kwargs: Any) -> Iterator[LowLatencyFace]:
+def open_face(name: str, **kwargs: Any) -> Iterator[LowLatencyFace]:
     """A face over all ranks of the pool; by the name triton over kernels in the interpreter."""
     if name == "triton":
         exchange = open_interpreted()
@@ -28,7 +28,7 @@ def open_face(name: str, *, fixed_bytes: bool = False, **kwargs: Any) -> Iterato
         return
     wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
     try:
-        yield LowLatencyFace(CpuExchange(wire, fixed_bytes=fixed_bytes), **kwargs)
+        yield LowLatencyFace(CpuExchange(wire), **kwargs)
     finally:
         wire.close()
 
@@ -73,9 +73,9 @@ def run_layer(
     )
 
 
-def run_layers(name: str, layers: list[Layer], with_hooks: bool, fixed_bytes: bool) -> list[RankResult]:
+def run_layers(name: str, layers: list[Layer], with_hooks: bool) -> list[RankResult]:
     """Run several layers through one face."""
-    with open_face(name, fixed_bytes=fixed_bytes) as face:
+    with open_face(name) as face:
         return [run_layer(face, layer, with_hooks=with_hooks, spoil=with_hooks) for layer in layers]
 
 

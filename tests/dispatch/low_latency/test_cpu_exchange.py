@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch import fp8
-from dispatch.low_latency import cpu_fp8
+from dispatch.cpu_kernels import fp8 as cpu_fp8
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.face import LowLatencyFace
 from dispatch.low_latency.shape import LowLatencyShape
@@ -32,8 +32,8 @@ def wanted(world_size: int) -> list[list[RankResult]]:
     return [simulate(layer) for layer in edge_layers(world_size)]
 
 
-def check(pool_of: PoolOf, name: str, world_size: int, *, hooks: bool, fixed: bool) -> None:
-    results = pool_of(world_size).run(run_layers, name, edge_layers(world_size), hooks, fixed)
+def check(pool_of: PoolOf, name: str, world_size: int, *, hooks: bool) -> None:
+    results = pool_of(world_size).run(run_layers, name, edge_layers(world_size), hooks)
     for index, wants in enumerate(wanted(world_size)):
         for rank, want in enumerate(wants):
             assert_same(results[rank][index], want, f"{name}: layer {index}, rank {rank}")
@@ -44,18 +44,13 @@ def check(pool_of: PoolOf, name: str, world_size: int, *, hooks: bool, fixed: bo
     [("shm", 2), ("gloo", 2), ("gloo", 4), pytest.param("shm", 8, marks=pytest.mark.slow)],
 )
 def test_all_backends_give_the_oracles_bits(pool_of: PoolOf, name: str, world_size: int) -> None:
-    check(pool_of, name, world_size, hooks=False, fixed=False)
+    check(pool_of, name, world_size, hooks=False)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("gloo", 2), ("shm", 4)])
 def test_receive_hooks_change_no_bit(pool_of: PoolOf, name: str, world_size: int) -> None:
     """And what was sent may be overwritten before the hook runs."""
-    check(pool_of, name, world_size, hooks=True, fixed=False)
-
-
-@pytest.mark.parametrize(("name", "world_size"), [("shm", 2), ("gloo", 4)])
-def test_messages_of_fixed_size_change_no_bit(pool_of: PoolOf, name: str, world_size: int) -> None:
-    check(pool_of, name, world_size, hooks=False, fixed=True)
+    check(pool_of, name, world_size, hooks=True)
 
 
 @settings(max_examples=30, deadline=None)

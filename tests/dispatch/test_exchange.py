@@ -2,7 +2,8 @@
 
 import random
 
-from dispatch.exchange_clock import BLOCK, ExchangeClock
+from dispatch.exchange import CLOCK_BLOCK as BLOCK
+from dispatch.exchange import ExchangeClock
 
 
 def test_total_is_the_sum_and_wires_come_in_whole_blocks() -> None:

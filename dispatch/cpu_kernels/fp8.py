@@ -1,7 +1,13 @@
-"""`dispatch.fp8.quantise_fp8` for the CPU, compiled: rows go straight into the form in which they travel.
+"""`dispatch.fp8` for the CPU, compiled: rows go straight into the form in which they travel, and back to float32.
 
 The same bits as the oracle for every finite input; of what is not finite, NaN where the oracle has NaN (its sign and
 payload may differ). One pass per block of 128 channels, which stays in the first-level cache.
+
+e4m3 has a sign, 4 bits of exponent (bias 7) and 3 of mantissa: steps of 2^-9 below 2^-6, no infinities, one NaN per
+sign, all other bits set (Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433). All its values and
+their products with a scale are computed in float32, as the oracle does.
+
+Legend: T tokens, N rows, H hidden.
 """
 
 from typing import Any
@@ -9,10 +15,10 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
+from dispatch.fp8 import BLOCK
 from dispatch.native import compiled, copy, floats, inlined, int32s, pointer, uint16s
 
 SCRATCH_BYTES = 4 * (128 + 4)  # a block in float32, and four words: its largest, scale and factor
-_BLOCK = 128
 _FP8_MAX = np.float32(448.0)
 _AMAX_FLOOR = np.float32(1e-4)
 _TOP, _SCALE, _FACTOR = 128, 129, 130
@@ -22,13 +28,19 @@ _NORMAL_FROM = 121 << 23  # 2**-6, the smallest normal e4m3
 _SUBNORMAL_SHIFT = np.float32(16384.0)  # adding it rounds to multiples of 2**-9, the subnormal step
 _SUBNORMAL_SHIFT_BITS = 141 << 23
 _LOST_FROM = 1087 << 20  # 480: nothing here is that large but NaN
-_REBIAS = (7 - 127) * (1 << 23) + 0x7FFFF  # from float32's exponents to e4m3's, and just under half a step
+_TO_E4M3 = (7 - 127) * (1 << 23) + 0x7FFFF  # from float32's exponents to e4m3's, and just under half a step
+
+
+_TO_FLOAT32 = (127 - 7) << 23
+_NAN_CODE, _NAN_BITS = 0x7F, 0x7FC00000
+_SMALLEST_NORMAL = 8  # codes below count steps of 2^-9
+_STEP = np.float32(2.0**-9)
 
 
 @inlined
 def _quantise_block(scratch: int, count: int, target: int, scale_at: int, round_scale: int) -> None:
     """Cast the float32 values in `scratch`; they are overwritten."""
-    values, bits = floats(scratch, _BLOCK + 4), int32s(scratch, _BLOCK + 4)
+    values, bits = floats(scratch, BLOCK + 4), int32s(scratch, BLOCK + 4)
     top = types.int32(0)
     for i in range(count):
         top = max(top, types.int32(bits[i] & _MAGNITUDE))  # as integers NaN is the largest
@@ -49,7 +61,7 @@ def _quantise_block(scratch: int, count: int, target: int, scale_at: int, round_
     for i in range(count):
         sign = types.int32((bits[i] >> 24) & 0x80)
         magnitude = types.int32(bits[i] & _MAGNITUDE)
-        normal = (magnitude + _REBIAS + ((magnitude >> 20) & 1)) >> 20
+        normal = (magnitude + _TO_E4M3 + ((magnitude >> 20) & 1)) >> 20
         bits[i] = magnitude
         values[i] = values[i] + _SUBNORMAL_SHIFT
         small = bits[i] - _SUBNORMAL_SHIFT_BITS
@@ -62,15 +74,15 @@ def quantise_bfloat16(
     x: int, T: int, H: int, out: int, row_bytes: int, scales_at: int, round_scale: int, scratch: int
 ) -> None:
     """Write T rows: values, then from `scales_at` on float32 scales. `scratch`: SCRATCH_BYTES."""
-    bits = int32s(scratch, _BLOCK)
+    bits = int32s(scratch, BLOCK)
     for t in range(T):
         row = uint16s(x + 2 * H * t, H)
-        for first in range(0, H, _BLOCK):
-            count = min(_BLOCK, H - first)
+        for first in range(0, H, BLOCK):
+            count = min(BLOCK, H - first)
             for i in range(count):
                 bits[i] = row[first + i] << 16
             at = out + t * row_bytes
-            _quantise_block(scratch, count, at + first, at + scales_at + first // _BLOCK * 4, round_scale)
+            _quantise_block(scratch, count, at + first, at + scales_at + first // BLOCK * 4, round_scale)
 
 
 @compiled
@@ -79,11 +91,32 @@ def quantise_float32(
 ) -> None:
     """The same for float32 rows."""
     for t in range(T):
-        for first in range(0, H, _BLOCK):
-            count = min(_BLOCK, H - first)
+        for first in range(0, H, BLOCK):
+            count = min(BLOCK, H - first)
             copy(scratch, x + 4 * (H * t + first), 4 * count)
             at = out + t * row_bytes
-            _quantise_block(scratch, count, at + first, at + scales_at + first // _BLOCK * 4, round_scale)
+            _quantise_block(scratch, count, at + first, at + scales_at + first // BLOCK * 4, round_scale)
 
 
-KERNELS = (quantise_bfloat16, quantise_float32)
+@compiled
+def restore_rows(rows: int, N: int, H: int, row_bytes: int, scales_at: int, scratch: int, out: int) -> None:
+    """Write float32 [N, H] to `out`. `rows`: [N, row_bytes], e4m3 [H] and float32 scales at `scales_at`."""
+    values, bits = floats(scratch, BLOCK), int32s(scratch, BLOCK)
+    for n in range(N):
+        at = rows + n * row_bytes
+        scales = floats(at + scales_at, (H + BLOCK - 1) // BLOCK)
+        for first in range(0, H, BLOCK):
+            count = min(BLOCK, H - first)
+            codes = carray(pointer(at + first), (count,), types.uint8)
+            target, scale = floats(out + 4 * (n * H + first), count), scales[first // BLOCK]
+            for i in range(count):
+                magnitude = types.int32(codes[i] & 0x7F)
+                normal = types.int32((magnitude << 20) + _TO_FLOAT32)
+                bits[i] = types.int32(_NAN_BITS) if magnitude == _NAN_CODE else normal
+            for i in range(count):
+                magnitude = types.int32(codes[i] & 0x7F)
+                value = values[i] if magnitude >= _SMALLEST_NORMAL else np.float32(magnitude) * _STEP
+                target[i] = (-value if codes[i] >= 0x80 else value) * scale
+
+
+KERNELS = (quantise_bfloat16, quantise_float32, restore_rows)

@@ -1,0 +1,471 @@
+"""One dispatch and its combine over a wire, step by step: what every way of sending tokens on a CPU is made of.
+
+`send_rows` plans, writes the messages and lets them leave; `receive_rows` waits for the peers' and reads them;
+`send_answers`, `receive_answers` and `sum_answers` are the way home. `Dispatcher` makes both halves at once, DeepEP's
+low-latency calls leave time between them, node-limited dispatch joins two exchanges. Several may share a wire, one call
+at a time; each keeps what its own last dispatch left, so a combine may come after another exchange's calls.
+
+Ties the compiled passes to the wire's windows and keeps the memory: buffers grow and are never given back.
+Arguments are the caller's to check, but for the values of slots, which are looked at once, while they are counted.
+
+Legend: T tokens of this rank, K choices, H hidden, N rows received, P pairs, R ranks, S slots per rank.
+"""
+
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dispatch import cpu_kernels as kernels
+from dispatch import layout, message
+from dispatch.buffers import GrowingBuffer
+from dispatch.errors import RanksDisagree
+from dispatch.native import compile_all
+from dispatch.row_formats import PlainRows, RowFormat
+from dispatch.wires.wire import RankTable, Wire
+
+CLOCK_BLOCK = 64  # exchanges, a few steps of most models
+_NEVER = 1 << 62
+_SUMS = {torch.float32: kernels.sum_answers_float32, torch.bfloat16: kernels.sum_answers_bfloat16}
+
+
+class ExchangeClock:
+    """How long exchanges take, and how much of that wires take, in nanoseconds. Counters.
+
+    A rank cannot tell waiting for a late peer from waiting for a wire. But of many exchanges in a row it is last itself
+    in some, and those last as long as the wires need: so CLOCK_BLOCK times the shortest of so many is no more than the
+    wires took in them. A rank that is always waited for finds it exactly; one that is never last finds too much, so the
+    least of all ranks' figures is the one to believe. Rejected: time stamps in messages, which need equal clocks.
+
+    Attributes:
+        total_ns: in exchanges.
+        wire_ns: of it, at least so much for wires; whole blocks only.
+    """
+
+    __slots__ = ("_left", "_shortest_ns", "total_ns", "wire_ns")
+
+    def __init__(self) -> None:
+        self.total_ns = self.wire_ns = 0
+        self._shortest_ns, self._left = _NEVER, CLOCK_BLOCK
+
+    def add(self, taken_ns: int) -> None:
+        """Count one exchange."""
+        self.total_ns += taken_ns
+        if taken_ns < self._shortest_ns:
+            self._shortest_ns = taken_ns
+        self._left -= 1
+        if not self._left:
+            self.wire_ns += CLOCK_BLOCK * self._shortest_ns
+            self._shortest_ns, self._left = _NEVER, CLOCK_BLOCK
+
+
+class _Sent(NamedTuple):
+    """A dispatch on its way, or received."""
+
+    x_TH: Tensor
+    rows: int  # address of the rows as they travel
+    num_tokens: int
+    num_choices: int
+    capacity: int
+    num_notes: int
+    is_in_place: bool  # the rows are x_TH
+
+
+class Exchange:
+    """See above. Where nothing else is said, calls are local; those that wait are collective, in the same order on all.
+
+    Args:
+        wire: not owned.
+        slots_per_rank: S; physical slot p is local slot p % S of rank p // S.
+        rows: how rows travel; its memory is this exchange's.
+        names: the numbers by which errors call the wire's ranks; None: their own.
+
+    Attributes:
+        row_of_pair, slot_offsets: what `receive_rows` found: int64 [P] and [S+1], see `dispatched.Dispatched`.
+        dispatch_clock, combine_clock: time from sending until all is there.
+        num_begun, num_ended: exchanges so far, of rows and of answers; the first is raised before peers are waited for.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        slots_per_rank: int,
+        rows: RowFormat | None = None,
+        names: Sequence[int] | None = None,
+    ) -> None:
+        R = wire.world_size
+        self.wire, self.slots_per_rank, self.rows = wire, slots_per_rank, rows or PlainRows()
+        self._names = range(R) if names is None else names
+        self._shape = (slots_per_rank, R, wire.rank)
+        self._send_bytes, self._answer_send, self._answer_recv = (RankTable(R) for _ in range(3))
+        self._counts: Any = np.zeros((message.NUM_TABLES, R), dtype=np.int64)
+        self._header = torch.zeros(message.HEADER_WORDS, dtype=torch.int64)
+        self._words: Any = memoryview(self._header.numpy())  # type: ignore[arg-type]
+        self._common: tuple[int, ...] = ()  # the header's words that a call shares with the last one
+        self._rank_of_slot = torch.arange(R, dtype=torch.int32).repeat_interleave(slots_per_rank)
+        self._slot_offsets = torch.zeros(slots_per_rank + 1, dtype=torch.int64)
+        self._tables, self._header_at = int(self._counts.ctypes.data), self._header.data_ptr()
+        self._offsets_at, self._homes_at = self._slot_offsets.data_ptr(), self._rank_of_slot.data_ptr()
+        self._scratch, self._kept = GrowingBuffer(torch.uint8), GrowingBuffer(torch.uint8)
+        self._row_of_pair, self._pair_of_answer = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
+        self._choices, self._own_entries = GrowingBuffer(torch.int32), GrowingBuffer(torch.int32)
+        self._own_tokens, self._note = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
+        self.dispatch_clock, self.combine_clock = ExchangeClock(), ExchangeClock()
+        self.num_begun = self.num_ended = 0
+        self._begin_ns = self._num_rows = self._num_pairs = 0
+        compile_all(*kernels.KERNELS)
+
+    def make_room(self, like_TH: Tensor, num_choices: int, capacity: int, kept_bytes: int) -> None:
+        """Take now the memory that calls of this shape need, so that none of them takes any.
+
+        Args:
+            like_TH: of the H and type of the tokens, and of the answers.
+            capacity: the most tokens of any rank.
+            kept_bytes: for rows or answers that are kept.
+        """
+        self.rows.encode(like_TH, capacity)
+        self._reserve_tokens(capacity, num_choices)
+        self._reserve_pairs(self._shape[1] * capacity * num_choices)
+        self._scratch.reserve(8 * like_TH.shape[1])
+        self._kept.reserve(max(kept_bytes, capacity * self.rows.row_bytes(like_TH)))
+
+    def send_rows(
+        self,
+        x_TH: Tensor,
+        slots_TK: Tensor,
+        *,
+        call: int,
+        capacity: int = 0,
+        note: Sequence[int] = (),
+        is_unique: bool = False,
+        keeps: bool = False,
+        travelling: int | None = None,
+        origins_T: Tensor | None = None,
+    ) -> int:
+        """Let each token's row leave, once for every rank that holds one of its choices.
+
+        Args:
+            x_TH: contiguous, on the CPU.
+            slots_TK: int64, contiguous, physical slots in [0, R*S), -1 for no choice.
+            call: what this call is; equal on all ranks, as are `capacity` and the length of `note`.
+            capacity: tokens to make room for at once; 0: as many as there are.
+            note: what every rank is to know.
+            is_unique: a slot that a token repeats is one pair, whose answer counts twice; else two.
+            keeps: x_TH may change before `receive_rows`.
+            travelling: address of the rows where they already have the form in which they travel; of x_TH only H and
+                type count then.
+            origins_T: int32, what the receiver learns of each row; None: its token.
+
+        Returns:
+            -1; or the flat index of the first slot that is out of range, and then nothing has left.
+        """
+        (S, R, rank), (T, K), wire = self._shape, slots_TK.shape, self.wire
+        slots, sizes, room, row_bytes = (
+            slots_TK.data_ptr(),
+            self._send_bytes,
+            capacity or T,
+            self.rows.row_bytes(x_TH),
+        )
+        format_word = self.rows.code(x_TH.dtype) | len(note) << message.NOTE_SHIFT
+        rows = self.rows.encode(x_TH, room) if travelling is None else travelling
+        if keeps and rows == x_TH.data_ptr():
+            rows = self._kept.reserve(room * row_bytes)
+            self._kept.view(T * row_bytes).copy_(x_TH.view(torch.uint8).view(-1))
+        self._reserve_tokens(room, K)
+        bad = kernels.plan(
+            slots, T, K, S, R, rank, self._tables, row_bytes, format_word,
+            self._homes_at, wire.mask.address, sizes.address, self._choices.address, int(is_unique),
+        )  # fmt: skip
+        if bad >= 0:
+            return int(bad)
+        self._write_header(call, row_bytes, K, S, capacity, format_word)
+        if note:
+            self._note.reserve(len(note))
+            self._note.view(len(note)).copy_(torch.tensor(note, dtype=torch.int64))
+        wire.open_windows(sizes)
+        kernels.pack(
+            rows, slots, self._choices.address, 0 if origins_T is None else origins_T.data_ptr(), T, K, S, R, rank,
+            self._tables, self._header_at, self._note.address, wire.mask.address, wire.send_addresses.address,
+            self._own_tokens.address, self._own_entries.address,
+        )  # fmt: skip
+        is_in_place = travelling is None and rows == x_TH.data_ptr()
+        self._sent = _Sent(x_TH, rows, T, K, capacity, len(note), is_in_place)
+        self._begin(sizes, None)
+        return -1
+
+    def receive_rows(self, num_groups: int = 1) -> tuple[Tensor, int]:
+        """Wait for all rows, order their pairs and bring them together. Collective.
+
+        Args:
+            num_groups: rows are ordered by their origin, which every source sent in order and is below this; then by
+                source. 1: by source alone.
+
+        Returns:
+            x_NH in the tokens' type, a view where that is possible, and P.
+
+        Raises:
+            RanksDisagree: a peer made another call.
+            PeerRefused, PeerLost, DispatchTimeout: as the wire.
+        """
+        self._end(self.dispatch_clock)
+        sent, rows, R = self._sent, self.rows, self._shape[1]
+        in_place = sent.num_tokens if R == 1 and sent.is_in_place else -1
+        num_rows, num_pairs, row_room, stranger = self._read(num_groups, in_place)
+        if stranger >= 0:
+            self._disagree(stranger)
+        if num_pairs > self._pair_of_answer.capacity or row_room < num_rows != in_place:
+            self._reserve_pairs(max(R * sent.capacity * sent.num_choices, num_pairs))
+            rows.reserve(max(R * sent.capacity, num_rows), sent.x_TH)
+            self._read(num_groups, in_place)
+        self._num_rows, self._num_pairs = num_rows, num_pairs
+        return sent.x_TH if num_rows == in_place else rows.decode(num_rows, sent.x_TH), num_pairs
+
+    def receive_to_hand_on(self) -> tuple[int, Tensor, Tensor]:
+        """Wait for rows that go on to other ranks. Collective; raises as `receive_rows`.
+
+        The answers to give then are one per (row, choice): row * K + choice.
+
+        Returns:
+            The address of the rows as they travel, int64 [N, K] their choices as slots of this rank, and int32 [N]
+            the rank that each came from. They live until the next call.
+        """
+        self._end(self.dispatch_clock)
+        sent, (_, R, rank) = self._sent, self._shape
+        windows, K = self.wire.recv_addresses.address, sent.num_choices
+        num_rows, num_pairs = self._count_rows()
+        self.rows.reserve(num_rows, sent.x_TH)
+        self._reserve_pairs(num_pairs)
+        rows_at, _ = self.rows.room(sent.x_TH)
+        slots_NK, source_N = (
+            torch.empty(num_rows, K, dtype=torch.int64),
+            torch.empty(num_rows, dtype=torch.int32),
+        )
+        kernels.unpack(
+            sent.rows, self._header_at, K, R, rank, 1, self._tables, windows, self._own_tokens.address,
+            self._own_entries.address, rows_at,
+        )  # fmt: skip
+        kernels.forward(
+            self._header_at, K, R, rank, self._tables, windows, self._own_entries.address, slots_NK.data_ptr(),
+            source_N.data_ptr(), self._pair_of_answer.address,
+        )  # fmt: skip
+        return rows_at, slots_NK, source_N
+
+    def receive_blocks(self, room: int, *results: int) -> None:
+        """Wait for all rows and copy each to every slot that it is for; see `cpu_kernels.deliver`, which gets `results`:
+        its arguments from `value_bytes` on. Collective; raises as `receive_rows`."""
+        self._end(self.dispatch_clock)
+        sent, (S, R, rank) = self._sent, self._shape
+        self._reserve_pairs(R * sent.capacity * sent.num_choices)
+        self._count_rows()
+        kernels.deliver(
+            self._header_at, sent.num_choices, S, R, rank, self._tables, self.wire.recv_addresses.address,
+            self._own_entries.address, self._own_tokens.address, sent.rows, room, self._pair_of_answer.address, *results,
+        )  # fmt: skip
+
+    def send_answers(self, y: Tensor, *, call: int, keeps: bool = False) -> None:
+        """Let answers leave.
+
+        Args:
+            y: contiguous, a row of the last dimension for each pair, in the order that the rows' receiving said.
+            call: as in `send_rows`.
+            keeps: y may change before `receive_answers`.
+        """
+        wire, (_, R, rank) = self.wire, self._shape
+        row_bytes, sent, received = y.shape[-1] * y.element_size(), self._answer_send, self._answer_recv
+        kernels.size_answers(
+            row_bytes, R, rank, self._tables, wire.mask.address, sent.address, received.address
+        )
+        wire.open_windows(sent)
+        kernels.pack_answers(
+            y.data_ptr(), row_bytes, R, rank, self._tables, sent.address, wire.send_addresses.address,
+            self._pair_of_answer.address, call,
+        )  # fmt: skip
+        own, pairs = y.data_ptr(), self._pair_of_answer.address
+        if keeps:
+            own_bytes = int(self._counts[message.RECV_PAIRS, rank]) * row_bytes
+            own = self._kept.reserve(own_bytes)
+            kernels.keep_own_answers(y.data_ptr(), row_bytes, R, rank, self._tables, pairs, own)
+        self._answers = (own, 0 if keeps else pairs, row_bytes, call)
+        self._begin(sent, received)
+
+    def receive_answers(self) -> None:
+        """Wait for all answers. Collective.
+
+        Raises:
+            as `receive_rows`.
+        """
+        self._end(self.combine_clock)
+
+    def sum_answers(self, weights_TK: Tensor, out_TH: Tensor, choices: int = 0) -> None:
+        """Sum the answers that came, as `Dispatcher.combine` says; `choices`: address of other ones than were sent.
+
+        Raises:
+            RanksDisagree: a peer's message is no answer to this call.
+        """
+        _, R, rank = self._shape
+        own, pairs, _, call = self._answers
+        (T, H), K = out_TH.shape, weights_TK.shape[1]
+        choices = choices or self._choices.address
+        if out_TH.dtype not in _SUMS:
+            answer_QH, has_choice_TK = self._gather(choices, out_TH.dtype)
+            position_TK = torch.where(has_choice_TK, torch.arange(T * K).view(T, K), layout.NO_CHOICE)
+            out_TH.copy_(layout.sum_answers(answer_QH, position_TK, weights_TK, out_TH.dtype))
+            return
+        weights_TK = weights_TK.float().contiguous()
+        stranger = _SUMS[out_TH.dtype](
+            own, weights_TK.data_ptr(), choices, T, K, H, R, rank, self._tables, self.wire.recv_addresses.address,
+            pairs, self._scratch.reserve(8 * H), out_TH.data_ptr(), call,
+        )  # fmt: skip
+        self._check_answers(stranger)
+
+    def gather_answers(self, dtype: torch.dtype) -> Tensor:
+        """Return the answers that came, one row for each choice, [T*K, H]; undefined where there is no choice."""
+        return self._gather(self._choices.address, dtype)[0]
+
+    def choose_again(self, chosen_TK: Tensor, sent_TK: Tensor, out: int) -> int:
+        """See `cpu_kernels.choose_again`: `out` is then what `sum_answers` takes."""
+        choices = self._choices.address
+        return int(
+            kernels.choose_again(chosen_TK.data_ptr(), sent_TK.data_ptr(), choices, chosen_TK.numel(), out)
+        )
+
+    @property
+    def row_of_pair(self) -> Tensor:
+        """Of what was received last, until the next `receive_rows`."""
+        return self._row_of_pair.view(self._num_pairs)
+
+    @property
+    def slot_offsets(self) -> Tensor:
+        """Likewise."""
+        return self._slot_offsets
+
+    def counts(self) -> list[int]:
+        """Count the rows received from each rank, in whose order they lie."""
+        counts: list[int] = self._counts[message.RECV_ROWS].tolist()
+        return counts
+
+    def origins(self) -> Tensor:
+        """Return int32 [N], of each row received: its token at the source, or what the source says of it."""
+        _, R, rank = self._shape
+        origin_N = torch.empty(self._num_rows, dtype=torch.int32)
+        kernels.read_origins(
+            self._header_at, self._sent.num_choices, R, rank, self._tables, self.wire.recv_addresses.address,
+            self._own_entries.address, origin_N.data_ptr(),
+        )  # fmt: skip
+        return origin_N
+
+    def notes(self) -> list[list[int]]:
+        """Return every rank's note, by rank; a lost rank's is empty. Before anything else is sent over the wire."""
+        begin, end = message.HEADER_BYTES, message.HEADER_BYTES + 8 * self._sent.num_notes
+        notes: list[list[int]] = []
+        for peer in range(self._shape[1]):
+            own = peer == self._shape[2]
+            words = self._note.view(self._sent.num_notes) if own else self.wire.received(peer)[begin:end]
+            notes.append(words.view(torch.int64).tolist())
+        return notes
+
+    def sent_bytes(self) -> tuple[list[int], list[int]]:
+        """Return the bytes that went to each rank so far, by dispatches and by combines, headers included."""
+        return self._counts[message.SENT_BYTES].tolist(), self._counts[message.ANSWERED_BYTES].tolist()
+
+    def _write_header(self, call: int, *words: int) -> None:
+        """Set what every message of this call says alike: its number, then all other words after HEADER_PAIRS."""
+        if words != self._common:
+            self._common = words
+            places = range(message.HEADER_ROW_BYTES, message.HEADER_WORDS)
+            for place, word in zip((p for p in places if p != message.HEADER_CALL), words, strict=True):
+                self._words[place] = word
+        self._words[message.HEADER_CALL] = call
+
+    def _begin(self, sent: RankTable, received: RankTable | None) -> None:
+        self.num_begun += 1
+        begun_ns = perf_counter_ns()
+        self.wire.begin_exchange(sent, received)
+        self._begin_ns = perf_counter_ns() - begun_ns
+
+    def _end(self, clock: ExchangeClock) -> None:
+        """Wait for what was begun; what the caller did in between is not the exchange's time."""
+        begun_ns = perf_counter_ns()
+        self.wire.finish_exchange()
+        clock.add(perf_counter_ns() - begun_ns + self._begin_ns)
+        self.num_ended += 1
+
+    def _read(self, num_groups: int, in_place: int) -> tuple[int, int, int, int]:
+        """Take in the messages if there is room; return rows, pairs, room for rows, and a peer that disagrees."""
+        sent, (S, R, rank) = self._sent, self._shape
+        rows_at, row_room = self.rows.room(sent.x_TH)
+        num_rows, num_pairs, stranger = kernels.receive(
+            self._header_at, sent.num_choices, S, R, rank, num_groups, self._tables, self.wire.recv_addresses.address,
+            self._own_entries.address, self._row_of_pair.address, self._offsets_at, self._pair_of_answer.address,
+            self._pair_of_answer.capacity, sent.rows, self._own_tokens.address, rows_at, row_room, in_place,
+        )  # fmt: skip
+        return num_rows, num_pairs, row_room, stranger
+
+    def _count_rows(self) -> tuple[int, int]:
+        """Read the headers; return rows and pairs."""
+        _, R, rank = self._shape
+        num_rows, num_pairs, stranger = kernels.read_headers(
+            self._header_at, R, rank, self._tables, self.wire.recv_addresses.address
+        )
+        if stranger >= 0:
+            self._disagree(stranger)
+        self._num_rows, self._num_pairs = num_rows, num_pairs
+        return num_rows, num_pairs
+
+    def _reserve_tokens(self, num_tokens: int, num_choices: int) -> None:
+        self._choices.reserve(2 * num_tokens * num_choices)
+        self._own_entries.reserve(num_tokens * (1 + num_choices))
+        self._own_tokens.reserve(num_tokens)
+
+    def _reserve_pairs(self, num_pairs: int) -> None:
+        self._row_of_pair.reserve(num_pairs)
+        self._pair_of_answer.reserve(num_pairs)
+
+    def _gather(self, choices: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Copy the answer of each choice to its place; return [T*K, H], and bool [T, K] which have one."""
+        _, R, rank = self._shape
+        own, pairs, row_bytes, call = self._answers
+        T, K, windows = self._sent.num_tokens, self._sent.num_choices, self.wire.recv_addresses.address
+        self._check_answers(kernels.check_answers(row_bytes, R, rank, windows, call))
+        gathered = self._scratch.reserve(T * K * row_bytes)
+        has_choice_TK = torch.empty(T, K, dtype=torch.bool)
+        kernels.gather_answers(
+            own,
+            row_bytes,
+            choices,
+            T,
+            K,
+            R,
+            rank,
+            self._tables,
+            windows,
+            pairs,
+            gathered,
+            has_choice_TK.data_ptr(),
+        )
+        return self._scratch.view(T * K * row_bytes).view(dtype).view(
+            T * K, row_bytes // dtype.itemsize
+        ), has_choice_TK
+
+    def _check_answers(self, stranger: int) -> None:
+        if stranger >= 0:
+            ours = f"rank {self._names[self.wire.rank]}'s combine with answers of {self._answers[2]} bytes"
+            raise RanksDisagree(f"rank {self._names[stranger]} made another call than {ours}")
+
+    def _disagree(self, peer: int) -> NoReturn:
+        """Name what differs. Every rank gets here: where not all are equal, each has a peer that differs."""
+        theirs = self.wire.received(peer)[: message.HEADER_BYTES].view(torch.int64).tolist()
+        ours, x_TH = list(self._words), self._sent.x_TH
+        wrong = [
+            f"its {name} is {theirs[i]}, here {ours[i]}"
+            for i, name in message.FIELDS.items()
+            if theirs[i] != ours[i]
+        ]
+        made = f"H={x_TH.shape[1]}, K={self._sent.num_choices}, {x_TH.dtype}, slots per rank {self.slots_per_rank}"
+        raise RanksDisagree(
+            f"rank {self._names[peer]} made another call than rank {self._names[self.wire.rank]}'s dispatch with {made}: {'; '.join(wrong)}"
+        )
