@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from dispatch.errors import PeerLost, RanksDisagree
-from dispatch.meanwhile import Meanwhile, nothing
 from dispatch.wires.wire import RankTable, Wire
 
 _ALIGNMENT = 64  # of every part of a message, so that any dtype can be viewed where it lies
@@ -89,7 +88,6 @@ class RowExchange:
         *,
         call: str = "send",
         note: Sequence[int] = (),
-        meanwhile: Meanwhile = nothing,
     ) -> Received:
         """Send each token's rows to every rank that `is_token_in_rank_TR` names. Collective.
 
@@ -98,7 +96,6 @@ class RowExchange:
             is_token_in_rank_TR: bool.
             call: what the caller is doing, in words that must be equal on all ranks.
             note: integers that every rank is to know, as many on all ranks.
-            meanwhile: called while the rows travel; see there.
 
         Raises:
             RanksDisagree: a peer made another call; all ranks raise, and the next call works.
@@ -107,7 +104,7 @@ class RowExchange:
         """
         token_T = torch.arange(is_token_in_rank_TR.shape[0], dtype=torch.int32, device=planes[0].device)
         rows_R = sent_tokens(is_token_in_rank_TR)
-        parts = self._exchange(call, [*planes, token_T], rows_R, note, meanwhile)
+        parts = self._exchange(call, [*planes, token_T], rows_R, note)
         *received, source_token_N = _join([*planes, token_T], parts)
         route = Route(is_token_in_rank_TR, torch.tensor([part.counts for part in parts]))
         counts_R = [part.counts[self.wire.rank] for part in parts]
@@ -157,7 +154,6 @@ class RowExchange:
         planes: Sequence[Tensor],
         rows_R: Sequence[Tensor],
         note: Sequence[int],
-        meanwhile: Meanwhile = nothing,
     ) -> list[_Part]:
         """Send `rows_R[r]` of every plane to rank r and return every rank's part, this rank's own among them."""
         words = f"{call}: {'; '.join(_describe(plane) for plane in planes)}"
@@ -172,9 +168,7 @@ class RowExchange:
         for peer in self._peers:
             if not self.wire.mask.values[peer]:
                 _fill(self.wire.send_window(peer), head, flat, rows_R[peer])
-        self.wire.begin_exchange(self._send_bytes, None)
-        meanwhile()
-        self.wire.finish_exchange()
+        self.wire.exchange(self._send_bytes, None)
         own = _Part(counts, list(note), [p.index_select(0, rows_R[self.wire.rank]) for p in flat])
         return [own if r == self.wire.rank else self._read(r, words, flat) for r in range(len(counts))]
 
