@@ -1,11 +1,11 @@
 """The ASGI application: the layers around the routes.
 
-From outside in: the exchange is opened and, at its end, told to observers; CORS; keys; bodies; errors; routes. FastAPI
+From outside in: the exchange is opened and, at its end, told to observers; CORS; keys or origins; bodies; errors; routes. FastAPI
 declares and describes the routes. Starlette, which FastAPI is built on, finds them: FastAPI's application would put 20 us
 of CPU around each request for what is not used here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from fastapi import APIRouter, FastAPI
 from starlette.applications import Starlette
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from server.http.bodies import BodyGuard
 from server.http.errors import ERROR_HANDLERS
 from server.http.exchanges import Exchange, ExchangeWatch
-from server.http.guards import ApiKeys, KeyGuard
+from server.http.guards import ApiKeys, KeyGuard, OriginGuard
 from server.options.table import HttpOptions
 
 
@@ -25,6 +25,7 @@ def build_app(
     version: str,
     keys: ApiKeys,
     http: HttpOptions | None = None,
+    own_names: Collection[str] = (),
     observers: Sequence[Callable[[Exchange], None]] = (),
 ) -> ASGIApp:
     """Put the application together.
@@ -32,6 +33,7 @@ def build_app(
     Args:
         keys: any of them opens /v1 and what changes something; none leaves all open.
         http: None is the defaults.
+        own_names: what this machine is called, in URLs of the service's own pages.
         observers: told of every exchange at its end.
     """
     http = http or HttpOptions()
@@ -44,6 +46,8 @@ def build_app(
     layered: ASGIApp = BodyGuard(app, http.max_request_bytes)
     if keys.are_needed:
         layered = KeyGuard(layered, keys)
+    elif "*" not in http.allowed_origins:  # a page that has no key can do nothing anyway
+        layered = OriginGuard(layered, allowed=http.allowed_origins, own_names=own_names)
     if http.allowed_origins:
         layered = CORSMiddleware(
             layered,

@@ -1,25 +1,33 @@
-"""API keys: which ones open the service, and the guard that asks for them.
+"""Who may ask: those who have a key, and, where none is needed, no page of somebody else's in somebody's browser.
 
 Keys from the command line and the environment stay; those of a file are read again when the file changes, so that a
 key can be given out or withdrawn while serving. Rejected: reading it again on SIGHUP, which torchrun and we take for
 the wish to stop, and which would have to find the one process that needs it.
+
+A browser lets any page send a POST without a body anywhere; CORS only keeps the answer from the page. But it says in
+`Origin` whose page it was. So what changes something and has an origin must come from an allowed one or from our own
+pages. Ours are those whose origin is the `Host` that was asked, where that is an address or a name of this machine: a
+name of somebody else's may have been pointed here (DNS rebinding). Clients that are no browsers send no origin.
 """
 
 import hmac
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.errors import ApiError
+from server.errors import ApiError, shorten
 from server.http.errors import ErrorResponse, route_path
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 
 _GUARDED = ("/v1", "/experts/record")  # a record is up to 256 MB to write and to send
 _OPEN_POSTS = ("/ping",)
+_MOST_ORIGIN_CHARS = 100
 _LOOK_EVERY_S = 1.0  # at the file
 _LOG = logging.getLogger("wideep")
 
@@ -96,8 +104,18 @@ def _is_guarded(scope: Scope) -> bool:
     if scope["type"] != "http" or scope["method"] == "OPTIONS":
         return False
     path = route_path(scope)
-    changes = scope["method"] not in ("GET", "HEAD") and path not in _OPEN_POSTS
-    return changes or path.startswith(_GUARDED)
+    return _changes(scope) or path.startswith(_GUARDED)
+
+
+def _changes(scope: Scope) -> bool:
+    """Whether a request may change something."""
+    if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        return False
+    return route_path(scope) not in _OPEN_POSTS
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == wanted), None)
 
 
 def _key_of(scope: Scope) -> bytes:
@@ -105,3 +123,37 @@ def _key_of(scope: Scope) -> bytes:
     headers: dict[bytes, bytes] = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+
+
+class OriginGuard:
+    """Lets requests that change something through unless a page of a foreign origin sent them."""
+
+    def __init__(self, app: ASGIApp, *, allowed: Collection[str], own_names: Collection[str]) -> None:
+        """Args: allowed are origins as browsers write them, own_names what this machine is called."""
+        self._app = app
+        self._allowed = {origin.encode() for origin in allowed}
+        self._own_names = frozenset(name.lower() for name in (*own_names, "localhost"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 403."""
+        origin = _header(scope, b"origin") if _changes(scope) else None
+        if origin is None or origin in self._allowed or self._is_own(origin, _header(scope, b"host")):
+            await self._app(scope, receive, send)
+            return
+        shown = shorten(origin.decode("latin-1"), _MOST_ORIGIN_CHARS)
+        failure = ApiError(
+            403,
+            f"A page from {shown!r} may not use this service. If it may, name its origin in --allowed-origins.",
+        )
+        await ErrorResponse(failure)(scope, receive, send)
+
+    def _is_own(self, origin: bytes, host: bytes | None) -> bool:
+        """Whether a page is from where it sends its request to, and that is this machine."""
+        scheme, _, asked = origin.decode("latin-1").lower().partition("://")
+        if scheme not in ("http", "https") or host is None or asked != host.decode("latin-1").lower():
+            return False
+        try:
+            name = urlsplit(f"//{asked}").hostname or ""
+            return name in self._own_names or name.endswith(".localhost") or bool(ip_address(name))
+        except ValueError:
+            return False

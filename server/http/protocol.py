@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from server.errors import bad_request
 
 HEAD_S = 30.0
-MAX_HEAD_BYTES = 1 << 16  # h11's, with uvicorn; what one read brings may come on top
+MAX_HEAD_BYTES = 1 << 16  # h11's, with uvicorn
 _REFUSAL = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_LATE = _REFUSAL % b"408 Request Timeout"
 _TOO_LONG = _REFUSAL % b"431 Request Header Fields Too Large"
@@ -120,7 +120,10 @@ class PunctualProtocol(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None  # uvicorn calls __init__ with what it likes
     _is_in_head = False  # a request has begun, its head is not whole
     _is_in_body = False  # its head is whole, the rest is not
-    _head_bytes = 0  # of a head that is not whole, at most
+    _head_bytes = 0  # of that head, in earlier reads
+    _read_bytes = 0  # in this read
+    _has_ended_one = False  # in this read a request ended, so a head that began did so somewhere within
+    _is_too_long = False  # a whole head, which stopped the parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Expect a head."""
@@ -130,8 +133,12 @@ class PunctualProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; the timer goes on unless they made the head whole."""
+        self._read_bytes, self._has_ended_one = len(data), False
         super().data_received(data)
-        self._head_bytes = self._head_bytes + len(data) if self._is_in_head else 0
+        if not self._is_in_head:
+            self._head_bytes = 0
+        else:
+            self._head_bytes = self._measure_head() if self._has_ended_one else self._head_bytes + len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(_TOO_LONG)
         elif self._is_answered:
@@ -141,7 +148,7 @@ class PunctualProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what the parser does not take, in the shape of all other errors; uvicorn's words are plain text."""
-        self._refuse(_UNREADABLE)
+        self._refuse(_TOO_LONG if self._is_too_long else _UNREADABLE)
 
     def on_message_begin(self) -> None:
         """Note that a head has begun."""
@@ -150,12 +157,16 @@ class PunctualProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Note that the head is whole."""
+        may_be_too_long = self._head_bytes + self._read_bytes > MAX_HEAD_BYTES
+        if may_be_too_long and self._measure_head() > MAX_HEAD_BYTES:
+            self._is_too_long = True
+            raise ValueError("the head is too long")  # which stops the parser
         self._is_in_head, self._is_in_body = False, True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """Note that the request is whole."""
-        self._is_in_body = False
+        self._is_in_body, self._has_ended_one = False, True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -176,6 +187,17 @@ class PunctualProtocol(HttpToolsProtocol):
         """Whether nothing is asked: what comes now is a head, or the rest of a body that nobody reads."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def _is_first_word_ours(self) -> bool:
+        """Whether what we write now is taken for the answer to what the parser stopped at."""
+        if self._is_in_body:  # its application has been called, and may have answered
+            return not (self.pipeline or self.cycle.response_started)
+        return self._is_answered
+
+    def _measure_head(self) -> int:
+        """Return the bytes of the head as far as it was parsed."""
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
     def _expect(self) -> None:
         if self._late is None:
             self._late = self.loop.call_later(self.head_s, self._give_up)
@@ -192,6 +214,8 @@ class PunctualProtocol(HttpToolsProtocol):
         """Hang up, with a word where it is not taken for a part of another answer."""
         if self.transport.is_closing():
             return
-        if self._is_answered and not self._is_in_body:
+        if self._is_first_word_ours:
             self.transport.write(answer)
+            if self.cycle is not None:
+                self.cycle.disconnected = True  # its application writes nothing after this
         self.transport.close()

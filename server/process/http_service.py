@@ -114,6 +114,7 @@ class HttpService:
             version=version,
             keys=_keys(options),
             http=options.http,
+            own_names=_own_names(options.host),
             observers=_observers(options, metrics, self._traces),
         )
         self._server = _Server(_server_config(app, options.http))
@@ -215,6 +216,12 @@ def _ignore(_ask: Ask) -> None:
 def _keys(options: Options) -> ApiKeys:
     file = options.http.api_key_file
     return ApiKeys(options.api_keys, None if file is None else Path(file))
+
+
+def _own_names(host: str) -> tuple[str, ...]:
+    """What this machine is called, in the URLs of people who use its pages."""
+    name = socket.gethostname()
+    return (host, name, f"{name}.local")  # the last is multicast DNS's
 
 
 def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Callable[[Exchange], None]]:

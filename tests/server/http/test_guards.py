@@ -1,7 +1,8 @@
-"""Keys: which open the service, when a file's are read again, and that no way leads around the guard."""
+"""Who may ask: which keys open the service, when a file's are read again, and which pages may change something."""
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -105,3 +106,62 @@ def test_looking_at_health_needs_none() -> None:
             return (await client.get("/health")).status_code
 
     assert asyncio.run(ask()) == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8000", "[::1]:8000", "localhost:8000", "gpu-box:8000", "192.168.1.5"]
+)
+def test_our_own_pages_may_change_something_and_others_may_not(host: str) -> None:
+    def status(**headers: str) -> int:
+        return change({"host": host, **headers})
+
+    assert status() == 200, "curl and SDKs send no origin"
+    assert status(origin=f"http://{host}") == status(origin=f"https://{host}") == 200
+    assert status(origin="https://chat.example") == 200, "it is allowed"
+    for origin in (
+        "http://evil.example",
+        "null",
+        "http://127.0.0.1:9",
+        f"http://{host}.evil.example",
+        "http://[",
+    ):
+        assert status(origin=origin) == 403, origin
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example:8000", "127.0.0.1.evil.example", "gpu-box.evil.example", "[::1", ""]
+)
+def test_a_foreign_name_that_was_pointed_at_us_is_none_of_our_pages(host: str) -> None:
+    assert change({"host": host, "origin": f"http://{host}"}) == 403
+    assert change({"host": host}) == 200, "a client that is no browser may call us what it likes"
+
+
+def test_pages_may_look_and_an_open_service_is_open() -> None:
+    evil = {"host": "127.0.0.1:8000", "origin": "http://evil.example"}
+    assert change(evil, method="GET") == change(evil, path="/ping") == 200
+    assert change(evil, allowed=("*",)) == 200
+    assert change({**evil, "authorization": "Bearer sesame"}, keys=["sesame"]) == 200, "a key is permission"
+    assert change(evil, keys=["sesame"]) == 401
+
+
+def change(
+    headers: dict[str, str],
+    *,
+    method: str = "POST",
+    path: str = "/work",
+    allowed: tuple[str, ...] = ("https://chat.example",),
+    keys: Sequence[str] = (),
+) -> int:
+    """Ask for a change; returns the status."""
+    router = new_router()
+    for each in ("/work", "/ping"):
+        router.add_api_route(each, answer, methods=["POST"])
+    router.add_api_route("/work", answer, methods=["GET"])
+    http = HttpOptions(allowed_origins=allowed)
+    app = build_app([router], version="0", keys=ApiKeys(keys), http=http, own_names=["gpu-box"])
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            return (await client.request(method, path, headers=headers)).status_code
+
+    return asyncio.run(ask())

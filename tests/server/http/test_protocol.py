@@ -171,6 +171,31 @@ def test_a_head_that_is_too_long_is_a_431(name: bytes) -> None:
     assert talk(client).startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.parametrize(("num_bytes", "status"), [(65_000, b"200"), (66_000, b"431"), (70_000, b"431")])
+@pytest.mark.parametrize("before", [b"", HEAD + b"content-length: 2\r\n\r\nhi"])
+def test_a_head_that_comes_in_one_go_has_the_same_limit(num_bytes: int, status: bytes, before: bytes) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        if before:
+            writer.write(before)
+            await reader.readuntil(b"ok")
+        head = HEAD + b"connection: close\r\nx-long: "
+        writer.write(head.ljust(num_bytes - 4, b"x") + b"\r\n\r\n")
+        return await hear(reader)
+
+    assert talk(client, answer_to_body).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_long_body_before_a_head_does_not_count_for_it() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        length = 2 * MAX_HEAD_BYTES
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % length + b"x" * length + HEAD)
+        first = await reader.readuntil(b"ok")
+        writer.write(b"connection: close\r\n\r\n")
+        return first + await hear(reader)
+
+    assert talk(client, answer_to_body).count(b"HTTP/1.1 200") == 2
+
+
 def test_long_bodies_are_no_long_heads() -> None:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         length = 4 * MAX_HEAD_BYTES
@@ -245,17 +270,25 @@ def test_what_is_no_http_is_not_guessed_at(request_: bytes) -> None:
         writer.write(request_)
         return await hear(reader)
 
-    said = talk(client, answer_to_body)
-    assert said == b"" or said.startswith(b"HTTP/1.1 400 ")
+    assert talk(client, answer_to_body).startswith(b"HTTP/1.1 400 ")
 
 
-@pytest.mark.parametrize("request_", [b"BREW /x HTTP/1.1\r\nhost: x\r\n\r\n", b"nonsense\r\n\r\n"])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"BREW /x HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nhi\r\n-1\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nx y: z\r\n\r\n",
+    ],
+)
 def test_what_is_no_http_is_answered_in_the_shape_of_other_errors(request_: bytes) -> None:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(request_)
         return await hear(reader)
 
-    head, _, body = talk(client).partition(b"\r\n\r\n")
+    head, _, body = talk(client, answer_to_body).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head
     error = json.loads(body)["error"]
     assert (error["type"], error["code"]) == ("BadRequestError", 400) and "no HTTP/1.1" in error["message"]
