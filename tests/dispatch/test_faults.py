@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -26,13 +27,22 @@ class Outcome(NamedTuple):
     error: str
     rank: int | None
     seconds: float
+    mapped: int  # shared mappings and descriptors of the wire while it was open
+    left: int  # and after it was closed
+
+
+def shared_memory() -> int:
+    """Count this process's mappings and descriptors of anonymous files that wires share."""
+    paths = Path("/proc/self/fd").iterdir()
+    links = [os.readlink(path) for path in paths if path.is_symlink()]
+    return sum("memfd:wideep" in text for text in [*links, *Path("/proc/self/maps").read_text().splitlines()])
 
 
 def lose_a_rank(name: str, number: int, moment: str, timeout_s: float) -> Outcome:
     """Run two layers; then the victim gets the signal before its dispatch or before its combine."""
     dispatcher = Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=timeout_s), slots_per_rank=2)
     x_TH, slots_TK, weights_TK = torch.ones(4, 64), torch.arange(24).view(4, 6) % 6, torch.ones(4, 6)
-    begin = time.monotonic()
+    begin, mapped, seen = time.monotonic(), shared_memory(), ("none", -1, 0.0)
     try:
         for layer in range(3):
             if (layer, moment, dist.get_rank()) == (2, "dispatch", VICTIM):
@@ -43,10 +53,10 @@ def lose_a_rank(name: str, number: int, moment: str, timeout_s: float) -> Outcom
                 os.kill(os.getpid(), number)
             dispatcher.combine(dispatched.x_NH[dispatched.row_P], weights_TK, dispatched)
     except (PeerLost, DispatchTimeout) as error:
-        return Outcome(type(error).__name__, error.rank, time.monotonic() - begin)
-    finally:
-        dispatcher.close()
-    return Outcome("none", -1, 0.0)
+        seen = (type(error).__name__, error.rank, time.monotonic() - begin)
+        error.__traceback__ = None  # it holds views of the memory
+    dispatcher.close()
+    return Outcome(*seen, mapped, shared_memory())
 
 
 @pytest.mark.parametrize(("name", "moment"), [("shm", "dispatch"), ("shm", "combine"), ("gloo", "combine")])
@@ -58,7 +68,7 @@ def test_a_killed_peer_is_lost_to_every_survivor_long_before_the_timeout(
     for outcome in pool.collect(may_die=[VICTIM])[:VICTIM]:
         assert (outcome.error, outcome.rank) == ("PeerLost", VICTIM)
         assert outcome.seconds < ENOUGH_S
-    assert not [entry for entry in os.listdir("/dev/shm") if "wideep" in entry]
+        assert (outcome.mapped > 0) == (name == "shm") and outcome.left == 0
 
 
 @pytest.mark.slow
@@ -93,6 +103,38 @@ def test_a_peer_that_closes_is_lost_at_once(pool_of: PoolOf) -> None:
     assert pool_of(2).run(leave_early) == ["rank 1 is lost: it has closed its wire", "closed"]
 
 
+def wait_until_interrupted() -> tuple[str, list[tuple[int, int]], float]:
+    """Rank 0 waits for rank 1, which does nothing, until another thread ends that."""
+    dispatcher = Dispatcher(open_wire("shm", dist.group.WORLD, timeout_s=60), slots_per_rank=2)
+    seen, said = [tuple(dispatcher.exchanges)], "no error"
+    if dist.get_rank() == 0:
+
+        def interrupt() -> None:
+            while dispatcher.exchanges.begun == 0:
+                time.sleep(0.001)
+            seen.append(tuple(dispatcher.exchanges))
+            dispatcher.interrupt(PeerLost(1, "its heart stopped"))
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        try:
+            dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]]))
+        except PeerLost as error:
+            said = str(error)
+        thread.join()
+    begin = time.monotonic()
+    dist.barrier()
+    dispatcher.close()
+    return said, seen, time.monotonic() - begin
+
+
+def test_a_wait_is_interrupted_and_seen_from_another_thread(pool_of: PoolOf) -> None:
+    (said, seen, _), (_, idle, waited_s) = pool_of(2).run(wait_until_interrupted)
+    assert said == "rank 1 is lost: its heart stopped"
+    assert seen == [(0, 0), (1, 0)] and idle == [(0, 0)]
+    assert waited_s < ENOUGH_S
+
+
 def use_after_close(name: str) -> str:
     dispatcher = Dispatcher(open_wire(name, dist.group.WORLD), slots_per_rank=2)
     dispatcher.close()
@@ -109,19 +151,18 @@ def test_a_closed_wire_says_so(pool_of: PoolOf, name: str) -> None:
 
 
 def count_mappings_after_use() -> tuple[int, int, int]:
-    """(mappings while open, mappings once closed, descriptors gained)."""
+    """(shared memory while open, once closed, descriptors gained)."""
     descriptors = len(os.listdir("/proc/self/fd"))
     wire = open_wire("shm", dist.group.WORLD)
-    during = Path("/proc/self/maps").read_text().count("memfd:wideep")
+    during = shared_memory()
     dist.barrier()
     wire.close()
-    after = Path("/proc/self/maps").read_text().count("memfd:wideep")
-    return during, after, len(os.listdir("/proc/self/fd")) - descriptors
+    return during, shared_memory(), len(os.listdir("/proc/self/fd")) - descriptors
 
 
 def test_closing_returns_memory_and_descriptors(pool_of: PoolOf) -> None:
     pool_of(2).run(count_mappings_after_use)  # the first use may open what stays (sockets of the group)
-    assert pool_of(2).run(count_mappings_after_use) == [(1, 0, 0)] * 2
+    assert pool_of(2).run(count_mappings_after_use) == [(2, 0, 0)] * 2  # a mapping, and its descriptor
 
 
 def run_many_small_exchanges(name: str, count: int) -> int:

@@ -1,7 +1,5 @@
 """Every backend and number of ranks gives the bits of the single-process oracle."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,9 +180,3 @@ def test_regions_stay_within_the_segment() -> None:
         region = fitting_region_bytes(world_size)
         assert region % 64 == 0
         assert 2 * world_size * (world_size - 1) * region <= SEGMENT_BYTES
-
-
-def test_nothing_is_left_in_dev_shm(pool_of: PoolOf) -> None:
-    before = set(os.listdir("/dev/shm"))
-    pool_of(2).run(open_and_describe, "shm")
-    assert set(os.listdir("/dev/shm")) <= before
