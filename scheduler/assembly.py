@@ -5,6 +5,7 @@ Everything that may be wrong with settings, model or memory is found before weig
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -21,7 +22,9 @@ from kvcache.step import Step
 from moe.backend import Backend
 from moe.model import Model, Skeleton, set_threads
 from scheduler.engine import Engine
-from scheduler.epochs.follower import Epochs, Lasting, Regrouping, Ties
+from scheduler.epochs.connections import break_silent
+from scheduler.epochs.follower import EpochFollower, EpochLinks, RankParts, Regrouping
+from scheduler.epochs.heartbeat import Heart
 from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel, open_channel
 from scheduler.moves.expert_transfer import Place
 from scheduler.moves.relocation import Relocation
@@ -50,6 +53,7 @@ from scheduler.step.runner import Runner
 from scheduler.step.sizing import num_blocks
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
 
+ORDER_MARGIN_S = 60.0  # that a rank waits longer for an order than the front does for a rank to come back
 SWITCH_S = 0.5e-3  # CPython's own is 5 ms
 
 Report = Callable[[str, float], None]
@@ -120,15 +124,23 @@ def assemble(
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
-    telemetry = Telemetry(config.rank, model.load_counts, dispatcher, runner)
+    telemetry = Telemetry(config.rank, model.load_counts, runner)
     epochs = None
     if store is not None:
-        lasting = Lasting(
+        parts = RankParts(
             config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
             telemetry=telemetry, store=store, available=available,
         )  # fmt: skip
-        epochs = Epochs(Regrouping(lasting, None if lockstep is None else Ties(dispatcher, lockstep)))
-    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures, epochs)
+        links = None if lockstep is None else EpochLinks(dispatcher, lockstep)
+        timeout_s = config.recovery_timeout_s + ORDER_MARGIN_S
+        epochs = EpochFollower(Regrouping(parts, links), timeout_s=timeout_s)
+    heart = Heart(
+        config.rank,
+        timeout_s=config.heartbeat_timeout_s,
+        most_patience_s=config.timeout_s,
+        look=partial(break_silent, config.heartbeat_timeout_s),
+    )
+    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures, heart, epochs)
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
     num_hidden_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
@@ -237,7 +249,7 @@ def _make_runner(
 ) -> Runner:
     forward = open_forward(model, cache, replays=can_replay(config, dispatcher), report=report)
     sampler = open_sampler(config, model)
-    return Runner(model, cache, forward, sampler, check=dispatcher.check)
+    return Runner(model, cache, dispatcher, forward, sampler)
 
 
 def _num_spare(config: EngineConfig, placement: Placement) -> int:

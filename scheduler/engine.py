@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from scheduler.epochs.follower import PEER_IS_GONE, Epochs
+from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
+from scheduler.epochs.heartbeat import Heart, Heartbeat
 from scheduler.epochs.orders import OnFault, OnRegrouped, Order
 from scheduler.moves.relocation import Relocation
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput
@@ -51,7 +52,8 @@ class Engine:
         doorbell: Doorbell,
         relocation: Relocation,
         structures: StructureCompiler,
-        epochs: Epochs | None = None,
+        heart: Heart,
+        epochs: EpochFollower | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,7 +64,7 @@ class Engine:
             epochs: follows orders; None: none come, and a lost rank is an error.
         """
         assert lockstep or epochs, "an engine without an epoch needs a way into one"
-        self._epochs = epochs
+        self._epochs, self._heart = epochs, heart
         self._planned: _Planned | None = None
         self._relocation = relocation
         relocation.on_news = self._wake
@@ -102,13 +104,23 @@ class Engine:
         if self._epochs.orders.give(order):
             self._wake()
 
-    def tell_membership(self, on_fault: OnFault, on_regrouped: OnRegrouped) -> None:
+    def tell_membership(
+        self,
+        on_fault: OnFault,
+        on_regrouped: OnRegrouped,
+        on_heartbeat: Callable[[Heartbeat], None] | None = None,
+    ) -> None:
         """Name who is told, by the thread of `run`, that steps broke off here, and that they go on in an epoch.
 
         Faults of epochs for which there is a newer order already are not told.
+
+        Args:
+            on_heartbeat: told where the rank is, by a thread of its own, while `run` walks; must not block.
         """
         assert self._epochs is not None, "assembled to serve one epoch only"
         self._epochs.on_fault, self._epochs.on_regrouped = on_fault, on_regrouped
+        if on_heartbeat is not None:
+            self._heart.on_heartbeat = on_heartbeat
 
     def stop(self) -> None:
         """End all ranks' loops at the same step; this one's at once while it is between epochs."""
@@ -144,6 +156,7 @@ class Engine:
         Raises:
             LockStepError, dispatch errors: another rank is out of step, or lost and no order followed.
         """
+        self._heart.start()
         try:
             while self._lockstep is not None or self._regroup():
                 assert self._lockstep is not None, "a rank that regrouped has one"
@@ -151,10 +164,12 @@ class Engine:
                     return
         finally:
             self._relocation.pace.rest()  # a move does not wait for steps that will not come
+            self._heart.stop()
 
     def _serve(self, lockstep: LockStep, on_step: OnStep, on_sleep: Callable[[], None]) -> Decision:
         """Walk steps until all stop or the epoch ends; says which."""
         reason = ""
+        self._heart.progress.begin_epoch(lockstep.epoch, lambda: self._runner.dispatcher.exchanges)
         try:
             decision = self._walk(lockstep, on_step, on_sleep)
         except PEER_IS_GONE as error:
@@ -165,6 +180,7 @@ class Engine:
             # Behind the handler: an error's traceback holds what it came from, and groups must end now.
             assert self._epochs is not None, "without orders no rank announces one"
             self._lockstep = None
+            self._heart.progress.end_epoch()
             self._epochs.end(lockstep, reason)
         return decision
 
@@ -176,8 +192,11 @@ class Engine:
 
     def _walk(self, lockstep: LockStep, on_step: OnStep, on_sleep: Callable[[], None]) -> Decision:
         self._post(lockstep)
+        progress = self._heart.progress
         while True:
+            progress.begin_exchange()
             agreement = lockstep.agree()
+            progress.end_exchange(lockstep.step)
             decision, switch_to = agreement.decision, agreement.switch_to
             if switch_to is not None:
                 self._relocation.switch(switch_to, lockstep.step)
@@ -187,6 +206,7 @@ class Engine:
                 on_step([], self._stats(0))
                 on_sleep()
                 self._relocation.pace.rest()
+                progress.is_idle = True
                 self._sleep(lockstep)
                 self._post(lockstep)
                 continue

@@ -23,7 +23,7 @@ from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.assembly import Assembled, assemble
 from scheduler.policy.request import SamplingParams
 from scheduler.policy.scheduler import Batch, Scheduled
-from scheduler.step.batch_step import fill_step
+from scheduler.step.runner import fill_step
 
 _BATCHES, _CONTEXT = (1, 32, 128, 256), 2048
 _TINY_BATCHES, _TINY_CONTEXT = (1, 2), 20

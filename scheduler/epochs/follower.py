@@ -30,7 +30,6 @@ from moe.load.checkpoint import CheckpointError
 from moe.model import Model
 from scheduler.epochs.meeting import CONNECT_TIMEOUT_S, meet, part
 from scheduler.epochs.orders import (
-    ORDER_TIMEOUT_S,
     CannotHoldError,
     IsOver,
     OnFault,
@@ -38,6 +37,7 @@ from scheduler.epochs.orders import (
     Order,
     Orders,
     OvertakenError,
+    by_rank,
 )
 from scheduler.moves.channel import ChannelError, PeerChannel, open_channel
 from scheduler.moves.relocation import Relocation
@@ -51,14 +51,11 @@ from scheduler.step.runner import Runner
 MOST_OF_AVAILABLE = 0.9  # of memory, that experts of lost ranks may take
 
 
-PEER_IS_GONE = (
-    PeerLost,
-    DispatchTimeout,
-)  # other errors between ranks are bugs, and another epoch would have them too
+PEER_IS_GONE = (PeerLost, DispatchTimeout)  # other errors between ranks are bugs, and would come again
 
 
-class Ties(NamedTuple):
-    """What ties a rank to the others of its epoch."""
+class EpochLinks(NamedTuple):
+    """What links a rank to the others of its epoch."""
 
     dispatcher: TokenDispatcher
     lockstep: LockStep
@@ -70,7 +67,7 @@ class Ties(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lasting:
+class RankParts:
     """What a rank keeps from epoch to epoch."""
 
     config: EngineConfig  # of the start: its rank is the rank's for ever, its world all ranks
@@ -87,27 +84,28 @@ class Lasting:
 class Regrouping:
     """Takes one rank out of an epoch and into another."""
 
-    def __init__(self, lasting: Lasting, ties: Ties | None) -> None:
-        """Take what lasts, and the ties of the epoch that serves; None: there is none yet."""
-        self._lasting, self._ties, self._is_serving = lasting, ties, ties is not None
-        self._place = lasting.config.rank
-        self._held: Held = lasting.model.placement.local(self._place).tolist()
-        self._most_spare = lasting.model.placement.slots_per_rank
+    def __init__(self, parts: RankParts, links: EpochLinks | None) -> None:
+        """Take what lasts, and the links of the epoch that serves; None: there is none yet."""
+        self._parts, self._links, self._is_serving = parts, links, links is not None
+        self._place = parts.config.rank
+        self.members = tuple(range(parts.config.world_size))  # of the epoch that serves, or is to
+        self._held: Held = parts.model.placement.local(self._place).tolist()
+        self._most_spare = parts.model.placement.slots_per_rank
 
     def part(self) -> None:
         """Let go of all other ranks. May be called when there are none."""
         if self._is_serving:  # else slots need not be what any placement says
-            self._held = self._lasting.relocation.placement.local(self._place).tolist()
-        ties, self._ties, self._is_serving = self._ties, None, False
-        if ties is not None:
-            ties.close()
-        self._lasting.relocation.end_epoch()
+            self._held = self._parts.relocation.placement.local(self._place).tolist()
+        links, self._links, self._is_serving = self._links, None, False
+        if links is not None:
+            links.close()
+        self._parts.relocation.end_epoch()
         part()
 
     def close(self) -> None:
         """Part, and end what works beside the steps."""
         self.part()
-        self._lasting.relocation.close()
+        self._parts.relocation.close()
 
     def follow(self, order: Order, step: int, is_over: IsOver) -> LockStep:
         """Serve as an order says; collective over its members. `part` comes before, and after whatever is raised.
@@ -121,29 +119,29 @@ class Regrouping:
             CannotHoldError: this rank cannot hold what the order gives it.
             WireUnavailable: a member did not come, or was lost in between.
         """
-        lasting = self._lasting
-        if lasting.config.rank not in order.members:
+        parts = self._parts
+        if parts.config.rank not in order.members:
             raise OvertakenError
-        self._place = order.members.index(lasting.config.rank)
+        self.members = order.members
+        self._place = order.members.index(parts.config.rank)
         self._hold(order)
-        meet(lasting.store, order.epoch, order.members, lasting.config.rank, is_over)
+        meet(parts.store, order.epoch, order.members, parts.config.rank, is_over)
         try:
             return self._serve(order, step)
-        except (
-            RuntimeError,
-            ConfigError,
-        ) as error:  # all that gloo says of a peer that is gone; placements differ
-            raise WireUnavailable(f"epoch {order.epoch} could not begin: {error}") from error
+        except (*PEER_IS_GONE, WireUnavailable, RuntimeError, ConfigError) as error:
+            # RuntimeError is all that gloo says of a peer that is gone; ConfigError: placements differ.
+            why = by_rank(str(error), order.members)
+            raise WireUnavailable(f"epoch {order.epoch} could not begin: {why}") from error
 
     def _serve(self, order: Order, step: int) -> LockStep:
-        lasting, placement = self._lasting, order.placement
+        parts, placement = self._parts, order.placement
         config = self._config_of(order)
         group, mailbox_group = open_groups(config, CONNECT_TIMEOUT_S)
         check_agreed(placement, mailbox_group)
         step = _largest(step, mailbox_group)
-        dispatcher = open_dispatcher(config, lasting.backend, group, placement.slots_per_rank)
+        dispatcher = open_dispatcher(config, parts.backend, group, placement.slots_per_rank)
         lockstep = open_lockstep(config, mailbox_group, placement.version, step)
-        self._ties = Ties(dispatcher, lockstep)
+        self._links = EpochLinks(dispatcher, lockstep)
         channel = _open_channel(len(order.members))
         self._tell(config, placement, dispatcher, channel)
         self._is_serving = True
@@ -152,21 +150,19 @@ class Regrouping:
     def _tell(
         self, config: EngineConfig, placement: Placement, dispatcher: TokenDispatcher, channel: PeerChannel
     ) -> None:
-        """Give the new ties to whatever uses them."""
-        lasting = self._lasting
-        lasting.model.serve(placement, self._place, dispatcher)
-        lasting.relocation.begin_epoch(self._place, placement, channel)
+        """Give the new links to whatever uses them."""
+        parts = self._parts
+        parts.model.serve(placement, self._place, dispatcher)
+        parts.relocation.begin_epoch(self._place, placement, channel)
         replays = can_replay(config, dispatcher)
-        lasting.runner.begin_epoch(
-            lasting.model.forward, dispatcher.check
-        )  # graphs give their memory back first
-        forward = open_forward(lasting.model, lasting.cache, replays=replays, report=lambda *_: None)
-        lasting.runner.begin_epoch(forward, dispatcher.check)
-        lasting.telemetry.begin_epoch(config.epoch, lasting.model.load_counts, dispatcher)
+        parts.runner.begin_epoch(dispatcher, parts.model.forward)  # graphs give their memory back first
+        forward = open_forward(parts.model, parts.cache, replays=replays, report=lambda *_: None)
+        parts.runner.begin_epoch(dispatcher, forward)
+        parts.telemetry.begin_epoch(config.epoch, parts.model.load_counts)
 
     def _config_of(self, order: Order) -> EngineConfig:
         """The settings of an epoch: its ranks are places."""
-        config = self._lasting.config
+        config = self._parts.config
         size = len(order.members)
         is_whole = size == config.world_size
         return replace(
@@ -183,18 +179,16 @@ class Regrouping:
         Raises:
             CannotHoldError: there is no room for that, or an expert cannot be read.
         """
-        lasting, wanted = self._lasting, order.placement.local(self._place).tolist()
+        parts, wanted = self._parts, order.placement.local(self._place).tolist()
         self._check_room(order, wanted)
-        spare = lasting.relocation.spare
+        spare = parts.relocation.spare
         try:
-            lasting.model.hold(wanted, self._held, spare, self._most_spare)
+            parts.model.hold(wanted, self._held, spare, self._most_spare)
         except (CheckpointError, SafetensorError, OSError, MemoryError, RuntimeError) as error:
-            raise CannotHoldError(
-                f"rank {lasting.config.rank} could not take over experts: {error}"
-            ) from error
+            raise CannotHoldError(f"rank {parts.config.rank} could not take over experts: {error}") from error
 
     def _check_room(self, order: Order, wanted: Held) -> None:
-        lasting, config = self._lasting, self._lasting.config
+        parts, config = self._parts, self._parts.config
         if config.device != "cpu" and len(order.members) < config.world_size:
             raise CannotHoldError(
                 f"rank {config.rank} computes on a GPU, whose memory the KV cache has taken: it serves with all "
@@ -202,12 +196,12 @@ class Regrouping:
             )
         width = len(wanted[0])
         grown = [
-            (width - len(row)) * lasting.model.slot_bytes(layer)
+            (width - len(row)) * parts.model.slot_bytes(layer)
             for layer, row in enumerate(self._held)
             if len(row) < width
         ]
         needed = sum(grown) * min(config.num_local_ranks, len(order.members))
-        available = lasting.available()
+        available = parts.available()
         if needed > MOST_OF_AVAILABLE * available:
             num_new = sum(num_to_read(*rows) for rows in zip(self._held, wanted, strict=True))
             raise CannotHoldError(
@@ -233,10 +227,10 @@ def _open_channel(num_members: int) -> PeerChannel:
         raise WireUnavailable(str(error)) from error
 
 
-class Epochs:
+class EpochFollower:
     """One rank's way through epochs. `orders` takes them from any thread; the rest is the step loop's."""
 
-    def __init__(self, regrouping: Regrouping, *, timeout_s: float = ORDER_TIMEOUT_S) -> None:
+    def __init__(self, regrouping: Regrouping, *, timeout_s: float) -> None:
         """`timeout_s` bounds how long an order may take."""
         self.orders = Orders()
         self.on_fault: OnFault = _say_nothing
@@ -251,11 +245,11 @@ class Epochs:
         """Let go of an epoch, and say why unless all ranks know that it is over.
 
         Args:
-            reason: why its steps broke off; "" where they did not.
+            reason: why its steps broke off, ranks by their places; "" where they did not.
         """
         self._epoch, self._step = lockstep.epoch, lockstep.step
         self._regrouping.part()
-        self._tell(reason)
+        self._tell(by_rank(reason, self._regrouping.members))
 
     def follow(self) -> LockStep | None:
         """Follow orders until this rank serves in an epoch; None: all stop.
@@ -283,7 +277,7 @@ class Epochs:
             pass
         except CannotHoldError as error:
             reason, is_final = str(error), True
-        except (*PEER_IS_GONE, WireUnavailable) as error:
+        except WireUnavailable as error:
             reason = f"{type(error).__name__}: {error}"
         self._regrouping.part()
         self._tell(reason, is_final=is_final)

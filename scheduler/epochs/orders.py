@@ -4,14 +4,15 @@ A rank's number is its for ever; its place in an epoch is its index among that e
 dispatchers and placements have places. The front alone decides who the members are (D8 of the design), so ranks need
 no consensus: they follow the newest order that they have, and one that cannot be followed is told and outlived."""
 
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from expert_placement.placement import Placement
 from scheduler.step.lockstep import LockStepError
 
-ORDER_TIMEOUT_S = 600.0  # without members the front waits as long for one to come back
+_PLACE = re.compile(r"\brank (\d+)\b")
 
 
 class MembershipError(LockStepError):
@@ -88,7 +89,7 @@ class Orders:
     def _is_past(self, epoch: int) -> bool:
         return self._is_stopped or self.newest_epoch(epoch) > epoch
 
-    def wait(self, epoch: int, timeout_s: float = ORDER_TIMEOUT_S) -> Order | None:
+    def wait(self, epoch: int, timeout_s: float) -> Order | None:
         """Wait for an order newer than `epoch`; None: there will be none, as all stop.
 
         Raises:
@@ -101,3 +102,13 @@ class Orders:
                     f"epoch {epoch} ended and the front has ordered no other within {timeout_s:g} s"
                 )
             return None if self._is_stopped else self._newest
+
+
+def by_rank(text: str, members: Sequence[int]) -> str:
+    """Name ranks in what was said of places, as groups and dispatchers do, whose ranks are places in their epoch."""
+
+    def name(match: re.Match[str]) -> str:
+        place = int(match[1])
+        return f"rank {members[place]}" if place < len(members) else match[0]
+
+    return _PLACE.sub(name, text)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import Placement
 from moe.load_counts import DECODE, PREFILL, LoadCounts
 from scheduler.moves.reports import ExpertMap, LoadReport
@@ -24,16 +23,16 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 class Telemetry:
     """One rank's reporter. Called by the thread that runs steps."""
 
-    def __init__(self, rank: int, counts: LoadCounts, dispatcher: TokenDispatcher, runner: Runner) -> None:
+    def __init__(self, rank: int, counts: LoadCounts, runner: Runner) -> None:
         self._rank, self._runner = rank, runner
         self._due_s = 0.0
-        self.begin_epoch(0, counts, dispatcher)
+        self.begin_epoch(0, counts)
 
-    def begin_epoch(self, epoch: int, counts: LoadCounts, dispatcher: TokenDispatcher) -> None:
-        """Read the counters of another epoch from now on; the runner's begin anew as well."""
-        self._epoch, self._counts, self._dispatcher = epoch, counts, dispatcher
+    def begin_epoch(self, epoch: int, counts: LoadCounts) -> None:
+        """Read the counters of another epoch from now on; the runner's have begun anew as well."""
+        self._epoch, self._counts = epoch, counts
         self._reported_steps = -1
-        bytes_of_all = 4 * counts.table.size * dispatcher.world_size
+        bytes_of_all = 4 * counts.table.size * self._runner.dispatcher.world_size
         self.every_s = max(REPORT_EVERY_S, bytes_of_all / FRONT_BYTES_PER_S)
 
     def is_due(self, now_s: float, *, is_sleeping: bool = False) -> bool:
@@ -50,8 +49,9 @@ class Telemetry:
         """Copy the counters."""
         self._due_s = now_s + self.every_s
         self._reported_steps = self._runner.num_steps
-        dispatched, combined = self._dispatcher.sent_to_ranks()
-        waits = self._dispatcher.waits
+        dispatcher = self._runner.dispatcher
+        dispatched, combined = dispatcher.sent_to_ranks()
+        waits = dispatcher.waits
         return LoadReport(
             rank=self._rank,
             step=step,
@@ -72,13 +72,6 @@ class Telemetry:
             prefill_step_s=self._runner.prefill_busy_ns * 1e-9,
             epoch=self._epoch,
         )
-
-
-def remapped(experts: ExpertMap, placement: Placement) -> ExpertMap:
-    """Say where the same model's experts are under another placement."""
-    return experts._replace(
-        version=placement.version, num_ranks=placement.num_ranks, slot_expert=placement.slot_expert
-    )
 
 
 def expert_map(placement: Placement, module_names: Sequence[str], num_hidden_layers: int) -> ExpertMap:

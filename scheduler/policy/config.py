@@ -62,6 +62,10 @@ class EngineConfig:
         None  # experts that may move to a GPU at once; None: a layer's slots, if there are ranks
     )
     timeout_s: float = 30.0  # of every collective
+    heartbeat_timeout_s: float = (
+        2.0  # see `scheduler.epochs.heartbeat`; also of connections that say nothing; 0: off
+    )
+    recovery_timeout_s: float = 600.0  # how long the front waits for a rank to come back when nobody serves
     epoch: int = 0
 
 

@@ -1,20 +1,19 @@
 """Run one planned batch: fill the step, call the model, sample. Knows no policy and no requests' lives."""
 
-from collections.abc import Callable
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from dispatch.dispatched import TokenDispatcher
 from kvcache.paged_cache import PagedCache
-from kvcache.step import Step
+from kvcache.step import Inputs, Span, Step
 from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
 from scheduler.policy.request import Logprobs
 from scheduler.policy.scheduler import Batch
-from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
-from scheduler.step.batch_step import fill_step
+from scheduler.sampling.sampler import Sampled, Sampler
 
 
 class Forward(Protocol):
@@ -37,21 +36,18 @@ class Runner:
         self,
         model: Model,
         cache: PagedCache,
-        forward: Forward | None = None,
-        sampler: Sampler | None = None,
-        check: Callable[[], None] = lambda: None,
+        dispatcher: TokenDispatcher,
+        forward: Forward,
+        sampler: Sampler,
     ) -> None:
         """Take a model and a cache whose blocks the scheduler's pool counts.
 
         Args:
-            forward: stands for the model's.
-            sampler: chooses tokens; None: on the CPU.
-            check: raises what went wrong between ranks in a step that did not say so (`TokenDispatcher.check`).
+            dispatcher: the model's, of this epoch.
+            forward: the model's, or what replays it.
         """
-        self._model, self._cache = model, cache
-        self._forward: Forward = forward or model.forward
-        self._sampler, self._check = sampler or HostSampler(), check
-        self._clear_counters()
+        self._model, self._cache, self._sampler = model, cache, sampler
+        self.begin_epoch(dispatcher, forward)
 
     def _clear_counters(self) -> None:
         self.num_steps = self.busy_ns = 0  # as is the next, of the epoch
@@ -59,9 +55,9 @@ class Runner:
         self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
         self.prefill_experts_s = 0.0
 
-    def begin_epoch(self, forward: Forward, check: Callable[[], None]) -> None:
+    def begin_epoch(self, dispatcher: TokenDispatcher, forward: Forward) -> None:
         """Go on among other ranks, and count anew; the arguments are those of the start."""
-        self._forward, self._check = forward, check
+        self.dispatcher, self._forward = dispatcher, forward
         self._clear_counters()
 
     @property
@@ -104,7 +100,7 @@ class Runner:
         logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
         sampling = [item.sequence for item in batch.items if item.samples]
         sampled = self._sampler.sample(logits_RV[: len(sampling)], sampling)
-        self._check()
+        self.dispatcher.check()
         if scored:
             sampled = sampled._replace(
                 prompt_logprobs={part.request_id: self._score(part) for part in scored}
@@ -153,3 +149,23 @@ def _scored(batch: Batch) -> list[_Scored]:
             )
         row += length
     return scored
+
+
+def fill_step(step: Step, batch: Batch, agreed_tokens: int) -> Inputs:
+    """Put a batch into a step; the rows whose logits are wanted are those that are sampled from.
+
+    Args:
+        agreed_tokens: see `lockstep.Agreement`.
+    """
+    spans: list[Span] = []
+    tokens: list[int] = []
+    rows: list[int] = []
+    row = 0
+    for sequence, start, length, samples in batch.items:
+        spans.append(Span(start, length, sequence.block_ids))
+        tokens += sequence.token_ids[start : start + length]
+        row += length
+        if samples:
+            rows.append(row - 1)
+    step.fill(spans, batch.num_tokens - batch.num_prefill_tokens, agreed_tokens=agreed_tokens)
+    return step.inputs(tokens, rows)

@@ -323,6 +323,8 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
         placement_file=Path(options.expert_placement) if options.expert_placement else None,
         threads=options.threads or 1,
         timeout_s=options.distributed_timeout_s,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        recovery_timeout_s=options.rank_recovery_timeout_s,
     )
 
 

@@ -25,6 +25,9 @@ class FakeDispatcher:
 class FakeRunner:
     """Counts steps."""
 
+    def __init__(self, dispatcher: FakeDispatcher) -> None:
+        self.dispatcher = dispatcher
+
     num_steps = 0
     num_tokens = (3, 4)
     busy_ns = 4_000_000_000
@@ -35,9 +38,9 @@ def telemetry(
     world_size: int = 2, layers: int = 2, experts: int = 4
 ) -> tuple[Telemetry, FakeRunner, LoadCounts]:
     counts = LoadCounts(layers, num_experts=experts, num_ranks=world_size, slots_per_rank=2)
-    runner, dispatcher = FakeRunner(), FakeDispatcher(world_size)
+    runner = FakeRunner(FakeDispatcher(world_size))
     made: Any = Telemetry
-    return made(1, counts, dispatcher, runner), runner, counts
+    return made(1, counts, runner), runner, counts
 
 
 def test_a_report_is_due_after_a_while_or_before_a_sleep_and_only_if_steps_ran() -> None:

@@ -15,6 +15,7 @@ import os
 import pkgutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -29,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from expert_placement.placement import Placement
 from expert_placement.survivors import surviving
 from scheduler.assembly import Assembled, assemble
+from scheduler.epochs.heartbeat import Suspect, Watch
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import PlacementReport
 from scheduler.policy.config import EngineConfig
@@ -62,6 +64,7 @@ class Doom(NamedTuple):
     steps: int = 0  # that it completes before
     layer: int = 1
     function: str = ""  # whose call it does not survive, with its module
+    is_stuck: bool = False  # its step never ends instead
 
 
 class Crew:
@@ -74,15 +77,20 @@ class Crew:
         *,
         dooms: dict[int, Doom] | None = None,
         without_room: Sequence[int] = (),
+        heartbeat_timeout_s: float = 0.0,
         **settings: Any,
     ) -> None:
         """Start all ranks.
 
         Args:
             without_room: ranks that at first have no memory to take experts over.
+            heartbeat_timeout_s: also of the watch that `suspects` asks; 0: ranks make no heartbeats.
             settings: of the engines.
         """
-        self._directory, self._settings, self._dooms = directory, settings, dooms or {}
+        self._settings = {"heartbeat_timeout_s": heartbeat_timeout_s, **settings}
+        self._directory, self._dooms = directory, dooms or {}
+        self._watch = Watch(heartbeat_timeout_s)
+        self._watch.begin_epoch(0, range(world_size))
         self._without_room = set(without_room)
         self.world_size, self.members, self.epoch = world_size, tuple(range(world_size)), 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -137,10 +145,15 @@ class Crew:
         """Order the next epoch; `to`: told to these ranks only."""
         assert self.home is not None, "a rank says where experts are before it is ready"
         self.epoch, self.members = self.epoch + 1, tuple(members)
+        self._watch.begin_epoch(self.epoch, members)
         placement = surviving(self.home, members).with_version(100 + self.epoch)
         order = Order(self.epoch, self.members, placement)
         for rank in self.members if to is None else to:
             self._send(rank, "order", order)
+
+    def suspects(self) -> list[Suspect]:
+        """Who is stuck, as far as heartbeats say."""
+        return self._watch.suspects(time.monotonic())
 
     def move(self, target: Placement) -> None:
         """Begin a change of placement on all members."""
@@ -175,13 +188,15 @@ class Crew:
         self.until(lambda: all(rank in self.left for rank in self.members))
 
     def until(self, is_true: Callable[[], bool]) -> None:
-        """Take what ranks say until something is true; ranks that say nothing for TIMEOUT_S hang."""
+        """Take what ranks say until something is true; ranks that say nothing but heartbeats for TIMEOUT_S hang."""
+        heard_s = time.monotonic()
         while not is_true():
             ranks = {pipe: rank for rank, pipe in self._pipes.items()}
             ready = wait(list(ranks), timeout=TIMEOUT_S)
-            assert ready, f"nothing came; {vars(self)}"
-            for pipe in ready:
-                self._take(ranks[pipe])  # type: ignore[index]
+            heard = [self._take(ranks[pipe]) for pipe in ready]  # type: ignore[index]
+            if any(heard):
+                heard_s = time.monotonic()
+            assert time.monotonic() - heard_s < TIMEOUT_S, f"nothing came; {vars(self)}"
 
     def close(self) -> None:
         """End every process."""
@@ -202,7 +217,8 @@ class Crew:
     def _send(self, rank: int, verb: str, what: Any) -> None:
         self._pipes[rank].send((verb, what))
 
-    def _take(self, rank: int) -> None:
+    def _take(self, rank: int) -> bool:
+        """Take what a rank said; False where that was a heartbeat."""
         try:
             verb, what = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
@@ -211,7 +227,10 @@ class Crew:
             self.ready.discard(rank)
             self.serves.pop(rank, None)
             self.lost.append(rank)
-            return
+            return True
+        if verb == "heartbeat":
+            self._watch.take(what, time.monotonic())
+            return False
         if verb == "ready":
             self.ready.add(rank)
             self.home = self.home or what
@@ -227,6 +246,7 @@ class Crew:
             self.reports.append(what)
         else:
             self.left[rank] = what
+        return True
 
     def _note(self, output: RequestOutput) -> None:
         assert output.request_id not in self.ends, f"{output.request_id} goes on after its end"
@@ -282,6 +302,7 @@ def _run(built: Assembled, pipe: Connection, doom: Doom | None) -> None:
     engine.tell_membership(
         lambda epoch, reason, *, is_final=False: say("fault", Fault(epoch, reason, is_final)),
         lambda epoch: say("regrouped", epoch),
+        lambda beat: say("heartbeat", beat),
     )
     built.relocation.on_report = lambda report: say("report", report)
     if doom is not None:
@@ -316,6 +337,8 @@ def _doom(built: Assembled, doom: Doom) -> None:
     run = layer.run
 
     def run_or_die(*arguments: Any) -> Any:
+        if built.runner.num_steps >= doom.steps and doom.is_stuck:
+            threading.Event().wait()
         if built.runner.num_steps >= doom.steps:
             os.kill(os.getpid(), signal.SIGKILL)
         return run(*arguments)

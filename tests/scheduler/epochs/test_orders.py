@@ -19,7 +19,7 @@ def test_the_newest_order_counts_and_older_ones_are_not_taken() -> None:
     assert orders.newest_epoch(0) == 0
     assert orders.give(order(2)) and not orders.give(order(2)) and not orders.give(order(1))
     assert orders.newest_epoch(0) == 2 and orders.newest_epoch(5) == 5
-    assert orders.wait(0) == order(2)
+    assert orders.wait(0, 30.0) == order(2)
 
 
 def test_an_order_is_over_once_a_newer_one_has_come() -> None:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from dispatch.errors import PeerLost, RanksDisagree, WireUnavailable
+from dispatch.errors import RanksDisagree, WireUnavailable
 from dispatch.mailbox import open_mailbox
 from expert_placement.placement import linear_placement
-from scheduler.epochs.follower import Epochs
+from scheduler.epochs.follower import EpochFollower
 from scheduler.epochs.orders import CannotHoldError, IsOver, MembershipError, Order, OvertakenError
 from scheduler.step.lockstep import Header, LockStep
 
@@ -22,6 +22,8 @@ def lockstep_of(epoch: int, step: int) -> LockStep:
 
 class FakeRegrouping:
     """Follows orders as it is told; a `None` in its plan succeeds."""
+
+    members: tuple[int, ...] = (0, 1)
 
     def __init__(self, *plan: Exception | Callable[[], Exception] | None) -> None:
         self.plan, self.done = list(plan), list[str]()
@@ -44,7 +46,7 @@ class Told:
     """What a front would be told, and the orders that it gives in answer."""
 
     def __init__(self, regrouping: FakeRegrouping, *, answers: bool = True) -> None:
-        self.epochs = Epochs(regrouping, timeout_s=0.01)  # type: ignore[arg-type]
+        self.epochs = EpochFollower(regrouping, timeout_s=0.01)  # type: ignore[arg-type]
         self.epochs.on_fault, self.epochs.on_regrouped = self._fault, self._regrouped
         self.words, self._answers = list[tuple[object, ...]](), answers
 
@@ -81,7 +83,7 @@ def test_no_fault_is_told_where_the_order_is_there_already_or_all_have_agreed_to
     assert told.words == [(1,), (2,)]
 
 
-@pytest.mark.parametrize("problem", [WireUnavailable("nobody came"), PeerLost(1, "gone")])
+@pytest.mark.parametrize("problem", [WireUnavailable("nobody came")])
 def test_a_member_that_is_lost_on_the_way_is_one_more_fault(problem: Exception) -> None:
     regrouping = FakeRegrouping(problem, None)
     told = Told(regrouping)
@@ -125,3 +127,13 @@ def test_without_an_order_the_engine_ends_with_its_name_and_when_all_stop_it_jus
         told.epochs.follow()
     told.epochs.orders.stop()
     assert told.epochs.follow() is None
+
+
+def test_a_fault_names_ranks_where_groups_know_places() -> None:
+    regrouping = FakeRegrouping(None)
+    regrouping.members = (0, 2, 5)
+    told = Told(regrouping)
+    told.epochs.end(
+        lockstep_of(4, 17), "DispatchTimeout: rank 1 sent nothing for 30 s; rank 2 gave rank 0 up"
+    )
+    assert told.words == [(4, "DispatchTimeout: rank 2 sent nothing for 30 s; rank 5 gave rank 0 up", False)]

@@ -286,6 +286,25 @@ def test_requests_may_be_aborted_and_ranks_asked_to_stop_while_no_epoch_serves(c
         assert crew.left[0].threads == []
 
 
+def test_a_rank_whose_step_is_stuck_is_found_by_its_heartbeats_and_the_others_go_on(checkpoint: Path) -> None:
+    """No collective's time-out is waited for: ranks say where they are, and one of them that it waits for another."""
+    wanted = requests(0, 6)
+    doom = Doom(steps=25, is_stuck=True)
+    with Crew(checkpoint, 3, dooms={1: doom}, timeout_s=60.0, heartbeat_timeout_s=0.4) as crew:
+        for rank in range(3):
+            crew.submit(rank, wanted[rank::3])
+        crew.until(lambda: bool(crew.suspects()))
+        (suspect,) = crew.suspects()
+        assert suspect.rank == 1 and "for it" in suspect.reason, suspect
+        assert not crew.faults
+        crew.kill(1)
+        crew.order([0, 2])
+        crew.replay(1, to=0)
+        crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_fault_once_the_time_is_out(checkpoint: Path) -> None:
     wanted = requests(0, 6, max_tokens=100)

@@ -1,0 +1,56 @@
+"""Connections to hosts that do not answer are shut down; all others go on."""
+
+import os
+import socket
+import struct
+
+import pytest
+
+from scheduler.epochs import connections
+from scheduler.epochs.connections import break_silent, is_silent
+
+
+def tcp_info(state: int, answered_ms: int) -> bytes:
+    """What the kernel says of a connection, as linux/tcp.h lays it out: eight bytes, then numbers of 32 bits."""
+    numbers = [0] * 24
+    numbers[12] = answered_ms
+    return struct.pack("=8B24I", state, *[0] * 7, *numbers)
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        (tcp_info(1, 3001), True),
+        (tcp_info(1, 2999), False),
+        (tcp_info(10, 90_000), False),  # it listens
+        (tcp_info(1, 90_000)[:40], False),  # a kernel that does not say
+    ],
+)
+def test_silence_is_an_open_connection_without_an_answer_for_too_long(info: bytes, expected: bool) -> None:
+    assert is_silent(info, 3.0) is expected
+
+
+def test_a_silent_connection_is_shut_down_and_its_waiter_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, (local, other) = socket.create_server(("127.0.0.1", 0)), socket.socketpair()
+    with server, local, other, socket.create_connection(server.getsockname()) as connection:
+        accepted, _ = server.accept()
+        with accepted:
+            pipe = os.pipe()
+            mine = [each.fileno() for each in (connection, accepted, local, other)] + [*pipe]
+            monkeypatch.setattr(connections, "_descriptors", lambda: [*mine, 10_000])
+            num_open = len(os.listdir("/proc/self/fd"))
+            monkeypatch.setattr(connections, "is_silent", lambda _info, _timeout_s: False)
+            assert break_silent(2.0) == 0, "from now on the other host is asked for answers"
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+            assert break_silent(2.0) == 0
+            connection.sendall(b"x")
+            assert accepted.recv(1) == b"x"
+            monkeypatch.setattr(connections, "is_silent", lambda _info, timeout_s: timeout_s == 3.0)
+            assert break_silent(2.0) == 2, "both ends are this process's"
+            assert connection.recv(1) == b""
+            assert len(os.listdir("/proc/self/fd")) == num_open, "nothing is left open"
+            for descriptor in pipe:
+                os.close(descriptor)
+            local.sendall(b"y")
+            assert other.recv(1) == b"y", "what is no TCP is left alone"
