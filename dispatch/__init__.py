@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from dispatch.faces.buffer import Buffer
     from dispatch.faces.config import Config
     from dispatch.faces.elastic import ElasticBuffer
-    from dispatch.faces.ep_handle import EPHandle
     from dispatch.faces.events import EventHandle, EventOverlap
+    from dispatch.faces.handles import EPHandle
 
 __all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap"]
 
 _HOMES = {
     "Buffer": "dispatch.faces.buffer",
     "Config": "dispatch.faces.config",
-    "EPHandle": "dispatch.faces.ep_handle",
+    "EPHandle": "dispatch.faces.handles",
     "ElasticBuffer": "dispatch.faces.elastic",
     "EventHandle": "dispatch.faces.events",
     "EventOverlap": "dispatch.faces.events",

@@ -18,13 +18,13 @@ from benchmarks.gpu.bench import Bench, Call, bytes_of, capture, spoiling
 from benchmarks.gpu.results import Row, Setting
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
+from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.gpu.dispatcher import DeviceDispatcher
 from dispatch.gpu.exchange import LowLatencyBlocks, LowLatencyPairs
 from dispatch.gpu.normal import HostRows, NormalPairs
 from dispatch.gpu.pairs import PairOrder, PairOrders, combine_pairs
 from dispatch.gpu.symmetric import OpenMemory, open_memory_for
 from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.low_latency.face import LowLatencyFace
 from dispatch.mode import NORMAL, Mode
 from dispatch.wires.choose import open_wire
 from dispatch.wires.wire import Wire

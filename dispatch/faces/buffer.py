@@ -8,31 +8,142 @@ any number of ranks, rows always in the same order, errors that name the argumen
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError
 from dispatch.faces import arguments as args
 from dispatch.faces import handles
-from dispatch.faces.config import NVL_PEERS, Config
-from dispatch.faces.events import EventOverlap, finished
+from dispatch.faces.config import NVL_PEERS, Config, check_buffer
+from dispatch.faces.events import EventHandle, EventOverlap, finished
+from dispatch.faces.handles import Rows, as_biases, join_rows, split_rows
 from dispatch.faces.installed import InstalledCalls
-from dispatch.faces.limits import check_buffer
-from dispatch.faces.local_calls import LocalCalls
-from dispatch.faces.low_latency_calls import LowLatencyCalls
-from dispatch.faces.normal_mode import NormalMode, find_layout
-from dispatch.faces.released import Released
-from dispatch.faces.rows import Rows, as_biases, join_rows, split_rows
-from dispatch.faces.runtime import Runtime, check_group
-from dispatch.faces.wires import open_wires
+from dispatch.faces.low_latency import LowLatencyMode
+from dispatch.faces.normal import NormalMode, find_layout
+from dispatch.faces.wires import Released, Wires, check_group, open_wires
+from dispatch.low_latency.exchange import LowLatencyExchange
 from dispatch.rows import RowExchange
 
 Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, handles.Handle | None, EventOverlap]
 
 
-class Buffer(LocalCalls, LowLatencyCalls, Released):
+class Runtime(NamedTuple):
+    """`Buffer.runtime`: a rank's place in the grid of nodes. No device or stream is behind it."""
+
+    rank: int
+    num_nodes: int
+    node_size: int
+
+    def is_available(self) -> bool:
+        """Whether ranks have met: they have when a Buffer exists."""
+        return True
+
+    def get_num_rdma_ranks(self) -> int:
+        """Return the number of nodes."""
+        return self.num_nodes
+
+    def get_rdma_rank(self) -> int:
+        """Return this rank's node."""
+        return self.rank // self.node_size
+
+
+def scratch_like(
+    dtype: torch.dtype, size: torch.Size | None, offset: int, *, name: str, num_bytes: int
+) -> Tensor:
+    """Return new memory shaped as a slice of a buffer of `num_bytes`, which the caller calls `name`.
+
+    Raises:
+        ValueError: the slice does not lie within the buffer.
+    """
+    elements = num_bytes // dtype.itemsize
+    wanted = elements - offset if size is None else torch.Size(size).numel()
+    if offset < 0 or not 0 <= wanted <= elements - offset:
+        raise ValueError(
+            f"size is {size} at offset {offset}; {name} is {num_bytes}, which is {elements} of {dtype}"
+        )
+    return torch.empty((wanted,) if size is None else size, dtype=dtype)
+
+
+class LocalCalls:
+    """Mixed into `Buffer`."""
+
+    num_sms: int = 20
+    _wires: Wires
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Say whether FP8 rows can be sent: always."""
+        return True
+
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """Set `num_sms` for all buffers: kept and put into configs, of no other effect."""
+        if new_num_sms < 0 or new_num_sms % 2 != 0:
+            raise ValueError(f"new_num_sms is {new_num_sms}; it must be an even number, 0 or more")
+        cls.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Return an event of the work so far: on the CPU it has happened."""
+        return EventOverlap(EventHandle())
+
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> Config:
+        """Return a config for any number of ranks: ours have no effect, DeepEP's table is not repeated."""
+        return cls._default_config(num_ranks)
+
+    @classmethod
+    def get_combine_config(cls, num_ranks: int) -> Config:
+        """Return a config as `get_dispatch_config` does."""
+        return cls._default_config(num_ranks)
+
+    def get_comm_stream(self) -> Any:
+        """Return the current CUDA stream: ours has none of its own. On the CPU there is none.
+
+        Raises:
+            DispatchError: the buffer is on the CPU.
+        """
+        device = self._wires.device
+        if device.type != "cpu":
+            return torch.cuda.current_stream(device)
+        name = self._wires.wire.name
+        raise DispatchError(
+            f"get_comm_stream: backend {name} has no streams; a call's work is done when it returns"
+        )
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> Tensor:
+        """Return new memory of the size that DeepEP's buffer would have, which nobody reads.
+
+        Callers zero the buffer after a fault; ours needs no clearing, so that doing it is harmless.
+
+        Args:
+            dtype: of the tensor.
+            size: shape; None: all elements from `offset` on, as one dimension.
+            offset: elements to leave out in front.
+            use_rdma_buffer: sized by num_rdma_bytes instead of num_nvl_bytes.
+        """
+        name = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
+        num_bytes = getattr(self, name)
+        return scratch_like(dtype, size, offset, name=name, num_bytes=num_bytes).to(self._wires.device)
+
+    @classmethod
+    def _default_config(cls, num_ranks: int) -> Config:
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")
+        return Config(cls.num_sms)
+
+
+class Buffer(LocalCalls, LowLatencyMode, Released):
     """One rank's end of DeepEP's exchange. Calls are collective, in the same order on all ranks, unless said local.
 
     A bad argument is a ValueError on the rank that gave it and PeerRefused on all others, before anything is sent;
@@ -108,6 +219,17 @@ class Buffer(LocalCalls, LowLatencyCalls, Released):
         self._close = weakref.finalize(self, wire.close)
         if low_latency_mode and self._wires.device.type != "cpu":
             self.open_low_latency()
+
+    @cached_property
+    def exchange(self) -> LowLatencyExchange:  # type: ignore[override]
+        """What low-latency calls go through; opened by the first. Collective where symmetric memory is opened."""
+        exchange = self._wires.open_low_latency(self._kernels, self.num_rdma_bytes)
+        weakref.finalize(self, exchange.close)
+        return exchange
+
+    def open_low_latency(self) -> None:
+        """Open low-latency mode now and not with its first call. Collective where symmetric memory is opened."""
+        _ = self.exchange
 
     def get_dispatch_layout(
         self,
@@ -249,7 +371,8 @@ class Buffer(LocalCalls, LowLatencyCalls, Released):
     ) -> list[Iterator[str]]:
         if self.runtime is None:
             raise DispatchError(f"{method}: the buffer is destroyed")
-        self.settle_low_latency()
+        if "exchange" in self.__dict__:
+            self.exchange.settle()  # a low-latency call whose hook has not run, before anything else travels
         problem = args.first_problem(args.fork_problem(method, forks))
         if problem:
             self._wires.wire.refuse(problem)

@@ -9,25 +9,168 @@ DeepEP's hybrid mode forwards inside a node; that way is `dispatch.hierarchical`
 """
 
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.faces import elastic_arguments as args
+from dispatch.errors import DispatchError
+from dispatch.faces import arguments as args
 from dispatch.faces.arguments import World, first_problem
-from dispatch.faces.elastic_domains import NUM_SMS, ElasticDomains
-from dispatch.faces.elastic_mode import ElasticMode, local_choices
-from dispatch.faces.elastic_refused import RefusedCalls
-from dispatch.faces.elastic_sizes import align_to_buffer, buffer_bytes
-from dispatch.faces.ep_handle import EPHandle
+from dispatch.faces.elastic_rows import ElasticMode, local_choices
 from dispatch.faces.events import EventHandle, EventOverlap, finished
-from dispatch.faces.released import Released
-from dispatch.faces.rows import Rows, as_biases, split_rows
+from dispatch.faces.handles import EPHandle, Rows, as_biases, split_rows
+from dispatch.faces.wires import Released
 from dispatch.rows import RowExchange
 from dispatch.wires.choose import open_wire
+from dispatch.wires.segment import identify_process
 from dispatch.wires.wire import RankTable
+
+BUFFER_ALIGNMENT = 2 << 20  # DeepEP, csrc/kernels/backend/symmetric.hpp
+_MOST_CHOICES = 32  # DeepEP's limit, taken where the number of choices is not given
+_SCALE_CHANNELS = 32  # DeepEP counts a scale for so many, the finest it knows
+
+
+def check_domains(num_ranks: int, node_size: int) -> tuple[int, int]:
+    """Return the number of nodes and the ranks of one. Raises ValueError: nodes of that size do not make the group."""
+    if node_size < 1 or num_ranks % node_size:
+        allowed = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+        raise ValueError(f"node_size is {node_size} for {num_ranks} ranks; it must be one of {allowed}")
+    return num_ranks // node_size, node_size
+
+
+def find_node_size(hosts: Sequence[Hashable]) -> int:
+    """Return the ranks of a host, given every rank's; all of them where hosts do not hold equal blocks of ranks."""
+    size = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), len(hosts))
+    blocks = [hosts[first : first + size] for first in range(0, len(hosts), size)]
+    is_regular = all(len(block) == size and len(set(block)) == 1 for block in blocks)
+    return size if is_regular and len({block[0] for block in blocks}) == len(blocks) else len(hosts)
+
+
+def buffer_bytes(num_ranks: int, max_tokens: int, hidden: int, num_topk: int, use_fp8: bool) -> int:
+    """Return the bytes of the largest call's messages, sent and received, rounded up to BUFFER_ALIGNMENT."""
+    choices = num_topk or _MOST_CHOICES
+    row = hidden + 4 * -(-hidden // _SCALE_CHANNELS) if use_fp8 else 2 * hidden
+    dispatch = row + choices * (8 + 4) + 4  # choices, weights, source token
+    combine = 2 * hidden + 4 * choices
+    return align_to_buffer(2 * num_ranks * max_tokens * max(dispatch, combine))
+
+
+def align_to_buffer(num_bytes: int) -> int:
+    """Round up to BUFFER_ALIGNMENT."""
+    return -(-num_bytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+
+
+_ENGRAM, _PIPELINE, _GATHER = "engram", "pipeline sends", "all-gather and reduce-scatter"
+
+
+def _refusal(name: str, family: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"ElasticBuffer.{name}: DeepEP's {family} is not part of this package; dispatch and combine are. "
+            "Use torch.distributed for it"
+        )
+
+    refuse.__name__, refuse.__doc__ = name, f"Raise NotImplementedError: {family} is not here."
+    return staticmethod(refuse)
+
+
+class RefusedCalls:
+    """Every name that is refused, as a static method that raises NotImplementedError."""
+
+    engram_write = _refusal("engram_write", _ENGRAM)
+    engram_fetch = _refusal("engram_fetch", _ENGRAM)
+    get_engram_storage_size_hint = _refusal("get_engram_storage_size_hint", _ENGRAM)
+    pp_set_config = _refusal("pp_set_config", _PIPELINE)
+    pp_send = _refusal("pp_send", _PIPELINE)
+    pp_recv = _refusal("pp_recv", _PIPELINE)
+    get_pp_buffer_size_hint = _refusal("get_pp_buffer_size_hint", _PIPELINE)
+    create_agrs_session = _refusal("create_agrs_session", _GATHER)
+    destroy_agrs_session = _refusal("destroy_agrs_session", _GATHER)
+    agrs_new_session = _refusal("agrs_new_session", _GATHER)
+    agrs_set_config = _refusal("agrs_set_config", _GATHER)
+    agrs_get_inplace_tensor = _refusal("agrs_get_inplace_tensor", _GATHER)
+    all_gather = _refusal("all_gather", _GATHER)
+    get_agrs_num_max_session_bytes = _refusal("get_agrs_num_max_session_bytes", _GATHER)
+    get_agrs_buffer_size_hint = _refusal("get_agrs_buffer_size_hint", _GATHER)
+
+
+NUM_SMS = 4  # the smallest number that DeepEP takes; ours uses none
+
+
+class ElasticDomains:
+    """Mixed into `ElasticBuffer`, which documents the attributes."""
+
+    def _set_domains(
+        self, group: dist.ProcessGroup, node_size: int | None, allow_hybrid_mode: bool, num_allocated_qps: int
+    ) -> None:
+        """Find this rank's place. Collective if `node_size` is None."""
+        self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
+        size = _ranks_of_a_host(group) if node_size is None else node_size
+        self.num_rdma_ranks, self.num_nvlink_ranks = check_domains(self.num_ranks, size)
+        self.allow_hybrid_mode = allow_hybrid_mode
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
+        self.num_allocated_qps = num_allocated_qps or (65 if allow_hybrid_mode else 17)
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Return the bytes that the messages of the largest call can take, rounded up to 2 MiB. Local.
+
+        Of no effect on the CPU, where memory grows as needed, and not DeepEP's number.
+        """
+        return buffer_bytes(group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """Return an event of the work so far: on the CPU it has happened. Local."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> NoReturn:
+        """Raise DispatchError: the CPU has no streams, all work is done when a call returns. Local."""
+        raise DispatchError("get_comm_stream: the CPU has no streams; a call's work is done when it returns")
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return the number of nodes and the ranks of a node. Local."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return the same with hybrid mode, (1, all ranks) without. Local."""
+        return self.get_physical_domain_size() if self.allow_hybrid_mode else (1, self.num_ranks)
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """Return the smallest number DeepEP gives: there are no SMs here to reckon with. Local."""
+        return NUM_SMS
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return DeepEP's number for `num_sms`; nothing depends on it here. Local."""
+        wanted = num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9)
+        return min(wanted, self.num_allocated_qps)
+
+
+def _ranks_of_a_host(group: dist.ProcessGroup) -> int:
+    """Collective over `group`."""
+    hosts: list[Any] = [None] * group.size()
+    dist.all_gather_object(hosts, identify_process().host, group=group)
+    return find_node_size(hosts)
 
 
 class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
@@ -198,8 +341,8 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         }
         checks = [_event_problem(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)]
         if handle is not None:
-            checks.append(args.cached_problem(call, handle, given))
-        self._refuse_if(first_problem(*checks, args.dispatch_problem(call, self._world)))
+            checks.append(args.elastic_cached_problem(call, handle, given))
+        self._refuse_if(first_problem(*checks, args.elastic_dispatch_problem(call, self._world)))
         return (*self._dispatch(call, handle), finished(async_with_compute_stream))
 
     def combine(
@@ -236,7 +379,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         call = args.CombineCall(x=x, topk_weights=topk_weights, biases=as_biases(bias))
         checks = [_event_problem(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)]
         checks.append(args.handle_problem(handle))
-        self._refuse_if(first_problem(*checks, args.combine_problem(call, handle, self._world)))
+        self._refuse_if(first_problem(*checks, args.elastic_combine_problem(call, handle, self._world)))
         combined, weights = self._mode.combine(call, handle)
         return combined, weights, finished(async_with_compute_stream)
 

@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from dispatch.errors import WireUnavailable
 from dispatch.faces import arguments as args
-from dispatch.faces.config import NVL_PEERS, Config
-from dispatch.faces.limits import check_buffer
-from dispatch.faces.rows import split_rows
-from dispatch.faces.runtime import check_group
+from dispatch.faces.config import NVL_PEERS, Config, check_buffer
+from dispatch.faces.handles import split_rows
+from dispatch.faces.wires import check_group
 
 _CONFIG_FIELDS = tuple(Config.__dataclass_fields__)
 

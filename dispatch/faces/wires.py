@@ -5,13 +5,17 @@ NCCL's collectives for normal mode and Triton kernels over symmetric memory for 
 that choice on a GPU is tested with stand-ins on the CPU only, and was never run on one.
 """
 
+import importlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dispatch.low_latency.choose import open_low_latency
+from dispatch.errors import WireUnavailable
+from dispatch.gpu.symmetric import open_memory_for
+from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.exchange import LowLatencyExchange
 from dispatch.wires.choose import open_wire
 from dispatch.wires.wire import Wire
@@ -93,3 +97,99 @@ def group_with_backend(
         ranks, timeout=timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True
     )
     return made  # type: ignore[no-any-return]
+
+
+Kernels = Literal["auto", "triton"]
+KERNELS = ("auto", "triton")
+
+
+def open_low_latency(
+    wire: Wire,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    kernels: str = "auto",
+    provider: Literal["CUDA", "NVSHMEM"] = "CUDA",
+    num_bytes: int = 0,
+    timeout_s: float = 30.0,
+    mask_lost: bool = False,
+) -> LowLatencyExchange:
+    """Open an exchange for the ranks of `group`. Collective where it is Triton's.
+
+    Args:
+        wire: for the CPU passes; not owned.
+        device: where tokens lie.
+        kernels: "auto", or "triton" for the kernels' interpreter on the CPU.
+        provider: of memory between GPUs: "CUDA" maps that of peers which can be addressed, "NVSHMEM" reaches all.
+        num_bytes: of symmetric memory to begin with.
+        timeout_s, mask_lost: as the wire was opened with.
+
+    Raises:
+        ValueError: unknown kernels.
+        WireUnavailable: no Triton, no interpreter on the CPU, or no symmetric memory.
+    """
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(KERNELS)}")
+    if device.type == "cpu" and kernels == "auto":
+        return CpuExchange(wire)
+    kernels_module = load_triton(device)
+    kind = "shared" if device.type == "cpu" else provider
+    open_memory = open_memory_for(kind, group, device, timeout_s=timeout_s)
+    exchange: LowLatencyExchange = kernels_module.LowLatencyBlocks(
+        open_memory, dist.get_world_size(group), num_bytes=num_bytes, timeout_s=timeout_s, mask_lost=mask_lost
+    )
+    return exchange
+
+
+def load_triton(device: torch.device) -> Any:
+    """Import `dispatch.gpu.exchange`.
+
+    Raises:
+        WireUnavailable: Triton is not installed, or compiles where it should interpret.
+    """
+    try:
+        triton = importlib.import_module("triton")
+    except ImportError as error:
+        raise WireUnavailable(
+            f"low-latency mode on {device} needs Triton, which cannot be imported ({error}); "
+            "pip install 'wideep[gpu]'"
+        ) from error
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise WireUnavailable(
+            "kernels is 'triton' on the CPU, where only Triton's interpreter runs; set TRITON_INTERPRET=1 before "
+            "Python starts, or leave kernels='auto'"
+        )
+    return importlib.import_module("dispatch.gpu.exchange")
+
+
+class Released:
+    """Mixed into the buffers."""
+
+    explicitly_destroy: bool
+    runtime: Any
+    _close: Callable[[], Any]
+
+    def destroy(self) -> None:
+        """Release the wire; peers that still wait for this rank get PeerLost. Local.
+
+        Raises:
+            ValueError: the buffer was made without explicitly_destroy=True.
+        """
+        if not self.explicitly_destroy:
+            raise ValueError(
+                "explicitly_destroy is False; a buffer that is made so is released with its last user"
+            )
+        self._close()
+        self.runtime = None
+
+
+def check_group(group: dist.ProcessGroup | None, comm: object) -> dist.ProcessGroup:
+    """Return the group, or raise ValueError for what cannot take its place."""
+    if comm is not None:
+        raise ValueError(
+            f"comm is {type(comm).__module__}.{type(comm).__name__}; ranks meet over torch.distributed here, "
+            "pass a process group as group= and leave comm out"
+        )
+    if group is None:
+        raise ValueError("group is None; it must be a torch.distributed process group over all ranks")
+    return group

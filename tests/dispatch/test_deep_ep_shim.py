@@ -33,9 +33,8 @@ BLOBS = {  # git's names of the files' contents at dd758ca
 CORRUPTION = """
 import torch
 from dispatch.faces.buffer import Buffer
-from dispatch.low_latency.face import LowLatencyFace
 
-dispatch, low_latency_dispatch = Buffer.dispatch, LowLatencyFace.low_latency_dispatch
+dispatch, low_latency_dispatch = Buffer.dispatch, Buffer.low_latency_dispatch
 
 def spoil(rows):
     rows = rows[0] if isinstance(rows, tuple) else rows
@@ -59,7 +58,7 @@ def spoiled_low_latency_dispatch(self, *args, **kwargs):
     return (*result[:-1], spoiled_hook)
 
 Buffer.dispatch = spoiled_dispatch
-LowLatencyFace.low_latency_dispatch = spoiled_low_latency_dispatch
+Buffer.low_latency_dispatch = spoiled_low_latency_dispatch
 """
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from dispatch.errors import DispatchError
-from dispatch.faces.elastic import ElasticBuffer
-from dispatch.faces.elastic_sizes import find_node_size
-from dispatch.faces.ep_handle import EPHandle
+from dispatch.faces.elastic import ElasticBuffer, find_node_size
+from dispatch.faces.handles import EPHandle
 from tests.conftest import PoolOf
 from tests.dispatch.elastic_cases import E, H, K, M, open_buffer
 from tests.dispatch.elastic_oracle import Inputs, answer, expect_combine, expect_dispatch, make_inputs

@@ -27,8 +27,8 @@ HOST_TABLES = {  # functions that make tensors for the host: counts of ranks and
     "dispatch/rows.py: send",  # the matrix of counts
     "dispatch/rows.py: give_back",  # ranks, which are then moved
     "dispatch/rows.py: _pack_head",
-    "dispatch/wires/nccl.py: _start_headers",
-    "dispatch/faces/normal_mode.py: _count_experts",
+    "dispatch/wires/nccl.py: start_headers",
+    "dispatch/faces/normal.py: _count_experts",
     "dispatch/faces/handles.py: pack",  # counts of nodes
 }
 

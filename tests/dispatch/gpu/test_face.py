@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch import Buffer
-from dispatch.low_latency.face import LowLatencyFace
+from dispatch.faces.low_latency import LowLatencyFace
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.interpreted import open_interpreted
 from tests.dispatch.low_latency import test_deepep_assertions as deepep

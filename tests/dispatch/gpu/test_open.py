@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from dispatch.errors import WireUnavailable
+from dispatch.faces.wires import load_triton
 from dispatch.gpu.open import RankFacts, decide
 from dispatch.gpu.symmetric import TorchSymmetricMemory, check_addresses
-from dispatch.low_latency.choose import load_triton
 
 ONE = RankFacts(("host",), "gpu-0", has_nccl=True, has_nvshmem=False)
 TWO = ONE._replace(gpu="gpu-1")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dispatch.low_latency.face import LowLatencyFace
+from dispatch.faces.low_latency import LowLatencyFace
 from tests.dispatch.gpu.interpreted import open_interpreted
 from tests.dispatch.gpu.test_face import fresh_pool  # noqa: F401 - a fixture
 from tests.dispatch.low_latency.cases import Layer, RankCase, answer, make_cases, simulate

@@ -2,8 +2,8 @@
 
 import pytest
 
+from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.low_latency.face import LowLatencyFace
 from dispatch.wires.local import LocalWire
 
 

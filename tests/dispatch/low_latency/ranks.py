@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.low_latency.face import LowLatencyFace
 from dispatch.wires.choose import open_wire
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.interpreted import open_interpreted

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch import fp8
-from dispatch.low_latency.face import LowLatencyFace
+from dispatch.faces.low_latency import LowLatencyFace
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.ranks import open_face
 from tests.dispatch.test_fp8 import calc_diff

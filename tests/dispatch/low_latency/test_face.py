@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from dispatch.faces.events import EventOverlap
+from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.low_latency.face import LowLatencyFace
 from dispatch.wires.choose import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate

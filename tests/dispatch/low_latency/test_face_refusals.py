@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.low_latency.face import LowLatencyFace
 from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 from tests.dispatch.caught import catch

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.low_latency.face import LowLatencyFace
 from dispatch.wires.choose import open_wire
 from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf

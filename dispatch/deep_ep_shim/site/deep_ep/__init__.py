@@ -1,20 +1,21 @@
 """WideEP in the place of DeepEP (version 2.1's names), for whoever put this directory on their path.
 
 Importing it patches the process where there is no CUDA; `dispatch.deep_ep_shim.redirect` says what and why. All
-interfaces are WideEP's `dispatch`; `deep_ep.utils` is written anew, as far as DeepEP's own tests need it.
+interfaces are WideEP's `dispatch`.
 """
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 if importlib.util.find_spec("dispatch") is None:
     sys.path.append(str(Path(__file__).resolve().parents[4]))  # WideEP runs from its source tree
 
-import dispatch
 from dispatch.deep_ep_shim.redirect import redirect_cuda
 
 is_wideep_shim = True
@@ -24,14 +25,23 @@ topk_idx_t = torch.int64
 
 redirect_cuda()
 
-_FORWARDED = frozenset(dispatch.__all__)
-_FROM_UTILS = ("get_physical_domain_size", "get_logical_domain_size")
-__all__ = [*dispatch.__all__, *_FROM_UTILS, "topk_idx_t"]
+_ours: Any = importlib.import_module("dispatch")
+_NODE_SIZE = 8
+__all__ = [*_ours.__all__, "get_logical_domain_size", "get_physical_domain_size", "topk_idx_t"]
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return nodes and ranks per node, for nodes of up to eight ranks."""
+    num_ranks = dist.get_world_size(group)
+    return max(1, num_ranks // _NODE_SIZE), min(num_ranks, _NODE_SIZE)
+
+
+def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """Return the domains that a hierarchical exchange would have; without it, one."""
+    return get_physical_domain_size(group) if allow_hybrid_mode else (1, dist.get_world_size(group))
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FORWARDED:
-        return getattr(dispatch, name)
-    if name in _FROM_UTILS:
-        return getattr(importlib.import_module("deep_ep.utils.envs"), name)
+    if name in _ours.__all__:
+        return getattr(_ours, name)
     raise AttributeError(f"module 'deep_ep' (WideEP's shim) has no attribute {name!r}")

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from deep_ep.utils.envs import get_global_seed  # type: ignore[import-not-found]
+from torch import Tensor
 
 _MASK = 0x7FFFFFFF
 

@@ -14,35 +14,181 @@ What a GPU does differently, where the host does not wait, is said in `dispatch.
 Idea and interface: DeepEP 2.1, deep_ep/buffers/legacy.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from dispatch.faces import low_latency_arguments as arguments
+from dispatch.faces.arguments import fork_problem
 from dispatch.faces.events import EventOverlap, finished
-from dispatch.low_latency import arguments
-from dispatch.low_latency.checked import CheckedCalls, Handle
 from dispatch.low_latency.exchange import LowLatencyExchange
-from dispatch.low_latency.shape import size_hint
+from dispatch.low_latency.ring import DispatchSlot
+from dispatch.low_latency.shape import LowLatencyShape, size_hint
 
+Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
 
 
-class LowLatencyFace(CheckedCalls):
-    """Low-latency mode over an exchange, which stays the caller's. Every `low_latency_` call and the cleaning of the
-    buffer are collective, in the same order on all ranks; the mask's methods are local.
+class CheckedCalls:
+    """Looks at arguments for `LowLatencyMode`. Only what refuses is collective."""
 
-    Args:
-        exchange: one that masks ranks that are lost, if `enable_shrink`.
+    exchange: LowLatencyExchange
+    strict: bool
+
+    @cached_property
+    def _choices(self) -> dict[tuple[int, ...], Tensor]:
+        """int32 choices as int64, by shape."""
+        return {}
+
+    @cached_property
+    def _combine_buffers(self) -> dict[tuple[Any, ...], Tensor]:
+        return {}
+
+    def _refuse_first(self, *checks: Iterator[str]) -> None:
+        problem = next((problem for check in checks for problem in check), "")
+        if problem:
+            self._refuse(problem)
+
+    def _refuse(self, problem: str) -> NoReturn:
+        """Tell every rank, then raise."""
+        self.exchange.refuse(problem)
+        raise ValueError(problem)
+
+    def _count_problems(self, name: str, stats: Tensor | None, num_local: int) -> Iterator[str]:
+        return arguments.stats_problems(name, stats, torch.int32, (num_local,), device=self.exchange.device)
+
+    def _wait_problems(self, name: str, stats: Tensor | None) -> Iterator[str]:
+        R = self.exchange.world_size
+        return arguments.stats_problems(name, stats, torch.int64, (R,), (R, R), device=self.exchange.device)
+
+    def _checked_shape(
+        self, x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, form: tuple[bool, bool, bool]
+    ) -> LowLatencyShape:
+        """Check what a dispatch sends, and in which form; return its shape.
+
+        Args:
+            form: use_fp8, round_scale, use_ue8m0.
+        """
+        R, strict = self.exchange.world_size, self.strict
+        self._refuse_first(
+            arguments.dispatch_problems(
+                x, topk_idx, max_tokens, num_experts, R, strict=strict, device=self.exchange.device
+            ),
+            arguments.dtype_problems(x, self.exchange.dtypes),
+        )
+        self._refuse_first(arguments.format_problems(x.shape[1], *form, strict=strict))
+        return LowLatencyShape(
+            world_size=R,
+            experts_per_rank=num_experts // R,
+            max_tokens=max_tokens,
+            hidden=x.shape[1],
+            choices=topk_idx.shape[1],
+            dtype=x.dtype,
+            is_fp8=form[0],
+            is_ue8m0=form[2],
+        )
+
+    def _check_answers(
+        self, slot: DispatchSlot, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, out: Tensor | None
+    ) -> None:
+        """Check what a combine sends."""
+        shape, device = slot.shape, self.exchange.device
+        self._refuse_first(
+            arguments.combine_problems(
+                x, topk_idx, topk_weights, shape, slot.num_tokens, strict=self.strict, device=device
+            ),
+            arguments.dtype_problems(x, self.exchange.dtypes),
+        )
+        self._refuse_first(arguments.out_problems(out, slot.num_tokens, shape.hidden, x.dtype, device=device))
+
+    def _slot_of(self, handle: Handle) -> DispatchSlot:
+        problem, slot = self._find_slot(handle)
+        if slot is None:
+            self._refuse(problem)
+        return slot
+
+    def _find_slot(self, handle: Handle) -> tuple[str, DispatchSlot | None]:
+        """Return the dispatch that a handle is of, or what is wrong with it."""
+        problem = arguments.first(arguments.handle_problems(handle))
+        if problem:
+            return problem, None
+        slot = self.exchange.slot_of(handle[0])
+        if slot is None:
+            return (
+                "handle is of none of this buffer's dispatches, or a copy of it; pass what was returned",
+                None,
+            )
+        shape = slot.shape
+        wanted = (shape.max_tokens, shape.hidden, shape.experts_per_rank * shape.world_size)
+        if tuple(handle[2:]) != wanted:
+            given = tuple(handle[2:])
+            return f"handle ends in {given}; its dispatch had {wanted}, pass what was returned", None
+        return "", slot
+
+    def _checked_choices(self, topk_idx: Tensor, num_experts: int) -> Tensor:
+        """Return a dispatch's choices as int64."""
+        topk_idx = self._as_int64(topk_idx)
+        bad = self.exchange.find_bad_choice(topk_idx, num_experts)
+        if bad >= 0:
+            token, choice = divmod(bad, topk_idx.shape[1])
+            seen = int(topk_idx[token, choice])
+            self._refuse(f"topk_idx[{token}, {choice}] is {seen}; it must be -1 or in [0, {num_experts})")
+        return topk_idx
+
+    def _dispatched_choices(self, topk_idx: Tensor, slot: DispatchSlot) -> Tensor:
+        """Return a combine's choices as int64."""
+        topk_idx = self._as_int64(topk_idx)
+        bad = self.exchange.find_other_choice(topk_idx, slot)
+        if bad >= 0:
+            token, choice = divmod(bad, topk_idx.shape[1])
+            seen, sent = int(topk_idx[token, choice]), int(slot.sent_TK[token, choice])
+            self._refuse(
+                f"topk_idx[{token}, {choice}] is {seen} where the dispatch of this handle had {sent}; it must be that "
+                "or -1"
+            )
+        return topk_idx
+
+    def _as_int64(self, topk_idx: Tensor) -> Tensor:
+        if topk_idx.dtype == torch.int64:
+            return topk_idx
+        self.exchange.settle()  # a combine that travels reads its choices when it is finished
+        shape = tuple(topk_idx.shape)
+        if shape not in self._choices:
+            self._choices[shape] = torch.empty(shape, dtype=torch.int64, device=topk_idx.device)
+        return self._choices[shape].copy_(topk_idx)
+
+    def _combine_buffer(self, slot: DispatchSlot) -> Tensor:
+        shape = slot.shape
+        key = (shape.experts_per_rank, shape.rows_per_expert, shape.hidden, shape.dtype)
+        if key not in self._combine_buffers:
+            self._combine_buffers[key] = torch.zeros(key[:3], dtype=shape.dtype, device=self.exchange.device)
+        return self._combine_buffers[key]
+
+    def _filled_buffer(self, slot: DispatchSlot, x: Tensor) -> Tensor:
+        """Return what the caller wrote its answers to instead of x."""
+        buffer = self._combine_buffer(slot)
+        if not isinstance(x, Tensor) or x.dtype != buffer.dtype:
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            self._refuse(
+                f"x is {got} and zero_copy True; the combine buffer of this handle holds {buffer.dtype}"
+            )
+        return buffer
+
+
+class LowLatencyMode(CheckedCalls):
+    """DeepEP's low-latency calls, mixed into `Buffer`. Every `low_latency_` call and the cleaning of the buffer are
+    collective, in the same order on all ranks; the mask's methods are local.
+
+    Attributes:
+        exchange: what moves rows and answers; one that masks ranks that are lost, if `enable_shrink`.
         enable_shrink: whether ranks may be masked.
         strict: apply the limits of DeepEP's hardware.
     """
 
-    def __init__(
-        self, exchange: LowLatencyExchange, *, enable_shrink: bool = False, strict: bool = False
-    ) -> None:
-        super().__init__(exchange, strict=strict)
-        self.enable_shrink = enable_shrink
+    enable_shrink: bool
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -64,6 +210,7 @@ class LowLatencyFace(CheckedCalls):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        **forks: Any,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Handle, EventOverlap, Hook | None]:
         """Send each token to the experts that it chose. Collective.
 
@@ -77,6 +224,8 @@ class LowLatencyFace(CheckedCalls):
             use_fp8: send FP8 values and scales, see `dispatch.fp8`, which explains round_scale and use_ue8m0 too.
             async_finish: return an event to wait for. The work is done all the same when the call returns.
             return_recv_hook: only send; the hook receives. x may be overwritten meanwhile.
+            forks: arguments of DeepEP's forks (use_nvfp4, x_global_scale, ...): a TypeError on every rank, unless
+                None or False.
 
         Returns:
             recv_x: [L, R*M, H] in the dtype of x; or (float8_e4m3fn [L, R*M, H], float32 scales
@@ -89,6 +238,7 @@ class LowLatencyFace(CheckedCalls):
             ValueError: bad arguments, on this rank. PeerRefused: on another. The next call works.
             PeerLost, DispatchTimeout, RanksDisagree: the wire is of no more use.
         """
+        self._refuse_forks("low_latency_dispatch", forks)
         shape = self._checked_shape(
             x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, (use_fp8, round_scale, use_ue8m0)
         )
@@ -121,6 +271,7 @@ class LowLatencyFace(CheckedCalls):
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        **forks: Any,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Bring the answers home and sum them with their weights. Collective.
 
@@ -135,7 +286,7 @@ class LowLatencyFace(CheckedCalls):
             async_finish, return_recv_hook: as in `low_latency_dispatch`; topk_idx and topk_weights must stay until
                 the hook has run, x need not.
             out: [T, H] in the dtype of x, contiguous: where to write the result.
-            combine_wait_recv_cost_stats: as in `low_latency_dispatch`.
+            combine_wait_recv_cost_stats, forks: as in `low_latency_dispatch`.
 
         Returns:
             combined_x: `out`, or one of two results of this shape in turn: the sum over k = 0..K-1 of weight times
@@ -145,6 +296,7 @@ class LowLatencyFace(CheckedCalls):
         Raises:
             as `low_latency_dispatch`.
         """
+        self._refuse_forks("low_latency_combine", forks)
         slot = self._slot_of(handle)
         if zero_copy:
             x = self._filled_buffer(slot, x)
@@ -209,10 +361,6 @@ class LowLatencyFace(CheckedCalls):
         for rank in range(self.exchange.world_size):
             self.exchange.set_mask(rank, False)
 
-    def settle(self) -> None:
-        """Receive what travels, if its hook has not run: before the wire is used for anything else."""
-        self.exchange.settle()
-
     def _need_shrink(self) -> None:
         if not self.enable_shrink:
             raise ValueError(
@@ -222,3 +370,19 @@ class LowLatencyFace(CheckedCalls):
     def _row_of(self, stats: Tensor | None) -> Tensor | None:
         """Return this rank's part of wait statistics [R] or [R, R]."""
         return stats if stats is None or stats.dim() == 1 else stats[self.exchange.rank]
+
+    def _refuse_forks(self, method: str, forks: Mapping[str, Any]) -> None:
+        """Raise a TypeError here and PeerRefused elsewhere for arguments that V1 does not have."""
+        problem = next(fork_problem(method, forks), "")
+        if problem:
+            self.exchange.refuse(problem)
+            raise TypeError(problem)
+
+
+class LowLatencyFace(LowLatencyMode):
+    """Low-latency mode over an exchange, which stays the caller's; see `LowLatencyMode`."""
+
+    def __init__(
+        self, exchange: LowLatencyExchange, *, enable_shrink: bool = False, strict: bool = False
+    ) -> None:
+        self.exchange, self.enable_shrink, self.strict = exchange, enable_shrink, strict

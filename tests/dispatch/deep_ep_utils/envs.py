@@ -5,9 +5,10 @@ import random
 
 import torch
 import torch.distributed as dist
+from deep_ep import get_logical_domain_size, get_physical_domain_size
 
+__all__ = ["get_logical_domain_size", "get_physical_domain_size"]  # DeepEP's tests import them from here
 DEFAULT_PORT = 8361  # DeepEP's
-NODE_SIZE = 8
 
 _local_rank = 0
 _seeds = {"global": 0, "local": 0}
@@ -59,17 +60,6 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
     if not once_in_node or _local_rank == 0:
         print(s, flush=True)
     dist.barrier()
-
-
-def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return nodes and ranks per node, for nodes of up to eight ranks."""
-    num_ranks = dist.get_world_size(group)
-    return max(1, num_ranks // NODE_SIZE), min(num_ranks, NODE_SIZE)
-
-
-def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Return the domains that a hierarchical exchange would have; without it, one."""
-    return get_physical_domain_size(group) if allow_hybrid_mode else (1, dist.get_world_size(group))
 
 
 def check_nvlink_connections(group: dist.ProcessGroup) -> None:

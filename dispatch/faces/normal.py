@@ -18,7 +18,7 @@ from torch import Tensor
 from dispatch.choices import NOT_HERE, localise, ranks_of, token_mask
 from dispatch.faces import handles
 from dispatch.faces.arguments import DispatchArguments
-from dispatch.faces.rows import pad_rows
+from dispatch.faces.handles import pad_rows
 from dispatch.rows import GivenBack, Received, RowExchange
 
 
