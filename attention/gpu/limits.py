@@ -1,12 +1,24 @@
-"""Which heads the GPU kernels take: said once when a model is built, and checked again at every launch."""
+"""Which heads the GPU kernels take, and what memory they need beside the pages. Knows no Triton.
+
+What they lack is said before a weight is read (`why_not`), and checked again at every launch. The memory is counted
+before the KV cache's size is chosen, so that nothing is allocated for the first time amid the service.
+"""
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from kvcache.paged_cache import LayerShape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_DIM, LARGEST_DIM = 16, 256  # of a key or a value: a product on tensor cores, and what registers hold
 LARGEST_LATENT = 512
 MAX_GROUP = 64  # query heads of a KV head, the rows of one product
+LATENT_VALUES = 512  # from this value dim on, heads share cached latents
+# Keys and values of prompts' contexts that are expanded at once, of one layer, as the product makes them and as pages: more
+# are expanded head by head. DeepSeek's 128 heads of 128k tokens would take 10.7 GB, and as much again for the copy.
+EXPANDED_BYTES = 512 << 20
 
 
 def check_heads(heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
@@ -63,3 +75,42 @@ def check_tile(tokens: int, block_tokens: int) -> None:
         raise ValueError(
             f"a tile has {tokens} tokens; the kernels take multiples of a block's {block_tokens}"
         )
+
+
+def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | None:
+    """Say what the kernels lack; None if nothing.
+
+    Args:
+        shapes: what each layer caches.
+        latent_ranks: `kv_lora_rank` of the layers that cache latents.
+    """
+    dims = {dim for shape in shapes if not shape.latent for dim in (shape.key_dim, shape.value_dim)}
+    bad = sorted(dim for dim in dims if not LEAST_DIM <= dim <= LARGEST_DIM)
+    if bad:
+        return f"heads of {bad[0]} values; the GPU kernels take {LEAST_DIM} to {LARGEST_DIM}"
+    if any(shape.latent and shape.window for shape in shapes):
+        return "a sliding window over latents; the GPU kernels have none"
+    for rank in latent_ranks:
+        if rank & (rank - 1) or not LEAST_DIM <= rank <= LARGEST_LATENT:
+            return (
+                f"latents of {rank} values (kv_lora_rank); the GPU kernels take powers of 2 from {LEAST_DIM} to "
+                f"{LARGEST_LATENT}"
+            )
+    return None
+
+
+def split_sizes(value_dim: int, max_tokens: int) -> tuple[int, int]:
+    """Return the tokens of decode's shortest splits, and into how many a context of up to `max_tokens` is cut."""
+    tokens, most = (1024, 32) if value_dim >= LATENT_VALUES else (256, 64)
+    return tokens, max(1, min(most, -(-max_tokens // tokens)))
+
+
+def scratch_bytes(*, max_sequences: int, heads: int, value_dim: int, max_tokens: int) -> int:
+    """Return what a `DecodeScratch` takes: per sequence, head and split the values' sums, a maximum and a total, float32."""
+    _, num_splits = split_sizes(value_dim, max_tokens)
+    return max_sequences * heads * num_splits * (value_dim + 2) * 4
+
+
+def expanded_bytes_of_token(key_dim: int, value_dim: int, itemsize: int) -> int:
+    """Return what one token of one head takes while prompts' latents are expanded: the product, and its copy as pages."""
+    return 2 * (key_dim + value_dim) * itemsize

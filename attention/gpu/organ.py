@@ -2,7 +2,7 @@
 
 Decodes go through the split kernel, prompts through the tiled one, in the same step too: a row's bits must not depend
 on whether prompts run beside it. Multi-head latent attention decodes absorbed, on the latents themselves (the two parts
-of `kv_b_proj` move into the query and the output), and expands the latents of prompts only.
+of `kv_b_proj` move into the query and the output), and expands the latents of prompts only, within a bound.
 Nothing here waits for the device, and a step that only decodes reads nothing of the host but its padded size.
 
 Legend: P rows of the step, padding included, H query heads, D key dim, V value dim, L latent dim, E rotary dim,
@@ -12,10 +12,12 @@ N blocks, B tokens of a block, X blocks in use, U the part of the key dim that i
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.gpu.decode import DecodeScratch, paged_decode
+from attention.gpu.limits import EXPANDED_BYTES, expanded_bytes_of_token
 from attention.gpu.mla import latent_decode
 from attention.gpu.prefill import paged_prefill, tile_tokens
 from kvcache.gpu.cache import DeviceCache
@@ -65,8 +67,7 @@ def attend(
     if shape.latent:
         if of_decodes.stop:
             out_PHV[of_decodes] = _decode_latents(module, query_PHD[of_decodes], pages, layer, scaling)
-        own = _expanded(module, pages.keys[layer], step)
-        _prefill(query_PHD, own, step, out_PHV, scale=scaling, window=shape.window, sinks_H=s_aux)
+        _prefill_latents(module, query_PHD, pages.keys[layer], step, out_PHV, scaling)
         return out_PHV[None], None
     own = Pages(pages.keys[layer], pages.values[layer], step.on_device.table_SM)
     options: dict[str, Any] = {"scale": scaling, "window": shape.window, "sinks_H": s_aux}
@@ -76,7 +77,7 @@ def attend(
             own.table_SM[of_decodes], _scratch(pages, H, value_dim), out=out_PHV[of_decodes], **options,
         )  # fmt: skip
     if not step.is_decode_only:
-        _prefill(query_PHD, own, step, out_PHV, **options)
+        _prefill(query_PHD, own, step, out_PHV, step.prompts, **options)
     return out_PHV[None], None
 
 
@@ -103,9 +104,11 @@ def _scratch(pages: DeviceCache, heads: int, value_dim: int) -> DecodeScratch:
     )
 
 
-def _prefill(query_PHD: Tensor, own: Pages, step: DeviceStep, out_PHV: Tensor, **options: Any) -> None:
+def _prefill(
+    query_PHD: Tensor, own: Pages, step: DeviceStep, out_PHV: Tensor, sequences: range, **options: Any
+) -> None:
     (_, H, D), (_, G, _, V) = query_PHD.shape, own.values_NGBV.shape
-    tiles_X3 = step.tiles_on_device(tile_tokens(H, G, D, V))
+    tiles_X3 = step.tiles_on_device(tile_tokens(H, G, D, V), sequences)
     paged_prefill(
         query_PHD, own.keys_NGBD, own.values_NGBV, tiles_X3, step.on_device.query_start_S, step.on_device.context_S,
         own.table_SM, out=out_PHV, **options,
@@ -135,18 +138,35 @@ def absorbed_parts(weight: Tensor, heads: int, unrotated_dim: int) -> tuple[Tens
     return weight_HXL[:, :unrotated_dim], weight_HXL[:, unrotated_dim:]
 
 
-def _expanded(module: Any, latents_NBC: Tensor, step: DeviceStep) -> Pages:
-    """Expand the latents of all sequences but decodes into pages of their own."""
-    blocks = step.expansion()
-    latent_XBC = latents_NBC[blocks.block_X]
+def _prefill_latents(
+    module: Any, query_PHD: Tensor, latents_NBC: Tensor, step: DeviceStep, out_PHV: Tensor, scale: float
+) -> None:
+    """Prefill with the latents of prompts' contexts expanded, as many heads and sequences at once as EXPANDED_BYTES hold.
+
+    A head's result depends on its own keys and values only, so that it does not matter which are expanded together.
+    """
+    (_, H, D), V, B = query_PHD.shape, out_PHV.shape[-1], latents_NBC.shape[1]
+    most_tokens = EXPANDED_BYTES // expanded_bytes_of_token(D, V, latents_NBC.element_size())
+    for blocks in step.expansions(most_tokens // B):
+        latent_XBC = latents_NBC[blocks.block_X]
+        at_once = max(1, min(H, most_tokens // (len(latent_XBC) * B)))
+        for first in range(0, H, at_once):
+            here = slice(first, min(first + at_once, H))
+            own = _expanded(module, latent_XBC, blocks.table_SM, H, here)
+            _prefill(query_PHD[:, here], own, step, out_PHV[:, here], blocks.sequences, scale=scale)
+
+
+def _expanded(module: Any, latent_XBC: Tensor, table_SM: Tensor, heads: int, here: slice) -> Pages:
+    """Expand latents into pages of some heads, as the module's `expand_kv` does it for all."""
     X, B, C = latent_XBC.shape
-    latent_11RC = latent_XBC.view(1, 1, X * B, C)
-    rank = C - module.qk_rope_head_dim
-    key, value = type(module).expand_kv(module, latent_11RC[..., :rank], latent_11RC[..., rank:])
-    keys_XHBD, values_XHBV = (
-        part[0].unflatten(1, (X, B)).transpose(0, 1).contiguous() for part in (key, value)
-    )
-    return Pages(keys_XHBD, values_XHBV, blocks.table_SM)
+    E, V = module.qk_rope_head_dim, module.v_head_dim
+    weight_HYL = module.kv_b_proj.weight.view(heads, -1, C - E)[here]
+    h, U = len(weight_HYL), weight_HYL.shape[1] - V
+    both_XBHY = F.linear(latent_XBC[..., :-E], weight_HYL.flatten(0, 1)).view(X, B, h, U + V)
+    keys_XHBD = latent_XBC.new_empty(X, h, B, U + E)
+    keys_XHBD[..., :U] = both_XBHY[..., :U].transpose(1, 2)
+    keys_XHBD[..., U:] = latent_XBC[:, None, :, -E:]
+    return Pages(keys_XHBD, both_XBHY[..., U:].transpose(1, 2).contiguous(), table_SM)
 
 
 def prepare(net: Any) -> None:

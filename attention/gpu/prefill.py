@@ -33,7 +33,7 @@ class PrefillTile(NamedTuple):
 
 @triton.jit
 def attend_tile(
-    query, keys, values, tiles, query_start, context, table, sinks, out, query_stride, table_stride, scale,
+    query, keys, values, tiles, query_start, context, table, sinks, out, query_stride, out_stride, table_stride, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -84,7 +84,7 @@ def attend_tile(
         sum_RV = sum_RV * shrink[:, None] + added
     result = sum_RV / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
-        out + (token_row[:, None] * (KV_HEADS * GROUP) + head[:, None]) * V + value_dim[None, :],
+        out + token_row[:, None] * out_stride + head[:, None] * V + value_dim[None, :],
         result.to(out.dtype.element_ty), mask=is_row[:, None] & (value_dim[None, :] < V),
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ def paged_prefill(
         tiles_X3: int64 [X, 3] as `Step.tiles(tile_tokens(...))` gives them; a tile of 0 tokens does nothing.
         query_start_S: int64 [S + 1], rows of sequence s are [s], [s + 1]. context_S: int64 [S], tokens after this step.
         block_table_SM, scale, window, soft_cap, sinks_H: as `decode.paged_decode`.
-        out: [T, H, V] contiguous to write into; None: a new one of zeros.
+        out: [T, H, V] to write into, heads contiguous; None: a new one of zeros.
         tile: None: the table's.
 
     Returns:
@@ -154,7 +154,7 @@ def paged_prefill(
         out = query_THD.new_zeros(T, H, V)
     attend_tile[(tiles_X3.shape[0], G)](
         query_THD, keys_NGBD, values_NGBV, tiles_X3, query_start_S, context_S, block_table_SM, sinks_H, out,
-        query_THD.stride(0), block_table_SM.stride(0), scale, GROUP=group,
+        query_THD.stride(0), out.stride(0), block_table_SM.stride(0), scale, GROUP=group,
         ROWS=max(tile_rows(D, V), triton.next_power_of_2(group)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
         V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, SOFT_CAP=soft_cap,
         HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,

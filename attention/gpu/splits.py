@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.gpu.limits import split_sizes
 from attention.gpu.pages import LOG2_E, bound
 
 _MERGED_PARTS = 8  # of a row at a time
 _INTERPRETED_MULTIPROCESSORS = 3  # fewer than parts, so that programs take turns there too
-_LATENT_VALUES = 512  # from this value dim on, heads share cached latents
 
 
 @triton.jit
@@ -123,10 +123,10 @@ class DecodeScratch:
             split_tokens: of the shortest splits. max_splits: of a context. None: by the shape of the heads. A row's
                 bits depend on both.
         """
-        is_latent = value_dim >= _LATENT_VALUES
-        self.split_tokens = split_tokens or (1024 if is_latent else 256)
-        most = max_splits or (32 if is_latent else 64)
-        self.num_splits = max(1, min(most, -(-max_tokens // self.split_tokens)))
+        self.split_tokens, self.num_splits = split_sizes(value_dim, max_tokens)
+        if split_tokens is not None or max_splits is not None:
+            self.split_tokens = split_tokens or self.split_tokens
+            self.num_splits = max(1, min(max_splits or 64, -(-max_tokens // self.split_tokens)))
         self.multiprocessors = _INTERPRETED_MULTIPROCESSORS
         if device.type == "cuda":
             self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -42,10 +42,11 @@ class OnDevice(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """Blocks of the sequences that are not decodes, side by side, for attention that expands latents."""
+    """Blocks of some sequences that are not decodes, side by side, for attention that expands latents."""
 
+    sequences: range
     block_X: Tensor  # the blocks, in order of sequences and positions
-    table_SM: Tensor  # where they are in that order; rows of decodes are not filled
+    table_SM: Tensor  # where they are in that order; rows of other sequences are not filled
 
 
 def agreed_sizes(max_sequences: int) -> tuple[int, ...]:
@@ -108,7 +109,8 @@ class DeviceStep(Step):
         self.block_table_SM = self._pinned(max_sequences, max_blocks)
         self._table = self.block_table_SM.numpy()
         self._device_table_SM = torch.zeros_like(self.block_table_SM, device=device)
-        self._uploaded: dict[object, tuple[Tensor, ...]] = {}
+        self._tiles_on_device: dict[tuple[int, range], Tensor] = {}
+        self._expansions: dict[int, list[Expansion]] = {}
 
     @property
     def is_decode_only(self) -> bool:
@@ -128,7 +130,8 @@ class DeviceStep(Step):
     def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
         """See `Step.fill`."""
         super().fill(spans, num_decodes, agreed_tokens=agreed_tokens)
-        self._uploaded.clear()
+        self._tiles_on_device.clear()
+        self._expansions.clear()
 
     def inputs(self, token_ids: Sequence[int], rows: Sequence[int]) -> Inputs:
         """Take the tokens of a batch that was filled in, and copy the step to the device; see `Step.inputs`.
@@ -212,26 +215,43 @@ class DeviceStep(Step):
         self.fill(spans)
         return self.inputs([at % vocabulary for at in range(self.num_tokens)], [0])
 
-    def tiles_on_device(self, tile_tokens: int) -> Tensor:
-        """The rows of all sequences but decodes in tiles, see `tiles`: [X, 3] int64."""
-        if tile_tokens not in self._uploaded:
-            tiles = self.tiles(tile_tokens)
-            self._uploaded[tile_tokens] = (self._upload(tiles[tiles[:, 0] >= self.num_decodes]),)
-        return self._uploaded[tile_tokens][0]
+    @property
+    def prompts(self) -> range:
+        """The sequences that are not decodes."""
+        return range(self.num_decodes, self.num_sequences)
 
-    def expansion(self) -> Expansion:
-        """Lay the blocks of all sequences but decodes side by side."""
-        if "expansion" not in self._uploaded:
-            contexts = self._context[: self.num_sequences]
-            blocks, width, used = [], -(-int(contexts.max(initial=1)) // self.block_tokens), 0
-            table_SM = np.zeros((self.num_sequences, width), np.int64)
-            for sequence in range(self.num_decodes, self.num_sequences):
-                count = -(-int(contexts[sequence]) // self.block_tokens)
-                blocks.append(self._table[sequence, :count])
-                table_SM[sequence, :count] = np.arange(used, used + count)
-                used += count
-            self._uploaded["expansion"] = (self._upload(np.concatenate(blocks)), self._upload(table_SM))
-        return Expansion(*self._uploaded["expansion"])
+    def tiles_on_device(self, tile_tokens: int, sequences: range | None = None) -> Tensor:
+        """The rows of some sequences, of all but decodes by default, in tiles, see `tiles`: [X, 3] int64."""
+        key = tile_tokens, self.prompts if sequences is None else sequences
+        if key not in self._tiles_on_device:
+            tiles = self.tiles(tile_tokens)
+            is_in = (tiles[:, 0] >= key[1].start) & (tiles[:, 0] < key[1].stop)
+            self._tiles_on_device[key] = self._upload(tiles[is_in])
+        return self._tiles_on_device[key]
+
+    def expansions(self, most_blocks: int) -> list[Expansion]:
+        """Lay the blocks of all sequences but decodes side by side, of as many sequences together as have `most_blocks`;
+        one alone may have more."""
+        if most_blocks not in self._expansions:
+            counts = -(-self._context[: self.num_sequences] // self.block_tokens)
+            made, first = [], self.num_decodes
+            while first < self.num_sequences:
+                together = np.cumsum(counts[first:]) <= most_blocks
+                end = first + max(1, int(together.sum()))
+                made.append(self._expansion(range(first, end), counts))
+                first = end
+            self._expansions[most_blocks] = made
+        return self._expansions[most_blocks]
+
+    def _expansion(self, sequences: range, count_S: np.ndarray) -> Expansion:
+        table_SM = np.zeros((self.num_sequences, int(count_S.max(initial=1))), np.int64)
+        blocks, used = [], 0
+        for sequence in sequences:
+            count = int(count_S[sequence])
+            blocks.append(self._table[sequence, :count])
+            table_SM[sequence, :count] = np.arange(used, used + count)
+            used += count
+        return Expansion(sequences, self._upload(np.concatenate(blocks)), self._upload(table_SM))
 
     def _padded(self, num_tokens: int) -> int:
         if self.has_fixed_shape and self._is_wide:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention.gpu import limits as attention_limits
 from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
-from attention.gpu import served_shapes
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import SMALLEST_CAPACITY
 from kvcache.gpu.cache import DeviceCache, token_bytes
@@ -112,7 +112,7 @@ def _why_unserved(
     ranks = [
         int(getattr(module, "kv_lora_rank", 0)) for module in net.modules() if hasattr(module, "expand_kv")
     ]
-    problem = served_shapes.why_not(shapes, ranks) or None
+    problem = attention_limits.why_not(shapes, ranks)
     if quantisation is not None and quantisation.method == "fp8":
         problem = problem or why_no_fp8(quantisation, on.device)
     if on.compiler and not compiling.decoder_layers(net):

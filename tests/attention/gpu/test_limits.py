@@ -1,9 +1,19 @@
 """Heads and latents without a GPU kernel are named when a model is built."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attention.gpu.limits import check_heads, check_latents, check_layout
+from attention.gpu.limits import (
+    check_heads,
+    check_latents,
+    check_layout,
+    scratch_bytes,
+    split_sizes,
+    why_not,
+)
+from kvcache.paged_cache import LayerShape
 
 BF16 = torch.bfloat16
 
@@ -59,3 +69,41 @@ def test_layouts_that_kernels_would_misread_are_named() -> None:
         check_layout(query, pages.half())
     with pytest.raises(ValueError, match="no contiguous tensor"):
         check_layout(query, pages[:, :1])
+
+
+def heads(key_dim: int, value_dim: int) -> LayerShape:
+    return LayerShape(num_kv_heads=2, key_dim=key_dim, value_dim=value_dim)
+
+
+LATENT = LayerShape(num_kv_heads=1, key_dim=576, value_dim=0, latent=True)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "text"),
+    [
+        ([heads(128, 128), heads(64, 64)], [], None),
+        ([heads(192, 128), heads(16, 256)], [], None),
+        ([LATENT], [512], None),
+        ([heads(128, 128), heads(8, 8)], [], "heads of 8 values; the GPU kernels take 16 to 256"),
+        ([heads(128, 320)], [], "heads of 320 values"),
+        (
+            [LATENT],
+            [384],
+            "latents of 384 values (kv_lora_rank); the GPU kernels take powers of 2 from 16 to 512",
+        ),
+        ([replace(LATENT, window=8)], [512], "a sliding window over latents"),
+        ([LATENT], [1024], "latents of 1024 values"),
+    ],
+)
+def test_what_the_kernels_lack_is_named(shapes: list[LayerShape], ranks: list[int], text: str | None) -> None:
+    found = why_not(shapes, ranks)
+    assert found is None if text is None else found is not None and text in found
+
+
+def test_the_memory_beside_the_pages_is_what_is_allocated() -> None:
+    """DeepSeek-V3 with 256 sequences of up to 128k tokens: 2.1 GB, which no budget had."""
+    assert (
+        scratch_bytes(max_sequences=256, heads=128, value_dim=512, max_tokens=131072)
+        == 256 * 128 * 32 * 514 * 4
+    )
+    assert split_sizes(128, 40960) == (256, 64) and split_sizes(128, 1000) == (256, 4)

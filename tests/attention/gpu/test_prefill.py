@@ -84,17 +84,18 @@ def test_prefill_equals_the_oracle(
 
 
 def cut_otherwise(device: str) -> None:
-    """Equal bits on a GPU; in the interpreter, numpy's products depend on where a row lies."""
+    """Equal bits: on a GPU wherever the cut is; in the interpreter numpy's products have other bits for a row in another
+    place of its vectors, so there only cuts count that leave it in its place."""
     paged = make_paged([(16, 40)], SMALL).to(device)
     table = paged.step.block_table_SM[0].tolist()
     query = torch.randn(40, 4, 32).to(device)
     whole = prefill(paged, query)
-    for begin, count in ((0, 7), (7, 33)):
-        paged.step.fill([Span(16 + begin, count, table)])
-        rows = slice(begin, begin + count)
-        part = prefill(paged, query[rows])
-        check_close(part, whole[rows])
-        assert device == "cpu" or torch.equal(part, whole[rows])
+    for cut in (16, 24, 7):
+        for begin, end in ((0, cut), (cut, 40)):
+            paged.step.fill([Span(16 + begin, end - begin, table)])
+            part = prefill(paged, query[begin:end])
+            check_close(part, whole[begin:end])
+            assert (device == "cpu" and cut % 8) or torch.equal(part, whole[begin:end]), (cut, begin)
 
 
 def test_rows_do_not_depend_on_the_chunk_they_come_in(on_device: OnDevice) -> None:

@@ -141,15 +141,23 @@ def test_a_prompts_last_token_alone_is_no_decode(step: DeviceStep) -> None:
     assert step.tiles_on_device(4).tolist() == [[0, 0, 1]]
 
 
-def test_blocks_of_prompts_lie_side_by_side_for_expansion(step: DeviceStep) -> None:
+def test_blocks_of_prompts_lie_side_by_side_for_expansion_as_many_as_may_be(step: DeviceStep) -> None:
     step.fill([*decodes(40), Span(16, 10, [4, 5]), Span(0, 3, [9])], 1)
     step.inputs(range(14), [0])
-    blocks = step.expansion()
-    assert blocks.block_X.tolist() == [4, 5, 9]
-    assert blocks.table_SM[1, :2].tolist() == [0, 1] and blocks.table_SM[2, :1].tolist() == [2]
+    (both,) = step.expansions(3)
+    assert both.sequences == range(1, 3) and both.block_X.tolist() == [4, 5, 9]
+    assert both.table_SM[1, :2].tolist() == [0, 1] and both.table_SM[2, :1].tolist() == [2]
+    for most in (1, 2):  # one sequence alone may have more
+        first, second = step.expansions(most)
+        assert (first.block_X.tolist(), second.block_X.tolist()) == ([4, 5], [9])
+        assert second.table_SM[2, 0] == 0 and (first.sequences, second.sequences) == (
+            range(1, 2),
+            range(2, 3),
+        )
+        assert step.tiles_on_device(8, second.sequences).tolist() == [[2, 0, 3]]
     step.fill([Span(0, 3, [7])])
     step.inputs(range(3), [2])
-    assert step.expansion().block_X.tolist() == [7]
+    assert step.expansions(3)[0].block_X.tolist() == [7]
 
 
 def test_block_tables_follow_the_batch(step: DeviceStep) -> None:

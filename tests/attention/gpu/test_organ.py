@@ -1,0 +1,74 @@
+"""The organ on GPUs: prompts' latents are expanded within a bound, and no bit depends on it."""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcache.paged_cache import LayerShape
+from kvcache.step import Span
+from tests.conftest import OnDevice
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
+)
+
+HEADS, UNROTATED, ROTARY, VALUES, RANK = 4, 16, 16, 32, 32
+BLOCK, NUM_BLOCKS = 16, 12
+SPANS = [Span(20, 1, [3, 7]), Span(16, 20, [5, 1, 2]), Span(0, 9, [9]), Span(40, 8, [4, 6, 0])]
+
+
+def expand_within(device: str, budget_bytes: int) -> tuple[Tensor, list[int]]:
+    """Attend a decode and three prompts over latents; returns the result, and the numbers that each launch was given."""
+    from attention.gpu import organ  # noqa: PLC0415 - in the interpreter
+    from kvcache.gpu.cache import DeviceCache  # noqa: PLC0415
+    from kvcache.gpu.step import DeviceStep  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    place = torch.device(device)
+    shape = LayerShape(num_kv_heads=1, key_dim=RANK + ROTARY, value_dim=0, latent=True)
+    step = DeviceStep(max_tokens=64, max_sequences=4, max_blocks=4, block_tokens=BLOCK, device=place)
+    cache = DeviceCache([shape], NUM_BLOCKS, dtype=torch.float32, device=place)
+    cache.step = step
+    cache.keys[0].copy_(torch.randn(cache.keys[0].shape))
+    step.fill(SPANS, 1)
+    step.inputs(range(step.num_tokens), [0])
+    module = SimpleNamespace(
+        layer_idx=0, qk_rope_head_dim=ROTARY, v_head_dim=VALUES,
+        kv_b_proj=nn.Linear(RANK, HEADS * (UNROTATED + VALUES), bias=False, device=place),
+    )  # fmt: skip
+    query = torch.randn(1, HEADS, step.num_padded, UNROTATED + ROTARY).to(place)
+    value = torch.empty(1, 1, step.num_padded, VALUES, device=place)
+    sizes = []
+    prefill = organ.paged_prefill
+
+    def noting(query_THD: Tensor, keys: Tensor, values: Tensor, *rest: Tensor, **options: object) -> Tensor:
+        sizes.append(keys.numel() + values.numel())
+        return prefill(query_THD, keys, values, *rest, **options)  # type: ignore[arg-type]
+
+    with (
+        torch.inference_mode(),
+        mock.patch.object(organ, "paged_prefill", noting),
+        mock.patch.object(organ, "EXPANDED_BYTES", budget_bytes),
+    ):
+        out, _ = organ.attend(module, query, value, value, scaling=0.2, pages=cache)
+    return out[0, : step.num_tokens].cpu(), sizes
+
+
+def bound_expansions(device: str) -> None:
+    whole, sizes = expand_within(device, 1 << 30)
+    assert len(sizes) == 1, "all heads of all prompts at once"
+    of_token = 2 * (UNROTATED + ROTARY + VALUES) * 4
+    for most_tokens, launches in ((BLOCK * 12, 4), (BLOCK * 6, 6), (BLOCK * 3, 10), (1, 12)):
+        out, sizes = expand_within(device, of_token * most_tokens)
+        longest = BLOCK * 3  # of one sequence: one head of it is always expanded whole
+        assert max(sizes) * 2 * 4 <= of_token * max(most_tokens, longest)
+        assert len(sizes) == launches and out.isfinite().all()
+        torch.testing.assert_close(out, whole, atol=1e-6, rtol=1e-5)  # a product's order is its library's
+
+
+def test_what_is_expanded_at_once_is_bounded_and_changes_nothing(on_device: OnDevice) -> None:
+    on_device(bound_expansions)
