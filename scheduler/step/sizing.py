@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from attention.gpu.limits import EXPANDED_BYTES, scratch_bytes
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
 
 WORKSPACE_BYTES = 2 << 30  # of a GPU, for activations, graphs and logits; not measured yet
@@ -29,23 +30,40 @@ def cache_budget(share_bytes: int, spare_bytes: int) -> int:
     return share_bytes - spare_bytes
 
 
-def gpu_cache_budget(free_bytes: int, share: float, weight_bytes: int) -> int:
+def attention_bytes(
+    heads: int, value_dim: int, *, is_latent: bool, max_num_seqs: int, max_model_len: int
+) -> int:
+    """What attention on a GPU takes beside the pages: the parts of decodes, and prompts' latents that are expanded.
+
+    Args:
+        heads: query heads of a layer. value_dim: of a head's value; of a latent where those are cached.
+    """
+    scratch = scratch_bytes(
+        max_sequences=max_num_seqs, heads=heads, value_dim=value_dim, max_tokens=max_model_len
+    )
+    return scratch + (EXPANDED_BYTES if is_latent else 0)
+
+
+def gpu_cache_budget(free_bytes: int, share: float, weight_bytes: int, attention_bytes: int) -> int:
     """What a GPU's memory leaves for the KV cache.
 
     Args:
         free_bytes: before anything is loaded.
         share: of it that the service may take.
         weight_bytes: of this rank, spare slots included.
+        attention_bytes: see there.
 
     Raises:
         KVMemoryError: nothing is left.
     """
-    left = int(free_bytes * share) - weight_bytes - WORKSPACE_BYTES
+    workspace_bytes = WORKSPACE_BYTES + attention_bytes
+    left = int(free_bytes * share) - weight_bytes - workspace_bytes
     if left <= 0:
         raise KVMemoryError(
             f"the GPU has {free_bytes / 2**30:.1f} GiB free, of which --gpu-memory-utilization {share:g} may be taken; "
-            f"the rank's weights need {weight_bytes / 2**30:.1f} GiB of it and steps {WORKSPACE_BYTES / 2**30:.1f} GiB, "
-            f"which leaves nothing for the KV cache; use more ranks, fewer redundant experts or a smaller model"
+            f"the rank's weights need {weight_bytes / 2**30:.1f} GiB of it and steps {workspace_bytes / 2**30:.1f} GiB, "
+            f"which leaves nothing for the KV cache; use more ranks, fewer redundant experts, a smaller --max-num-seqs "
+            f"or a smaller model"
         )
     return left
 

@@ -41,14 +41,14 @@ from scheduler.policy.request import RankStats, RequestOutput
 from scheduler.policy.scheduler import SchedulerLimitsError
 from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
-from scheduler.step.sizing import KVMemoryError, cache_budget, gpu_cache_budget
+from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget, gpu_cache_budget
 from scheduler.structure.compiler import StructureError, Vocabulary
 from server.link.messages import RankFacts
 from server.link.rank_link import LinkError, RankLink
 from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import FRONT_IS_GONE
-from server.process.preflight.memory import available_bytes, rank_bytes, spare_bytes
+from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.process.rendezvous import Place, place_from
 
 
@@ -333,7 +333,15 @@ def _default_cache_bytes(options: Options, place: Place) -> int:
     if options.device == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
         gpu_share = options.gpu_memory_utilization or GPU_SHARE
-        return gpu_cache_budget(free_bytes, gpu_share, rank_bytes(options, place.world_size))
+        heads, value_dim, is_latent, length = attention_heads(options)
+        attention = attention_bytes(
+            heads,
+            value_dim,
+            is_latent=is_latent,
+            max_num_seqs=options.max_num_seqs or 0,
+            max_model_len=length,
+        )
+        return gpu_cache_budget(free_bytes, gpu_share, rank_bytes(options, place.world_size), attention)
     share = int(available_bytes() * (options.gpu_memory_utilization or KV_SHARE)) // place.local_world_size
     return cache_budget(share, spare_bytes(options, place.world_size))
 

@@ -187,6 +187,28 @@ def rank_bytes(options: Options, num_ranks: int) -> int:
     return weights.shared + experts.serving + experts.spare
 
 
+class AttentionHeads(NamedTuple):
+    """What a layer's attention has."""
+
+    heads: int
+    value_dim: int  # of a head; of a latent where those are cached
+    is_latent: bool
+    max_model_len: int
+
+
+def attention_heads(options: Options) -> AttentionHeads:
+    """The most that any layer of a model has that passed `check_start`."""
+    config = read_config(Path(options.model))
+
+    def most(name: str) -> int:
+        return largest(field_of(config, name))
+
+    heads, latent = max(1, most("num_attention_heads")), most("kv_lora_rank")
+    value_dim = latent or max(most("v_head_dim"), most("head_dim")) or most("hidden_size") // heads
+    length = options.max_model_len or most("max_position_embeddings")
+    return AttentionHeads(heads, value_dim, latent > 0, length)
+
+
 def check_memory(
     weights: WeightBytes, experts: ExpertMemory, options: Options, *, num_local_ranks: int, free_bytes: int
 ) -> None:

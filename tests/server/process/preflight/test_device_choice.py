@@ -101,8 +101,8 @@ def test_weights_are_counted_in_the_type_that_the_device_keeps(device: str, dtyp
 
 def test_a_gpus_cache_is_what_its_weights_and_steps_leave() -> None:
     gib = 1 << 30
-    assert gpu_cache_budget(100 * gib, 0.5, 40 * gib) == 10 * gib - WORKSPACE_BYTES
+    assert gpu_cache_budget(100 * gib, 0.5, 40 * gib, 3 * gib) == 7 * gib - WORKSPACE_BYTES
     with pytest.raises(
         KVMemoryError, match=r"has 100\.0 GiB free, of which --gpu-memory-utilization 0.5 may be taken"
     ):
-        gpu_cache_budget(100 * gib, 0.5, 49 * gib)
+        gpu_cache_budget(100 * gib, 0.5, 49 * gib, 0)

@@ -1,14 +1,17 @@
 """What ranks take in memory, from the headers of files."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from attention.gpu.limits import EXPANDED_BYTES
 from expert_placement.files import save_placement
-from scheduler.step.sizing import KVMemoryError, cache_budget
+from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget
 from server.process.preflight.memory import (
     WeightBytes,
+    attention_heads,
     check_memory,
     rank_experts,
     spare_bytes,
@@ -86,6 +89,28 @@ def test_redundant_experts_and_a_placements_slots_are_counted(tmp_path: Path) ->
         "the engine says what is wrong with it"
     )
     assert rank_experts(weights, config, options_for(tmp_path), 1).spare == 0, "one rank moves nothing"
+
+
+def test_what_attention_takes_beside_the_pages_is_counted(tmp_path: Path) -> None:
+    options = replace(options_for(tmp_path), max_num_seqs=256)
+    deepseek = {
+        "num_attention_heads": 128,
+        "kv_lora_rank": 512,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **deepseek}))
+    found = attention_heads(options)
+    assert found == (128, 512, True, 163840)
+    scratch = attention_bytes(128, 512, is_latent=False, max_num_seqs=256, max_model_len=163840)
+    assert scratch == 256 * 128 * 32 * 514 * 4, "2.1 GB"
+    both = attention_bytes(128, 512, is_latent=True, max_num_seqs=256, max_model_len=163840)
+    assert both - scratch == EXPANDED_BYTES
+    plain = {"num_attention_heads": 32, "hidden_size": 4096, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**{k: v for k, v in CONFIG.items() if k != "head_dim"}, **plain})
+    )
+    assert attention_heads(replace(options, max_model_len=1000)) == (32, 128, False, 1000)
 
 
 def test_layers_past_the_models_last_are_not_counted(tmp_path: Path) -> None:
