@@ -17,7 +17,7 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.fp8 import dequantise_fp8, quantise_fp8
 from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from dispatch.wires.wire import RankTable, Wire
 
 HIDDEN, CHOICES, EXPERTS = 1024, 8, 64  # K is 8 unless the command line has another

@@ -24,7 +24,7 @@ from benchmarks.card import environment_card, print_card, print_tail, save_resul
 from dispatch import layout
 from dispatch.dispatcher import Dispatcher, Traffic
 from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from dispatch.wires.wire import RankTable, Wire
 from tests.support.ranks import RankPool
 

@@ -1,7 +1,7 @@
 """The names of the ways ranks can exchange tokens, and what each needs of this machine.
 
-Knows no torch, so that a supervisor that never loads it can refuse a wish before any process starts or any weight is
-read. It looks for a device and for packages; it does not open them.
+Knows no torch, so that a supervisor that never loads it can refuse a backend before any process starts or any weight
+is read. It looks for a device and for packages; it does not open them.
 """
 
 import importlib.util
@@ -21,8 +21,8 @@ def has_cuda_device() -> bool:
     return _CUDA_DEVICE.exists()
 
 
-def why_unavailable(name: str) -> str:
-    """Say what this machine lacks for `name`; "" if nothing that can be seen from here."""
+def why_unavailable(name: str) -> str | None:
+    """Say what this machine lacks for `name`; None if nothing that can be seen from here."""
     missing = []
     if name in ON_DEVICE and not has_cuda_device():
         missing.append(f"this machine has no CUDA device ({_CUDA_DEVICE} is missing)")
@@ -30,24 +30,24 @@ def why_unavailable(name: str) -> str:
         module, source = _PACKAGES[name]
         if importlib.util.find_spec(module) is None:
             missing.append(f"the package {module} is not installed ({source})")
-    return " and ".join(missing)
+    return " and ".join(missing) or None
 
 
-def check_service_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> str:
-    """Say why the service cannot exchange tokens through `name` here, and what to use; "" if it can try.
+def why_not_served_by(name: str, num_ranks: int, *, on_gpus: bool = False) -> str | None:
+    """Say why the service cannot exchange tokens through `name` here, and what to use; None if it can try.
 
     Args:
         name: one of BACKENDS.
         num_ranks: of the service.
-        on_gpus: whether it computes there: what connects GPUs has nothing to connect otherwise.
+        on_gpus: whether it computes on GPUs.
     """
     if name == "local" and num_ranks > 1:
         return f"--all2all-backend is local with {num_ranks} ranks; it serves one: use auto, gloo or shm"
     if name not in ON_DEVICE:
-        return ""
-    problem = why_unavailable(name) or ("" if on_gpus else "the service computes on the CPU")
-    return (
-        f"--all2all-backend is {name}, which cannot be used: {problem}; use auto, gloo or shm"
-        if problem
-        else ""
-    )
+        return None
+    problem = why_unavailable(name)
+    if problem is None and not on_gpus:
+        problem = "the service computes on the CPU"
+    if problem is None:
+        return None
+    return f"--all2all-backend is {name}, which cannot be used: {problem}; use auto, gloo or shm"

@@ -4,10 +4,14 @@ Views that were handed out are kept for the next call of the same size: making o
 a small step of the exchange.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 _MOST_VIEWS = 256  # of one buffer
+_ALIGNMENT = 64
 
 
 class GrowingBuffer:
@@ -36,6 +40,28 @@ class GrowingBuffer:
     def view(self, count: int) -> Tensor:
         """Return the first `count` elements, without a copy."""
         return _kept(self._views, self._memory, count)
+
+
+class AlignedBytes:
+    """Memory at an address that is aligned for messages. What is never written takes address space only.
+
+    Attributes:
+        memory: all of it, uint8.
+        address, capacity: of it.
+    """
+
+    def __init__(self) -> None:
+        self.capacity = self.address = 0
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room; contents are undefined when it grew."""
+        if num_bytes > self.capacity:
+            self.capacity = -(-num_bytes * 5 // 4 // _ALIGNMENT) * _ALIGNMENT
+            store: Any = np.empty(self.capacity + _ALIGNMENT, dtype=np.uint8)
+            skip = -store.ctypes.data % _ALIGNMENT
+            self.memory = torch.from_numpy(store)[skip : skip + self.capacity]
+            self.address = self.memory.data_ptr()
 
 
 class GrowingRows:

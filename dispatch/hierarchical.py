@@ -44,7 +44,7 @@ from dispatch.errors import (
 from dispatch.exchange import Exchange
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from dispatch.wires.wire import Wire
 
 _ORIGIN_END = "|"  # a refusal that is handed on names who refused: "5|slots_TK[0, 1] is ..."

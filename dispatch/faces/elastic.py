@@ -23,7 +23,7 @@ from dispatch.faces.events import EventHandle, EventOverlap, finished
 from dispatch.faces.handles import EPHandle, Rows, as_biases, split_rows
 from dispatch.faces.wires import Released
 from dispatch.rows import RowExchange
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from dispatch.wires.segment import identify_process
 from dispatch.wires.wire import RankTable
 

@@ -17,7 +17,7 @@ from dispatch.errors import WireUnavailable
 from dispatch.gpu.symmetric import open_memory_for
 from dispatch.low_latency.cpu_exchange import CpuExchange
 from dispatch.low_latency.exchange import LowLatencyExchange
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from dispatch.wires.wire import Wire
 
 _ON_GPU = ("auto", "nccl", "nvshmem")

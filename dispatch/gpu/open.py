@@ -23,8 +23,8 @@ from dispatch.gpu.nccl import NcclRows
 from dispatch.gpu.normal import HostRows, NormalPairs, RowMover
 from dispatch.gpu.symmetric import open_memory_for
 from dispatch.row_formats import describe_rows
-from dispatch.wires.choose import open_wire
 from dispatch.wires.nccl import GROUP_MARGIN_S
+from dispatch.wires.open import open_wire
 from dispatch.wires.segment import identify_process
 
 _HOST_WIRES = ("gloo", "shm")
@@ -165,7 +165,7 @@ def _own_facts(device: torch.device) -> RankFacts:
     if device.type == "cpu":
         return RankFacts(host, _INTERPRETER, has_nccl=False, has_nvshmem=False)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return RankFacts(host, gpu, dist.is_nccl_available(), why_unavailable("nvshmem") == "")
+    return RankFacts(host, gpu, dist.is_nccl_available(), why_unavailable("nvshmem") is None)
 
 
 def _gather(own: T, group: dist.ProcessGroup) -> list[T]:

@@ -1,17 +1,15 @@
 """torch.distributed with gloo: works wherever ranks can connect.
 
-One all-to-all per exchange; `parts` says how messages lie in it, and why neither side needs to know the other's
+One all-to-all per exchange; `gloo_parts` says how messages lie in it, and why neither side needs to know the other's
 sizes. What is longer than a part follows between the two, once all know that nobody refused. With `mask_lost` it is
-one send and receive per peer, because an all-to-all ends for all when one dies; see `gloo_wires`.
+one send and receive per peer, because an all-to-all ends for all when one dies; see `gloo_sends`.
 """
 
-from typing import Any
-
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dispatch.buffers import AlignedBytes
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
 from dispatch.native import compile_all
 from dispatch.wires import gloo_parts as parts
@@ -48,10 +46,10 @@ class GlooWire:
         self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
         self.mask = RankTable(self.world_size)
         self._sent, self._found, self._lengths = (RankTable(self.world_size) for _ in range(3))
-        self._outgoing, self._incoming = _AlignedBytes(), _AlignedBytes()
+        self._outgoing, self._incoming = AlignedBytes(), AlignedBytes()
         incoming_bytes = (self.world_size - 1) * self._part_bytes
         self._incoming.reserve(incoming_bytes)
-        self._large = {peer: _AlignedBytes() for peer in range(self.world_size)}  # longer than a part
+        self._large = {peer: AlignedBytes() for peer in range(self.world_size)}  # longer than a part
         compile_all(*parts.KERNELS)
         self._place = (self.world_size, self.rank, self._part_bytes, self.mask.address)
         sends: type[PeerByPeer] | type[Together] = PeerByPeer if mask_lost else Together
@@ -197,24 +195,6 @@ class GlooWire:
         assert self._expected is not None, "sizes were checked against none"
         expected = int(self._expected.values[peer])
         raise RanksDisagree(f"rank {peer} sent {found} bytes where rank {self.rank} expects {expected}")
-
-
-class _AlignedBytes:
-    """Private memory that only grows, 64-byte aligned. What is never written takes address space only."""
-
-    def __init__(self) -> None:
-        self.capacity = 0
-        self.address = 0
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def reserve(self, num_bytes: int) -> None:
-        """Make room; contents are undefined when it grew."""
-        if num_bytes > self.capacity:
-            self.capacity = -(-num_bytes * 5 // 4 // parts.ALIGNMENT) * parts.ALIGNMENT
-            store: Any = np.empty(self.capacity + parts.ALIGNMENT, dtype=np.uint8)
-            skip = -store.ctypes.data % parts.ALIGNMENT
-            self.memory = torch.from_numpy(store)[skip : skip + self.capacity]
-            self.address = self.memory.data_ptr()
 
 
 def fitting_part_bytes(world_size: int) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dispatch.buffers import AlignedBytes
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
 from dispatch.native import compile_all
 from dispatch.wires import shm_regions as regions
@@ -52,7 +53,7 @@ class ShmWire:
         self._mask_lost = self.mask if mask_lost else None
         self._numbers, self._rounds = RankTable(self.world_size), RankTable(self.world_size)
         self._sent, self._found = RankTable(self.world_size), RankTable(self.world_size)
-        self._outgoing, self._incoming = _Staging(), _Staging()
+        self._outgoing, self._incoming = AlignedBytes(), AlignedBytes()
         self._place = (
             self._segment.base,
             self._segment.start,
@@ -71,7 +72,7 @@ class ShmWire:
         sizes, table, exchange = send_bytes.address, self.send_addresses.address, self._exchange + 1
         staged = regions.place_windows(*self._place, exchange, sizes, self._outgoing.address, table)
         if staged > self._outgoing.capacity:
-            self._outgoing.grow(staged)
+            self._outgoing.reserve(staged)
             regions.place_windows(*self._place, exchange, sizes, self._outgoing.address, table)
         self._sent = send_bytes
 
@@ -133,7 +134,7 @@ class ShmWire:
     def _exchange_rounds(self, rounds: int) -> None:
         """Take the chunks of large messages out of their regions, round by round."""
         place, found, table = self._place, self._found.address, self.recv_addresses.address
-        self._incoming.grow(regions.stage_windows(*place, found, 0, table))
+        self._incoming.reserve(regions.stage_windows(*place, found, 0, table))
         regions.stage_windows(*place, found, self._incoming.address, table)
         regions.take_chunks(*place, 0, found, table)
         sent, send_table, pair_rounds = self._sent.address, self.send_addresses.address, self._rounds.address
@@ -157,7 +158,7 @@ class ShmWire:
         found, expected = int(self._found.values[peer]), int(self._expected.values[peer])
         raise RanksDisagree(f"rank {peer} sent {found} bytes where rank {self.rank} expects {expected}")
 
-    def _bytes_at(self, address: int, size: int, staging: "_Staging") -> Tensor:
+    def _bytes_at(self, address: int, size: int, staging: AlignedBytes) -> Tensor:
         """View bytes that lie in a region or in `staging`."""
         memory, base = self._segment.memory, self._segment.base
         if not base <= address < base + memory.numel():
@@ -167,22 +168,6 @@ class ShmWire:
     def _check_open(self) -> None:
         if not self._is_open:
             raise DispatchError("the wire is closed")
-
-
-class _Staging:
-    """Private memory that only grows, at an address aligned for kernels."""
-
-    def __init__(self) -> None:
-        self.capacity = 0
-        self.address = 0
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def grow(self, num_bytes: int) -> None:
-        if num_bytes > self.capacity:
-            self.capacity = num_bytes * 5 // 4
-            store = np.empty(self.capacity + _ALIGNMENT, dtype=np.uint8)
-            self.memory = torch.from_numpy(store)[-store.ctypes.data % _ALIGNMENT :]
-            self.address = self.memory.data_ptr()
 
 
 def fitting_region_bytes(world_size: int) -> int:

@@ -18,7 +18,7 @@ from dispatch.errors import WireUnavailable
 from dispatch.hierarchical import open_hierarchical
 from dispatch.mailbox import open_mailbox
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
 from moe.cpu.backend import CPU

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from dispatch import availability
-from dispatch.availability import BACKENDS, check_service_backend, why_unavailable
+from dispatch.availability import BACKENDS, why_not_served_by, why_unavailable
 from dispatch.errors import WireUnavailable
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 
 
@@ -36,7 +36,7 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_device")
 @pytest.mark.parametrize("name", ["nccl", "nvshmem", "deep_ep"])
 def test_what_connects_gpus_is_refused_without_one(name: str) -> None:
-    text = check_service_backend(name, 2)
+    text = str(why_not_served_by(name, 2))
     assert text.startswith(
         f"--all2all-backend is {name}, which cannot be used: this machine has no CUDA device"
     )
@@ -47,25 +47,25 @@ def test_what_connects_gpus_is_refused_without_one(name: str) -> None:
 @pytest.mark.parametrize(("name", "package"), [("nvshmem", "nvshmem4py-cu13"), ("deep_ep", "DeepEP")])
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    assert why_unavailable(name).startswith(f"the package {name} is not installed ({package}")
+    assert str(why_unavailable(name)).startswith(f"the package {name} is not installed ({package}")
 
 
 @pytest.mark.usefixtures("a_device")
 def test_the_service_says_that_it_computes_on_the_cpu() -> None:
     text = "the service computes on the CPU; use auto, gloo or shm"
-    assert text in check_service_backend("nccl", 2)
-    assert check_service_backend("nccl", 2, on_gpus=True) == ""
+    assert text in str(why_not_served_by("nccl", 2))
+    assert why_not_served_by("nccl", 2, on_gpus=True) is None
 
 
 @pytest.mark.parametrize("name", ["auto", "gloo", "shm"])
 def test_what_works_anywhere_is_not_refused(name: str) -> None:
-    assert check_service_backend(name, 4) == ""
-    assert why_unavailable(name) == ""
+    assert why_not_served_by(name, 4) is None
+    assert why_unavailable(name) is None
 
 
 def test_local_serves_one_rank() -> None:
-    assert check_service_backend("local", 1) == ""
-    assert "local with 2 ranks; it serves one: use auto, gloo or shm" in check_service_backend("local", 2)
+    assert why_not_served_by("local", 1) is None
+    assert "local with 2 ranks; it serves one: use auto, gloo or shm" in str(why_not_served_by("local", 2))
 
 
 @pytest.mark.parametrize("name", ["nvshmem", "deep_ep"])

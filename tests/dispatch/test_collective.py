@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchTimeout, PeerLost, RanksDisagree
-from dispatch.wires.choose import open_wire
 from dispatch.wires.nccl import NcclWire
+from dispatch.wires.open import open_wire
 from dispatch.wires.wire import RankTable, Wire
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer

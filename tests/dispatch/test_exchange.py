@@ -11,7 +11,7 @@ from torch import Tensor
 from dispatch.errors import RanksDisagree
 from dispatch.exchange import CLOCK_BLOCK as BLOCK
 from dispatch.exchange import Exchange, ExchangeClock
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 
 

@@ -8,7 +8,7 @@ from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.hierarchical_cases import S, open_here
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.mode import NORMAL, Mode, low_latency
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate

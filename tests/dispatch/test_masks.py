@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree, WireUnavailable
-from dispatch.wires.choose import open_wire
 from dispatch.wires.nccl import NcclWire
+from dispatch.wires.open import open_wire
 from dispatch.wires.wire import RankTable, Wire
 from tests.conftest import PoolOf
 from tests.dispatch.messages import message, size_of, swap

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dispatch.dispatcher import Dispatcher
 from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_wire
 from dispatch.wires.local import LocalWire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, PeerRefused
-from dispatch.wires.choose import open_wire
 from dispatch.wires.local import LocalWire
 from dispatch.wires.nccl import NcclWire
+from dispatch.wires.open import open_wire
 from dispatch.wires.wire import MAX_REFUSAL_BYTES, RankTable, Wire, decode_refusal, encode_refusal
 from tests.conftest import PoolOf
 from tests.dispatch.messages import swap, swap_or_refuse, text_of

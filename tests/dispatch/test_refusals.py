@@ -12,7 +12,7 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.errors import PeerRefused, RanksDisagree
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate

@@ -9,7 +9,7 @@ from dispatch.dispatcher import Dispatcher, Traffic
 from dispatch.fp8 import dequantise_fp8, quantise_fp8
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.oracle import RankCase, compute_pairs, make_cases, simulate
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dispatch.errors import PeerLost, PeerRefused, RanksDisagree
 from dispatch.rows import Received, RowExchange, sent_tokens
-from dispatch.wires.choose import open_wire
 from dispatch.wires.local import LocalWire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 
 BACKENDS = [("auto", 1), ("shm", 2), ("gloo", 2), ("shm", 4), ("gloo", 4)]

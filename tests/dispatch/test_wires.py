@@ -7,8 +7,8 @@ import torch.distributed as dist
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import RanksDisagree, WireUnavailable
 from dispatch.wires import segment
-from dispatch.wires.choose import open_wire
 from dispatch.wires.gloo import INCOMING_BYTES, MAX_PART_BYTES, fitting_part_bytes
+from dispatch.wires.open import open_wire
 from dispatch.wires.shm import MAX_REGION_BYTES, SEGMENT_BYTES, fitting_region_bytes
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layers

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from dispatch.availability import check_service_backend
+from dispatch.availability import why_not_served_by
 from scheduler.policy.config import why_no_compiler
 from server.options.table import Options
 from server.process.preflight.memory import (
@@ -77,7 +77,7 @@ def check_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> None:
     Raises:
         PreflightError: saying what is missing and what to use instead.
     """
-    problem = check_service_backend(name, num_ranks, on_gpus=on_gpus)
+    problem = why_not_served_by(name, num_ranks, on_gpus=on_gpus)
     if problem:
         raise PreflightError(problem)
 

@@ -11,7 +11,7 @@ from dispatch.dispatched import Dispatched
 from dispatch.dispatcher import Dispatcher
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import row_format
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.dispatch.oracle import RankCase, compute_pairs
 
 CPU, S = torch.device("cpu"), 3

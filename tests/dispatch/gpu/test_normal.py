@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchTimeout, PeerLost
-from dispatch.wires.choose import open_wire
 from dispatch.wires.nccl import NcclWire
+from dispatch.wires.open import open_wire
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer
 from tests.dispatch.oracle import RankCase, make_cases, simulate

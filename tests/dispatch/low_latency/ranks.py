@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.interpreted import open_interpreted
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, make_cases, zero_undefined

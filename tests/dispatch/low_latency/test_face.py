@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dispatch.faces.events import EventOverlap
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.face_inputs import BF16, bring

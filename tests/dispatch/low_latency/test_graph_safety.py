@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.wires.choose import open_wire
 from dispatch.wires.local import LocalWire
+from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, make_cases
 from tests.support.graph_safe import GraphSafe

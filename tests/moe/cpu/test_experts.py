@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.wires.choose import open_wire
+from dispatch.wires.open import open_wire
 from expert_placement.placement import Placement
 from kvcache.step import Span, Step
 from moe.cpu.experts import PackedExpertLayer, serve_experts

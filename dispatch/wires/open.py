@@ -5,7 +5,7 @@ refuse it before anything is loaded.
 """
 
 import logging
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,6 @@ from dispatch.wires.wire import Wire
 _ASKED = "it was asked for"
 
 log = logging.getLogger(__name__)
-
-
-class _Wish(NamedTuple):
-    """What every kind of wire is opened with."""
-
-    group: dist.ProcessGroup
-    timeout_s: float
-    epoch: int
-    region_bytes: int | None
-    mask_lost: bool
 
 
 def open_wire(
@@ -69,7 +59,8 @@ def open_wire(
         reason = _ASKED if name == "local" else "there is one rank"
         wire: Wire = LocalWire(epoch=epoch, reason=reason)
     else:
-        wire = _open_between(name, _Wish(group, timeout_s, epoch, region_bytes, mask_lost))
+        settings = {"timeout_s": timeout_s, "epoch": epoch}
+        wire = _open_between(name, group, settings, region_bytes=region_bytes, mask_lost=mask_lost)
     log.info("rank %d dispatches through %s, as %s", wire.rank, wire.name, wire.reason)
     return wire
 
@@ -84,47 +75,39 @@ def _check(name: str, region_bytes: int | None, timeout_s: float) -> None:
         raise ValueError(f"timeout_s is {timeout_s}; it must be above 0 seconds")
 
 
-def _open_between(name: str, wish: _Wish) -> Wire:
-    if name == "gloo":
-        return _open_gloo(wish, _ASKED)
+def _open_between(
+    name: str,
+    group: dist.ProcessGroup,
+    settings: dict[str, Any],
+    *,
+    region_bytes: int | None,
+    mask_lost: bool,
+) -> Wire:
     if name == "nccl":
-        return _open_nccl(wish)
+        return _open_nccl(group, settings, mask_lost=mask_lost)
     if name in ("nvshmem", "deep_ep"):
         problem = why_unavailable(name) or "it exchanges no windows of bytes, so it is no wire"
         raise WireUnavailable(f"{name} cannot be used: {problem}; use auto, gloo or shm")
-    reason = _ASKED if name == "shm" else "all ranks are on one host and map the same memory"
-    try:
-        return ShmWire(
-            wish.group,
-            timeout_s=wish.timeout_s,
-            epoch=wish.epoch,
-            reason=reason,
-            region_bytes=wish.region_bytes,
-            mask_lost=wish.mask_lost,
-        )
-    except WireUnavailable as error:  # on all ranks alike, so all fall back alike
-        if name == "shm":
-            raise
-        return _open_gloo(wish, str(error))
+    reason = "all ranks are on one host and map the same memory" if name == "auto" else _ASKED
+    if name != "gloo":
+        try:
+            return ShmWire(group, reason=reason, region_bytes=region_bytes, mask_lost=mask_lost, **settings)
+        except WireUnavailable as error:  # on all ranks alike, so all fall back alike
+            if name == "shm":
+                raise
+            reason = str(error)
+    if region_bytes is not None and region_bytes < MIN_GLOO_REGION_BYTES:
+        region_bytes = None  # it was meant for shm
+    return GlooWire(group, reason=reason, region_bytes=region_bytes, mask_lost=mask_lost, **settings)
 
 
-def _open_gloo(wish: _Wish, reason: str) -> Wire:
-    fits = wish.region_bytes is None or wish.region_bytes >= MIN_GLOO_REGION_BYTES
-    return GlooWire(
-        wish.group,
-        timeout_s=wish.timeout_s,
-        epoch=wish.epoch,
-        reason=reason,
-        region_bytes=wish.region_bytes if fits else None,  # it was meant for shm
-        mask_lost=wish.mask_lost,
-    )
-
-
-def _open_nccl(wish: _Wish) -> Wire:
-    problem = why_unavailable("nccl") or ("" if torch.cuda.is_available() else "torch sees no CUDA device")
-    if not problem and wish.mask_lost:
+def _open_nccl(group: dist.ProcessGroup, settings: dict[str, Any], *, mask_lost: bool) -> Wire:
+    problem = why_unavailable("nccl")
+    if problem is None and not torch.cuda.is_available():
+        problem = "torch sees no CUDA device"
+    if problem is None and mask_lost:
         problem = "its collectives need every rank, so it cannot mask one"
     if problem:
         raise WireUnavailable(f"nccl cannot be used: {problem}; use auto, gloo or shm")
     device = torch.device("cuda", torch.cuda.current_device())
-    return NcclWire(wish.group, device=device, timeout_s=wish.timeout_s, epoch=wish.epoch, reason=_ASKED)
+    return NcclWire(group, device=device, reason=_ASKED, **settings)
