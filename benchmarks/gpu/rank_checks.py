@@ -24,7 +24,7 @@ from dispatch.gpu.exchange import LowLatencyBlocks, LowLatencyPairs
 from dispatch.gpu.normal import HostRows, NormalPairs
 from dispatch.gpu.pairs import PairOrder, PairOrders, combine_pairs
 from dispatch.gpu.symmetric import OpenMemory, open_memory_for
-from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.low_latency.cpu import CpuExchange
 from dispatch.mode import NORMAL, Mode
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import Wire

@@ -25,7 +25,7 @@ from dispatch.faces.installed import InstalledCalls
 from dispatch.faces.low_latency import LowLatencyMode
 from dispatch.faces.normal import NormalMode, find_layout
 from dispatch.faces.wires import Released, Wires, check_group, open_wires
-from dispatch.low_latency.exchange import LowLatencyExchange
+from dispatch.low_latency.calls import LowLatencyExchange
 from dispatch.rows import RowExchange
 
 Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, handles.Handle | None, EventOverlap]

@@ -24,9 +24,7 @@ from torch import Tensor
 from dispatch.faces import low_latency_arguments as arguments
 from dispatch.faces.arguments import fork_problem
 from dispatch.faces.events import EventOverlap, finished
-from dispatch.low_latency.exchange import LowLatencyExchange
-from dispatch.low_latency.ring import DispatchSlot
-from dispatch.low_latency.shape import LowLatencyShape, size_hint
+from dispatch.low_latency.calls import HeldDispatch, LowLatencyExchange, LowLatencyShape, size_hint
 
 Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
@@ -92,41 +90,41 @@ class CheckedCalls:
         )
 
     def _check_answers(
-        self, slot: DispatchSlot, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, out: Tensor | None
+        self, held: HeldDispatch, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, out: Tensor | None
     ) -> None:
         """Check what a combine sends."""
-        shape, device = slot.shape, self.exchange.device
+        shape, device = held.shape, self.exchange.device
         self._refuse_first(
             arguments.combine_problems(
-                x, topk_idx, topk_weights, shape, slot.num_tokens, strict=self.strict, device=device
+                x, topk_idx, topk_weights, shape, held.num_tokens, strict=self.strict, device=device
             ),
             arguments.dtype_problems(x, self.exchange.dtypes),
         )
-        self._refuse_first(arguments.out_problems(out, slot.num_tokens, shape.hidden, x.dtype, device=device))
+        self._refuse_first(arguments.out_problems(out, held.num_tokens, shape.hidden, x.dtype, device=device))
 
-    def _slot_of(self, handle: Handle) -> DispatchSlot:
-        problem, slot = self._find_slot(handle)
-        if slot is None:
+    def _held_of(self, handle: Handle) -> HeldDispatch:
+        problem, held = self._find_held(handle)
+        if held is None:
             self._refuse(problem)
-        return slot
+        return held
 
-    def _find_slot(self, handle: Handle) -> tuple[str, DispatchSlot | None]:
+    def _find_held(self, handle: Handle) -> tuple[str, HeldDispatch | None]:
         """Return the dispatch that a handle is of, or what is wrong with it."""
         problem = arguments.first(arguments.handle_problems(handle))
         if problem:
             return problem, None
-        slot = self.exchange.slot_of(handle[0])
-        if slot is None:
+        held = self.exchange.held_of(handle[0])
+        if held is None:
             return (
                 "handle is of none of this buffer's dispatches, or a copy of it; pass what was returned",
                 None,
             )
-        shape = slot.shape
+        shape = held.shape
         wanted = (shape.max_tokens, shape.hidden, shape.experts_per_rank * shape.world_size)
         if tuple(handle[2:]) != wanted:
             given = tuple(handle[2:])
             return f"handle ends in {given}; its dispatch had {wanted}, pass what was returned", None
-        return "", slot
+        return "", held
 
     def _checked_choices(self, topk_idx: Tensor, num_experts: int) -> Tensor:
         """Return a dispatch's choices as int64."""
@@ -138,13 +136,13 @@ class CheckedCalls:
             self._refuse(f"topk_idx[{token}, {choice}] is {seen}; it must be -1 or in [0, {num_experts})")
         return topk_idx
 
-    def _dispatched_choices(self, topk_idx: Tensor, slot: DispatchSlot) -> Tensor:
+    def _dispatched_choices(self, topk_idx: Tensor, held: HeldDispatch) -> Tensor:
         """Return a combine's choices as int64."""
         topk_idx = self._as_int64(topk_idx)
-        bad = self.exchange.find_other_choice(topk_idx, slot)
+        bad = self.exchange.find_other_choice(topk_idx, held)
         if bad >= 0:
             token, choice = divmod(bad, topk_idx.shape[1])
-            seen, sent = int(topk_idx[token, choice]), int(slot.sent_TK[token, choice])
+            seen, sent = int(topk_idx[token, choice]), int(held.sent_TK[token, choice])
             self._refuse(
                 f"topk_idx[{token}, {choice}] is {seen} where the dispatch of this handle had {sent}; it must be that "
                 "or -1"
@@ -160,16 +158,16 @@ class CheckedCalls:
             self._choices[shape] = torch.empty(shape, dtype=torch.int64, device=topk_idx.device)
         return self._choices[shape].copy_(topk_idx)
 
-    def _combine_buffer(self, slot: DispatchSlot) -> Tensor:
-        shape = slot.shape
+    def _combine_buffer(self, held: HeldDispatch) -> Tensor:
+        shape = held.shape
         key = (shape.experts_per_rank, shape.rows_per_expert, shape.hidden, shape.dtype)
         if key not in self._combine_buffers:
             self._combine_buffers[key] = torch.zeros(key[:3], dtype=shape.dtype, device=self.exchange.device)
         return self._combine_buffers[key]
 
-    def _filled_buffer(self, slot: DispatchSlot, x: Tensor) -> Tensor:
+    def _filled_buffer(self, held: HeldDispatch, x: Tensor) -> Tensor:
         """Return what the caller wrote its answers to instead of x."""
-        buffer = self._combine_buffer(slot)
+        buffer = self._combine_buffer(held)
         if not isinstance(x, Tensor) or x.dtype != buffer.dtype:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             self._refuse(
@@ -249,15 +247,15 @@ class LowLatencyMode(CheckedCalls):
             arguments.finish_problems(async_finish, return_recv_hook),
         )
         topk_idx = self._checked_choices(topk_idx, num_experts)
-        slot, posted = self.exchange.post_dispatch(
+        held, posted = self.exchange.post_dispatch(
             shape, x, topk_idx, round_scale=round_scale, may_wait=return_recv_hook, stats_L=counts,
             waited_R=self._row_of(waits),
         )  # fmt: skip
         if not return_recv_hook:
             posted()
-        handle = (slot.source_token_LN, slot.layout_range_LR, shape.max_tokens, shape.hidden, num_experts)
-        recv_x = slot.x_LNH if slot.scales is None else (slot.x_LNH, slot.scales)
-        return recv_x, slot.count_L, handle, finished(async_finish), posted if return_recv_hook else None
+        handle = (held.source_token_LN, held.layout_range_LR, shape.max_tokens, shape.hidden, num_experts)
+        recv_x = held.x_LNH if held.scales is None else (held.x_LNH, held.scales)
+        return recv_x, held.count_L, handle, finished(async_finish), posted if return_recv_hook else None
 
     def low_latency_combine(
         self,
@@ -297,17 +295,17 @@ class LowLatencyMode(CheckedCalls):
             as `low_latency_dispatch`.
         """
         self._refuse_forks("low_latency_combine", forks)
-        slot = self._slot_of(handle)
+        held = self._held_of(handle)
         if zero_copy:
-            x = self._filled_buffer(slot, x)
-        self._check_answers(slot, x, topk_idx, topk_weights, out)
+            x = self._filled_buffer(held, x)
+        self._check_answers(held, x, topk_idx, topk_weights, out)
         self._refuse_first(
             self._wait_problems("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats),
             arguments.finish_problems(async_finish, return_recv_hook),
         )
-        topk_idx = self._dispatched_choices(topk_idx, slot)
+        topk_idx = self._dispatched_choices(topk_idx, held)
         combined_x, posted = self.exchange.post_combine(
-            slot, x, topk_idx, topk_weights, may_wait=return_recv_hook, out_TH=out,
+            held, x, topk_idx, topk_weights, may_wait=return_recv_hook, out_TH=out,
             waited_R=self._row_of(combine_wait_recv_cost_stats),
         )  # fmt: skip
         if not return_recv_hook:
@@ -322,10 +320,10 @@ class LowLatencyMode(CheckedCalls):
         Raises:
             ValueError: the handle is none of ours.
         """
-        problem, slot = self._find_slot(handle)
-        if slot is None:
+        problem, held = self._find_held(handle)
+        if held is None:
             raise ValueError(problem)
-        return self._combine_buffer(slot)
+        return self._combine_buffer(held)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int

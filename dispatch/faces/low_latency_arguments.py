@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dispatch.arguments import describe, dtype_problem, name_device
-from dispatch.low_latency.shape import LowLatencyShape
+from dispatch.low_latency.calls import LowLatencyShape
 
 STRICT_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 STRICT_FP8_MULTIPLE = 512

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from dispatch.errors import WireUnavailable
 from dispatch.gpu.symmetric import open_memory_for
-from dispatch.low_latency.cpu_exchange import CpuExchange
-from dispatch.low_latency.exchange import LowLatencyExchange
+from dispatch.low_latency.calls import LowLatencyExchange
+from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import Wire
 

@@ -26,8 +26,7 @@ from torch import Tensor
 from dispatch.errors import DispatchError, DispatchTimeout, PeerRefused, RanksDisagree
 from dispatch.gpu import flags
 from dispatch.gpu.symmetric import TEXT_BYTES, OpenMemory, SymmetricLayout, SymmetricMemory
-from dispatch.low_latency.exchange import OneTravels, Posted
-from dispatch.low_latency.shape import LowLatencyShape
+from dispatch.low_latency.calls import LowLatencyShape, OneTravels, Posted
 from dispatch.wires.wire import decode_refusal, encode_refusal
 
 POLLS_PER_S = 1_000_000  # of a GPU, about: a look at a flag goes to memory

@@ -23,9 +23,7 @@ from dispatch.gpu.calls import DeviceCalls
 from dispatch.gpu.casts import STORED, as_stored
 from dispatch.gpu.pairs import DeviceRoom, chunk_of, order_pairs
 from dispatch.gpu.symmetric import CombineContents, DispatchContents, OpenMemory
-from dispatch.low_latency.exchange import Posted
-from dispatch.low_latency.ring import DispatchSlot, Results
-from dispatch.low_latency.shape import LowLatencyShape
+from dispatch.low_latency.calls import HeldDispatch, LowLatencyShape, Posted, Results
 
 _TILE_GROUPS = 8  # blocks of 128 channels that a program casts or sums at once: 1,024 elements
 _WARPS = 8
@@ -206,7 +204,7 @@ class LowLatencyPairs(DeviceExchange):
         )  # fmt: skip
 
 
-class BlockSlot(DispatchSlot):
+class HeldBlocks(HeldDispatch):
     """And what brings the answers home: `at_NK`, int32, the row of each choice among all blocks' rows."""
 
     def __init__(self, shape: LowLatencyShape, device: torch.device) -> None:
@@ -221,17 +219,17 @@ class LowLatencyBlocks(DeviceExchange):
 
     def __init__(self, open_memory: OpenMemory, world_size: int, **options: Any) -> None:
         super().__init__(open_memory, world_size, **options)
-        self._results = Results(BlockSlot, self.device)
+        self._results = Results(HeldBlocks, self.device)
 
-    def slot_of(self, source_token_LN: Tensor) -> BlockSlot | None:
+    def held_of(self, source_token_LN: Tensor) -> HeldBlocks | None:
         """See `LowLatencyExchange`."""
-        return self._results.slot_of(source_token_LN)
+        return self._results.held_of(source_token_LN)
 
     def find_bad_choice(self, topk_TK: Tensor, num_experts: int) -> int:
         """See `LowLatencyExchange`."""
         return self._find((topk_TK < -1) | (topk_TK >= num_experts)) if self.is_blocking else -1
 
-    def find_other_choice(self, topk_TK: Tensor, slot: DispatchSlot) -> int:
+    def find_other_choice(self, topk_TK: Tensor, slot: HeldDispatch) -> int:
         """See `LowLatencyExchange`."""
         if not self.is_blocking:
             return -1
@@ -247,17 +245,17 @@ class LowLatencyBlocks(DeviceExchange):
         may_wait: bool,
         stats_L: Tensor | None = None,
         waited_R: Tensor | None = None,
-    ) -> tuple[BlockSlot, Posted]:
+    ) -> tuple[HeldBlocks, Posted]:
         """See `LowLatencyExchange`."""
         self.settle()
-        slot = self._results.next_slot(shape)
+        slot = self._results.next_held(shape)
         slot.num_tokens = x_TH.shape[0]
         self._send_rows(shape, x_TH, topk_TK, slot.sent_TK, round_scale=round_scale)
         return slot, self._post("dispatch", shape, partial(self._deliver, slot, stats_L), waited_R)
 
     def post_combine(
         self,
-        slot: DispatchSlot,
+        slot: HeldDispatch,
         y_LNH: Tensor,
         topk_TK: Tensor,
         weights_TK: Tensor,
@@ -267,7 +265,7 @@ class LowLatencyBlocks(DeviceExchange):
         waited_R: Tensor | None = None,
     ) -> tuple[Tensor, Posted]:
         """See `LowLatencyExchange`."""
-        assert isinstance(slot, BlockSlot), "slots come from this exchange"
+        assert isinstance(slot, HeldBlocks), "it comes from this exchange"
         shape = slot.shape
         self._send_answers(shape, y_LNH, slot.at_NK)
         if out_TH is None:
@@ -275,7 +273,7 @@ class LowLatencyBlocks(DeviceExchange):
         add_up = partial(self._sum_answers, shape, topk_TK, slot.sent_TK, weights_TK, out_TH)
         return out_TH, self._post(f"combine of {y_LNH.dtype}", shape, add_up, waited_R)
 
-    def _deliver(self, slot: BlockSlot, stats_L: Tensor | None) -> None:
+    def _deliver(self, slot: HeldBlocks, stats_L: Tensor | None) -> None:
         """Write what has arrived to the slot."""
         shape, contents = slot.shape, DispatchContents(shape=slot.shape)
         R, L, M, K, N = (

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import WireUnavailable
-from dispatch.low_latency.shape import ROW_ALIGNMENT, LowLatencyShape, aligned
+from dispatch.low_latency.calls import ROW_ALIGNMENT, LowLatencyShape, aligned
 from dispatch.wires.segment import SharedSegment
 
 TEXT_BYTES = 1024  # a power of two, above `MAX_REFUSAL_BYTES`

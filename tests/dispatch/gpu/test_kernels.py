@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dispatch.low_latency.shape import LowLatencyShape, size_hint
+from dispatch.low_latency.calls import LowLatencyShape, size_hint
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from dispatch.gpu import nvshmem

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dispatch import fp8
-from dispatch.low_latency import oracle
-from dispatch.low_latency.shape import LowLatencyShape
+from dispatch.low_latency.calls import LowLatencyShape
+from tests.dispatch.low_latency import oracle
 
 
 class RankCase(NamedTuple):

@@ -3,7 +3,7 @@
 import pytest
 
 from dispatch.faces.low_latency import LowLatencyFace
-from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.local import LocalWire
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.faces.low_latency import LowLatencyFace
-from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.open import open_wire
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.interpreted import open_interpreted

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dispatch.faces.events import EventOverlap
 from dispatch.faces.low_latency import LowLatencyFace
-from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate

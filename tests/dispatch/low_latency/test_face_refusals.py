@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dispatch.faces.low_latency import LowLatencyFace
-from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 from tests.dispatch.caught import catch

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.faces.low_latency import LowLatencyFace
-from dispatch.low_latency.cpu_exchange import CpuExchange
+from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.local import LocalWire
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dispatch import fp8
-from dispatch.low_latency.shape import LowLatencyShape
+from dispatch.low_latency.calls import LowLatencyShape
 
 COUNT_BITS = 32  # layout_range holds (begin << 32) | count
 

@@ -17,16 +17,14 @@ from torch import Tensor
 
 from dispatch import cpu_kernels as kernels
 from dispatch.exchange import Exchange
-from dispatch.low_latency.exchange import OneTravels, Posted
-from dispatch.low_latency.ring import DispatchSlot, Results
-from dispatch.low_latency.shape import LowLatencyShape
+from dispatch.low_latency.calls import HeldDispatch, LowLatencyShape, OneTravels, Posted, Results
 from dispatch.row_formats import Fp8Rows, PlainRows, scales_at
 from dispatch.wires.wire import RankTable, Wire
 
 _DISPATCH, _COMBINE = 0x4C4C44, 0x4C4C43  # call numbers: wires count calls themselves
 
 
-class CpuSlot(DispatchSlot):
+class CpuHeld(HeldDispatch):
     """And what brings the answers home.
 
     Attributes:
@@ -56,26 +54,26 @@ class CpuExchange(OneTravels):
     def __init__(self, wire: Wire) -> None:
         self.wire, self.device = wire, wire.device
         self.rank, self.world_size = wire.rank, wire.world_size
-        self._results = Results(partial(CpuSlot, wire), self.device)
+        self._results = Results(partial(CpuHeld, wire), self.device)
 
     def refuse(self, text: str) -> None:
         """See `LowLatencyExchange`."""
         self.settle()
         self.wire.refuse(text)
 
-    def slot_of(self, source_token_LN: Tensor) -> CpuSlot | None:
+    def held_of(self, source_token_LN: Tensor) -> CpuHeld | None:
         """See `LowLatencyExchange`."""
-        return self._results.slot_of(source_token_LN)
+        return self._results.held_of(source_token_LN)
 
     def find_bad_choice(self, topk_TK: Tensor, num_experts: int) -> int:
         """See `LowLatencyExchange`."""
         return int(kernels.find_bad_slot(topk_TK.data_ptr(), topk_TK.numel(), num_experts))
 
-    def find_other_choice(self, topk_TK: Tensor, slot: DispatchSlot) -> int:
-        """See `LowLatencyExchange`. Leaves the choices that count in the slot, for the combine that follows."""
-        assert isinstance(slot, CpuSlot), "slots come from this exchange"
-        self.settle()  # a combine of this slot may be on its way
-        return slot.exchange.choose_again(topk_TK, slot.sent_TK, slot.choices.data_ptr())
+    def find_other_choice(self, topk_TK: Tensor, held: HeldDispatch) -> int:
+        """See `LowLatencyExchange`. Leaves the choices that count in the held, for the combine that follows."""
+        assert isinstance(held, CpuHeld), "it comes from this exchange"
+        self.settle()  # a combine of this held may be on its way
+        return held.exchange.choose_again(topk_TK, held.sent_TK, held.choices.data_ptr())
 
     def set_mask(self, rank: int, is_masked: bool) -> None:
         """See `LowLatencyExchange`."""
@@ -96,23 +94,23 @@ class CpuExchange(OneTravels):
         may_wait: bool,
         stats_L: Tensor | None = None,
         waited_R: Tensor | None = None,
-    ) -> tuple[CpuSlot, Posted]:
+    ) -> tuple[CpuHeld, Posted]:
         """See `LowLatencyExchange`."""
         self.settle()
-        slot = self._results.next_slot(shape)
-        slot.num_tokens = x_TH.shape[0]
-        if isinstance(slot.format, Fp8Rows):
-            slot.format.round_scale = round_scale
-        bad = slot.exchange.send_rows(
+        held = self._results.next_held(shape)
+        held.num_tokens = x_TH.shape[0]
+        if isinstance(held.format, Fp8Rows):
+            held.format.round_scale = round_scale
+        bad = held.exchange.send_rows(
             x_TH, topk_TK, call=_DISPATCH, capacity=shape.max_tokens, is_unique=True, keeps=may_wait
         )
         assert bad < 0, "choices were looked at before"
-        slot.sent_TK[: slot.num_tokens].copy_(topk_TK)
-        return slot, self._travel(partial(self._receive_rows, slot, stats_L, waited_R))
+        held.sent_TK[: held.num_tokens].copy_(topk_TK)
+        return held, self._travel(partial(self._receive_rows, held, stats_L, waited_R))
 
     def post_combine(
         self,
-        slot: DispatchSlot,
+        held: HeldDispatch,
         y_LNH: Tensor,
         topk_TK: Tensor,
         weights_TK: Tensor,
@@ -122,12 +120,12 @@ class CpuExchange(OneTravels):
         waited_R: Tensor | None = None,
     ) -> tuple[Tensor, Posted]:
         """See `LowLatencyExchange`."""
-        assert isinstance(slot, CpuSlot), "slots come from this exchange"
+        assert isinstance(held, CpuHeld), "it comes from this exchange"
         self.settle()
-        slot.exchange.send_answers(y_LNH, call=_COMBINE, keeps=may_wait)
+        held.exchange.send_answers(y_LNH, call=_COMBINE, keeps=may_wait)
         if out_TH is None:
-            out_TH = self._results.next_output(slot.shape, y_LNH.dtype, topk_TK.shape[0])
-        return out_TH, self._travel(partial(self._sum_answers, slot, weights_TK, out_TH, waited_R))
+            out_TH = self._results.next_output(held.shape, y_LNH.dtype, topk_TK.shape[0])
+        return out_TH, self._travel(partial(self._sum_answers, held, weights_TK, out_TH, waited_R))
 
     def barrier(self) -> None:
         """See `LowLatencyExchange`."""
@@ -139,24 +137,24 @@ class CpuExchange(OneTravels):
     def close(self) -> None:
         """See `LowLatencyExchange`. The wire stays its owner's."""
 
-    def _receive_rows(self, slot: CpuSlot, stats_L: Tensor | None, waited_R: Tensor | None) -> None:
-        shape, begun_ns = slot.shape, time.perf_counter_ns()
+    def _receive_rows(self, held: CpuHeld, stats_L: Tensor | None, waited_R: Tensor | None) -> None:
+        shape, begun_ns = held.shape, time.perf_counter_ns()
         value_bytes = shape.hidden if shape.is_fp8 else shape.row_bytes
-        scales = 0 if slot.scales is None else slot.scales.data_ptr()
-        slot.exchange.receive_blocks(
-            shape.rows_per_expert, value_bytes, slot.x_LNH.data_ptr(), slot.source_token_LN.data_ptr(),
-            slot.count_L.data_ptr(), slot.layout_range_LR.data_ptr(), 0 if stats_L is None else stats_L.data_ptr(),
+        scales = 0 if held.scales is None else held.scales.data_ptr()
+        held.exchange.receive_blocks(
+            shape.rows_per_expert, value_bytes, held.x_LNH.data_ptr(), held.source_token_LN.data_ptr(),
+            held.count_L.data_ptr(), held.layout_range_LR.data_ptr(), 0 if stats_L is None else stats_L.data_ptr(),
             scales_at(shape.hidden), shape.num_scales, int(shape.is_ue8m0), scales,
         )  # fmt: skip
         self._add_wait(waited_R, time.perf_counter_ns() - begun_ns)
 
     def _sum_answers(
-        self, slot: CpuSlot, weights_TK: Tensor, out_TH: Tensor, waited_R: Tensor | None
+        self, held: CpuHeld, weights_TK: Tensor, out_TH: Tensor, waited_R: Tensor | None
     ) -> None:
         begun_ns = time.perf_counter_ns()
-        slot.exchange.receive_answers()
+        held.exchange.receive_answers()
         self._add_wait(waited_R, time.perf_counter_ns() - begun_ns)
-        slot.exchange.sum_answers(weights_TK, out_TH, slot.choices.data_ptr())
+        held.exchange.sum_answers(weights_TK, out_TH, held.choices.data_ptr())
 
     def _add_wait(self, waited_R: Tensor | None, waited_ns: int) -> None:
         """Add a time to the statistics of every peer that is not masked: all were waited for at once."""
