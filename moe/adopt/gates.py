@@ -1,14 +1,18 @@
-"""Which of the grouped kernel's gates a family's experts use, found by trying: the kernel fuses it if it knows it.
+"""Which of our kernels' gates a family's experts use, found by trying: the kernels fuse it if they know it.
 
-An experts module's own `_apply_gate` is asked about a few rows and compared with every gate that the kernel has, with
+An experts module's own `_apply_gate` is asked about a few rows and compared with every gate that the kernels have, with
 gate and up one after the other, or in turn (gpt-oss). A gate that none of them equals stays the module's: correct, one
-launch more. Rejected: a list of families, and of activation classes.
+launch more.
 """
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from moe.adopt.adopt import Candidate, Rows, first_agreeing
 
 _ROWS, _COLUMNS = 16, 32
 _TOLERANCE = 1e-6
@@ -18,10 +22,8 @@ _OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # gpt-oss; the kernel has them as constants
 class Gate(NamedTuple):
     """How the first of an expert's two products ends."""
 
-    name: str  # of `grouped.GATES`; "none": the module applies its own to the kernel's result
-    is_interleaved: bool = (
-        False  # gate and up alternate in the checkpoint; the kernel wants them one after the other
-    )
+    name: str  # of KNOWN; "none": the module applies its own to the kernel's result
+    is_interleaved: bool = False  # gate and up alternate in the checkpoint; kernels want one after the other
 
 
 def silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -48,20 +50,33 @@ def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
 KNOWN = {"silu": silu, "swiglu_oai": swiglu_oai, "gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
-@torch.no_grad()
 def gate_of(module: Any) -> Gate:
     """Find the gate of an experts module; its weights are not looked at."""
-    if not module.has_gate:
+    found: list[Gate] = []
+    first = first_agreeing(_gates(module, found)) if module.has_gate else None
+    if first is None:
         return Gate("none")
-    generator = torch.Generator().manual_seed(0)
-    both = torch.randn(_ROWS, 2 * _COLUMNS, generator=generator) * 6  # beyond the limit too
-    wanted = module._apply_gate(both)
-    for is_interleaved in (False, True):
-        gate, up = (both[:, ::2], both[:, 1::2]) if is_interleaved else both.chunk(2, dim=-1)
-        for name, known in KNOWN.items():
-            if torch.allclose(known(gate, up), wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
-                return Gate(name, is_interleaved)
-    return Gate("none")
+    first.install()
+    return found[0]
+
+
+def _gates(module: Any, found: list[Gate]) -> Iterator[Candidate]:
+    """Propose all gates; an adopted one is put in `found`."""
+    rows = Rows(torch.float32, torch.device("cpu"))
+    for gate in (Gate(name, is_interleaved) for is_interleaved in (False, True) for name in KNOWN):
+        yield Candidate(
+            own=module._apply_gate,
+            ours=partial(_apply_known, gate),
+            arguments=lambda: (rows.draw(_ROWS, 2 * _COLUMNS, spread=6.0),),  # beyond the limit too
+            tolerance=_TOLERANCE,
+            install=partial(found.append, gate),
+        )
+
+
+def _apply_known(gate: Gate, both: Tensor) -> Tensor:
+    known: Callable[[Tensor, Tensor], Tensor] = KNOWN[gate.name]
+    parts = (both[:, ::2], both[:, 1::2]) if gate.is_interleaved else both.chunk(2, dim=-1)
+    return known(*parts)
 
 
 def arranged(rows_NX: Tensor, gate: Gate) -> Tensor:

@@ -1,28 +1,31 @@
-"""Routers of a built model choose experts with the one-launch kernel, where trying shows that it chooses the same.
+"""The one-launch kernel for routers that choose experts.
 
 A module is taken for a router when "Router" is in its class's name, it has a weight [experts, hidden] and returns
-(logits, weights, experts). Its rule is found out from a twin with random weights in float32: how weights follow from
-logits, and which limit to groups of experts gives the same choice. Then the module itself says whether it multiplies in
-float32. Families that do something else, need more than rows (MiniMax-M2's bias is an argument) or have modules within
-(ERNIE-4.5's bias is one's), keep their own.
-Rejected: a list of classes, which would be late for each new family, and wrong once one changes.
+(logits, weights, experts). Its rule is found out from a twin with random weights in float32, of which no two scores are
+equal: how weights follow from logits, and which limit to groups of experts gives the same choice. Then the module itself
+says whether it multiplies in float32. Families that do something else, need more than rows (MiniMax-M2's bias is an
+argument) or have modules within (ERNIE-4.5's bias is one's), keep their own.
 
 Legend: T rows, D hidden dim, E experts, K choices.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, Rows, first_agreeing
 from moe.gpu.routing import Routing, route
 
 _ROWS = {"cuda": 1024, "cpu": 16}  # to try; the interpreter takes its time for each
 _TOLERANCE = 1e-5  # of weights below some 3; the sums of exponentials have another order
 _WITH_BIAS = "correction_bias"  # in the name of what is added to scores where experts are chosen
+
+Launch = Callable[..., tuple[Tensor, Tensor]]  # `routing.route`, or the operator that is called like it
 
 
 class Routed(NamedTuple):
@@ -38,7 +41,7 @@ class _Tried(NamedTuple):
     dims: int  # of the rows that it was given: 3 if it takes [1, T, D]
 
 
-class _Way(NamedTuple):
+class RouterForm(NamedTuple):
     """How routers of one kind are answered."""
 
     rule: Routing
@@ -47,65 +50,56 @@ class _Way(NamedTuple):
     widens: bool  # the product is in float32
 
 
-Route = Callable[..., tuple[Tensor, Tensor]]  # `routing.route`, or the operator that is called like it
+class Routers:
+    """Proposes the kernel for the routers of one model; their classes get the attribute `form`."""
+
+    def __init__(self, launch: Launch = route) -> None:
+        """`launch` runs the kernel."""
+        self._launch = launch
+        self._rules: dict[Hashable, Routing | None] = {}
+        self._classes: dict[Hashable, type[nn.Module]] = {}
+
+    def __call__(self, module: Any, rows: Rows) -> Iterator[Candidate]:
+        """See `adopt.Propose`: candidates multiply in the model's type, or in float32."""
+        weight = getattr(module, "weight", None)
+        is_plain = "Router" in type(module).__name__ and not any(module.children())
+        if not is_plain or weight is None or len(weight.shape) != 2:
+            return
+        kind = _kind(module)
+        if kind not in self._rules:
+            self._rules[kind] = _find_rule(module, rows.device)
+        rule, x_TD = self._rules[kind], _draw(module, rows)
+        tried = None if rule is None else _try(module, x_TD)
+        if rule is None or tried is None:
+            return
+        for widens in (False, True) if module.weight.dtype == rows.dtype else (True,):
+            form = RouterForm(rule, tried.dims, tried.routed.weights_TK.dtype, widens)
+            yield Candidate(
+                own=lambda _x: tried.routed.logits_TE.float(),
+                ours=lambda x, widens=widens: _logits(module, x, widens=widens).float(),
+                arguments=lambda: (x_TD,),
+                tolerance=0.0,
+                install=partial(self._install, module, form),
+            )
+
+    def _install(self, module: nn.Module, form: RouterForm) -> None:
+        one = type(module), form
+        self._classes[one] = self._classes.get(one) or _one_launch(*one, self._launch)
+        module.__class__ = self._classes[one]
 
 
-def _one_launch(own: type[nn.Module], way: _Way, route: Route) -> type[nn.Module]:
+def _one_launch(own: type[nn.Module], form: RouterForm, launch: Launch) -> type[nn.Module]:
     """Make a router's class with the kernel in it. A class and not a `forward` for each module, so that what
     torch.compile makes of one layer serves all."""
 
     def forward(self: Any, hidden_states: Tensor) -> Any:
-        if hidden_states.dim() > way.dims:
+        if hidden_states.dim() > form.dims:
             return own.forward(self, hidden_states)
-        logits_TE = _logits(self, hidden_states, widens=way.widens)
-        ids_TK, weights_TK = route(logits_TE, way.rule, bias_E=_correction(self))
-        return Routed(logits_TE, weights_TK.to(way.weights_dtype), ids_TK)
+        logits_TE = _logits(self, hidden_states, widens=form.widens)
+        ids_TK, weights_TK = launch(logits_TE, form.rule, bias_E=_correction(self))
+        return Routed(logits_TE, weights_TK.to(form.weights_dtype), ids_TK)
 
-    return type(own.__name__, (own,), {"forward": forward, "way": way})
-
-
-def exchange_routers(net: nn.Module, dtype: torch.dtype, device: torch.device, launch: Route = route) -> int:
-    """Let a model's routers run the kernel; returns how many do. Their classes get the attribute `way`.
-
-    Args:
-        net: its weights are on the device already.
-        dtype: of the rows that it routes.
-        device: of the model.
-        launch: runs the kernel.
-    """
-    found: dict[Any, Routing | None] = {}
-    classes: dict[Any, type[nn.Module]] = {}
-    exchanged = 0
-    for module in net.modules():
-        weight = getattr(module, "weight", None)
-        is_plain = "Router" in type(module).__name__ and not any(module.children())
-        if not is_plain or weight is None or len(weight.shape) != 2:
-            continue
-        kind = _kind(module)
-        if kind not in found:
-            found[kind] = _find_rule(module, device)
-        rule = found[kind]
-        way = None if rule is None else _find_way(module, rule, dtype, device)
-        if way is not None:
-            one = type(module), way
-            classes[one] = classes.get(one) or _one_launch(*one, launch)
-            module.__class__ = classes[one]
-            exchanged += 1
-    return exchanged
-
-
-@torch.no_grad()
-def _find_way(module: Any, rule: Routing, dtype: torch.dtype, device: torch.device) -> _Way | None:
-    """See how a router is answered, if its logits can be had."""
-    x_TD = _rows(module, device).to(dtype)
-    tried = _try(module, x_TD)
-    if tried is None:
-        return None
-    for widens in (False, True) if module.weight.dtype == dtype else (True,):
-        logits_TE = _logits(module, x_TD, widens=widens)
-        if torch.equal(logits_TE.float(), tried.routed.logits_TE.float()):
-            return _Way(rule, tried.dims, tried.routed.weights_TK.dtype, widens)
-    return None
+    return type(own.__name__, (own,), {"forward": forward, "form": form})
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
@@ -120,19 +114,33 @@ def _kind(module: Any) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def _find_rule(module: Any, device: torch.device) -> Routing | None:
-    """Try a twin in float32, of which no two scores are equal; None: the kernel does not do what it does."""
+    """Find the rule that a router's twin follows; None: the kernel does not do what it does."""
     twin = _twin(module, device)
-    tried = _try(twin, _rows(module, device))
+    tried = _try(twin, _draw(module, Rows(torch.float32, device)))
     if tried is None:
         return None
     own = tried.routed
-    wanted_TE = _dense(own)
-    for rule in _candidates(twin, own):
-        ids_TK, weights_TK = route(own.logits_TE.float(), rule, bias_E=_correction(twin))
-        found_TE = _dense(Routed(own.logits_TE, weights_TK, ids_TK))
-        if torch.allclose(found_TE, wanted_TE, rtol=_TOLERANCE, atol=_TOLERANCE):
-            return rule
-    return None
+    found: list[Routing] = []
+    candidates = (
+        Candidate(
+            own=lambda: _dense(own),
+            ours=partial(_routed_by, rule, own.logits_TE, _correction(twin)),
+            arguments=tuple,
+            tolerance=_TOLERANCE,
+            install=partial(found.append, rule),
+        )
+        for rule in _rules(twin, own)
+    )
+    first = first_agreeing(candidates)
+    if first is not None:
+        first.install()
+    return found[0] if found else None
+
+
+def _routed_by(rule: Routing, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+    """What the kernel makes of logits."""
+    ids_TK, weights_TK = route(logits_TE.float(), rule, bias_E=bias_E)
+    return _dense(Routed(logits_TE, weights_TK, ids_TK))
 
 
 def _twin(module: Any, device: torch.device) -> Any:
@@ -156,7 +164,7 @@ def _twin(module: Any, device: torch.device) -> Any:
     return twin
 
 
-def _candidates(twin: Any, own: Routed) -> Iterator[Routing]:
+def _rules(twin: Any, own: Routed) -> Iterator[Routing]:
     """Rules whose weights are the router's, for the experts that it chose; the likeliest limit to groups first."""
     scale = float(getattr(twin, "routed_scaling_factor", 1.0))
     logits_TE = own.logits_TE.float()
@@ -195,7 +203,7 @@ def _try(module: Any, x_TD: Tensor) -> _Tried | None:
     for x in (x_TD[None], x_TD):
         try:
             returned = module.forward(x)
-        except (IndexError, RuntimeError, TypeError, ValueError):  # it wants other shapes or more arguments
+        except FOREIGN_ERRORS:
             continue
         if isinstance(returned, tuple) and len(returned) == 3:
             routed = Routed(*returned)
@@ -229,9 +237,8 @@ def _correction(module: Any) -> Tensor | None:
     return None
 
 
-def _rows(module: Any, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(_ROWS[device.type], module.weight.shape[1], generator=generator).to(device)
+def _draw(module: Any, rows: Rows) -> Tensor:
+    return rows.draw(_ROWS[rows.device.type], module.weight.shape[1])
 
 
 def _dense(routed: Routed) -> Tensor:

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from attention import organ as attention_organ
 from attention.cpu_attention import paged_attention
+from attention.cpu_tiles import LANES
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
+from moe.adopt.gates import Gate, gate_of
 from moe.backend import Backend, LoadedModel
 from moe.cpu import experts as experts_organ
 from moe.cpu.experts import PackedExpertLayer
@@ -71,7 +73,8 @@ def _keep_with(step: Step, stored: Callable[[Weight], Weight]) -> Keep:
 def _open_layer(
     up: PackedSlots, down: PackedSlots, choice: SlotChoice, module: Any, dispatcher: Any, step: Step
 ) -> PackedExpertLayer:
-    return PackedExpertLayer(up, down, choice, int(module.num_experts), dispatcher, step)
+    has_silu = gate_of(module) == Gate("silu") and up.out_dim % (2 * LANES) == 0
+    return PackedExpertLayer(up, down, choice, int(module.num_experts), dispatcher, step, has_silu)
 
 
 def _make_step(*, num_ranks: int = 1, **sizes: int) -> Step:

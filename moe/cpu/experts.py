@@ -1,23 +1,21 @@
 """The experts organ: what `transformers`' experts modules call instead of looping over their own weights.
 
 One call per MoE layer and step: logical experts to physical slots, dispatch, grouped GEMM over this rank's
-slots, combine. Gate functions are the modules' own (`_apply_gate`); the common one, silu(gate) * up, has a fused
-kernel. The module is given its layer when the model is built; nothing is looked up globally.
+slots, combine. Gate functions are the modules' own (`_apply_gate`); what gives silu(gate) * up runs a fused kernel
+(`moe.adopt.gates`). The module is given its layer when the model is built; nothing is looked up globally.
 
 Legend: T tokens, D hidden dim, K choices per token, P pairs (row, choice) on this rank, I intermediate dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.activations import SiLUActivation
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from attention.cpu_tiles import LANES
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
@@ -41,6 +39,7 @@ class PackedExpertLayer:
     num_experts: int
     dispatcher: TokenDispatcher
     step: Step
+    has_silu: bool  # its gate is the kernel's
     counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
     sample_TD: Tensor | None = None
 
@@ -74,22 +73,16 @@ class PackedExpertLayer:
     def compute(self, module: Any, x_PD: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
         """Apply every slot's expert to its own rows; local. Returns [P, D] float32, new."""
         raised_PN = self.up.apply(x_PD, slot_offsets, parallel=parallel)
-        gate = getattr(module._apply_gate, "__func__", None)
-        if not module.has_gate:
-            lowered_PI = _on_full_vectors(module.act_fn, raised_PN)
-        elif (
-            gate is _default_apply_gate
-            and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
-            and self.up.out_dim % (2 * LANES) == 0
-        ):
+        if self.has_silu:
             lowered_PI = silu_and_mul(raised_PN, parallel=parallel)
         else:
-            lowered_PI = _on_full_vectors(module._apply_gate, raised_PN)
+            own = module._apply_gate if module.has_gate else module.act_fn
+            lowered_PI = _on_full_vectors(own, raised_PN)
         return self.down.apply(lowered_PI, slot_offsets, parallel=parallel)
 
     def try_out(self, module: Any, up: PackedSlots, down: PackedSlots, x_TD: Tensor) -> Tensor:
         """Run rows through an expert that need not serve, on one thread, beside steps: [T, D] float32, new."""
-        alone = PackedExpertLayer(up, down, self.choice, self.num_experts, self.dispatcher, self.step)
+        alone = replace(self, up=up, down=down)
         return alone.compute(module, x_TD.contiguous(), torch.tensor([0, len(x_TD)]), parallel=False)
 
 

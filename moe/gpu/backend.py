@@ -22,9 +22,10 @@ from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
-from moe.adopt.norms import exchange_norms
-from moe.adopt.rotary import exchange_rotary
-from moe.adopt.routers import exchange_routers
+from moe.adopt.adopt import Rows, adopt
+from moe.adopt.norms import norms
+from moe.adopt.rotary import rotary
+from moe.adopt.routers import Routers
 from moe.backend import Backend, LoadedModel
 from moe.gpu import compiling
 from moe.gpu import experts as experts_organ
@@ -184,16 +185,15 @@ def _make_cache(on: Device, shapes: list[LayerShape], num_blocks: int, step: Ste
 
 
 def _finish(on: Device, net: PreTrainedModel) -> None:
-    """Move buffers to the device; exchange modules for kernels that compute the same; do not expand latents twice."""
+    """Move buffers to the device; adopt the kernels' forms of modules; do not expand latents twice."""
     net.to(on.device)
     attention_organ.prepare(net)
+    rows = Rows(on.dtype, on.device)
     if not on.compiler:
-        exchange_norms(net.modules(), on.dtype)
-        exchange_rotary(net, on.dtype, on.device)
-        exchange_routers(net, on.dtype, on.device)
+        adopt(net.modules(), (norms, rotary, Routers()), rows)
         return
-    exchange_norms(compiling.outside_layers(net), on.dtype)
-    exchange_routers(net, on.dtype, on.device, compiling.route)
+    adopt(compiling.outside_layers(net), (norms,), rows)
+    adopt(net.modules(), (Routers(compiling.route),), rows)
     attention_operator.enter(net)
     compiling.enter(net)
     compiling.compile_layers(net, on.compiler)

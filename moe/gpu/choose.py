@@ -47,7 +47,8 @@ def count_chunks(
 
 @triton.jit
 def _nth_of_all(
-    ids, cache_slots, chunk_counts, pair, expert, num_pairs, num_chunks, E: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr
+    ids, cache_slots, chunk_counts, pair, expert, num_pairs, num_chunks, E: tl.constexpr, K: tl.constexpr,
+    TILE: tl.constexpr, HAS_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """How many choices of its expert come before each pair, and how many there are."""
     before, total = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
@@ -57,11 +58,13 @@ def _nth_of_all(
         same = _experts_of(ids, cache_slots, other, num_pairs, E, K)[None, :] == expert[:, None]
         total += tl.sum(same.to(tl.int32), axis=1)
         before += tl.sum((same & (other[None, :] < pair[:, None])).to(tl.int32), axis=1)
-    if num_chunks > 1:
-        for each in range(num_chunks):
+    if HAS_CHUNKS:
+        each = 0
+        while each < num_chunks:  # not a range: the interpreter cannot count to a number that it is given
             count = tl.load(chunk_counts + each * E + expert, mask=(expert >= 0) & (each != chunk), other=0)
             total += count
             before += tl.where(each < chunk, count, 0)
+            each += 1
     return before, total
 
 
@@ -69,7 +72,7 @@ def _nth_of_all(
 def choose_and_count(
     ids, slot_of, until, last, phase, chunk_counts, cache_slots, num_decodes, slots, counts, num_pairs, num_chunks,
     E: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
-    SLOTS_PER_RANK: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE: tl.constexpr,
+    SLOTS_PER_RANK: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE: tl.constexpr, HAS_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of pairs). `slot_of` and `until` are [E, C]; `last` is an expert's last copy."""
     pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -79,7 +82,7 @@ def choose_and_count(
     copy = tl.zeros([TILE], tl.int64)
     if C > 1:
         before, total = _nth_of_all(
-            ids, cache_slots, chunk_counts, pair, expert, num_pairs, num_chunks, E, K, TILE
+            ids, cache_slots, chunk_counts, pair, expert, num_pairs, num_chunks, E, K, TILE, HAS_CHUNKS
         )
         begin = tl.load(phase + expert, mask=is_choice, other=0.0)
         point = (before.to(tl.float64) + begin) / tl.maximum(total, 1).to(tl.float64)
@@ -156,7 +159,7 @@ class DeviceSlotChoice:
             ids_TK, self._slot_EC, self._until_EC, self._last_E, self._phase_E, chunk_counts, cache_slot_T,
             num_decodes_1, slots_TK, counts, num_pairs, num_chunks, E=E, R=self._num_ranks, K=choices, C=copies,
             C_PAD=triton.next_power_of_2(copies), SLOTS_PER_RANK=self._slots_per_rank,
-            HAS_COUNTS=counts is not None, TILE=_TILE, num_warps=4,
+            HAS_COUNTS=counts is not None, TILE=_TILE, HAS_CHUNKS=chunk_counts is not None, num_warps=4,
         )  # fmt: skip
         return slots_TK
 

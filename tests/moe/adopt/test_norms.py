@@ -45,7 +45,8 @@ class CentredRMSNorm(PlainRMSNorm):
 def exchange() -> tuple[int, list[bool], float]:
     """Exchange the norms of a small model; how many, which, and how far the exchanged one is from its own."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from moe.adopt.norms import exchange_norms  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.norms import norms  # noqa: PLC0415
 
     torch.manual_seed(0)
     net = nn.ModuleList(
@@ -53,7 +54,7 @@ def exchange() -> tuple[int, list[bool], float]:
     )
     x = torch.randn(1, 3, 2, 16).transpose(1, 2)
     wanted = net[0](x)
-    count = exchange_norms(net.modules(), torch.float32)
+    count = adopt(net.modules(), (norms,), Rows(torch.float32, torch.device("cpu")))["norms"]
     exchanged = ["forward" in vars(module) for module in net]
     return count, exchanged, float((net[0](x) - wanted).abs().max())
 

@@ -29,7 +29,8 @@ class Found(NamedTuple):
 
 def exchange(family: str) -> Found:
     os.environ["TRITON_INTERPRET"] = "1"
-    from moe.adopt.rotary import exchange_rotary  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.rotary import rotary  # noqa: PLC0415
 
     model = make_model(family)
     file = importlib.import_module(type(model).__module__)
@@ -37,7 +38,7 @@ def exchange(family: str) -> Found:
     tokens = torch.randint(3, 200, (1, 3), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         wanted = model(tokens).logits
-        exchanged = exchange_rotary(model, torch.float32, torch.device("cpu"))
+        exchanged = adopt(model.modules(), (rotary,), Rows(torch.float32, torch.device("cpu")))["rotary"]
         found = model(tokens).logits
     untouched = file.apply_rotary_pos_emb is before
     return Found(exchanged, len(model.model.layers), float((found - wanted).abs().max()), untouched)

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 ROWS = 6
 
 
-class Routers(NamedTuple):
+class Seen(NamedTuple):
     """Of a model's routers: how many there are and were exchanged, and how far results are from their own."""
 
     count: int
@@ -50,26 +50,27 @@ def dense(module: Any, routed: Any) -> torch.Tensor:
 
 
 def is_exchanged(module: nn.Module) -> bool:
-    return hasattr(type(module), "way")
+    return hasattr(type(module), "form")
 
 
-def route_both_ways(family: str) -> Routers:
+def route_both_ways(family: str) -> Seen:
     """Exchange a family's routers; rows through each, and through its class's own forward."""
-    from moe.adopt.routers import exchange_routers  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.routers import Routers  # noqa: PLC0415
 
     net = make_model(family)
     routers = [module for module in net.modules() if "Router" in type(module).__name__]
-    exchanged = exchange_routers(net, torch.float32, CPU)
+    exchanged = adopt(net.modules(), (Routers(),), Rows(torch.float32, CPU))["Routers"]
     assert exchanged == sum(is_exchanged(module) for module in routers)
     worst, alike = 0.0, True
-    rules = {module.way.rule for module in routers if is_exchanged(module)}
+    rules = {module.form.rule for module in routers if is_exchanged(module)}
     for module in routers if exchanged else ():
         x = torch.randn(ROWS, module.weight.shape[1])
         ours, theirs = module(x), type(module).__mro__[1].forward(module, x)
         assert torch.equal(ours[0], theirs[0])
         alike &= [each.dtype for each in ours] == [each.dtype for each in theirs]
         worst = max(worst, float((dense(module, ours) - dense(module, theirs)).abs().max()))
-    return Routers(len(routers), exchanged, rules, worst, alike)
+    return Seen(len(routers), exchanged, rules, worst, alike)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def route_both_ways(family: str) -> Routers:
 def test_a_familys_routers_choose_and_weigh_as_transformers_has_them(
     interpreter: RankPool, family: str
 ) -> None:
-    found: Routers = interpreter.run(route_both_ways, family)[0]
+    found: Seen = interpreter.run(route_both_ways, family)[0]
     assert found.count and found.exchanged == (0 if family in KEEP_THEIRS else found.count)
     assert found.difference < 1e-5 and found.is_typed_alike
     for rule in found.rules:
@@ -138,11 +139,12 @@ class ShortRouter(PlainRouter):
 
 
 def exchanged_kinds() -> list[bool]:
-    from moe.adopt.routers import exchange_routers  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.routers import Routers  # noqa: PLC0415
 
     kinds = (PlainRouter, SquaringRouter, WarmRouter, LastRouter, ShortRouter)
     net = nn.ModuleList([*(kind() for kind in kinds), nn.Linear(16, 8), PlainRouter()])
-    exchange_routers(net, torch.float32, CPU)
+    adopt(net.modules(), (Routers(),), Rows(torch.float32, CPU))
     assert type(net[0]) is type(net[-1]), "one class for all of a kind, or torch.compile compiles each layer"
     return [is_exchanged(module) for module in net]
 
@@ -153,14 +155,15 @@ def test_a_router_that_does_something_else_keeps_its_own(interpreter: RankPool) 
 
 def route_by_a_devices_weight() -> tuple[bool, float, bool]:
     """As with --batch-invariant: the weight is no parameter, and multiplies by itself."""
-    from moe.adopt.routers import exchange_routers  # noqa: PLC0415
+    from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415
+    from moe.adopt.routers import Routers  # noqa: PLC0415
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
     net = nn.ModuleList([PlainRouter()])
     weight = net[0].weight.detach()
     del net[0]._parameters["weight"]
     net[0].weight = DeviceWeight(weight, OneGroup(CPU, is_invariant=True), torch.float32, CPU)
-    exchange_routers(net, torch.float32, CPU)
+    adopt(net.modules(), (Routers(),), Rows(torch.float32, CPU))
     x = torch.randn(ROWS, 16)
     ours, theirs = net[0](x), PlainRouter.forward(net[0], x)  # type: ignore[arg-type]
     return (

@@ -32,6 +32,12 @@ class Form(NamedTuple):
     has_bias: bool = False
     is_interleaved: bool = False  # gate0, up0, gate1, up1, ... with a gate function of the module's own
 
+    @property
+    def has_silu(self) -> bool:
+        """Whether the fused kernel has its gate."""
+        is_plain = self.has_gate and not self.is_interleaved
+        return is_plain and self.activation == "silu" and self.intermediate % 16 == 0
+
 
 FORMS = {
     "fused gate": Form(),
@@ -89,7 +95,7 @@ def layer_of(
     dispatcher = Dispatcher(wire, slots_per_rank=len(slot_expert))
     slots = len(slot_expert)
     counts = LoadCounts(1, num_experts=EXPERTS, num_ranks=1, slots_per_rank=slots).layers[0]
-    return PackedExpertLayer(sides[0], sides[1], choice, EXPERTS, dispatcher, step, counts)
+    return PackedExpertLayer(sides[0], sides[1], choice, EXPERTS, dispatcher, step, form.has_silu, counts)
 
 
 def counted(layer: PackedExpertLayer) -> list[int]:

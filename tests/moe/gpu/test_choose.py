@@ -21,7 +21,7 @@ pytestmark = (
     )
 )
 
-EXPERTS, CHOICES, ROWS, PADDED, DECODES = 8, 3, 50, 52, 20
+EXPERTS, CHOICES, DECODES = 8, 3, 20
 
 
 class Chosen(NamedTuple):
@@ -32,9 +32,10 @@ class Chosen(NamedTuple):
     stays: bool
 
 
-def ids_of(seed: int) -> torch.Tensor:
+def ids_of(seed: int, rows: int) -> torch.Tensor:
+    """Two rows more, which are padding."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-1, EXPERTS, (PADDED, CHOICES), generator=generator)
+    ids = torch.randint(-1, EXPERTS, (rows + 2, CHOICES), generator=generator)
     ids[10:30] = 5  # one expert is wanted by many
     return ids
 
@@ -48,36 +49,41 @@ def placements(num_ranks: int, slots_per_rank: int) -> list:  # type: ignore[typ
     return [random_placement(2, EXPERTS, num_ranks, slots_per_rank, seed) for seed in (1, 2)]
 
 
-def choose(num_ranks: int, slots_per_rank: int) -> Chosen:
-    """Choose with two placements through one route object."""
+def choose(num_ranks: int, slots_per_rank: int, rows: int) -> Chosen:
+    """Choose with two placements through one object."""
     os.environ["TRITON_INTERPRET"] = "1"
     from moe.gpu.choose import DeviceSlotChoice  # noqa: PLC0415 - in the interpreter
 
     both = [SlotChoice(ReplicaChoice(each, 1), 1) for each in placements(num_ranks, slots_per_rank)]
-    route = DeviceSlotChoice(
+    choice = DeviceSlotChoice(
         both[0], slots_per_rank=slots_per_rank, num_ranks=num_ranks, device=torch.device("cpu")
     )
-    addresses = [value.data_ptr() for value in vars(route).values() if isinstance(value, torch.Tensor)]
-    cache_slots = torch.arange(PADDED)
-    cache_slots[ROWS:] = -1
+    addresses = [value.data_ptr() for value in vars(choice).values() if isinstance(value, torch.Tensor)]
+    cache_slots = torch.arange(rows + 2)
+    cache_slots[rows:] = -1
     counts = torch.zeros(2, EXPERTS + num_ranks, dtype=torch.int64)
     slots = []
-    for seed, way in enumerate(both):
-        route.follow(way)
-        slots.append(route.slots(ids_of(seed), cache_slots, torch.tensor([DECODES]), counts).numpy())
-    after = [value.data_ptr() for value in vars(route).values() if isinstance(value, torch.Tensor)]
+    for seed, each in enumerate(both):
+        choice.follow(each)
+        slots.append(choice.slots(ids_of(seed, rows), cache_slots, torch.tensor([DECODES]), counts).numpy())
+    after = [value.data_ptr() for value in vars(choice).values() if isinstance(value, torch.Tensor)]
     return Chosen(slots, counts.numpy(), addresses == after)
 
 
-@pytest.mark.parametrize(("num_ranks", "slots_per_rank"), [(1, 8), (2, 4), (4, 4)])
-def test_slots_and_counts_are_the_cpus(num_ranks: int, slots_per_rank: int, interpreter: RankPool) -> None:
-    found: Chosen = interpreter.run(choose, num_ranks, slots_per_rank)[0]
+@pytest.mark.parametrize(
+    ("num_ranks", "slots_per_rank", "rows"),
+    [(1, 8, 50), (2, 4, 50), (4, 4, 50), (2, 6, 1500)],  # the last: 4,500 choices, of three chunks
+)
+def test_slots_and_counts_are_the_cpus(
+    num_ranks: int, slots_per_rank: int, rows: int, interpreter: RankPool
+) -> None:
+    found: Chosen = interpreter.run(choose, num_ranks, slots_per_rank, rows)[0]
     counters = LoadCounts(1, num_experts=EXPERTS, num_ranks=num_ranks, slots_per_rank=slots_per_rank)
     for seed, placement in enumerate(placements(num_ranks, slots_per_rank)):
-        ids = ids_of(seed)[:ROWS].contiguous()
+        ids = ids_of(seed, rows)[:rows].contiguous()
         wanted = ReplicaChoice(placement, 1).choose(1, ids.numpy())
-        assert np.array_equal(found.slots[seed][:ROWS], wanted)
-        assert (found.slots[seed][ROWS:] == -1).all()
+        assert np.array_equal(found.slots[seed][:rows], wanted)
+        assert (found.slots[seed][rows:] == -1).all()
         counters.layers[0].add(ids, torch.from_numpy(wanted), DECODES)
     assert np.array_equal(found.counts, counters.table[0])
     assert found.counts.any() and found.stays

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu import decode, mla, prefill
@@ -109,6 +110,35 @@ def test_kernels_compile_for_sm_90_within_their_budget(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", ALL)
 def test_every_launch_compiles_within_its_budget(name: str, arch: int, tmp_path: Path) -> None:
     check_budget(compiled(ALL[name]), tmp_path, arch)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of torch's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernels"),
+    [(256, ["choose_and_count"]), (257, ["count_chunks", "choose_and_count"])],
+)
+def test_a_decode_step_chooses_among_copies_in_one_launch(rows: int, kernels: list[str]) -> None:
+    placement = random_placement(1, 8, 2, 6, 0)
+    choice = choose.DeviceSlotChoice(
+        SlotChoice(ReplicaChoice(placement, 0), 0), slots_per_rank=6, num_ranks=2, device=torch.device("cpu")
+    )
+    integers = partial(torch.zeros, dtype=torch.int64)
+    arguments = integers(rows, 8), integers(rows), integers(1), integers(2, 10)
+    with recording((choose, "choose_and_count"), (choose, "count_chunks")) as launched, Operators() as ran:
+        choice.slots(*arguments)
+    assert [launch.function.__name__ for launch in launched] == kernels
+    assert ran.names == ["aten::empty_like", "aten::zeros"][: len(kernels)]
 
 
 TILES = {
