@@ -19,11 +19,10 @@ from torch import Tensor
 from moe.load_counts import NUM_PHASES, LayerCounts, LoadCounts
 from moe.slot_choice import SlotChoice
 
-_TILE = 128
-CHUNK = (
-    2048  # pairs that a program compares its own with: 256 rows of 8 choices, the largest usual decode step
-)
-_TILES = tl.constexpr(CHUNK // _TILE)
+_TILE = 64
+CHUNK = 2048  # pairs that a program compares its own with: 256 rows of 8, most decode steps
+_TILES, _CHUNK = tl.constexpr(CHUNK // _TILE), tl.constexpr(CHUNK)
+_OTHERS = tl.constexpr(32)  # that are compared at once: with more, registers spill
 
 
 @triton.jit
@@ -53,14 +52,16 @@ def _nth_of_all(
     """How many choices of its expert come before each pair, and how many there are."""
     before, total = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     chunk = tl.program_id(0) // _TILES
-    for tile in range(_TILES):
-        other = (chunk * _TILES + tile) * TILE + tl.arange(0, TILE)
+    first, end = chunk * _CHUNK, tl.minimum((chunk + 1) * _CHUNK, num_pairs)
+    while first < end:  # not a range: the interpreter cannot count to a number that it is given
+        other = first + tl.arange(0, _OTHERS)
         same = _experts_of(ids, cache_slots, other, num_pairs, E, K)[None, :] == expert[:, None]
         total += tl.sum(same.to(tl.int32), axis=1)
         before += tl.sum((same & (other[None, :] < pair[:, None])).to(tl.int32), axis=1)
+        first += _OTHERS
     if HAS_CHUNKS:
         each = 0
-        while each < num_chunks:  # not a range: the interpreter cannot count to a number that it is given
+        while each < num_chunks:
             count = tl.load(chunk_counts + each * E + expert, mask=(expert >= 0) & (each != chunk), other=0)
             total += count
             before += tl.where(each < chunk, count, 0)

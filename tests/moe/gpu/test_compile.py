@@ -84,7 +84,7 @@ MORE_CASES = {
     "norm_of_heads": Case(partial(launch_norm, 128), "norm_rows"),
     "norm_gpt_oss": Case(partial(launch_norm, 2880), "norm_rows"),
     "norm_deepseek": Case(partial(launch_norm, 7168), "norm_rows"),
-    "choice_among_copies": Case(partial(launch_choice, 6), "choose_and_count", 64),
+    "choice_among_copies": Case(partial(launch_choice, 6), "choose_and_count", 128),
 }  # fmt: skip
 ALL = CASES | MORE_CASES
 
