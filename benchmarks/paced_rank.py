@@ -136,7 +136,7 @@ class PacedRank:
         """Leave, as the front asks."""
         self.close()
 
-    def lost(self, _reason: str) -> None:
+    def lost(self, _reason: str, *, is_broken: bool) -> None:
         """End without the front."""
         self._end()
 

@@ -154,6 +154,10 @@ class PlacementControl:
             self.expert_bytes = word.expert_bytes
         self._stages.take_report(word.report)
 
+    def skip_versions(self, newest: int) -> None:
+        """Take that ranks know of versions up to this one, from a front that is gone."""
+        self._last_version = max(self._last_version, newest)
+
     def _go_on_from(self, start: Placement) -> None:
         """See whether the history's end is where the service starts: only then there is a way back."""
         if self.history.before and self.history.last_digest != start.digest():

@@ -80,15 +80,20 @@ class Leader:
         self._said_phase = Phase.STARTING
         self._begun_s = 0.0  # of the regrouping under way
 
-    def attach(self, rank: int) -> None:
-        """Take a rank that is ready."""
+    def resume(self) -> None:
+        """Lead a service whose front was started again."""
+        self.epochs.resume(self._clock())
+        self._set_timer()
+
+    def attach(self, rank: int, *, epoch: int = 0) -> None:
+        """Take a rank that is ready, and was ordered to an epoch before."""
         if self.epochs.phase is not Phase.STARTING:
             _LOG.warning("rank %d is back", rank)
-        self._carry_out(self.epochs.attach(rank, self._clock()))
+        self._carry_out(self.epochs.attach(rank, self._clock(), epoch=epoch))
 
     def lose(self, rank: int, reason: str) -> None:
         """Take that a rank is gone."""
-        if self._placement.home is None:
+        if self._placement.home is None and not self.epochs.is_resuming:
             self._on_failure(f"rank {rank} is lost: {reason}")
             return
         if self.epochs.phase is not Phase.STARTING:
@@ -128,7 +133,9 @@ class Leader:
         self._set_timer()
 
     def _order(self, epoch: Epoch) -> None:
-        assert self._placement.home is not None, "ranks come back only later"
+        if self._placement.home is None:
+            self._on_failure("no rank that came back to the front knows where all experts belong")
+            return
         placement = self._surviving(self._placement.home, epoch.members)
         order = Order(epoch.number, epoch.members, placement.with_version(self._placement.next_version()))
         self.epochs.grant(self._read_s(placement))

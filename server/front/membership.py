@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 FAULT_GRACE_S = 1.0  # after a fault, for the stream's end that explains it
 REGROUP_TIMEOUT_S = 30.0  # from an order that a rank leaves unanswered until it is given up
+RETURN_S = 10.0  # for ranks to come back to a front that was started again; they ask several times a second
 MAX_FAULTS, FAULTS_S = 5, 60.0  # epochs that faults may end within that time, until a rank is given up for it
 
 
@@ -96,6 +97,7 @@ class Epochs:
         self._silent: dict[int, float] = {}  # members that owe an answer to an order: when they are given up
         self._waiting_s = 0.0  # since when, in that phase
         self._ended_by_faults: deque[float] = deque(maxlen=MAX_FAULTS)  # when epochs were
+        self._resumed_until_s: float | None = None  # while ranks come back to a front that was started again
 
     @property
     def settled(self) -> frozenset[int]:
@@ -113,13 +115,29 @@ class Epochs:
         return {fault.rank: fault.reason for fault in self._faults.values()}
 
     @property
+    def is_resuming(self) -> bool:
+        """Whether ranks come back to a front that was started again."""
+        return self._resumed_until_s is not None
+
+    @property
     def is_whole(self) -> bool:
         """Whether all ranks serve together."""
         return self.phase is Phase.SERVING and len(self.members) == self.num_ranks
 
-    def attach(self, rank: int, now_s: float) -> Effects:
-        """Take a rank that is ready to serve."""
+    def resume(self, now_s: float) -> None:
+        """Begin where a front was that is gone: the ranks come back to this one, and meet when all have or time is up."""
+        self._resumed_until_s = now_s + RETURN_S
+
+    def attach(self, rank: int, now_s: float, *, epoch: int = 0) -> Effects:
+        """Take a rank that is ready to serve.
+
+        Args:
+            epoch: the newest that it was ordered to, by this front or the one before.
+        """
         self._attached.add(rank)
+        self.number = max(self.number, epoch)
+        if self._resumed_until_s is not None:
+            return self._order(now_s) if len(self._attached) == self.num_ranks else _NOTHING
         if self.phase is not Phase.STARTING:
             self.missing.pop(rank, None)
             return self._order(now_s)
@@ -135,6 +153,8 @@ class Epochs:
             ranks.discard(rank)
         self._silent.pop(rank, None)
         self.num_losses[rank] += 1
+        if self._resumed_until_s is not None:
+            return _NOTHING
         if self.phase is Phase.STARTING:
             return Effects(failure=f"rank {rank} is lost: {reason}")
         self.missing[rank] = Absence(reason, now_s)
@@ -162,6 +182,8 @@ class Epochs:
 
     def take_fault(self, rank: int, number: int, reason: str, *, is_final: bool, now_s: float) -> Effects:
         """Take that a rank's steps in an epoch broke off; in another one than the present they are over anyway."""
+        if self._resumed_until_s is not None:
+            return _NOTHING  # an epoch of the front before; an order comes
         if self.phase is Phase.STARTING:
             return Effects(failure=f"rank {rank} cannot serve: {reason}")
         self._hear(rank, number, now_s)
@@ -184,6 +206,8 @@ class Epochs:
         due_s = self.next_due_s()
         if due_s is None or now_s < due_s:
             return _NOTHING
+        if self._resumed_until_s is not None:
+            return self._go_on_without(now_s)
         if self.phase is Phase.WAITING:
             return Effects(failure=f"no rank came back for {self._recovery_timeout_s:g} s: {self.describe()}")
         late = sorted(rank for rank, at_s in self._silent.items() if at_s <= now_s)
@@ -193,6 +217,8 @@ class Epochs:
 
     def next_due_s(self) -> float | None:
         """When the time will bring something, if nothing happens before."""
+        if self._resumed_until_s is not None:
+            return self._resumed_until_s
         if self.phase is Phase.WAITING:
             return self._waiting_s + self._recovery_timeout_s
         if self.phase is not Phase.REGROUPING:
@@ -214,6 +240,7 @@ class Epochs:
         """Begin the next epoch with all that are attached; a retry gives nobody more time to answer."""
         if not is_retry:
             self._silent.clear()
+        self._resumed_until_s = None
         self.number += 1
         self.members = tuple(sorted(self._attached))
         self.phase = Phase.REGROUPING
@@ -222,6 +249,16 @@ class Epochs:
         for rank in self.members:
             self._silent.setdefault(rank, now_s + self._regroup_timeout_s)
         return Effects(order=Epoch(self.number, self.members))
+
+    def _go_on_without(self, now_s: float) -> Effects:
+        """Let those meet that came back; the others have been lost, and may still come."""
+        self._resumed_until_s = None
+        for rank in self.absent:
+            self.missing[rank] = Absence("it did not come back to the front", now_s)
+        if self._attached:
+            return self._order(now_s)
+        self._wait(now_s)
+        return _NOTHING
 
     def _end_by_faults(self, now_s: float) -> Effects:
         """Let the same members try again; when that has not helped often enough, without the one that broke off first,

@@ -51,6 +51,18 @@ def bearer(token: str) -> str:
     return f"Bearer {token}"
 
 
+class Served(NamedTuple):
+    """What a rank that has served tells a front that was started again."""
+
+    epoch: int  # the newest that it was ordered to
+    version: int  # of the placement that it serves
+    home: (
+        Placement | None
+    )  # the newest of all ranks together; None: this rank has served with some of them only
+    expert_bytes: int  # of one expert of one layer
+    experts: ExpertMap
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFacts:
     """What a rank says about itself when it attaches: it has its weights and is ready."""
@@ -64,6 +76,7 @@ class RankFacts:
     block_tokens: int
     max_num_seqs: int
     num_restarts: int = 0  # of this rank's engine; 0: it started with the service
+    served: Served | None = None  # None: this engine has not been attached before
     restartable_in_s: float = (
         0.0  # that it would have to live to be started again when it dies; 0: it is at once
     )

@@ -52,6 +52,10 @@ class LinkError(ConnectionError):
     """The front could not be reached, or refused this rank; the message says which and why."""
 
 
+class RefusedError(LinkError):
+    """The front does not take this rank."""
+
+
 class LinkListener(Protocol):
     """Told by `RankLink`, on its reader thread, what the front says; hands over and returns."""
 
@@ -73,8 +77,13 @@ class LinkListener(Protocol):
     def regroup(self, order: Order) -> None:
         """Follow an order."""
 
-    def lost(self, reason: str) -> None:
-        """The front is gone, or what it said cannot be taken: at most once, and never after `close` or a stop."""
+    def lost(self, reason: str, *, is_broken: bool) -> None:
+        """The stream has ended: at most once, and never after `close` or a stop.
+
+        Args:
+            is_broken: the connection, as when the front's process ends; else the front has closed the stream, or what it
+                said could not be taken.
+        """
 
 
 class RankLink:
@@ -106,7 +115,7 @@ class RankLink:
         """
         assert self._channel is None, "a link is opened once"
         deadline_s = time.monotonic() + timeout_s
-        _reach(self.address, min(timeout_s, CONNECT_TIMEOUT_S))
+        reach(self.address, min(timeout_s, CONNECT_TIMEOUT_S))
         self._channel = grpc.insecure_channel(self.address, options=OPTIONS)
         try:
             grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
@@ -123,7 +132,9 @@ class RankLink:
             raise LinkError(f"the front at {self.address} did not take this rank within {timeout_s:g} s")
         if self._refusal is not None:
             self._shut()
-            raise LinkError(f"the front at {self.address} refused rank {self._facts.rank}: {self._refusal}")
+            raise RefusedError(
+                f"the front at {self.address} refused rank {self._facts.rank}: {self._refusal}"
+            )
 
     def send(self, outputs: list[RequestOutput], stats: RankStats | None = None) -> None:
         """Queue what a step yielded; never blocks. After the link is lost or closed this does nothing."""
@@ -214,15 +225,15 @@ class RankLink:
 
     def _read(self, call: Iterator[object]) -> None:
         """Hand the front's messages to the listener until the stream ends, or one cannot be taken."""
-        reason = "the front closed the stream"
+        reason, is_broken = "the front closed the stream", False
         try:
             for message in call:
                 self._take(message)
         except grpc.RpcError as error:
-            reason = _explain(error)
+            reason, is_broken = _explain(error), True
         except Exception as error:  # noqa: BLE001 - else the rank would look alive and take no requests
             reason = f"a message of the front could not be taken: {type(error).__name__}: {error}"
-        self._lose(reason)
+        self._lose(reason, is_broken=is_broken)
 
     def _take(self, message: object) -> None:
         listener = self._listener
@@ -243,7 +254,7 @@ class RankLink:
             case Welcome():
                 self._welcome.set()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, is_broken: bool = False) -> None:
         """Note the stream's end once; tell the engine unless it closed the link, or never had one."""
         with self._changed:
             first = not self._end_writer
@@ -254,7 +265,7 @@ class RankLink:
             self._changed.notify()
         self._welcome.set()
         if first and welcomed and not self._end_expected:
-            self._listener.lost(reason)
+            self._listener.lost(reason, is_broken=is_broken)
 
     def _shut(self) -> None:
         with self._changed:
@@ -265,7 +276,7 @@ class RankLink:
                 self._channel.close()
 
 
-def _reach(address: str, timeout_s: float) -> None:
+def reach(address: str, timeout_s: float) -> None:
     """Wait until the front's port takes connections, which it does before anybody knows its address.
 
     Raises:

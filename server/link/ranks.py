@@ -124,12 +124,13 @@ class Ranks:
             (grpc.method_handlers_generic_handler(SERVICE, {METHOD: attach}),)
         )
 
-    def bind(self, host: str) -> str:
+    def bind(self, host: str, port: int = 0) -> str:
         """Take a port for the ranks, which may connect from now on and are served by `serve`.
 
         Args:
             host: under which ranks reach this machine. A name may mean another address here than elsewhere (127.0.1.1
                 in Debian's /etc/hosts), so all addresses are bound unless it is the loopback's.
+            port: 0 takes a free one.
 
         Returns:
             "HOST:PORT", to be announced.
@@ -141,7 +142,7 @@ class Ranks:
         shown = f"[{host}]" if is_v6 else host
         wildcard = "[::]" if is_v6 else "0.0.0.0"
         bound = shown if host in LOOPBACK else wildcard
-        return f"{shown}:{self._server.add_insecure_port(f'{bound}:0')}"
+        return f"{shown}:{self._server.add_insecure_port(f'{bound}:{port}')}"
 
     async def serve(self, listener: RankListener) -> None:
         """Let ranks attach from now on, and tell `listener`, in the event loop, what they say."""

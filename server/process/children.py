@@ -25,6 +25,9 @@ from server.parent_death import die_with_parent
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that torchrun forwards
 DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop when open requests have ended
+FRONT_VARIABLE = (
+    "WIDEEP_FRONT"  # what a front announced, as JSON: for engines, and for the front that replaces it
+)
 FRONT_IS_GONE = 3  # the exit status of an engine that has nobody left to serve for
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 

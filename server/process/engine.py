@@ -8,11 +8,10 @@ A rank that is lost ends the others' steps, not their processes: they meet again
 this process with one line, and its supervisor starts it again, which WIDEEP_RESTARTS says: then it meets nobody at the
 start, attaches with its share loaded, and serves from its first order on (D8 of the design).
 
-An engine whose stream ends asks whether the front is still there: its process holds its TCP port from its start to its
-end, whatever else it does. A refusal is certain; silence may be a cable, so it is waited out for a while.
+An engine whose connection to the front breaks drops its requests, whose clients are cut off as well, and asks for a while for
+the front that its supervisor starts again; one whose stream the front has closed was given up, and ends.
 """
 
-import errno
 import importlib
 import itertools
 import json
@@ -22,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,23 +31,25 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dispatch.errors import DispatchError, WireUnavailable
+from expert_placement.placement import Placement
 from moe.expert_weights import read_slot
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
 from scheduler.assembly import Assembled, assemble
-from scheduler.moves.reports import MoveState, PlacementReport
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
-from scheduler.policy.request import RankStats, RequestOutput
+from scheduler.policy.request import RankStats, Request, RequestOutput
 from scheduler.policy.scheduler import SchedulerLimitsError
 from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget, gpu_cache_budget
 from scheduler.structure.compiler import StructureError, Vocabulary
-from server.link.messages import RankFacts
-from server.link.rank_link import LinkError, RankLink
+from server.link.messages import RankFacts, Served
+from server.link.rank_link import LinkError, RankLink, RefusedError, reach
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import FRONT_IS_GONE
+from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.process.rendezvous import Place, place_from
 
@@ -112,6 +114,7 @@ def silent(_stage: str, _fraction: float) -> None:
 
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
+FRONT_RETURN_S = 60.0  # that a front may take to be back, or a cable
 BEATS_PER_TIMEOUT = 8
 STATS_EVERY = 50  # steps without outputs between reports
 FRONT_KEY = "front"
@@ -179,8 +182,10 @@ def _check_front(front: dict[str, str]) -> None:
     Raises:
         FrontGoneError: there is none.
     """
-    if not front_answers(front["ranks_address"]):
-        raise FrontGoneError
+    try:
+        reach(front["ranks_address"], FRONT_RETURN_S)
+    except LinkError as error:
+        raise FrontGoneError from error
 
 
 def _join(place: Place, store: Store) -> None:
@@ -209,24 +214,27 @@ def _walk(
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
     num_restarts = _num_restarts(environment)
-    link = make_link(built, config, front, environment)
+    stream = FrontStream(built, config, front, environment)
     is_ready = num_restarts == 0
 
     def on_regrouped(epoch: int) -> None:
         nonlocal is_ready
-        link.send_regrouped(epoch)
+        stream.link.send_regrouped(epoch)
         if not is_ready:
             is_ready = True
             supervisor.tell(ready=True)
 
-    built.engine.tell_membership(link.send_fault, on_regrouped)
-    built.relocation.on_report = lambda report: send_report(report, built, link)
+    def on_fault(epoch: int, reason: str, *, is_final: bool = False) -> None:
+        stream.link.send_fault(epoch, reason, is_final=is_final)
+
+    built.engine.tell_membership(on_fault, on_regrouped)
+    built.relocation.on_report = stream.report
     if num_restarts:
         _check_front(front)
-    link.open(JOIN_TIMEOUT_S)
+    stream.link.open(JOIN_TIMEOUT_S)
     if is_ready:
         if config.rank == 0:
-            send_start(built, link)
+            send_start(built, stream.link)
         supervisor.tell(ready=True)
     idle_steps = 0
 
@@ -235,13 +243,13 @@ def _walk(
         idle_steps = 0 if outputs or not stats.num_step_tokens else idle_steps + 1
         if outputs or not stats.num_step_tokens or idle_steps >= STATS_EVERY:
             idle_steps = 0
-            link.send(outputs, stats)
+            stream.send(outputs, stats)
         send_load_when_due()
 
     def send_load_when_due(*, is_sleeping: bool = False) -> None:
         now_s = time.monotonic()
         if built.telemetry.is_due(now_s, is_sleeping=is_sleeping):
-            link.send_load(
+            stream.link.send_load(
                 built.telemetry.report(built.engine.step, built.relocation.placement.version, now_s)
             )
 
@@ -249,9 +257,9 @@ def _walk(
         with Beats(supervisor, options.heartbeat_timeout_s):
             built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
     except FAILURES as error:
-        link.close(f"{type(error).__name__}: {error}")
+        stream.link.close(f"{type(error).__name__}: {error}")
         raise
-    link.close()
+    stream.link.close()
 
 
 def _load_vocabulary(model: str) -> Vocabulary:
@@ -286,7 +294,7 @@ def _store(place: Place) -> Store:
 
 def _front(store: Store, environment: Mapping[str, str]) -> dict[str, str]:
     """The front's addresses: given by our supervisor and published, or read from the store."""
-    given = environment.get("WIDEEP_FRONT")
+    given = environment.get(FRONT_VARIABLE)
     if given is not None:
         store.set(FRONT_KEY, given)
         return json.loads(given)  # type: ignore[no-any-return]
@@ -346,44 +354,131 @@ def _default_cache_bytes(options: Options, place: Place) -> int:
     return cache_budget(share, spare_bytes(options, place.world_size))
 
 
-class FrontListener:
-    """Hands on what the front says to this rank."""
+class FrontStream:
+    """This rank's way to the front: one link, and the next one when a front that was killed is back.
 
-    def __init__(self, built: Assembled, rank: int, front_address: str) -> None:
-        self.submit, self.abort, self.stop = built.engine.submit, built.engine.abort, built.engine.stop
-        self.regroup = built.engine.regroup
-        self.prepare, self.drop = built.relocation.prepare, built.relocation.drop
-        self._rank, self._front_address = rank, front_address
-
-    def lost(self, reason: str) -> None:
-        """End this process: the step loop may be waiting for other ranks, and this thread ends it all the same."""
-        print(f"rank {self._rank}: {reason}", file=sys.stderr, flush=True)
-        os._exit(1 if front_answers(self._front_address) else FRONT_IS_GONE)
-
-
-def make_link(
-    built: Assembled, config: EngineConfig, front: dict[str, str], environment: Mapping[str, str]
-) -> RankLink:
-    """Return what will join this rank to the front, not opened yet.
-
-    Args:
-        front: its addresses and its token.
-        environment: in which the supervisor says how often it started this rank's engine again.
+    Told by the link, on its reader thread, what the front says.
     """
-    facts = RankFacts(
-        rank=config.rank,
-        world_size=config.world_size,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        max_model_len=built.max_model_len,
-        num_blocks=built.num_blocks,
-        block_tokens=built.runner.step.block_tokens,
-        max_num_seqs=config.max_num_seqs,
-        num_restarts=_num_restarts(environment),
-        restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
-    )
-    address = front["ranks_address"]
-    return RankLink(address, front["token"], facts, FrontListener(built, config.rank, address))
+
+    def __init__(
+        self, built: Assembled, config: EngineConfig, front: dict[str, str], environment: Mapping[str, str]
+    ) -> None:
+        """Prepare; `open` attaches.
+
+        Args:
+            front: its addresses and its token.
+            environment: in which the supervisor says how often it started this rank's engine again.
+        """
+        self._built, self._config, self._front = built, config, front
+        self._epoch = 0
+        self._home = None if _num_restarts(environment) else built.relocation.placement
+        self._open_ids: set[str] = set()  # requests that the front waits for
+        self._facts = RankFacts(
+            rank=config.rank,
+            world_size=config.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            max_model_len=built.max_model_len,
+            num_blocks=built.num_blocks,
+            block_tokens=built.runner.step.block_tokens,
+            max_num_seqs=config.max_num_seqs,
+            num_restarts=_num_restarts(environment),
+            restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
+        )
+        self.link = self._make_link(self._facts)
+
+    def _make_link(self, facts: RankFacts) -> RankLink:
+        return RankLink(self._front["ranks_address"], self._front["token"], facts, self)
+
+    def send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
+        """Tell what a step yielded."""
+        self._open_ids.difference_update(
+            output.request_id for output in outputs if output.finish_reason is not None
+        )
+        self.link.send(outputs, stats)
+
+    def report(self, report: PlacementReport) -> None:
+        """Tell what became of a placement, and rank 0 also where experts are now."""
+        placement = self._built.relocation.placement
+        if report.state is MoveState.SERVING:
+            self._note_home(placement, placement.num_ranks)
+            if report.rank == 0:
+                self.link.send_experts(_experts_now(self._built))
+        self.link.send_placement(report)
+
+    def submit(self, request: Request) -> None:
+        """Serve a request."""
+        self._open_ids.add(request.request_id)
+        self._built.engine.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        self._built.engine.abort(request_id)
+
+    def stop(self) -> None:
+        """End in an orderly way."""
+        self._built.engine.stop()
+
+    def prepare(self, placement: Placement) -> None:
+        """Move experts."""
+        self._built.relocation.prepare(placement)
+
+    def drop(self, version: int) -> None:
+        """Give up a placement that does not serve yet."""
+        self._built.relocation.drop(version)
+
+    def regroup(self, order: Order) -> None:
+        """Follow an order."""
+        self._epoch = max(self._epoch, order.epoch)
+        self._note_home(order.placement, len(order.members))
+        self._built.engine.regroup(order)
+
+    def lost(self, reason: str, *, is_broken: bool) -> None:
+        """Come back to the front, or end this process: the step loop may be waiting for other ranks."""
+        rank = self._config.rank
+        print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
+        if not is_broken:  # the front has given this rank up
+            os._exit(1)
+        for request_id in list(self._open_ids):  # whoever asked for them has been cut off with the front
+            self._built.engine.abort(request_id)
+        status = self._come_back(time.monotonic() + FRONT_RETURN_S)
+        if status:
+            os._exit(status)
+        print(f"rank {rank}: the front is back", file=sys.stderr, flush=True)
+
+    def _come_back(self, until_s: float) -> int:
+        """Attach to the front that has been started again; returns this process' status if that is of no use, else 0."""
+        while (left_s := until_s - time.monotonic()) > 0:
+            link = self._make_link(replace(self._facts, served=self._served()))
+            try:
+                link.open(left_s)
+            except RefusedError as error:
+                print(f"rank {self._config.rank}: {error}", file=sys.stderr, flush=True)
+                return 1
+            except LinkError:
+                continue
+            self.link = link
+            return 0
+        return FRONT_IS_GONE
+
+    def _served(self) -> Served:
+        built = self._built
+        return Served(
+            self._epoch,
+            built.relocation.placement.version,
+            self._home,
+            read_slot(built.model.layers[0], 0).num_bytes,
+            _experts_now(built),
+        )
+
+    def _note_home(self, placement: Placement, num_members: int) -> None:
+        if num_members == self._config.world_size:
+            self._home = placement
+
+
+def _experts_now(built: Assembled) -> ExpertMap:
+    placement = built.relocation.placement
+    return built.experts._replace(version=placement.version, slot_expert=placement.slot_expert)
 
 
 def send_start(built: Assembled, link: RankLink) -> None:
@@ -394,30 +489,3 @@ def send_start(built: Assembled, link: RankLink) -> None:
     )
     link.send_experts(built.experts)
     link.send_placement(report, placement, read_slot(built.model.layers[0], 0).num_bytes)
-
-
-def send_report(report: PlacementReport, built: Assembled, link: RankLink) -> None:
-    """Say what became of a placement, and rank 0 also where experts are now."""
-    if report.state is MoveState.SERVING and report.rank == 0:
-        slots = built.relocation.placement.slot_expert
-        link.send_experts(built.experts._replace(version=report.version, slot_expert=slots))
-    link.send_placement(report)
-
-
-PATIENCE_S = 30.0  # of silence: as long as collectives wait
-_ATTEMPT_S = 2.0
-
-
-def front_answers(address: str, *, patience_s: float = PATIENCE_S) -> bool:
-    """Return whether the front's process listens at `host:port`; waits while nothing says yes or no."""
-    host, _, port = address.rpartition(":")
-    deadline_s = time.monotonic() + patience_s
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=min(left_s, _ATTEMPT_S)):
-                return True
-        except OSError as error:
-            if error.errno == errno.ECONNREFUSED:
-                return False
-            time.sleep(min(0.2, max(0.0, deadline_s - time.monotonic())))  # no route fails at once
-    return False

@@ -4,6 +4,9 @@ Both sockets are bound and announced before anything slow happens, so that ranks
 tokenizer loads. torch stays out: this process only tokenizes, and would pay 180 MB for it. A rank that is lost while
 others are left, or until one comes back, is a matter for `front.leader`; one that is lost at the start ends all.
 
+A front that replaces one that was killed takes over its ports and its token. The ranks come back to it with what it has to
+know, and meet anew; what the one before was answering has been cut off with it.
+
 SIGTERM ends it gently: /health is 503, new requests are refused, open ones end by themselves for as long as
 --shutdown-timeout-seconds says. SIGINT, and a second SIGTERM, end it at once.
 """
@@ -20,12 +23,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from expert_placement.survivors import surviving
-from scheduler.moves.reports import ExpertMap, LoadReport
+from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
 from scheduler.policy.request import RankStats, RequestOutput
 from server.errors import ApiError
 from server.front.journal import Journal
@@ -33,11 +36,12 @@ from server.front.leader import Leader
 from server.front.membership import Epochs
 from server.http.logs import logging_to
 from server.http.metrics import Metrics
-from server.link.messages import Fault, PlacementWord, RankFacts
+from server.link.messages import Fault, PlacementWord, RankFacts, Served
 from server.link.ranks import Ranks
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
+from server.process.children import FRONT_VARIABLE
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.process.http_service import HttpService
@@ -51,7 +55,14 @@ _ANSWERS_S = 2.0  # for answers that are still being sent when all requests have
 _STOP_TIMEOUT_S = 1.2  # for ranks that were asked to stop; the supervisor kills after STOP_GRACE_S
 
 
-def run_front(options: Options, *, num_ranks: int, ready_fd: int | None, ranks_host: str = LOCAL_HOST) -> int:
+def run_front(
+    options: Options,
+    *,
+    num_ranks: int,
+    ready_fd: int | None,
+    ranks_host: str = LOCAL_HOST,
+    environment: Mapping[str, str] = os.environ,
+) -> int:
     """Serve until told to stop; returns the exit status.
 
     Args:
@@ -66,17 +77,25 @@ def run_front(options: Options, *, num_ranks: int, ready_fd: int | None, ranks_h
         except OptionsError as error:
             return _complain(str(error))
         with listener:
-            return asyncio.run(_run(options, num_ranks, listener, ready_fd, ranks_host))
+            return asyncio.run(_run(options, num_ranks, listener, ready_fd, ranks_host, environment))
 
 
 async def _run(
-    options: Options, num_ranks: int, listener: socket.socket, ready_fd: int | None, ranks_host: str
+    options: Options,
+    num_ranks: int,
+    listener: socket.socket,
+    ready_fd: int | None,
+    ranks_host: str,
+    environment: Mapping[str, str],
 ) -> int:
     ending = _Ending()
-    token = secrets.token_urlsafe(32)
+    before = json.loads(
+        environment.get(FRONT_VARIABLE, "null")
+    )  # announced by the front that this one replaces
+    token = before["token"] if before else secrets.token_urlsafe(32)
     ranks = Ranks(num_ranks, token)
     try:
-        ranks_address = ranks.bind(ranks_host)
+        ranks_address = ranks.bind(ranks_host, _port_of(before["ranks_address"]) if before else 0)
     except RuntimeError as error:
         return _complain(f"cannot listen for ranks on --ranks-host {ranks_host}: {error}")
     if ready_fd is not None:
@@ -92,7 +111,8 @@ async def _run(
     except ValueError as error:  # TokenizerError: its class came with the slow import
         return _complain(str(error))
     gc.freeze()  # what is here now stays: full collections, which stop all streams, pass it over
-    return await _Front(options, ranks, epochs, metrics, http, ending).run(listener)
+    front = _Front(options, ranks, epochs, metrics, http, ending)
+    return await front.run(listener, is_again=before is not None)
 
 
 class _Ending:
@@ -145,8 +165,14 @@ class _Front:
         )
         ending.on_hurry = self._hurry
 
-    async def run(self, listener: socket.socket) -> int:
-        """Serve until a signal or a lost rank; returns the exit status."""
+    async def run(self, listener: socket.socket, *, is_again: bool) -> int:
+        """Serve until a signal or a lost rank; returns the exit status.
+
+        Args:
+            is_again: whether ranks have served, for a front that is gone.
+        """
+        if is_again:
+            self._leader.resume()
         await self._ranks.serve(self)
         serving = asyncio.create_task(self._http.serve(listener))
         serving.add_done_callback(self._on_http_end)
@@ -208,10 +234,21 @@ class _Front:
         """Take a rank that is ready."""
         self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
         self._http.experts_load.note_rank(facts.rank, facts.host)
+        if facts.served is not None:
+            self._take_served(facts.rank, facts.served)
         if self._is_closing:
             self._ranks.stop()  # it comes too late
         else:
-            self._leader.attach(facts.rank)
+            self._leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
+
+    def _take_served(self, rank: int, served: Served) -> None:
+        """Learn from a rank what the front knew that is gone."""
+        placement = self._http.placement
+        if placement.home is None and served.home is not None:
+            report = PlacementReport(rank=rank, version=served.home.version, state=MoveState.SERVING)
+            placement.take_word(PlacementWord(report, served.home, served.expert_bytes))
+            self._http.experts_load.take_experts(served.experts)
+        placement.skip_versions(served.version)
 
     def lost(self, rank: int, reason: str) -> None:
         """A rank is gone: an end that has begun goes on, else others go on with its requests."""
@@ -263,6 +300,10 @@ def _import_http_service() -> ModuleType:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: import raises ModuleNotFoundError
     return importlib.import_module("server.process.http_service")
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def _complain(message: str) -> int:

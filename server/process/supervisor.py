@@ -5,14 +5,15 @@ signals, its parent's and its children's pidfds, and the pipes on which the chil
 
 An engine that ends after it had served is started again, as often as its budget allows; then the rank stays away and
 the others serve without it. An engine that never served ends the service: its cause (a flag, the memory) would stay.
-The end of the front ends the service too, and so does an engine that ends in order, which the front has asked for.
+A front that is killed once ranks have served is started again too, with the ports and the token of the one before; one that
+ends by itself ends the service, and so does an engine that ends in order, which the front has asked for.
 
 What kills an engine once (the kernel short of memory, an operator, a cosmic ray) does not kill it again at once; what
 does, a broken device or a request that no rank survives, would otherwise cost the others a pause every half minute.
 Rejected: waiting longer before every further start, which leaves the service without a rank that would have worked.
 
 What the children are told, besides the command line: the front gets `--ready-fd` and writes one JSON line with its
-addresses, which goes to this rank's engine as WIDEEP_FRONT; an engine that is started again gets WIDEEP_RESTARTS, how
+addresses, which goes to this rank's engine as WIDEEP_FRONT, and to the front that replaces it; an engine that is started again gets WIDEEP_RESTARTS, how
 often that has happened, and WIDEEP_RESTARTABLE_IN_S, how soon it may happen again. The engine gets WIDEEP_READY_FD and writes {"http": URL} when it knows the address,
 {"kv_cache_bytes": n}, which its successors get as a flag, {"ready": true} when it serves, {"beat": n} several times a second from
 then until {"leaving": true}: one that stops to do so is hung (`watchdog`), is killed, and is started again as any other.
@@ -35,6 +36,7 @@ from server.options.table import Options
 from server.process.children import (
     DRAIN_SIGNAL,
     FRONT_IS_GONE,
+    FRONT_VARIABLE,
     Child,
     MessagePipe,
     StopSignals,
@@ -84,7 +86,10 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._front: Child | None = None
         self._engine: Child | None = None
+        self._front_host = ""
+        self._announced = ""  # by the front, as JSON
         self._told_to_engine: dict[str, str] = {}
+        self._front_budget = RestartBudget(max_restarts=options.max_rank_restarts)
         self._budget = RestartBudget(max_restarts=options.max_rank_restarts)
         self._ended_s: float | None = None  # time.monotonic() of the end of the engine whose successor starts
         self._http = ""
@@ -156,6 +161,7 @@ class Supervisor:
 
     def _start_front(self, host: str) -> None:
         pipe = MessagePipe()
+        extra = {FRONT_VARIABLE: self._announced} if self._announced else {}
         flags = (
             "--ranks",
             str(self._place.world_size),
@@ -164,9 +170,9 @@ class Supervisor:
             "--ranks-host",
             host,
         )
-        front = self._start("the front", self._commands.front, flags, {}, pipe, stop_signal=signal.SIGINT)
-        self._front = front
-        self._watch(front.pidfd, lambda: self._on_end(front))
+        front = self._start("the front", self._commands.front, flags, extra, pipe, stop_signal=signal.SIGINT)
+        self._front, self._front_host = front, host
+        self._watch(front.pidfd, lambda: self._on_front_end(front))
         self._watch(pipe.fd, lambda: self._read(pipe, "the front", self._on_front_message))
 
     def _start_engine(self) -> None:
@@ -209,12 +215,32 @@ class Supervisor:
             return 0
         return self._fail(describe_end(child))
 
+    def _on_front_end(self, front: Child) -> int | None:
+        """Start a front again that was killed; one that ends by itself has said why, and the service ends."""
+        if not self._may_return(front):
+            return self._on_end(front)
+        ending = describe_end(front)
+        allowed = self._front_budget.describe()
+        if not self._front_budget.take():
+            return self._fail(f"{ending}; it was started again {allowed} and is not started any more")
+        say(
+            f"wideep: {ending}; it is started again (at most {allowed}); what it was answering is cut off",
+            error=True,
+        )
+        self._selector.unregister(front.pidfd)
+        os.close(front.pidfd)
+        self._start_front(self._front_host)
+        return None
+
+    def _may_return(self, front: Child) -> bool:
+        return front.process.wait() < 0 and self._has_served and self._drained_s is None
+
     def _on_engine_end(self, engine: Child, read: Callable[[], int | None]) -> int | None:
         """Start the engine again where that may help; else end the service, or go on without this rank."""
         read()  # its last words: it may have served for a moment
         status, ending = engine.process.wait(), self._describe_end_of(engine)
         self._watchdog = None
-        if self._front is not None and has_ended(self._front):
+        if self._front is not None and has_ended(self._front) and not self._may_return(self._front):
             return self._on_end(self._front)  # the cause
         if status == FRONT_IS_GONE:
             self.has_lost_front = True
@@ -270,7 +296,12 @@ class Supervisor:
         return None
 
     def _on_front_message(self, message: dict[str, object]) -> None:
-        self._told_to_engine = {"WIDEEP_FRONT": json.dumps(message)}
+        if self._announced:
+            return  # the ports and the token of the one before
+        self._announced = json.dumps(message)
+        self._told_to_engine = {FRONT_VARIABLE: self._announced}
+        port = int(str(message["http"]).rpartition(":")[2])
+        self._options = replace(self._options, port=port)  # for a front that takes this one's place
         self._start_engine()
 
     def _on_engine_message(self, message: dict[str, object]) -> None:

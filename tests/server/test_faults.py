@@ -68,6 +68,15 @@ def status(service: RealService) -> dict[str, Any]:
     return dict(httpx.get(service.url + STATUS, timeout=30).json())
 
 
+def has_members(service: RealService, ranks: list[int]) -> bool:
+    """Whether these ranks serve; no while the front is away."""
+    try:
+        now = status(service)
+    except httpx.TransportError:
+        return False
+    return (now["phase"], now["members"]) == ("serving", ranks)
+
+
 def is_whole(service: RealService) -> bool:
     """Whether all ranks serve together."""
     now = status(service)
@@ -212,12 +221,22 @@ def test_sigterm_while_a_rank_is_away_lets_streams_end(model: Path, tmp_path: Pa
         assert all(has_ended(pid, 2) for pid in below)
 
 
-def test_a_killed_front_ends_the_service_with_a_message(model: Path, tmp_path: Path) -> None:
-    with RealService.serve(model, tmp_path / "output.txt") as service:
+def test_a_killed_front_is_back_soon_and_its_ranks_serve_on(model: Path, tmp_path: Path) -> None:
+    with RealService.serve(model, tmp_path / "output.txt", "-dp=2") as service:
         service.wait_ready()
-        below = service.descendants()
-        os.kill(service.find("front"), signal.SIGKILL)
-        assert service.wait_ended() == [1]
-        assert all(has_ended(pid, 2) for pid in below)
-        assert "the front" in service.output()
-        assert "SIGKILL" in service.output()
+        expected = [each.said for each in stream_all(service.url, bodies())]
+        engines, victim = service.engines(), service.find("front")
+
+        def kill_front() -> None:
+            os.kill(victim, signal.SIGKILL)
+
+        with pytest.raises(ExceptionGroup) as cut:
+            stream_all(service.url, bodies(), pieces=PIECES, then=kill_front)
+        assert cut.group_contains(httpx.TransportError), "what it was answering is cut off"
+        wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
+        assert [each.said for each in stream_all(service.url, bodies())] == expected
+        assert service.engines() == engines, "the engines are the same"
+        kill(service, 1)
+        wait_until(lambda: not has_members(service, [0, 1]), service.output)
+        wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
+        assert [each.said for each in stream_all(service.url, bodies())] == expected

@@ -163,7 +163,7 @@ class FakeRank:
         self.stopped.set()
         self.link.close()  # on the link's own thread, which close allows
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: str, *, is_broken: bool) -> None:
         with self._changed:
             self.losses.append(reason)
             self._changed.notify_all()

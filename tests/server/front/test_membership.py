@@ -292,3 +292,34 @@ class _Service:
     def check_serving(self) -> None:
         assert self.epochs.phase is Phase.SERVING, "the service serves"
         assert self.epochs.is_whole
+
+
+def test_ranks_that_come_back_to_another_front_meet_in_a_newer_epoch_when_all_have() -> None:
+    epochs = Epochs(3, recovery_timeout_s=600.0)
+    epochs.resume(100.0)
+    assert epochs.attach(0, 101.0, epoch=4) == epochs.attach(2, 101.5, epoch=3) == NOTHING
+    assert epochs.take_fault(0, 4, "the front is gone", is_final=False, now_s=101.6) == NOTHING
+    assert epochs.lose(2, "killed", 102.0) == NOTHING
+    assert epochs.attach(2, 103.0) == NOTHING
+    assert epochs.attach(1, 104.0, epoch=4).order == Epoch(5, (0, 1, 2))
+    for rank in range(3):
+        epochs.take_regrouped(rank, 5, 105.0)
+    assert epochs.is_whole and not epochs.is_resuming
+
+
+def test_ranks_that_do_not_come_back_to_another_front_are_missing_and_may_come_later() -> None:
+    epochs = Epochs(3, recovery_timeout_s=600.0)
+    epochs.resume(100.0)
+    epochs.attach(1, 101.0, epoch=0)
+    assert epochs.next_due_s() == 110.0 and epochs.tick(109.0) == NOTHING
+    assert epochs.tick(110.0).order == Epoch(1, (1,))
+    assert set(epochs.missing) == {0, 2}
+    assert epochs.attach(0, 120.0).order == Epoch(2, (0, 1))
+
+
+def test_a_front_to_which_nobody_comes_back_waits_as_for_ranks_that_are_lost() -> None:
+    epochs = Epochs(2, recovery_timeout_s=600.0)
+    epochs.resume(100.0)
+    assert epochs.tick(110.0) == NOTHING and epochs.phase is Phase.WAITING
+    assert epochs.next_due_s() == 710.0
+    assert epochs.attach(0, 200.0).order == Epoch(1, (0,))

@@ -72,7 +72,7 @@ class Told:
         self.events: Queue[tuple[object, ...]] = Queue()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *told: self.events.put((name, *told))
+        return lambda *told, **how: self.events.put((name, *told, *how.values()))
 
 
 class FrontEnd:
@@ -304,12 +304,12 @@ def test_what_a_busy_stream_cannot_write_is_merged_and_loses_nothing(front: Fron
     front.events.get(timeout=30)
     for number in range(5_000):
         link.send([RequestOutput(request_id="r", token_ids=[number])])
-    link.close()
     tokens: list[int] = []
     while len(tokens) < 5_000:
         outputs = front.events.get(timeout=30)[2]
         tokens += [token for output in outputs for token in output.token_ids]  # type: ignore[attr-defined]
     assert tokens == list(range(5_000))
+    link.close()
 
 
 def test_more_messages_than_any_queue_holds_are_no_fault_of_the_rank(front: FrontEnd) -> None:
@@ -352,6 +352,7 @@ def test_an_error_in_what_takes_a_message_is_a_loss_that_is_told(front: FrontEnd
     assert heard.get(timeout=30) == (
         "lost",
         "a message of the front could not be taken: ZeroDivisionError: division by zero",
+        False,
     )
     link.close()
 

@@ -129,14 +129,25 @@ def test_children_that_ignore_signals_are_killed_within_the_bound(model: Path) -
         service.wait_for_nobody(within_s=0)
 
 
-def test_a_killed_front_is_named_and_ends_everything(model: Path) -> None:
-    with start_worker(model, place()) as service:
+def test_a_killed_front_is_named_and_started_again_with_what_the_first_one_announced(model: Path) -> None:
+    with start_worker(model, place(), "--max-rank-restarts=2") as service:
         service.wait_for_output("serving on")
-        victim = service.pids()["front-0"]
-        os.kill(victim, signal.SIGKILL)
+        first, engine = service.facts("front-0"), service.pid("engine-0")
+        announced = service.facts("engine-0")["env"]["WIDEEP_FRONT"]
+        for restart in range(2):
+            victim = service.pid("front-0")
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda: service.pid("front-0") != victim, service.output)  # noqa: B023
+            assert service.facts("front-0")["env"]["WIDEEP_FRONT"] == announced
+            assert f"the front (pid {victim}) was killed by SIGKILL" in service.output()
+            assert (
+                service.output().count("it is started again (at most 2 times in 10 minutes)") == restart + 1
+            )
+        assert first["env"]["WIDEEP_FRONT"] is None and service.pid("engine-0") == engine
+        os.kill(service.pid("front-0"), signal.SIGKILL)
         status, seconds = service.end()
         assert (status, seconds < PROMISED_S) == (1, True)
-        assert f"the front (pid {victim}) was killed by SIGKILL" in service.output()
+        assert "it was started again 2 times in 10 minutes and is not started any more" in service.output()
         service.wait_for_nobody(within_s=0)
 
 
