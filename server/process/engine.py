@@ -156,7 +156,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
     built = assemble(
         config,
-        StoreDoorbell(*(PrefixStore("doorbell", _store(place)) for _ in range(2))),
+        StoreDoorbell(*(PrefixStore("doorbell", _own_store(place, environment)) for _ in range(2))),
         Progress() if place.rank == 0 and not num_restarts else silent,
         lambda: _load_vocabulary(options.model),
         store=PrefixStore("membership", _own_store(place, environment)),
@@ -277,8 +277,9 @@ def _load_vocabulary(model: str) -> Vocabulary:
 
 
 def _own_store(place: Place, environment: Mapping[str, str]) -> Store:
-    """A connection of its own to the store, below what this round of torchrun's workers has in it."""
-    return PrefixStore(f"wideep/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(place))
+    """A connection of its own to the store, below what this job and round of torchrun's workers has in it."""
+    names = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
+    return PrefixStore("/".join(("wideep", *names)), _store(place))
 
 
 def _store(place: Place) -> Store:

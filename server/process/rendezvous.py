@@ -103,6 +103,18 @@ def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os
     return host if listens_on(agent_pid, port) else None
 
 
+def store_variables(agent_pid: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT of the store on the node with the front; nothing where torchrun's own are right.
+
+    torchrun names a store on rank 0's node. When that node is lost, the others could not meet without it; the rendezvous
+    endpoint's store is as good, and its node is the one that the service cannot do without anyway.
+    """
+    endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
+    if endpoint is None or not endpoint.port or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    return {"MASTER_ADDR": endpoint.host, "MASTER_PORT": str(endpoint.port)}
+
+
 def find_agent() -> int:
     """Return the pid of the torchrun above this process: its parent, or further up where a script is in between."""
     pid = os.getppid()

@@ -13,7 +13,7 @@ from server.process.preflight.checks import check_start
 from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
 from server.process.preflight.model import PreflightError, resolve_model
-from server.process.rendezvous import Place, PlaceError, find_agent, front_host, place_from
+from server.process.rendezvous import Place, PlaceError, find_agent, front_host, place_from, store_variables
 from server.process.supervisor import UNDER_SERVE, Commands, Supervisor, report_failure
 
 AGENT_GRACE_S = 10.0  # for a torchrun whose service is gone to end by itself
@@ -27,16 +27,18 @@ def run_worker(
     Returns:
         The exit status: 0 after a stop that was asked for, 1 otherwise.
     """
-    parent_fd, agent_fd = os.pidfd_open(os.getppid()), os.pidfd_open(find_agent())
+    agent = find_agent()
+    parent_fd, agent_fd = os.pidfd_open(os.getppid()), os.pidfd_open(agent)
     die_with_parent(signal.SIGTERM)  # ends us while there are no children; later it is one more stop signal
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         place = place_from(environment)
-        host = front_host(place, find_agent(), environment) if place.local_rank == 0 else None
+        host = front_host(place, agent, environment) if place.local_rank == 0 else None
         options = _prepare(options, place, environment, has_front=host is not None)
     except (OptionsError, PlaceError, PreflightError) as error:
         report_failure(str(error), environment)
         return 1
+    environment = {**environment, **store_variables(agent, environment)}
     with StopSignals() as stop_signals:
         supervisor = Supervisor(options, place, commands or Commands(), environment)
         status = supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from server.process import rendezvous
 from server.process.rendezvous import (
     Endpoint,
     Place,
@@ -17,6 +18,7 @@ from server.process.rendezvous import (
     listens_on,
     place_from,
     rendezvous_endpoint,
+    store_variables,
 )
 from tests.support.service_processes import TIME_OUT_S, free_port
 
@@ -83,6 +85,25 @@ def test_the_endpoint_is_found_however_it_was_given(
     command: list[str], environment: dict[str, str], endpoint: Endpoint | None
 ) -> None:
     assert rendezvous_endpoint(command, environment) == endpoint
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        (
+            ["--rdzv-backend=c10d", "--rdzv-endpoint=head:29500"],
+            {"MASTER_ADDR": "head", "MASTER_PORT": "29500"},
+        ),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], {}),
+        (["--standalone"], {}),
+    ],
+)
+def test_the_store_is_on_the_node_with_the_front(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], variables: dict[str, str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "_command_line", lambda _pid: ["torchrun", *flags])
+    assert store_variables(1, {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == variables
+    assert store_variables(1, {}) == {}, "no agent, no store of its own"
 
 
 @pytest.mark.parametrize("family, host", [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
