@@ -15,9 +15,8 @@ import struct
 PROBE_EVERY_S = 1
 LEAST_TIMEOUT_S = 3.0  # two probes may be lost
 _ESTABLISHED = 1
-_LAST_ANSWER = struct.Struct(
-    "=B55xI"
-)  # of the kernel's tcp_info: the state, and the age of the last ACK in milliseconds
+# Of the kernel's tcp_info: the state, repeats and probes that were not answered, and the age of the last ACK in milliseconds.
+_TCP_INFO = struct.Struct("=BxBB52xI")
 
 
 def break_silent(timeout_s: float) -> int:
@@ -40,11 +39,15 @@ def break_silent(timeout_s: float) -> int:
 
 
 def is_silent(tcp_info: bytes, timeout_s: float) -> bool:
-    """Whether a connection stands and its other end's host has not answered for so long."""
-    if len(tcp_info) < _LAST_ANSWER.size:
+    """Whether a connection stands and its other end's host has been asked, and has not answered for so long.
+
+    The age alone says nothing of a connection that was idle until keep-alives were asked for a moment ago.
+    """
+    if len(tcp_info) < _TCP_INFO.size:
         return False
-    state, answered_ms = _LAST_ANSWER.unpack_from(tcp_info)
-    return bool(state == _ESTABLISHED and answered_ms > timeout_s * 1000)
+    state, num_repeats, num_probes, answered_ms = _TCP_INFO.unpack_from(tcp_info)
+    was_asked = num_repeats > 0 or num_probes > 0
+    return bool(state == _ESTABLISHED and was_asked and answered_ms > timeout_s * 1000)
 
 
 def _descriptors() -> list[int]:

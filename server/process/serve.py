@@ -141,7 +141,7 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str) 
         environment={
             **os.environ,
             **environment_from(options),
-            UNDER_SERVE: "1",
+            UNDER_SERVE: f"{os.getpid()} {log_directory}",
             ERROR_FILE: os.path.join(log_directory, "error.json"),
         },
     )

@@ -1,9 +1,11 @@
 """`wideep worker`: what torchrun runs once per rank. Finds the rank's place, checks the start, and supervises."""
 
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from server.options.flag import OptionsError
 from server.options.table import Options
@@ -46,7 +48,15 @@ def run_worker(
         # On a node that is cut off, torchrun waits in its rendezvous for an answer of the store's node, where it hears no
         # signal: a quarter of an hour, as long as the kernel sends again. With all its workers gone it has nothing left to do.
         kill_if_it_stays(agent_fd, grace_s=AGENT_GRACE_S)
+    _clear_after_serve(environment)
     return status
+
+
+def _clear_after_serve(environment: Mapping[str, str]) -> None:
+    """Remove the folder of a `wideep serve` that was killed before it could."""
+    pid, _, directory = environment.get(UNDER_SERVE, "").partition(" ")
+    if directory and not Path(f"/proc/{pid}").exists():
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, has_front: bool) -> Options:

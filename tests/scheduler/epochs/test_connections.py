@@ -1,6 +1,7 @@
 """Connections to hosts that do not answer are shut down; all others go on."""
 
 import os
+import select
 import socket
 import struct
 
@@ -10,20 +11,22 @@ from scheduler.epochs import connections
 from scheduler.epochs.connections import break_silent, is_silent
 
 
-def tcp_info(state: int, answered_ms: int) -> bytes:
+def tcp_info(state: int, answered_ms: int, *, repeats: int = 0, probes: int = 0) -> bytes:
     """What the kernel says of a connection, as linux/tcp.h lays it out: eight bytes, then numbers of 32 bits."""
     numbers = [0] * 24
     numbers[12] = answered_ms
-    return struct.pack("=8B24I", state, *[0] * 7, *numbers)
+    return struct.pack("=8B24I", state, 0, repeats, probes, *[0] * 4, *numbers)
 
 
 @pytest.mark.parametrize(
     ("info", "expected"),
     [
-        (tcp_info(1, 3001), True),
-        (tcp_info(1, 2999), False),
-        (tcp_info(10, 90_000), False),  # it listens
-        (tcp_info(1, 90_000)[:40], False),  # a kernel that does not say
+        (tcp_info(1, 3001, probes=1), True),
+        (tcp_info(1, 3001, repeats=1), True),
+        (tcp_info(1, 90_000), False),  # idle, and not asked yet,
+        (tcp_info(1, 2999, probes=1), False),
+        (tcp_info(10, 90_000, probes=1), False),  # it listens
+        (tcp_info(1, 90_000, probes=1)[:40], False),  # a kernel that does not say
     ],
 )
 def test_silence_is_an_open_connection_without_an_answer_for_too_long(info: bytes, expected: bool) -> None:
@@ -54,3 +57,14 @@ def test_a_silent_connection_is_shut_down_and_its_waiter_is_told(monkeypatch: py
                 os.close(descriptor)
             local.sendall(b"y")
             assert other.recv(1) == b"y", "what is no TCP is left alone"
+
+
+def test_a_connection_that_was_idle_before_anybody_asked_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LEAST_TIMEOUT_S", 0.1)
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as connection:
+        accepted, _ = server.accept()
+        with accepted:
+            monkeypatch.setattr(connections, "_descriptors", lambda: [connection.fileno()])
+            select.select([accepted], [], [], 0.3)  # nothing comes: it is idle for longer than the time-out
+            assert (break_silent(0.1), break_silent(0.1)) == (0, 0)

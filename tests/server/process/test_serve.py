@@ -63,17 +63,18 @@ def test_ctrl_c_ends_every_process_with_status_0(service: Service) -> None:
     assert output.rstrip().endswith("wideep: stopping")  # no last words of torchrun's
 
 
-def test_a_killed_front_ends_everything_and_is_named_once(service: Service) -> None:
-    victim, agent = service.pid("front-0"), agent_pid(service)
-    os.kill(victim, signal.SIGKILL)
-    status, seconds = service.end()
-    assert (status, seconds < PROMISED_S) == (1, True), service.output()
-    service.wait_for_nobody(within_s=0)
-    assert has_ended(agent, 0)
-    last = service.output().strip().splitlines()[-1]
-    assert last.startswith(f"wideep serve: the front (pid {victim}) was killed by SIGKILL")
-    assert "Traceback" not in service.output()
-    assert service.output().count("killed by") == 1
+def test_a_front_that_is_killed_too_often_ends_everything_and_is_named_once(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-rank-restarts=0") as service:
+        victim, agent = service.pid("front-0"), agent_pid(service)
+        os.kill(victim, signal.SIGKILL)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (1, True), service.output()
+        service.wait_for_nobody(within_s=0)
+        assert has_ended(agent, 0)
+        last = service.output().strip().splitlines()[-1]
+        assert last.startswith(f"wideep serve: the front (pid {victim}) was killed by SIGKILL")
+        assert "Traceback" not in service.output()
+        assert service.output().count("killed by") == 1
 
 
 @pytest.mark.slow
@@ -129,6 +130,9 @@ def test_nothing_is_left_when_serve_is_killed(quick_service: Service) -> None:
     assert quick_service.end()[0] == -signal.SIGKILL
     quick_service.wait_for_nobody(within_s=PROMISED_S)
     assert has_ended(agent, PROMISED_S)
+    wait_until(
+        lambda: not list(quick_service.directory.glob("wideep_*")), lambda: "serve's folder is left behind"
+    )
 
 
 @pytest.mark.slow
