@@ -66,12 +66,14 @@ class _Sent(NamedTuple):
     """A dispatch on its way, or received."""
 
     x_TH: Tensor
+    hidden: int
+    dtype: torch.dtype
     rows: int  # address of the rows as they travel
     num_tokens: int
     num_choices: int
     capacity: int
     num_notes: int
-    is_in_place: bool  # the rows are x_TH
+    is_in_place: bool  # all rows received can only be x_TH
 
 
 class Exchange:
@@ -107,16 +109,16 @@ class Exchange:
         self._words: Any = memoryview(self._header.numpy())  # type: ignore[arg-type]
         self._common: tuple[int, ...] = ()  # the header's words that a call shares with the last one
         self._rank_of_slot = torch.arange(R, dtype=torch.int32).repeat_interleave(slots_per_rank)
-        self._slot_offsets = torch.zeros(slots_per_rank + 1, dtype=torch.int64)
+        self.slot_offsets = torch.zeros(slots_per_rank + 1, dtype=torch.int64)
         self._tables, self._header_at = int(self._counts.ctypes.data), self._header.data_ptr()
-        self._offsets_at, self._homes_at = self._slot_offsets.data_ptr(), self._rank_of_slot.data_ptr()
+        self._offsets_at, self._homes_at = self.slot_offsets.data_ptr(), self._rank_of_slot.data_ptr()
         self._scratch, self._kept = GrowingBuffer(torch.uint8), GrowingBuffer(torch.uint8)
         self._row_of_pair, self._pair_of_answer = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
         self._choices, self._own_entries = GrowingBuffer(torch.int32), GrowingBuffer(torch.int32)
         self._own_tokens, self._note = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
         self.dispatch_clock, self.combine_clock = ExchangeClock(), ExchangeClock()
         self.num_begun = self.num_ended = 0
-        self._begin_ns = self._num_rows = self._num_pairs = 0
+        self._begun_ns = self._num_rows = self._num_pairs = 0
         compile_all(*kernels.KERNELS)
 
     def make_room(self, like_TH: Tensor, num_choices: int, capacity: int, kept_bytes: int) -> None:
@@ -131,7 +133,7 @@ class Exchange:
         self._reserve_tokens(capacity, num_choices)
         self._reserve_pairs(self._shape[1] * capacity * num_choices)
         self._scratch.reserve(8 * like_TH.shape[1])
-        self._kept.reserve(max(kept_bytes, capacity * self.rows.row_bytes(like_TH)))
+        self._kept.reserve(max(kept_bytes, capacity * self.rows.row_bytes(like_TH.shape[1], like_TH.dtype)))
 
     def send_rows(
         self,
@@ -164,18 +166,21 @@ class Exchange:
             -1; or the flat index of the first slot that is out of range, and then nothing has left.
         """
         (S, R, rank), (T, K), wire = self._shape, slots_TK.shape, self.wire
-        slots, sizes, room, row_bytes = (
-            slots_TK.data_ptr(),
-            self._send_bytes,
-            capacity or T,
-            self.rows.row_bytes(x_TH),
-        )
-        format_word = self.rows.code(x_TH.dtype) | len(note) << message.NOTE_SHIFT
-        rows = self.rows.encode(x_TH, room) if travelling is None else travelling
+        hidden, dtype, rows_format = x_TH.shape[1], x_TH.dtype, self.rows
+        slots, sizes, room = slots_TK.data_ptr(), self._send_bytes, capacity if capacity > T else T
+        row_bytes = rows_format.row_bytes(hidden, dtype)
+        format_word = rows_format.code(dtype) | len(note) << message.NOTE_SHIFT
+        rows = rows_format.encode(x_TH, room) if travelling is None else travelling
         if keeps and rows == x_TH.data_ptr():
             rows = self._kept.reserve(room * row_bytes)
             self._kept.view(T * row_bytes).copy_(x_TH.view(torch.uint8).view(-1))
-        self._reserve_tokens(room, K)
+        entries = room * (1 + K)
+        if (
+            entries > self._own_entries.capacity
+            or room > self._own_tokens.capacity
+            or 2 * room * K > self._choices.capacity
+        ):
+            self._reserve_tokens(room, K)
         bad = kernels.plan(
             slots, T, K, S, R, rank, self._tables, row_bytes, format_word,
             self._homes_at, wire.mask.address, sizes.address, self._choices.address, int(is_unique),
@@ -192,8 +197,8 @@ class Exchange:
             self._tables, self._header_at, self._note.address, wire.mask.address, wire.send_addresses.address,
             self._own_tokens.address, self._own_entries.address,
         )  # fmt: skip
-        is_in_place = travelling is None and rows == x_TH.data_ptr()
-        self._sent = _Sent(x_TH, rows, T, K, capacity, len(note), is_in_place)
+        is_in_place = R == 1 and travelling is None and rows == x_TH.data_ptr()
+        self._sent = _Sent(x_TH, hidden, dtype, rows, T, K, capacity, len(note), is_in_place)
         self._begin(sizes, None)
         return -1
 
@@ -213,16 +218,18 @@ class Exchange:
         """
         self._end(self.dispatch_clock)
         sent, rows, R = self._sent, self.rows, self._shape[1]
-        in_place = sent.num_tokens if R == 1 and sent.is_in_place else -1
+        in_place = sent.num_tokens if sent.is_in_place else -1
         num_rows, num_pairs, row_room, stranger = self._read(num_groups, in_place)
         if stranger >= 0:
             self._disagree(stranger)
         if num_pairs > self._pair_of_answer.capacity or row_room < num_rows != in_place:
             self._reserve_pairs(max(R * sent.capacity * sent.num_choices, num_pairs))
-            rows.reserve(max(R * sent.capacity, num_rows), sent.x_TH)
+            rows.reserve(max(R * sent.capacity, num_rows), sent.hidden, sent.dtype)
             self._read(num_groups, in_place)
         self._num_rows, self._num_pairs = num_rows, num_pairs
-        return sent.x_TH if num_rows == in_place else rows.decode(num_rows, sent.x_TH), num_pairs
+        return sent.x_TH if num_rows == in_place else rows.decode(
+            num_rows, sent.hidden, sent.dtype
+        ), num_pairs
 
     def receive_to_hand_on(self) -> tuple[int, Tensor, Tensor]:
         """Wait for rows that go on to other ranks. Collective; raises as `receive_rows`.
@@ -237,9 +244,9 @@ class Exchange:
         sent, (_, R, rank) = self._sent, self._shape
         windows, K = self.wire.recv_addresses.address, sent.num_choices
         num_rows, num_pairs = self._count_rows()
-        self.rows.reserve(num_rows, sent.x_TH)
+        self.rows.reserve(num_rows, sent.hidden, sent.dtype)
         self._reserve_pairs(num_pairs)
-        rows_at, _ = self.rows.room(sent.x_TH)
+        rows_at, _ = self.rows.room(sent.hidden, sent.dtype)
         slots_NK, source_N = (
             torch.empty(num_rows, K, dtype=torch.int64),
             torch.empty(num_rows, dtype=torch.int32),
@@ -338,11 +345,6 @@ class Exchange:
         """Of what was received last, until the next `receive_rows`."""
         return self._row_of_pair.view(self._num_pairs)
 
-    @property
-    def slot_offsets(self) -> Tensor:
-        """Likewise."""
-        return self._slot_offsets
-
     def counts(self) -> list[int]:
         """Count the rows received from each rank, in whose order they lie."""
         counts: list[int] = self._counts[message.RECV_ROWS].tolist()
@@ -383,21 +385,19 @@ class Exchange:
 
     def _begin(self, sent: RankTable, received: RankTable | None) -> None:
         self.num_begun += 1
-        begun_ns = perf_counter_ns()
+        self._begun_ns = perf_counter_ns()
         self.wire.begin_exchange(sent, received)
-        self._begin_ns = perf_counter_ns() - begun_ns
 
     def _end(self, clock: ExchangeClock) -> None:
-        """Wait for what was begun; what the caller did in between is not the exchange's time."""
-        begun_ns = perf_counter_ns()
+        """Wait for what was begun; what the caller did in between counts as the exchange's time."""
         self.wire.finish_exchange()
-        clock.add(perf_counter_ns() - begun_ns + self._begin_ns)
+        clock.add(perf_counter_ns() - self._begun_ns)
         self.num_ended += 1
 
     def _read(self, num_groups: int, in_place: int) -> tuple[int, int, int, int]:
         """Take in the messages if there is room; return rows, pairs, room for rows, and a peer that disagrees."""
         sent, (S, R, rank) = self._sent, self._shape
-        rows_at, row_room = self.rows.room(sent.x_TH)
+        rows_at, row_room = self.rows.room(sent.hidden, sent.dtype)
         num_rows, num_pairs, stranger = kernels.receive(
             self._header_at, sent.num_choices, S, R, rank, num_groups, self._tables, self.wire.recv_addresses.address,
             self._own_entries.address, self._row_of_pair.address, self._offsets_at, self._pair_of_answer.address,
@@ -459,13 +459,13 @@ class Exchange:
     def _disagree(self, peer: int) -> NoReturn:
         """Name what differs. Every rank gets here: where not all are equal, each has a peer that differs."""
         theirs = self.wire.received(peer)[: message.HEADER_BYTES].view(torch.int64).tolist()
-        ours, x_TH = list(self._words), self._sent.x_TH
+        ours, sent = list(self._words), self._sent
         wrong = [
             f"its {name} is {theirs[i]}, here {ours[i]}"
             for i, name in message.FIELDS.items()
             if theirs[i] != ours[i]
         ]
-        made = f"H={x_TH.shape[1]}, K={self._sent.num_choices}, {x_TH.dtype}, slots per rank {self.slots_per_rank}"
+        made = f"H={sent.hidden}, K={sent.num_choices}, {sent.dtype}, slots per rank {self.slots_per_rank}"
         raise RanksDisagree(
             f"rank {self._names[peer]} made another call than rank {self._names[self.wire.rank]}'s dispatch with {made}: {'; '.join(wrong)}"
         )

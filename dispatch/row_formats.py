@@ -24,7 +24,7 @@ _OTHER_DTYPE, _FP8 = 32, 64  # places in a code
 
 
 class RowFormat(Protocol):
-    """One exchange's way to write and read rows; it keeps their memory. `like_TH` is any tensor of the tokens' H and type.
+    """One exchange's way to write and read rows; it keeps their memory.
 
     Attributes:
         name: how rows travel, in words.
@@ -36,7 +36,7 @@ class RowFormat(Protocol):
         """A number for this format and the tokens' type; messages carry it, as it must be equal on all ranks."""
         ...
 
-    def row_bytes(self, like_TH: Tensor) -> int:
+    def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Bytes of one row on its way."""
         ...
 
@@ -47,15 +47,15 @@ class RowFormat(Protocol):
         """
         ...
 
-    def room(self, like_TH: Tensor) -> tuple[int, int]:
+    def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
         """Return where received rows of this form go, and how many there is room for (-1: another form)."""
         ...
 
-    def reserve(self, num_rows: int, like_TH: Tensor) -> None:
+    def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
         """Make room for received rows."""
         ...
 
-    def decode(self, num_rows: int, like_TH: Tensor) -> Tensor:
+    def decode(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Return the first rows of the room in the tokens' type: [num_rows, H], contiguous."""
         ...
 
@@ -72,23 +72,23 @@ class PlainRows:
         """See `RowFormat`."""
         return _CODES.get(dtype, _OTHER_DTYPE)
 
-    def row_bytes(self, like_TH: Tensor) -> int:
+    def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """See `RowFormat`."""
-        return like_TH.shape[1] * like_TH.element_size()
+        return hidden * dtype.itemsize
 
     def encode(self, x_TH: Tensor, room: int) -> int:
         """See `RowFormat`. Nothing is copied."""
         return x_TH.data_ptr()
 
-    def room(self, like_TH: Tensor) -> tuple[int, int]:
+    def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
         """See `RowFormat`."""
-        return self._rows.address, self._rows.room(like_TH.shape[1], like_TH.dtype)
+        return self._rows.address, self._rows.room(hidden, dtype)
 
-    def reserve(self, num_rows: int, like_TH: Tensor) -> None:
+    def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
         """See `RowFormat`."""
-        self._rows.reserve(num_rows, like_TH.shape[1], like_TH.dtype)
+        self._rows.reserve(num_rows, hidden, dtype)
 
-    def decode(self, num_rows: int, like_TH: Tensor) -> Tensor:
+    def decode(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """See `RowFormat`. A view."""
         return self._rows.view(num_rows)
 
@@ -113,14 +113,13 @@ class Fp8Rows:
         """See `RowFormat`."""
         return _FP8 + _CODES.get(dtype, _OTHER_DTYPE)
 
-    def row_bytes(self, like_TH: Tensor) -> int:
+    def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """See `RowFormat`."""
-        hidden = like_TH.shape[1]
         return scales_at(hidden) + 4 * num_blocks(hidden)
 
     def encode(self, x_TH: Tensor, room: int) -> int:
         """See `RowFormat`."""
-        (T, H), width = x_TH.shape, self.row_bytes(x_TH)
+        (T, H), width = x_TH.shape, self.row_bytes(x_TH.shape[1], x_TH.dtype)
         at = self._sent.reserve(room, width, torch.uint8)
         quantise = kernels.quantise_bfloat16 if x_TH.dtype == torch.bfloat16 else kernels.quantise_float32
         wide_TH = x_TH if x_TH.dtype == torch.bfloat16 else x_TH.float()
@@ -129,30 +128,29 @@ class Fp8Rows:
         )
         return at
 
-    def room(self, like_TH: Tensor) -> tuple[int, int]:
+    def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
         """See `RowFormat`."""
-        return self._received.address, self._received.room(self.row_bytes(like_TH), torch.uint8)
+        return self._received.address, self._received.room(self.row_bytes(hidden, dtype), torch.uint8)
 
-    def reserve(self, num_rows: int, like_TH: Tensor) -> None:
+    def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
         """See `RowFormat`."""
-        self._restored.reserve(num_rows, like_TH.shape[1], torch.float32)
-        self._received.reserve(num_rows, self.row_bytes(like_TH), torch.uint8)
+        self._restored.reserve(num_rows, hidden, torch.float32)
+        self._received.reserve(num_rows, self.row_bytes(hidden, dtype), torch.uint8)
 
-    def decode(self, num_rows: int, like_TH: Tensor) -> Tensor:
+    def decode(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """See `RowFormat`. A view for float32, else new memory."""
-        hidden = like_TH.shape[1]
         self._restored.reserve(num_rows, hidden, torch.float32)
         rows, restored = self._received.address, self._restored.address
         kernels.restore_rows(
             rows,
             num_rows,
             hidden,
-            self.row_bytes(like_TH),
+            self.row_bytes(hidden, dtype),
             scales_at(hidden),
             self._scratch.address,
             restored,
         )
-        return self._restored.view(num_rows).to(like_TH.dtype)
+        return self._restored.view(num_rows).to(dtype)
 
 
 def row_format(name: str) -> RowFormat:

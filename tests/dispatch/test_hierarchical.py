@@ -7,6 +7,7 @@ import torch.distributed as dist
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
+from dispatch.mode import low_latency
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
@@ -75,6 +76,35 @@ def test_every_float_type_travels(pool_of: PoolOf, dtype: torch.dtype) -> None:
     results = pool_of(4).run(run_layers, "auto", [cases], 2)
     for rank, want in enumerate(simulate(cases, S)):
         assert all(torch.equal(got, oracle) for got, oracle in zip(results[rank][0], want, strict=True))
+
+
+def run_low_latency(layers: list[list[RankCase]]) -> list[RankResult]:
+    """Layers of at most 8 tokens a rank: a rank hands on more rows than that."""
+    dispatcher = open_here("auto", 2)
+    results = []
+    for cases in layers:
+        case = cases[dispatcher.rank]
+        sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(8))
+        parts = [part.clone() for part in sent[:3]]
+        y_PH = compute_pairs(sent.x_NH, sent.row_P, sent.slot_offsets, dispatcher.rank)
+        results.append(RankResult(*parts, dispatcher.combine(y_PH, case.weights_TK, sent)))
+    dispatcher.close()
+    return results
+
+
+def test_low_latency_mode_has_the_flat_oracles_bits_where_ranks_hand_on_more_than_they_bring(
+    pool_of: PoolOf,
+) -> None:
+    shapes = [([8] * 4, 2), ([8] * 4, 9), ([8, 0, 8, 8], 5), ([8] * 4, 1)]
+    layers = [
+        make_cases(20 + index, tokens, choices=choices, slots_per_rank=S, no_choice=0.0)
+        for index, (tokens, choices) in enumerate(shapes)
+    ]
+    results = pool_of(4).run(run_low_latency, layers)
+    for index, cases in enumerate(layers):
+        for rank, want in enumerate(simulate(cases, S)):
+            for got, oracle in zip(results[rank][index], want, strict=True):
+                assert torch.equal(got, oracle)
 
 
 def run_in_fp8(case_of_rank: list[RankCase]) -> list[list[torch.Tensor]]:
