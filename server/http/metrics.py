@@ -4,10 +4,12 @@ Only what the front can fill truthfully: what it measures itself (latencies as a
 layer) and what the ranks report. A series that is there from the start reads 0, not "no data".
 """
 
+import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from scheduler.policy.request import FinishReason, RankStats
@@ -24,75 +26,14 @@ _AWAKE, _ASLEEP = "awake", ("weights_offloaded", "discard_all")
 LABELS = ("model_name", "engine")  # a rank's engine is its number
 # Boundaries are vLLM's, so that dashboards' service-level targets fall on one.
 TTFT_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+)  # fmt: skip
 TOKEN_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    40,
-    80,
-)
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40, 80,
+)  # fmt: skip
 REQUEST_S = (
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-    1920,
-    7680,
-)
+    0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = tuple(1 << power for power in range(15))
 PARAM_N = (1, 2, 5, 10, 20)
@@ -170,11 +111,23 @@ class HttpMetrics:
         self._duration.labels(*labels).observe(exchange.duration_s)
 
 
+class _Found(NamedTuple):
+    """Families that were collected already, for what writes them down."""
+
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        """Return them."""
+        return self.families
+
+
 class Metrics:
     """The front's registry: observers to call, and the text that Prometheus scrapes."""
 
     def __init__(self, model_name: str, num_ranks: int) -> None:
         self._registry = CollectorRegistry()
+        self._collectors: list[Collector] = []
+        self._writing = asyncio.Lock()
         self._families = Families(self._registry, model_name, num_ranks)
         self._last: dict[int, RankStats] = {}
         self._cache_labels: dict[int, tuple[str, ...]] = {}
@@ -251,12 +204,17 @@ class Metrics:
         )
 
     def add(self, collector: Collector) -> None:
-        """Export what a collector yields as well."""
-        self._registry.register(collector)
+        """Export what a collector yields as well; it is asked in the event loop, whose state it reads."""
+        self._collectors.append(collector)
 
-    def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
-        return bytes(generate_latest(self._registry))
+    async def text(self) -> bytes:
+        """Return everything in Prometheus' text format, written in a thread: of 64 ranks it takes 0.2 s."""
+        async with self._writing:  # one at a time: anybody may ask, and as often as they like
+            found = _Found([family for collector in self._collectors for family in collector.collect()])
+            return await asyncio.to_thread(self._write, found)
+
+    def _write(self, found: "_Found") -> bytes:
+        return bytes(generate_latest(self._registry) + generate_latest(found))
 
     def note_rank(self, facts: RankFacts, *, enable_prefix_caching: bool) -> None:
         """Take an attached rank's facts."""

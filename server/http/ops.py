@@ -44,7 +44,7 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
 
     async def show_metrics() -> Response:
         """Everything for Prometheus."""
-        return Response(registry.text(), media_type=metrics.CONTENT_TYPE)
+        return Response(await registry.text(), media_type=metrics.CONTENT_TYPE)
 
     router.add_api_route("/health", show_health, methods=["GET"], response_model=None)
     router.add_api_route("/ping", show_ping, methods=["GET"], response_model=None)

@@ -82,7 +82,7 @@ def test_structured_output_by_json_schema(front: FrontProcess) -> None:
     front.script("lang-schema", '{"name": "Rome", "people": 3}')
     bound = chat(front).with_structured_output(City, method="json_schema")
     assert bound.invoke("lang-schema") == City(name="Rome", people=3)
-    structure = front.served("lang-schema").requests[-1].params.structure
+    structure = front.asked("lang-schema").params.structure
     assert structure is not None and structure.kind == "json_schema"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 from tokenizers import Tokenizer
 
+from scheduler.policy.request import Request
 from tests.support.fake_rank import FakeRank, Script
 from tests.support.tiny_tokenizer import MAX_LEN
 
@@ -119,6 +120,11 @@ class FrontProcess:
                     return rank
             threading.Event().wait(0.02)
         raise AssertionError(f"no rank was given {word!r}")
+
+    def asked(self, word: str) -> Request:
+        """Return the newest request with `word` in its prompt that a rank was given, waiting until one was."""
+        given = list(self.served(word).requests)
+        return [request for request in given if word in self.decode(request.prompt_ids)][-1]
 
     def get(self, path: str, **how: object) -> httpx.Response:
         """GET from the front."""

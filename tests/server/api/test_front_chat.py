@@ -31,7 +31,7 @@ def test_a_whole_answer_has_text_usage_and_one_finish_reason(
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == "tiny"
     [choice] = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
-    sent = front.served("w-whole").requests[-1]
+    sent = front.asked("w-whole")
     assert answer.usage.prompt_tokens == len(sent.prompt_ids)
     assert answer.usage.completion_tokens == len(script.token_ids)
     assert answer.usage.total_tokens == len(sent.prompt_ids) + len(script.token_ids)
@@ -50,7 +50,7 @@ def test_the_prompt_is_the_chat_template_s(front: FrontProcess, client: openai.O
         ],
         max_completion_tokens=1,
     )
-    request = front.served("w-parts").requests[-1]
+    request = front.asked("w-parts")
     expected = "<|start|>system\nbe brief<|end|>\n<|start|>user\nw-parts\ntwo<|end|>\n<|start|>assistant\n"
     assert front.decode(request.prompt_ids) == expected
     assert list(request.prompt_ids).count(0) == 3, "special tokens are single ids"
@@ -144,7 +144,7 @@ def test_sampling_parameters_reach_the_rank(front: FrontProcess, client: openai.
             "stop_token_ids": [77],
         },
     )
-    params = front.served("w-params").requests[-1].params
+    params = front.asked("w-params").params
     assert (params.max_tokens, params.min_tokens, params.seed) == (5, 2, 2**64 - 1)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.3, 0.8, 3, 0.05)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-1.5, 1.25, 1.1)
@@ -164,7 +164,7 @@ def test_defaults_reach_to_the_context_s_end_and_come_from_the_checkpoint(
     assert (first.params.temperature, first.params.top_k) == (1.0, 7), "top_k is in generation_config.json"
     assert first.params.seed != second.params.seed, "drawn, and recorded, when the client gives none"
     chat(client, "w-eosless", max_tokens=1, extra_body={"ignore_eos": True})
-    assert front.served("w-eosless").requests[-1].params.stop_token_ids == ()
+    assert front.asked("w-eosless").params.stop_token_ids == ()
 
 
 def test_max_tokens_ends_with_length(client: openai.OpenAI) -> None:
@@ -225,7 +225,7 @@ def test_chats_tell_of_token_ids_and_of_the_prompt_when_asked_to(
     front.script("w-ids", [*front.encode("hé"), 1])
     wishes = {"return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1}
     answer = chat(client, "w-ids", logprobs=True, extra_body=wishes)
-    sent = list(front.served("w-ids").requests[-1].prompt_ids)
+    sent = list(front.asked("w-ids").prompt_ids)
     assert (answer.prompt_token_ids, answer.choices[0].token_ids) == (sent, [*front.encode("hé"), 1])
     names = [entry.token for entry in answer.choices[0].logprobs.content]
     assert names == [f"token_id:{token}" for token in answer.choices[0].token_ids]
@@ -244,7 +244,7 @@ def test_chats_tell_of_token_ids_and_of_the_prompt_when_asked_to(
 
 def test_logprobs_of_given_ids_reach_the_rank(front: FrontProcess, client: openai.OpenAI) -> None:
     chat(client, "w-given", logprobs=True, max_tokens=1, extra_body={"logprob_token_ids": [7, 5]})
-    params = front.served("w-given").requests[-1].params
+    params = front.asked("w-given").params
     assert (params.num_logprobs, params.logprob_token_ids) == (0, (7, 5))
 
 

@@ -18,7 +18,7 @@ def test_a_prompt_is_completed_without_a_template(front: FrontProcess, client: o
     answer = client.completions.create(model="tiny", prompt="c-plain")
     assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" and more", "stop")
-    request = front.served("c-plain").requests[-1]
+    request = front.asked("c-plain")
     assert front.decode(request.prompt_ids) == "c-plain"
     assert request.params.max_tokens == 16, "OpenAI's default here"
 
@@ -106,7 +106,7 @@ def test_echo_with_logprobs_tells_of_the_prompt_too(
         ends = [*logprobs.text_offset[1:], len(choice.text)]
         cut = [choice.text[a:b] for a, b in zip(logprobs.text_offset, ends, strict=True)]
         assert cut == logprobs.tokens
-        request = front.served(word).requests[-1]
+        request = front.asked(word)
         assert request.params.num_prompt_logprobs == logprobs_asked
 
 
@@ -149,7 +149,7 @@ def test_echo_of_no_tokens_scores_the_prompt_alone(front: FrontProcess, stream: 
     assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * (len(ids) - 1)
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), 0)
     assert usage["total_tokens"] == len(ids)
-    assert front.served("c-none").requests[-1].params.max_tokens == 1
+    assert front.asked("c-none").params.max_tokens == 1
 
 
 def test_max_tokens_0_without_echo_is_a_400(front: FrontProcess) -> None:

@@ -89,7 +89,7 @@ def test_the_model_s_own_calls_are_found(front: FrontProcess, client: openai.Ope
     [call] = choice.message.tool_calls
     assert call.id.startswith("call_") and len(call.id) >= 24 and call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Łódź"})
-    prompt = front.decode(front.served("t-auto").requests[-1].prompt_ids)
+    prompt = front.decode(front.asked("t-auto").prompt_ids)
     assert prompt.startswith("[get_weather][get_time]<|start|>user")
 
 
@@ -127,7 +127,7 @@ def test_without_tools_markup_is_content(front: FrontProcess, client: openai.Ope
     front.script("t-none", "just text")
     answer = chat(client, "t-none", tools=TOOLS, tool_choice="none")
     assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == ("just text", None)
-    assert "[get_weather]" not in front.decode(front.served("t-none").requests[-1].prompt_ids)
+    assert "[get_weather]" not in front.decode(front.asked("t-none").prompt_ids)
 
 
 def test_special_tokens_that_are_no_markup_stay_hidden(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -165,7 +165,7 @@ def test_required_is_a_list_of_calls(front: FrontProcess, client: openai.OpenAI,
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
     assert calls == [("get_time", '{"city": "A"}'), ("get_weather", '{"city": "B"}')]
-    structure = front.served(word).requests[-1].params.structure
+    structure = front.asked(word).params.structure
     assert structure is not None and json.loads(structure.text)["type"] == "array"
 
 
@@ -184,7 +184,7 @@ def test_a_named_function_gets_its_arguments(
         assert (choice.finish_reason, choice.message.content) == ("stop", "")
         calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
     assert calls == [("get_time", '{"city": "A"}')]
-    structure = front.served(word).requests[-1].params.structure
+    structure = front.asked(word).params.structure
     assert structure is not None and json.loads(structure.text) == TOOLS[1]["function"]["parameters"]
 
 
@@ -226,7 +226,7 @@ def test_the_template_may_have_opened_the_reasoning(front: FrontProcess, client:
     [choice] = chat(client, "t-bound", tools=TOOLS, tool_choice=NAMED, **how).choices
     assert choice.message.reasoning_content == "Hm."
     assert choice.message.tool_calls[0].function.arguments == '{"city": "A"}'
-    structure = front.served("t-bound").requests[-1].params.structure
+    structure = front.asked("t-bound").params.structure
     assert structure is not None and structure.after == "</think>"
 
 
@@ -243,7 +243,7 @@ def test_a_whole_history_is_rendered(front: FrontProcess, client: openai.OpenAI)
         tools=TOOLS,
     )
     assert answer.choices[0].message.content == "5 degrees." and answer.choices[0].finish_reason == "stop"
-    prompt = front.decode(front.served("t-history").requests[-1].prompt_ids)
+    prompt = front.decode(front.asked("t-history").prompt_ids)
     called = '<think>Hm.</think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|end|>'
     assert f"<|start|>assistant\n{called}\n<|start|>tool\n5<|end|>" in prompt
 

@@ -108,7 +108,7 @@ async def test_what_comes_with_the_first_token_is_taken_once() -> None:
     generation = answer.generations[0]
     assert (generation.prompt_logprobs, generation.num_cached_tokens) == (scores, 0)
     assert generation.queued_s == pytest.approx(0.5)
-    text = desk.metrics.text().decode()
+    text = (await desk.metrics.text()).decode()
     assert sum(_values(text, "vllm:time_to_first_token_seconds_count")) == 1
     assert sum(_values(text, "vllm:prompt_tokens_total")) == 1
     assert sum(_values(text, "vllm:generation_tokens_total")) == 2

@@ -1,5 +1,6 @@
 """/metrics: what vLLM's dashboards read is there, under the same name, type and labels, and our dashboard's too."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -67,7 +68,9 @@ READ_BY_VLLM_DASHBOARDS: dict[str, tuple[str, frozenset[str]]] = {
 
 
 def families_of(metrics: Metrics) -> dict[str, Any]:
-    return {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+    return {
+        family.name: family for family in text_string_to_metric_families(asyncio.run(metrics.text()).decode())
+    }
 
 
 def value_of(metrics: Metrics, name: str, **labels: str) -> float:
@@ -176,10 +179,10 @@ def test_a_restarted_rank_takes_nothing_back(metrics: Metrics) -> None:
 
 
 def test_probes_and_odd_methods_make_no_series_of_their_own(metrics: Metrics) -> None:
-    before = len(metrics.text().splitlines())
+    before = len(asyncio.run(metrics.text()).splitlines())
     for path in ("/health", "/metrics", "/ping", "/version", "/load"):
         metrics.http.note(ended_exchange(path=path, handler=path))
-    assert len(metrics.text().splitlines()) == before
+    assert len(asyncio.run(metrics.text()).splitlines()) == before
     for number in range(20):
         metrics.http.note(ended_exchange(method=f"M{number}", handler="none", status=405))
     assert value_of(metrics, "http_requests_total", method="other", status="4xx") == 20
@@ -238,3 +241,18 @@ def test_panels_of_our_dashboard_lie_beside_each_other_and_have_numbers() -> Non
     assert len(set(numbers)) == len(numbers)
     titles = {panel["title"] for panel in board["panels"]}
     assert {"Balancedness, decode", "Tokens per rank / s", "Waits by rank"} <= titles
+
+
+def test_writing_many_ranks_down_lets_the_event_loop_go_on() -> None:
+    metrics = Metrics("m", 64)
+
+    async def scenario() -> int:
+        num_turns = 0
+        writing = asyncio.create_task(metrics.text())
+        while not writing.done():
+            num_turns += 1
+            await asyncio.sleep(0)
+        assert writing.result().count(b'engine="63"') > 100
+        return num_turns
+
+    assert asyncio.run(scenario()) > 10, "written in the loop, it would be three"

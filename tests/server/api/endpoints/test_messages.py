@@ -37,7 +37,7 @@ def test_a_whole_message_has_blocks_and_usage(front: FrontProcess, claude: anthr
     assert message.content[0].thinking.strip() == "hm, so"
     assert message.content[1].text.strip() == "hello wörld 😀!"
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
-    request = front.served("m-whole").requests[-1]
+    request = front.asked("m-whole")
     assert front.decode(request.prompt_ids).startswith("<|start|>system\nbe brief<|end|>")
     usage = message.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == len(request.prompt_ids)
@@ -94,7 +94,7 @@ def test_a_tool_is_called_and_its_result_read(front: FrontProcess, claude: anthr
     ]
     front.script("m-sum", "two")
     assert create(claude, "", messages=history, tools=[ADD]).content[0].text == "two"
-    prompt = front.decode(front.served("m-sum").requests[-1].prompt_ids)
+    prompt = front.decode(front.asked("m-sum").prompt_ids)
     assert "<|start|>tool\nm-sum<|end|>\n<|start|>user\nso?<|end|>" in prompt
 
 
@@ -135,7 +135,7 @@ def test_stop_sequences_and_lengths_are_told(front: FrontProcess, claude: anthro
 def test_more_tokens_than_fit_are_those_that_fit(front: FrontProcess, claude: anthropic.Anthropic) -> None:
     front.script("m-large", [97] * MAX_LEN)
     message = create(claude, "m-large", max_tokens=32_000)
-    request = front.served("m-large").requests[-1]
+    request = front.asked("m-large")
     assert request.params.max_tokens == MAX_LEN - len(request.prompt_ids)
     assert message.stop_reason == "model_context_window_exceeded"
     with pytest.raises(anthropic.BadRequestError, match="context length"):
@@ -146,7 +146,7 @@ def test_tokens_can_be_counted_beforehand(front: FrontProcess, claude: anthropic
     asked: Any = {"system": "be brief", "messages": [{"role": "user", "content": "m-count"}]}
     counted = claude.messages.count_tokens(model="tiny", **asked)
     claude.messages.create(model="tiny", max_tokens=1, **asked)
-    assert counted.input_tokens == len(front.served("m-count").requests[-1].prompt_ids)
+    assert counted.input_tokens == len(front.asked("m-count").prompt_ids)
 
 
 def test_a_failure_is_a_status_or_an_event(front: FrontProcess, claude: anthropic.Anthropic) -> None:

@@ -28,7 +28,7 @@ def create(client: openai.OpenAI, given: Any, **how: Any) -> Any:
 
 
 def prompt_of(front: FrontProcess, word: str) -> str:
-    return front.decode(front.served(word).requests[-1].prompt_ids)
+    return front.decode(front.asked(word).prompt_ids)
 
 
 def paired(events: list[Any]) -> bool:
@@ -61,7 +61,7 @@ def test_a_whole_response_has_reasoning_text_and_usage(front: FrontProcess, clie
     assert prompt_of(front, "r-whole").startswith(
         "<|start|>system\nbe brief<|end|>\n<|start|>user\nr-whole<|end|>"
     )
-    request = front.served("r-whole").requests[-1]
+    request = front.asked("r-whole")
     usage = response.usage
     assert (usage.input_tokens, usage.output_tokens) == (len(request.prompt_ids), len(script.token_ids))
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
@@ -123,7 +123,7 @@ def test_a_call_that_must_be_is_bound_to_its_form(front: FrontProcess, client: o
     front.script("r-must", '[{"name": "add", "arguments": {"a": 1}}]')
     [call] = create(client, "r-must", tools=[ADD], tool_choice="required").output
     assert (call.name, call.arguments.replace(" ", "")) == ("add", '{"a":1}')
-    structure = front.served("r-must").requests[-1].params.structure
+    structure = front.asked("r-must").params.structure
     assert structure is not None and structure.kind == "json_schema"
 
 
@@ -184,7 +184,7 @@ def test_store_false_keeps_nothing(front: FrontProcess, client: openai.OpenAI) -
 def test_tokens_can_be_counted_beforehand(front: FrontProcess, client: openai.OpenAI) -> None:
     counted = client.responses.input_tokens.count(model="tiny", input="r-count", instructions="be brief")
     create(client, "r-count", instructions="be brief", max_output_tokens=1)
-    assert counted.input_tokens == len(front.served("r-count").requests[-1].prompt_ids)
+    assert counted.input_tokens == len(front.asked("r-count").prompt_ids)
 
 
 def test_a_failure_is_a_status_or_an_event(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -247,5 +247,5 @@ def test_an_answer_is_parsed_into_the_client_s_type(front: FrontProcess, client:
     front.script("r-parse", '{"name": "Ulm", "people": 126000}')
     response = client.responses.parse(model="tiny", input="r-parse", text_format=City)
     assert response.output_parsed == City(name="Ulm", people=126000)
-    structure = front.served("r-parse").requests[-1].params.structure
+    structure = front.asked("r-parse").params.structure
     assert structure is not None and structure.kind == "json_schema" and "people" in structure.text

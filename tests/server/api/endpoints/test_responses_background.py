@@ -39,7 +39,7 @@ def test_a_response_is_queued_and_then_completed(front: FrontProcess, client: op
     assert (whole.id, whole.status, whole.output_text) == (response.id, "completed", "vwxyz")
     assert whole.usage.output_tokens == 5
     client.responses.create(model="tiny", input="b-next", previous_response_id=response.id)
-    prompt = front.decode(front.served("b-next").requests[-1].prompt_ids)
+    prompt = front.decode(front.asked("b-next").prompt_ids)
     assert "<|start|>assistant\nvwxyz<|end|>\n<|start|>user\nb-next" in prompt
 
 
