@@ -271,7 +271,7 @@ class PlacementControl:
     async def _change(
         self, before: Placement, todo: list[Placement], kind: str, reason: str, gain: float | None
     ) -> dict[str, Any]:
-        entry = await self._carry_out(todo, kind, reason, gain)
+        entry = await self._carry_out(before, todo, kind, reason, gain)
         if entry["stages"][0]:
             self._unmeasured = _Change(entry, before)
             if kind != "rollback":
@@ -362,7 +362,7 @@ class PlacementControl:
                 _log(said)
 
     async def _carry_out(
-        self, todo: list[Placement], kind: str, reason: str, gain: float | None
+        self, before: Placement, todo: list[Placement], kind: str, reason: str, gain: float | None
     ) -> dict[str, Any]:
         """Go through stages; returns the entry, whose "failed" says what ended it early."""
         begun_s, imbalance_before = time.monotonic(), self._measured_imbalance()
@@ -370,11 +370,14 @@ class PlacementControl:
         failed, cause = None, Cause.NONE
         self._load.changes.is_under_way = True
         for stage in todo:
+            if self.current is not before:  # the task of the change began after an epoch's end
+                failed, cause = "the epoch ended before it began", Cause.EPOCH
+                break
             self._last_version = stage.version
             stage_moves, stage_bytes, failed, cause = await self._stages.run(stage)
             if failed is not None:
                 break
-            self.current = self.home = stage
+            self.current = self.home = before = stage
             done += 1
             if self._under_way is not None:
                 self._under_way = self._under_way._replace(done=done)

@@ -235,6 +235,18 @@ def test_a_change_is_given_up_when_the_epoch_ends_and_home_stays() -> None:
     play(test)
 
 
+def test_a_change_whose_epoch_ends_before_its_first_stage_asks_no_rank() -> None:
+    async def test() -> None:
+        ranks = PlayedRanks()
+        control, _ = control_of(ranks)
+        change = control.begin(OTHER, "apply", "as asked", None)
+        control.regroup(Order(1, (0,), surviving(START, (0,)).with_version(control.next_version())), "gone")
+        entry = await change
+        assert entry["cause"] == "epoch" and entry["stages"][0] == 0 and ranks.told == []
+
+    play(test)
+
+
 def test_a_rank_that_came_back_does_not_say_what_serves() -> None:
     control, _ = control_of(PlayedRanks())
     report = PlacementReport(rank=0, version=0, state=MoveState.SERVING)
