@@ -11,16 +11,12 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
-CONNECT_TIMEOUT_S = 5.0
+from server.clients.connection import Connection, ServiceError
+
 _HELP = "Ctrl-C stops an answer, /reset starts over, /quit or Ctrl-D leaves."
-
-
-class ChatError(RuntimeError):
-    """The service could not be reached or refused; the message says which and what to do."""
 
 
 class ChatClient:
@@ -28,14 +24,8 @@ class ChatClient:
 
     def __init__(self, url: str, api_key: str | None = None, *, http: httpx.Client | None = None) -> None:
         """Args: url is the service's, with or without /v1; http replaces the connection, for tests."""
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if "://" not in self.url:
-            self.url = f"http://{self.url}"
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # Reading has no time-out: an answer may wait in the service's queue.
-        self._http = http or httpx.Client(
-            headers=headers, timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        )
+        self._service = Connection(url, api_key, answer_timeout_s=None, http=http)
+        self.url = self._service.url
         self.messages: list[dict[str, str]] = []
         self.model = ""
 
@@ -43,19 +33,16 @@ class ChatClient:
         """Find the served model's name.
 
         Raises:
-            ChatError: no service there, or it refuses.
+            ServiceError: no service there, or it refuses.
         """
-        with self._explaining():
-            response = self._http.get(f"{self.url}/v1/models")
-            _check(response)
-            try:
-                self.model = response.json()["data"][0]["id"]
-            except (ValueError, LookupError, TypeError) as error:
-                raise ChatError(f"{self.url} is not an OpenAI-compatible service") from error
+        try:
+            self.model = self._service.get_json("/v1/models")["data"][0]["id"]
+        except (LookupError, TypeError) as error:
+            raise ServiceError(f"{self.url} is not an OpenAI-compatible service") from error
 
     def close(self) -> None:
         """Disconnect."""
-        self._http.close()
+        self._service.close()
 
     def reset(self) -> None:
         """Forget the conversation."""
@@ -67,7 +54,7 @@ class ChatClient:
         What came before an interruption is remembered too; a question without any answer is not.
 
         Raises:
-            ChatError: the service refused or was lost.
+            ServiceError: the service refused or was lost.
         """
         self.messages.append({"role": "user", "content": question})
         answer: list[str] = []
@@ -84,30 +71,10 @@ class ChatClient:
 
     def _stream(self) -> Generator[str, None, None]:
         body = {"model": self.model, "messages": self.messages, "stream": True}
-        with (
-            self._explaining(),
-            self._http.stream("POST", f"{self.url}/v1/chat/completions", json=body) as response,
-        ):
-            if response.is_error:
-                response.read()
-            _check(response)
+        with self._service.stream("/v1/chat/completions", body) as response:
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield from _texts(json.loads(line.removeprefix("data: ")))
-
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Turn a broken connection into words."""
-        try:
-            yield
-        except httpx.ConnectError as error:
-            raise ChatError(f"no service answers at {self.url}. Start one with: wideep serve") from error
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise ChatError(
-                f"{self.url} is not a URL of a service ({error}); try http://127.0.0.1:8000"
-            ) from error
-        except httpx.HTTPError as error:
-            raise ChatError(f"lost the connection to {self.url}: {error}") from error
 
 
 def run_chat(url: str) -> int:
@@ -119,7 +86,7 @@ def run_chat(url: str) -> int:
         client.open()
         print(f"Talking to {client.model} at {client.url}. {_HELP}")
         _converse(client)
-    except ChatError as error:
+    except ServiceError as error:
         print(f"wideep chat: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -159,34 +126,17 @@ def _show_answer(client: ChatClient, question: str) -> None:
         print()
     except KeyboardInterrupt:
         print("\n(stopped)")
-    except ChatError as error:
+    except ServiceError as error:
         print(f"\nwideep chat: {error}", file=sys.stderr)
     finally:
         answer.close()
 
 
-def _is_local(url: str) -> bool:
-    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-
-
 def _texts(chunk: dict[str, Any]) -> Iterator[str]:
     """Yield a chunk's text."""
     if "error" in chunk:
-        raise ChatError(chunk["error"].get("message", "the answer failed"))
+        raise ServiceError(chunk["error"].get("message", "the answer failed"))
     for choice in chunk.get("choices", ()):
         text = choice.get("delta", {}).get("content")
         if text:
             yield text
-
-
-def _check(response: httpx.Response) -> None:
-    """Raise the service's own words for a refusal."""
-    if not response.is_error:
-        return
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        message = response.text[:200] or response.reason_phrase
-    if response.status_code == 401:
-        message += " Set WIDEEP_API_KEY."
-    raise ChatError(f"the service refused ({response.status_code}): {message}")

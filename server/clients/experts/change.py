@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from expert_placement.files import PlacementFileError, load_placement, to_json
-from server.clients.experts.client import ExpertsClient, ServiceError
+from server.clients.connection import Connection, ServiceError
 
 POLL_S = 0.5  # between looks at how far a change is
 
@@ -18,13 +18,13 @@ def run_change(
     args: argparse.Namespace,
     *,
     environment: Mapping[str, str] = os.environ,
-    client: ExpertsClient | None = None,
+    client: Connection | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Run the verb; returns the exit status: 0, 1 if nothing changed though it should have, 2 for a wrong file."""
     keys = environment.get("WIDEEP_API_KEY", "").split()
     try:
-        with client or ExpertsClient(args.url, keys[0] if keys else None) as service:
+        with client or Connection(args.url, keys[0] if keys else None) as service:
             if args.verb == "history":
                 return _history(service, args)
             if args.verb == "rollback":
@@ -35,7 +35,7 @@ def run_change(
         return 2 if isinstance(error, PlacementFileError) else 1
 
 
-def _apply(service: ExpertsClient, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
+def _apply(service: Connection, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
     body: dict[str, Any] = {"policy": args.policy}
     if args.placement is not None:
         if args.dry_run:
@@ -50,7 +50,7 @@ def _apply(service: ExpertsClient, args: argparse.Namespace, sleep: Callable[[fl
 
 
 def _changed(
-    service: ExpertsClient, path: str, body: dict[str, Any], sleep: Callable[[float], None]
+    service: Connection, path: str, body: dict[str, Any], sleep: Callable[[float], None]
 ) -> dict[str, Any]:
     """Begin a change and wait for its end, however long it takes; returns the history's entry.
 
@@ -95,7 +95,7 @@ def _say(entry: Mapping[str, Any], as_json: bool) -> int:
     return 1 if entry["failed"] else 0
 
 
-def _history(service: ExpertsClient, args: argparse.Namespace) -> int:
+def _history(service: Connection, args: argparse.Namespace) -> int:
     told = service.get_json("/experts/history")
     entries = told["history"][-args.rows :]
     if args.json:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from server.clients.experts.client import ExpertsClient, ServiceError
+from server.clients.connection import Connection, ServiceError
 
 _CLEAR = "\x1b[2J\x1b[H"  # the screen, then home (ECMA-48)
 _PHASES = ("prefill", "decode")
@@ -27,7 +27,7 @@ def run_live(
     """Run the verb; returns the exit status."""
     keys = environment.get("WIDEEP_API_KEY", "").split()
     try:
-        with ExpertsClient(args.url, keys[0] if keys else None) as client:
+        with Connection(args.url, keys[0] if keys else None) as client:
             if args.verb == "record":
                 return _record(client, args.seconds, args.out, sleep)
             return _load(client, args, sleep)
@@ -36,7 +36,7 @@ def run_live(
         return 1
 
 
-def _load(client: ExpertsClient, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
+def _load(client: Connection, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
     if args.json:
         print(json.dumps(client.get_json("/experts/load")))
         return 0
@@ -52,7 +52,7 @@ def _load(client: ExpertsClient, args: argparse.Namespace, sleep: Callable[[floa
             return 0
 
 
-def _record(client: ExpertsClient, seconds: float, out: Path, sleep: Callable[[float], None]) -> int:
+def _record(client: Connection, seconds: float, out: Path, sleep: Callable[[float], None]) -> int:
     """Record for a while, or until Ctrl-C, and write what the service has."""
     shape = client.get_json("/experts/load")
     client.post("/start_expert_distribution_record")

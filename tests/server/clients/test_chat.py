@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from server.clients.chat import ChatClient, ChatError, run_chat
+from server.clients.chat import ChatClient, run_chat
+from server.clients.connection import ServiceError
 from tests.support.front_process import ROOT, TIMEOUT_S, FrontProcess
 
 
@@ -61,7 +62,7 @@ def test_no_service_is_a_sentence(url: str, words: str, capsys: pytest.CaptureFi
 def test_a_refusal_is_shown_in_the_service_s_words(front: FrontProcess) -> None:
     client = ChatClient(front.url.removeprefix("http://") + "/v1/")
     client.open()
-    with pytest.raises(ChatError, match="maximum context length"):
+    with pytest.raises(ServiceError, match="maximum context length"):
         list(client.ask("x " * 5000))
     assert client.messages == [], "a question without an answer is not remembered"
     client.close()

@@ -11,8 +11,8 @@ import pytest
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from server.cli import main
+from server.clients.connection import Connection, ServiceError
 from server.clients.experts import live as experts_live
-from server.clients.experts.client import ExpertsClient, ServiceError
 from server.experts.load import ExpertsLoad
 from tests.support.load_reports import RANKS, counts, expert_map, report, told
 
@@ -71,12 +71,12 @@ def test_a_record_starts_waits_stops_and_writes(
         is_load = request.url.path == "/experts/load"
         return httpx.Response(200, json=shape) if is_load else httpx.Response(200, content=b"the record")
 
-    class Client(ExpertsClient):
+    class Client(Connection):
         def __init__(self, url: str, api_key: str | None) -> None:
             headers = {"Authorization": f"Bearer {api_key}"}
             super().__init__(url, http=httpx.Client(transport=httpx.MockTransport(serve), headers=headers))
 
-    monkeypatch.setattr(experts_live, "ExpertsClient", Client)
+    monkeypatch.setattr(experts_live, "Connection", Client)
     args = argparse.Namespace(verb="record", url="h:1", seconds=4.0, out=tmp_path / "load.npz")
     status = experts_live.run_live(
         args,
@@ -100,7 +100,7 @@ def test_refusals_are_the_services_words_and_a_hint() -> None:
         return httpx.Response(401, json={"error": {"message": "A key is wanted."}})
 
     with (
-        ExpertsClient("h", http=httpx.Client(transport=httpx.MockTransport(refuse))) as client,
+        Connection("h", http=httpx.Client(transport=httpx.MockTransport(refuse))) as client,
         pytest.raises(ServiceError, match=r"refused \(401\): A key is wanted. Set WIDEEP_API_KEY"),
     ):
         client.post("/x")
@@ -110,7 +110,7 @@ def test_refusals_are_the_services_words_and_a_hint() -> None:
 def test_another_kind_of_service_is_found_out(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _request: httpx.Response(200, content=body))
     with (
-        ExpertsClient("h", http=httpx.Client(transport=transport)) as client,
+        Connection("h", http=httpx.Client(transport=transport)) as client,
         pytest.raises(ServiceError, match="is this a WideEP service"),
     ):
         client.get_json("/experts/load")

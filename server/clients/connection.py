@@ -1,4 +1,4 @@
-"""A client of a service's endpoints about experts, for the command line. Knows no table and no engine."""
+"""A connection from the command line to a service over HTTP; what goes wrong is said in words. Knows no endpoint."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,16 +14,29 @@ class ServiceError(RuntimeError):
     """The service could not be reached or refused; the message says which and what to do."""
 
 
-class ExpertsClient:
+class Connection:
     """One connection to one service. A context manager."""
 
-    def __init__(self, url: str, api_key: str | None = None, *, http: httpx.Client | None = None) -> None:
-        """Args: url is the service's, with or without /v1; http replaces the connection, for tests."""
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        answer_timeout_s: float | None = ANSWER_TIMEOUT_S,
+        http: httpx.Client | None = None,
+    ) -> None:
+        """Connect when first asked.
+
+        Args:
+            url: the service's, with or without /v1.
+            answer_timeout_s: None where an answer may wait in the service's queue.
+            http: replaces the connection, for tests.
+        """
         self.url = url.rstrip("/").removesuffix("/v1")
         if "://" not in self.url:
             self.url = f"http://{self.url}"
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(answer_timeout_s, connect=CONNECT_TIMEOUT_S)
         self._http = http or httpx.Client(headers=headers, timeout=timeout)
 
     def get_json(self, path: str) -> dict[str, Any]:
@@ -54,9 +67,17 @@ class ExpertsClient:
     def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
         with self._explaining():
             response = self._http.request(method, self.url + path, json=body)
-        if response.is_error:
-            raise ServiceError(_refusal(response))
+        _check(response)
         return response
+
+    @contextlib.contextmanager
+    def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
+        """POST, and read the answer as it comes. Raises as `get_json`, while it is read too."""
+        with self._explaining(), self._http.stream("POST", self.url + path, json=body) as response:
+            if response.is_error:
+                response.read()
+            _check(response)
+            yield response
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -71,19 +92,25 @@ class ExpertsClient:
         except httpx.HTTPError as error:
             raise ServiceError(f"lost the connection to {self.url}: {error}") from error
 
+    def close(self) -> None:
+        """Disconnect."""
+        self._http.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._http.close()
+        self.close()
 
 
-def _refusal(response: httpx.Response) -> str:
-    """The service's own words."""
+def _check(response: httpx.Response) -> None:
+    """Raise the service's own words for a refusal."""
+    if not response.is_error:
+        return
     try:
         message = response.json()["error"]["message"]
     except (ValueError, LookupError, TypeError):
         message = response.text[:200] or response.reason_phrase
     if response.status_code == 401:
         message += " Set WIDEEP_API_KEY."
-    return f"the service refused ({response.status_code}): {message}"
+    raise ServiceError(f"the service refused ({response.status_code}): {message}")
