@@ -8,14 +8,18 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from expert_placement.config import EplbConfig
-from expert_placement.files import from_json, to_json
+from expert_placement.files import from_json, save_placement, to_json
 from expert_placement.history import History
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.survivors import surviving
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
+from server.cli import build_parser
+from server.clients.connection import Connection
+from server.clients.experts.change import run_change
 from server.errors import ApiError
 from server.experts import control as placement_control
 from server.experts.control import PlacementControl
@@ -344,3 +348,26 @@ def test_over_http_a_change_may_be_begun_and_looked_at_until_it_ends() -> None:
             assert told["under_way"] is None and told["history"][-1]["change"] == 1
 
     play(test)
+
+
+def test_the_command_line_and_the_front_understand_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control, _ = control_of(PlayedRanks())
+    app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys())
+    save_placement(OTHER, tmp_path / "other.json")
+    with TestClient(app, base_url="http://127.0.0.1") as http:  # one event loop for all requests
+
+        def run(*words: str) -> int:
+            args = build_parser().parse_args(["experts", *words])
+            service = Connection("http://127.0.0.1", http=http)
+            service.close = lambda: None  # type: ignore[method-assign]  # the next command uses it
+            return run_change(args, environment={}, client=service, sleep=lambda _: None)
+
+        assert run("apply", "--placement", str(tmp_path / "other.json")) == 0
+        assert held(control.serving()) == held(OTHER)
+        assert run("rollback") == 0
+        assert held(control.serving()) == held(START)
+        control._stages._ranks.failing = (control._last_version + 1,)  # type: ignore[attr-defined]
+        assert run("apply", "--placement", str(tmp_path / "other.json")) == 1
+    assert "dropped after 0 of" in capsys.readouterr().out
