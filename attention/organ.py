@@ -79,7 +79,7 @@ def attend(
     layer, step = int(module.layer_idx), pages.step
     window = pages.shapes[layer].window
     assert step is not None, "a step must be set before the model runs"
-    if not step.num_tokens:  # this rank only keeps the others company
+    if not step.num_tokens:  # nothing to do here: this rank takes part in the others' exchanges
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     if pages.shapes[layer].latent:
         pages, step = _expanded(module, pages, layer)

@@ -1,4 +1,4 @@
-"""What was decided and done about placements: a list in memory and, where wished, a file that survives a restart.
+"""What was decided and done about placements: a list in memory and, if one is named, a file that survives a restart.
 
 The file has one JSON object per line and is only appended to. Beside it lies the placement that serves, as
 `FILE.placement.json`: a restart with `--expert-placement` of it starts warm. Those that served before, to go back to,

@@ -3,7 +3,7 @@
 A slot whose rank already has the expert, in whatever slot, needs no transfer: `align` gives such experts their old
 slots, and what then differs has to move.
 
-All ranks derive the same order from the same two placements, so that nobody has to be told. A rank takes part in one
+All ranks derive the same order from the same two placements, so that no rank has to be sent it. A rank takes part in one
 transfer at a time and all go through theirs in one common order: pairs that share no rank move at the same time, and
 nobody can wait in a circle. An expert with copies is sent by the copy whose rank is free first.
 """

@@ -54,7 +54,7 @@ class Step:
         self.num_padded = 0
         self.num_sequences = 0
         self.agreed_tokens = (
-            0  # no rank has more tokens in this step, as all agreed before it; 0: no such word
+            0  # no rank has more tokens in this step, as all agreed before it; 0: nothing was agreed
         )
         self.position_T = torch.zeros(padded, dtype=torch.int64)
         self.cache_slot_T = torch.zeros(padded, dtype=torch.int64)  # block * block_tokens + offset

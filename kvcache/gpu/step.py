@@ -1,13 +1,13 @@
 """One step's packed batch on a GPU: filled on the host like any `Step`, then copied to memory of fixed addresses.
 
-What a step is told lies in one pinned buffer and travels in one asynchronous copy. Block tables are large (128k tokens are
+What describes a step lies in one pinned buffer and travels in one asynchronous copy. Block tables are large (128k tokens are
 8,192 blocks of a sequence) and change little: what is new of them travels in the same copy and is put in its place, and
 whole rows are copied where much is new. Places on the device depend on the padded size only, so
 a CUDA graph that was captured for a size finds every later step of that size. Nothing is read back: the pinned buffer
 may be filled again once the step's tokens have been read, which waits for all that was queued before.
 
 A step that only decodes is padded to one of a few sizes, others to a multiple of ROWS. Where several ranks run together,
-the size follows from the tokens that they have agreed on, so that what all ranks run is told by one number. Padded rows have cache slot -1,
+the size follows from the tokens that they have agreed on, so that what all ranks run follows from one number. Padded rows have cache slot -1,
 and so have no key or value written, choose no expert, and have a context of 0.
 
 Legend: P rows, padding included, S sequences (P of them in a step that only decodes), M blocks a sequence may have,

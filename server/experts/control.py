@@ -1,7 +1,7 @@
 """The front's hand on the placement: plan, carry out stage by stage, roll back, and decide by itself now and then.
 
 Lives in the front's event loop; planning runs in a thread. A change is cut into stages that the ranks' spare slots
-can take; each is told to all ranks, which move, verify and switch by themselves at one step. One that fails on any
+can take; each is sent to all ranks, which move, verify and switch by themselves at one step. One that fails on any
 rank is dropped on all; the stages before it stay, since each is a whole placement. Versions are never used twice.
 
 `home` is the placement of all ranks. While one is away the others serve with another one, made of it, and nothing is
@@ -138,7 +138,7 @@ class PlacementControl:
         self._num_ranks, self._stages = ranks.num_ranks, StageRunner(ranks)
         self.expert_bytes = 0  # of one expert of one layer
         self._unmeasured: _Change | None = None  # the last one
-        self._left_out: tuple[str, ...] = ()  # wishes that were said to be left out
+        self._left_out: tuple[str, ...] = ()  # rules that were said to be left out
         self._last_version = self._switched_at = self._decided_at = 0  # the latter in steps
         self._changing: asyncio.Task[dict[str, Any]] | None = None  # the last change
         self._under_way: _UnderWay | None = None
@@ -200,7 +200,7 @@ class PlacementControl:
             kind: shares, repair, or plan (from nothing).
 
         Raises:
-            ApiError: no load was seen yet, or there are too few slots for what is wished.
+            ApiError: no load was seen yet, or there are too few slots for what is asked.
         """
         self._check_whole()
         situation = self.situation()
@@ -354,7 +354,7 @@ class PlacementControl:
             raise ApiError(409, f"No placement is changed now: {reason}; try again when all ranks serve.")
 
     def _say_left_out(self, situation: Situation) -> None:
-        """Say once which wishes about nodes cannot be granted here."""
+        """Say once which rules about nodes cannot be kept here."""
         left_out = rules_for_repair(self._config, situation.hosts, situation.current).left_out
         if left_out != self._left_out:
             self._left_out = left_out

@@ -96,12 +96,12 @@ def _say(entry: Mapping[str, Any], as_json: bool) -> int:
 
 
 def _history(service: Connection, args: argparse.Namespace) -> int:
-    told = service.get_json("/experts/history")
-    entries = told["history"][-args.rows :]
+    found = service.get_json("/experts/history")
+    entries = found["history"][-args.rows :]
     if args.json:
-        print(json.dumps({**told, "history": entries}))
+        print(json.dumps({**found, "history": entries}))
         return 0
-    print(history_table(entries, told["serving"]["version"]))
+    print(history_table(entries, found["serving"]["version"]))
     return 0
 
 

@@ -168,9 +168,9 @@ def _add_change_verbs(verbs: Any) -> None:
         description="Move experts while the service serves, and wait until the new placement serves or is dropped.",
         epilog="examples:\n  wideep experts apply --dry-run\n  wideep experts apply --placement placement.json\n",
     )
-    wish = apply.add_mutually_exclusive_group()
-    wish.add_argument("--placement", type=Path, metavar="FILE", help="make this one serve")
-    wish.add_argument(
+    target = apply.add_mutually_exclusive_group()
+    target.add_argument("--placement", type=Path, metavar="FILE", help="make this one serve")
+    target.add_argument(
         "--policy",
         choices=("repair", "shares", "plan"),
         default="repair",
