@@ -6,6 +6,7 @@ import torch
 import torch.distributed
 
 from dispatch import cpu_kernels
+from dispatch.cpu_kernels import fp8
 from dispatch.native import compile_all
 from dispatch.wires import gloo_parts as parts
 from dispatch.wires import shm_regions as regions
@@ -13,4 +14,4 @@ from dispatch.wires import signals
 
 __all__ = ["numba", "numpy", "torch"]
 
-compile_all(*cpu_kernels.KERNELS, *signals.KERNELS, *parts.KERNELS, *regions.KERNELS)
+compile_all(*cpu_kernels.KERNELS, *fp8.KERNELS, *signals.KERNELS, *parts.KERNELS, *regions.KERNELS)
