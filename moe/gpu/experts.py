@@ -73,9 +73,19 @@ class DeviceExpertLayer:
         placed = self.step.on_device
         table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None
         slots_TK = self._on_device.slots(ids_TK, placed.cache_slot_P, placed.num_decodes_1, table)
-        sent = self.dispatcher.dispatch(hidden_TD.contiguous(), slots_TK, self._mode())
+        mode = self._mode()
+        sent = self.dispatcher.dispatch(hidden_TD.contiguous(), slots_TK, mode)
+        # There is room for all pairs of all ranks. Where loads are even each rank gets as many as each sends.
+        expected = mode.capacity * ids_TK.shape[1] or None
         y_PD = self.compute(
-            module, self.up, self.down, sent.x_NH, sent.row_P, sent.slot_offsets, sent.handle.num_pairs
+            module,
+            self.up,
+            self.down,
+            sent.x_NH,
+            sent.row_P,
+            sent.slot_offsets,
+            sent.handle.num_pairs,
+            expected,
         )
         return self.dispatcher.combine(y_PD, weights_TK.float().contiguous(), sent)
 
@@ -88,16 +98,17 @@ class DeviceExpertLayer:
         row_P: Tensor | None,
         slot_offsets: Tensor,
         num_pairs: int,
+        expected_pairs: int | None = None,
     ) -> Tensor:
         """Apply slots' experts to their pairs; local. Returns [P, D], of which rows without a pair are undefined."""
         tile = steady_tile(up.store.weight) if self.is_invariant else None
         raised_PN = grouped_linear(
-            x_TD, up.store.weight, slot_offsets, up.places_S, num_pairs=num_pairs, rows_P=row_P,
+            x_TD, up.store.weight, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs, rows_P=row_P,
             gate=self.gate.name, scales_WBB=up.store.scales, biases_WN=up.store.bias, tile=tile,
         )  # fmt: skip
         lowered_PI = gates.apply(module, raised_PN) if self.gate.name == "none" else raised_PN
         return grouped_linear(
-            lowered_PI, down.store.weight, slot_offsets, down.places_S, num_pairs=num_pairs,
+            lowered_PI, down.store.weight, slot_offsets, down.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
             scales_WBB=down.store.scales, biases_WN=down.store.bias, tile=tile,
         )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Grouped GEMM over experts on GPUs: rows sorted by slot, each times its slot's weight, the gate applied in registers.
 
-A program finds its slot from the offsets on the device, so grids depend on capacities only and a CUDA graph can replay
-the launch. Products are added over the inner dimension in one fixed order; a row's bits depend on the tile's shape
-(`moe.gpu.tiles`), which is chosen by the step's capacity, never by contents.
+A program finds its tiles from the offsets on the device, so that a CUDA graph can replay the launch: there are as many
+programs as tiles are expected, and where rows are uneven each takes several in turn. Products are added over the inner
+dimension in one fixed order; a row's bits depend on the tile's shape (`moe.gpu.tiles`), which is chosen by the rows that
+are expected at a step's capacity, never by contents.
 Quantised weights stay so in memory (`moe.gpu.formats`); rows are never quantised, which would change answers.
 Where a slot's weight is in memory says a table, so an expert that has moved is switched to by writing one number.
 
@@ -31,6 +32,7 @@ def grouped_linear(
     places_S: Tensor,
     *,
     num_pairs: int,
+    expected_pairs: int | None = None,
     rows_P: Tensor | None = None,
     gate: str = "none",
     scales_WBB: Tensor | None = None,
@@ -47,11 +49,12 @@ def grouped_linear(
         slot_offsets: int64 [S + 1]; pairs of slot s are [s] to [s + 1].
         places_S: int32 [S], which of the W weights is the slot's.
         num_pairs: room for pairs: P at most.
+        expected_pairs: that there are where loads are even, which tile and grid follow; None: as many as there is room for.
         rows_P: int64 [P], the row of each pair; None: pair p is row p.
         gate: a name in GATES.
         scales_WBB: float32 [W, blocks of N (or 2 * N), blocks of K] for FP8; uint8 [W, N, K / 32] for MXFP4.
         biases_WN: [W, N], or [W, 2 * N] with a gate.
-        tile: None: `tile_of_launch`, by `num_pairs`, S and the device.
+        tile: None: `tile_of_launch`, by expected pairs, S and the device.
         out: [num_pairs, N] contiguous to write into; None: a new one, of x's type. Rows without a pair are left as
             they are.
 
@@ -63,10 +66,11 @@ def grouped_linear(
     _check_weights(x_TK, weights_WNK, scales_WBB, N, gate, form)
     if out is None:
         out = x_TK.new_empty(num_pairs, N)
-    tile = tile or tile_of_launch(num_pairs, S, weights_WNK)
-    num_tiles = min(S, num_pairs) + num_pairs // tile.rows  # at most one tile of each slot is not full
-    grouped_rows[(num_tiles * triton.cdiv(N, tile.columns),)](
-        x_TK, rows_P, weights_WNK, scales_WBB, biases_WN, places_S, slot_offsets, out, num_tiles, S=S,
+    expected = num_pairs if expected_pairs is None else min(expected_pairs, num_pairs)
+    tile = tile or tile_of_launch(expected, S, weights_WNK)
+    num_tiles = min(S, expected) + expected // tile.rows  # at most one tile of each slot is not full
+    grouped_rows[(max(num_tiles, 1) * triton.cdiv(N, tile.columns),)](
+        x_TK, rows_P, weights_WNK, scales_WBB, biases_WN, places_S, slot_offsets, out, S=S,
         S_PAD=triton.next_power_of_2(S), N=N, K=K, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         GROUP=tile.group, GATE=GATES[gate], FORMAT=form,
         HAS_ROWS=rows_P is not None, HAS_BIAS=biases_WN is not None, num_warps=tile.warps, num_stages=tile.stages,

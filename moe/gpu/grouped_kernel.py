@@ -15,8 +15,17 @@ from moe.gpu.gated import gated
 
 
 @triton.jit
+def count_tiles(offsets, S: tl.constexpr, S_PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Count the tiles of rows that all slots have."""
+    slot = tl.arange(0, S_PAD)
+    begin = tl.load(offsets + slot, mask=slot < S, other=0)
+    end = tl.load(offsets + slot + 1, mask=slot < S, other=0)
+    return tl.sum((end - begin + ROWS - 1) // ROWS, axis=0)
+
+
+@triton.jit
 def find_rows(offsets, tile, S: tl.constexpr, S_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Return the slot of a tile (S or more if there is no such tile), its first row and the end of the slot's rows."""
+    """Return the slot of a tile, its first row and the end of the slot's rows."""
     slot = tl.arange(0, S_PAD)
     begin = tl.load(offsets + slot, mask=slot < S, other=0)
     end = tl.load(offsets + slot + 1, mask=slot < S, other=0)
@@ -52,18 +61,35 @@ def _multiplied(
         return tl.dot(w_NK, x_KR, total, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # or other sizes of a step would be compiled while serving
+@triton.jit
 def grouped_rows(
-    x, rows, weights, scales, biases, places, offsets, out, num_tiles,
+    x, rows, weights, scales, biases, places, offsets, out,
     S: tl.constexpr, S_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, FORMAT: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, FORMAT: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows and columns). With a gate, `weights` has 2 * N rows: N of the gate, then N of up."""
+    """Program (some tiles of rows and columns, in turn). With a gate, `weights` has 2 * N rows: N of the gate, then N of up."""
+    COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    num_tiles = count_tiles(offsets, S, S_PAD, ROWS)
+    at = tl.program_id(0)
+    while at < num_tiles * COLUMN_TILES:
+        tile, column_tile = find_tile(at, num_tiles, COLUMN_TILES, GROUP)
+        slot, first, end = find_rows(offsets, tile, S, S_PAD, ROWS)
+        _multiply_tile(
+            x, rows, weights, scales, biases, places, out, slot, first, end, column_tile, N, K, ROWS, COLUMNS, INNER,
+            GATE, FORMAT, HAS_ROWS, HAS_BIAS,
+        )  # fmt: skip
+        at += tl.num_programs(0)
+
+
+@triton.jit
+def _multiply_tile(
+    x, rows, weights, scales, biases, places, out, slot, first, end, column_tile,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    GATE: tl.constexpr, FORMAT: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Multiply the rows from `first` on, up to `end`, with a tile of their slot's weight."""
     HEIGHT: tl.constexpr = 2 * N if GATE > 0 else N
-    tile, column_tile = find_tile(tl.program_id(0), num_tiles, (N + COLUMNS - 1) // COLUMNS, GROUP)
-    slot, first, end = find_rows(offsets, tile, S, S_PAD, ROWS)
-    if slot >= S:
-        return
     pair = first + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_pair = pair < end

@@ -1,7 +1,7 @@
 """Which tile of the grouped product a launch takes: one for decode and one for prefill per weight format.
 
-The choice depends on the step's capacity and the number of slots, which all ranks know alike, never on which experts
-the rows chose. Tiles of a format add over the inner dimension in the same order and steps, with the same instruction of
+The choice depends on the rows that a slot gets where loads are even, which follows from the step's capacity and is known
+to all ranks alike, never on which experts the rows chose. Tiles of a format add over the inner dimension in the same order and steps, with the same instruction of
 an architecture (64 columns on Hopper's wgmma, whatever the number of rows), so a row has the same bits in a decode step
 and beside prompts. The table of `attention.gpu.tiles` may say otherwise for a device, in all but the steps.
 """
@@ -35,27 +35,27 @@ FP8_DECODE_TILE = GroupedTile(16, 64, 128, 1, 4, 4)
 FP8_PREFILL_TILE = GroupedTile(64, 128, 128, 8, 8, 3)
 
 
-def choose_tile(num_pairs: int, num_slots: int, *, is_quantised: bool = False) -> GroupedTile:
+def choose_tile(expected_pairs: int, num_slots: int, *, is_quantised: bool = False) -> GroupedTile:
     """Pick the tile of a launch.
 
     Args:
-        num_pairs: room for pairs in the step, at the size that all ranks agreed on.
+        expected_pairs: that this rank gets where loads are even, at the size that all ranks agreed on.
         num_slots: of this rank; as many on all ranks.
         is_quantised: whether weights are FP8, or MXFP4.
     """
-    if num_pairs < MANY_ROWS * num_slots:
+    if expected_pairs < MANY_ROWS * num_slots:
         return FP8_DECODE_TILE if is_quantised else DECODE_TILE
     return FP8_PREFILL_TILE if is_quantised else PREFILL_TILE
 
 
-def tile_of_launch(num_pairs: int, num_slots: int, weights_WNK: Tensor) -> GroupedTile:
+def tile_of_launch(expected_pairs: int, num_slots: int, weights_WNK: Tensor) -> GroupedTile:
     """Return what the table has for a launch on the weights' device, else `choose_tile`'s.
 
     Raises:
         ValueError: the table would change the order of sums between steps.
     """
-    fallback = choose_tile(num_pairs, num_slots, is_quantised=format_of(weights_WNK) != PLAIN)
-    kernel = "grouped_decode" if num_pairs < MANY_ROWS * num_slots else "grouped_prefill"
+    fallback = choose_tile(expected_pairs, num_slots, is_quantised=format_of(weights_WNK) != PLAIN)
+    kernel = "grouped_decode" if expected_pairs < MANY_ROWS * num_slots else "grouped_prefill"
     _, N, K = weights_WNK.shape
     shape = shape_key(weights_WNK.dtype, N=N, K=K)
     return check_steps(shape, tile_of(kernel, shape, fallback, device_names(weights_WNK.device)), fallback)

@@ -1,11 +1,11 @@
 """The grouped product in Triton's interpreter against float64."""
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.moe.gpu.grouped_cases import F16, F32, FP8, MXFP4, TOLERANCE, Case, Problem
 from tests.support.ranks import RankPool
@@ -69,46 +69,65 @@ def test_rows_meet_their_slots_weight_in_every_format(interpreter: RankPool, cas
     interpreter.run(multiply, case, tile)
 
 
-def compare_tiles(case: Case) -> None:
-    """Of whole numbers, whose sums are exact in any order: numpy's order is not the tensor cores'."""
-    from moe.gpu import tiles  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
+def compare_rows(case: Case) -> None:
+    """A row among others, by itself, and with its slot's rows in another order: of real numbers, with one tile.
+
+    Between tiles bits are not compared here: numpy multiplies otherwise for another shape, where the tensor cores' sums have
+    the order of the instruction, which `test_grouped_compile` looks at.
+    """
+    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.tiles import DECODE_TILE  # noqa: PLC0415
 
     problem = Problem(case)
-    x = (problem.x * 8).round()
-    weights = (problem.weights.stored * 64).round()
-    arguments = {**problem.arguments(), "weights_WNK": weights, "num_pairs": problem.num_pairs}
-    outs: list[Tensor] = [
-        grouped_linear(x, tile=tile, rows_P=problem.rows, **arguments)
-        for tile in (tiles.DECODE_TILE, tiles.PREFILL_TILE)
-    ]
-    assert all(torch.equal(out, outs[0]) for out in outs)
-    alone = {**arguments, "slot_offsets": torch.tensor([0, 0, 1]), "num_pairs": 1}
-    last = grouped_linear(x, tile=tiles.DECODE_TILE, rows_P=problem.rows[-1:], **alone)
-    assert torch.equal(last[0], outs[0][-1])
+    multiply = partial(grouped_linear, tile=DECODE_TILE, **problem.arguments())
+    whole = multiply(problem.x, num_pairs=problem.num_pairs, rows_P=problem.rows)
+    assert not torch.equal(whole, whole.round()), "whole numbers are added exactly in any order"
+    num_first = case.counts[0]
+    order = torch.cat((torch.arange(num_first), num_first + torch.randperm(case.counts[1])))
+    moved = multiply(problem.x, num_pairs=problem.num_pairs, rows_P=problem.rows[order])
+    assert torch.equal(moved, whole[order])
+    for pair in (num_first, problem.num_pairs - 1):
+        alone = {**problem.arguments(), "slot_offsets": torch.tensor([0, 0, 1])}
+        row = grouped_linear(
+            problem.x, tile=DECODE_TILE, num_pairs=1, rows_P=problem.rows[pair : pair + 1], **alone
+        )
+        assert torch.equal(row[0], whole[pair])
 
 
-def test_a_row_is_the_same_alone_in_a_crowd_and_with_every_tile(interpreter: RankPool) -> None:
-    interpreter.run(compare_tiles, Case([2, 19], 64, 128))
+def test_a_row_is_the_same_alone_and_in_a_crowd(interpreter: RankPool) -> None:
+    interpreter.run(compare_rows, Case([2, 19], 64, 128))
 
 
-def launches_everything() -> None:
-    """The grid that capacity gives holds the tiles of the worst split, and a captured launch serves other counts."""
-    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
+def launches_everything() -> list[int]:
+    """A captured launch serves whatever rows choose: as many programs as even loads take. Returns its grids."""
+    from moe.gpu import grouped  # noqa: PLC0415 - in the interpreter
     from moe.gpu.tiles import DECODE_TILE  # noqa: PLC0415
 
     x, weights = torch.randn(40, 64), torch.randn(3, 16, 64)
     places = torch.arange(3, dtype=torch.int32)
-    for counts in ([1, 1, 38], [40, 0, 0], [17, 17, 6], [0, 0, 2]):
+    kernel, grids = grouped.grouped_rows, []
+
+    class Noting:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            grids.append(grid[0])
+            return kernel[grid]
+
+    grouped.grouped_rows = Noting()  # type: ignore[assignment]
+    for counts in ([1, 1, 38], [40, 0, 0], [17, 17, 6], [0, 0, 2], [0, 0, 0]):
         offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
-        out = grouped_linear(x, weights, offsets, places, num_pairs=40, tile=DECODE_TILE)
-        slot = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
-        want = torch.einsum("pk,pnk->pn", x[: len(slot)], weights[slot])
-        torch.testing.assert_close(out[: len(slot)], want, atol=1e-4, rtol=1e-4)
+        for expected in (None, 5, 1):
+            out = grouped.grouped_linear(
+                x, weights, offsets, places, num_pairs=40, expected_pairs=expected, tile=DECODE_TILE
+            )
+            slot = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+            want = torch.einsum("pk,pnk->pn", x[: len(slot)], weights[slot])
+            torch.testing.assert_close(out[: len(slot)], want, atol=1e-4, rtol=1e-4)
+    grouped.grouped_rows = kernel
+    return grids
 
 
-def test_the_grid_of_a_capacity_holds_whatever_the_rows_choose(interpreter: RankPool) -> None:
-    interpreter.run(launches_everything)
+def test_a_launch_has_as_many_programs_as_even_loads_take_and_serves_any_load(interpreter: RankPool) -> None:
+    assert interpreter.run(launches_everything)[0] == [3 + 40 // 16, 3, 1] * 5
 
 
 def refusals() -> list[str]:

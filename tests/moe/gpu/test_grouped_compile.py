@@ -18,7 +18,7 @@ from tests.support.triton_compile import Kernel, check_budget, compile_kernel
 
 TYPES = {
     "x": "*bf16", "rows": "*i64", "weights": "*bf16", "scales": "constexpr",
-    "biases": "constexpr", "places": "*i32", "offsets": "*i64", "out": "*bf16", "num_tiles": "i32",
+    "biases": "constexpr", "places": "*i32", "offsets": "*i64", "out": "*bf16",
 }  # fmt: skip
 ABSENT = {"scales": None, "biases": None, "rows": None}
 FP8 = {"weights": "*fp8e4nv", "scales": "*fp32"}

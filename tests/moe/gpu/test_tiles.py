@@ -16,6 +16,12 @@ def test_room_for_many_rows_per_slot_takes_the_tile_for_many(
     assert choose_tile(num_pairs, 128) == wanted
 
 
+def test_eight_ranks_of_32_tokens_take_the_tile_for_few_rows() -> None:
+    """256 experts, 8 choices: 32 slots get 256 pairs, 8 each, where loads are even; there is room for 2,048, 64 each."""
+    assert choose_tile(32 * 8, 32) == tiles.DECODE_TILE
+    assert choose_tile(8 * 32 * 8, 32) == tiles.PREFILL_TILE
+
+
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_tiles_of_a_format_take_the_inner_dimension_in_the_same_steps(is_quantised: bool) -> None:
     made = [choose_tile(num_pairs, 1, is_quantised=is_quantised) for num_pairs in (1, 1 << 20)]
