@@ -32,6 +32,7 @@ class Found(NamedTuple):
     """What a rank computed, and how it was compiled."""
 
     logits: list[np.ndarray]
+    permuted_logits: list[np.ndarray]  # the control: every choice goes to another expert
     num_graphs: int
     graph_breaks: list[str]
     operators: set[str]
@@ -59,9 +60,13 @@ def answer(directory: Path, sequences: list[list[int]], compiler: str) -> Found:
     called = {
         str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"
     }
-    return Found(
-        logits, len(graphs), list(counters["graph_break"]), {each for each in called if "wideep" in each}
-    )
+    num_graphs = len(graphs)
+    for layer in built.model.layers:
+        table_EC = layer._on_device._slot_EC
+        table_EC.copy_(table_EC.roll(1, 0))
+    permuted = run_steps(built, sequences, mixed_steps(LENGTHS))
+    operators = {each for each in called if "wideep" in each}
+    return Found(logits, permuted, num_graphs, list(counters["graph_break"]), operators)
 
 
 def check(
@@ -72,8 +77,9 @@ def check(
     found: Found = interpreter.run(answer, directory, sequences, compiler, timeout_s=500.0)[0]
     with torch.inference_mode():
         wanted = [oracle(torch.tensor([each])).logits[0].numpy() for each in sequences]
-    for ours, theirs in zip(found.logits, wanted, strict=True):
+    for ours, wrong, theirs in zip(found.logits, found.permuted_logits, wanted, strict=True):
         assert np.abs(ours - theirs).max() < TOLERANCE
+        assert np.abs(wrong - theirs).max() > 100 * TOLERANCE, "the control did not fail"
     assert not found.graph_breaks
     organs = {"wideep.write_layer", "wideep.attend", "wideep.experts"}
     assert organs <= found.operators

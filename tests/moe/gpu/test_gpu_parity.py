@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.families import VOCABULARY, write_checkpoint
-from tests.support.gpu_path import build_interpreted, mixed_steps, run_steps
+from tests.support.families import VOCABULARY, make_model, write_checkpoint
+from tests.support.gpu_path import Part, build_interpreted, mixed_steps, run_steps
 from tests.support.quantise import write_quantised
 from tests.support.ranks import RankPool
 from tests.support.serving import request, serve
@@ -101,3 +101,42 @@ def test_the_engine_serves_transformers_tokens(interpreter: RankPool, tmp_path: 
     for index, prompt in enumerate(prompts):
         made = oracle.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None)
         assert served[str(index)] == made[0, len(prompt) :].tolist()
+
+
+def rows_alone_and_among_others(directory: Path, is_invariant: bool) -> bool:
+    """Whether a sequence's logits have the same bits by themselves and beside another one's."""
+    built = build_interpreted(directory, batch_invariant=is_invariant)
+    generator = torch.Generator().manual_seed(7)
+    first, second = (torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (4, 30))
+    alone = run_steps(built, [first], [[Part(0, 0, 3)], [Part(0, 3, 4)]])[0]
+    both = [[Part(0, 0, 3), Part(1, 0, 29)], [Part(0, 3, 4), Part(1, 29, 30)]]
+    return np.array_equal(run_steps(built, [first, second], both)[0], alone)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_batch_invariant_rows_have_the_same_bits_beside_others(
+    family: str, interpreter: RankPool, tmp_path: Path
+) -> None:
+    """The control: torch's product of four rows and of thirty-two adds in other orders, as cuBLAS' do."""
+    make_model(family, num_hidden_layers=2).save_pretrained(tmp_path)
+    assert interpreter.run(rows_alone_and_among_others, tmp_path, True, timeout_s=400.0)[0]
+    assert not interpreter.run(rows_alone_and_among_others, tmp_path, False, timeout_s=400.0)[0]
+
+
+def samples(directory: Path) -> tuple[list[bool], list[int], bool]:
+    """Of each layer: whether it has rows after the warm-up; how many after a prompt; whether they are unlike one another."""
+    built = build_interpreted(directory)
+    before = [layer.sample_TD is not None for layer in built.model.layers]
+    run_steps(built, [list(range(3, 15))], [[Part(0, 0, 12)]])
+    kept = [layer.sample_TD for layer in built.model.layers]
+    assert all(each is not None for each in kept)
+    are_unlike = all(len(each.unique(dim=0)) == len(each) for each in kept if each is not None)
+    return before, [len(each) for each in kept if each is not None], are_unlike
+
+
+def test_experts_that_arrive_are_tried_with_rows_that_were_served_not_with_the_warm_ups(
+    interpreter: RankPool, tmp_path: Path
+) -> None:
+    make_model("qwen3_moe", num_hidden_layers=2).save_pretrained(tmp_path)
+    before, lengths, are_unlike = interpreter.run(samples, tmp_path, timeout_s=400.0)[0]
+    assert not any(before) and set(lengths) == {8} and are_unlike
