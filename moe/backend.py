@@ -112,6 +112,12 @@ class ExpertLayer(Protocol):
         ...
 
 
+def serve_experts(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Answer an experts module's forward with its layer."""
+    layer: ExpertLayer = module.expert_layer
+    return layer.run(module, hidden_TD, ids_TK, weights_TK)
+
+
 class LoadedModel(Protocol):
     """What a warm-up uses of a model."""
 

@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
-from moe.backend import ExpertLayer
+from moe.backend import serve_experts
 from moe.cpu.linear import silu_and_mul
 from moe.cpu.slots import PackedSlots
 from moe.expert_weights import grown_sample
@@ -91,12 +91,6 @@ def _on_full_vectors(function: Callable[[Tensor], Tensor], x_PN: Tensor) -> Tens
     missing = -len(x_PN) % ROW_MULTIPLE
     padded = torch.cat((x_PN, x_PN.new_zeros(missing, x_PN.shape[1]))) if missing else x_PN
     return function(padded)[: len(x_PN)].contiguous()
-
-
-def serve_experts(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Answer an experts module's forward with its layer."""
-    layer: ExpertLayer = module.expert_layer
-    return layer.run(module, hidden_TD, ids_TK, weights_TK)
 
 
 def register() -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kvcache.gpu.operators import Numbered
-from moe.cpu.experts import serve_experts
+from moe.backend import serve_experts
 from moe.gpu import routing
 from moe.gpu.device_weight import DeviceWeight
 from moe.gpu.routing import Routing
@@ -38,7 +38,7 @@ def _like_experts(hidden: Tensor, *_rest: object) -> Tensor:
 
 
 def serve(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """See `moe.cpu.experts.serve_experts`."""
+    """See `moe.backend.serve_experts`."""
     out_TD: Tensor = torch.ops.wideep.experts(hidden_TD, ids_TK, weights_TK, module.own_number)
     return out_TD
 

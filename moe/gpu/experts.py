@@ -19,7 +19,7 @@ from dispatch.mode import NORMAL, Mode
 from kvcache.gpu.step import DeviceStep
 from moe.adopt import gates
 from moe.adopt.gates import Gate
-from moe.cpu.experts import serve_experts
+from moe.backend import serve_experts
 from moe.expert_weights import grown_sample
 from moe.gpu.choose import DeviceLayerCounts, DeviceSlotChoice
 from moe.gpu.device_weight import steady_tile

@@ -14,7 +14,8 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.wires.open import open_wire
 from expert_placement.placement import Placement
 from kvcache.step import Span, Step
-from moe.cpu.experts import PackedExpertLayer, serve_experts
+from moe.backend import serve_experts
+from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.slots import PackedSlots
 from moe.load_counts import LoadCounts
 from moe.slot_choice import slot_choices
