@@ -5,6 +5,6 @@ model, never by the caller.
 """
 
 from moe.demo_model.cache import demo_model_path, ensure_demo_model
-from moe.demo_model.errors import DemoModelError, DemoSourceError
+from moe.demo_model.source import DemoModelError, DemoSourceError
 
 __all__ = ["DemoModelError", "DemoSourceError", "demo_model_path", "ensure_demo_model"]

@@ -15,11 +15,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torch import Tensor
 
 from moe.demo_model.calibration import build_calibration, record_mlp_inputs
-from moe.demo_model.checkpoint import write_checkpoint
+from moe.demo_model.checkpoint import build_tokenizer, write_checkpoint, write_tokenizer
 from moe.demo_model.conversion import DenseMlp, MoeMlp, Recipe, convert_mlp
 from moe.demo_model.gguf_weights import DenseModel, dense_llama, read_dense_model
-from moe.demo_model.progress import Report
-from moe.demo_model.tokenizer import build_tokenizer, write_tokenizer
+from moe.demo_model.source import Report
 
 # Where each stage starts, as a share of the measured time.
 READING, CHATTING, CALIBRATING, CONVERTING, WRITING = 0.0, 0.15, 0.45, 0.70, 0.95

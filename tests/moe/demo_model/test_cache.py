@@ -1,5 +1,6 @@
 """The cache: made once, whatever dies when, and free when it is there. Builders are injected; none is real."""
 
+import io
 import multiprocessing
 import os
 import signal
@@ -14,14 +15,13 @@ import pytest
 from moe.demo_model import cache
 from moe.demo_model.cache import (
     WAITING,
+    ProgressBar,
     demo_model_path,
     ensure_demo_model,
     is_complete,
     make_once,
 )
-from moe.demo_model.errors import DemoModelError
-from moe.demo_model.progress import Report
-from moe.demo_model.source import Source
+from moe.demo_model.source import DemoModelError, Report, Source
 
 TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).parents[3]
@@ -237,3 +237,30 @@ def test_the_cache_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert demo_model_path() == Path("/home/someone/.cache/wideep/demo-v1")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert demo_model_path() == Path("/home/someone/.cache/wideep/demo-v1")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_gets_one_line_per_stage() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar("Making", stream)
+    for stage, fraction in (("reading", 0.0), ("reading", 0.05), ("writing", 0.5), ("writing", 1.0)):
+        bar(stage, fraction)
+    bar.close()
+    assert stream.getvalue() == "Making:   0%, reading\nMaking:  50%, writing\n"
+
+
+def test_a_terminal_gets_one_line_redrawn_in_place_and_ended_once() -> None:
+    stream = Terminal()
+    bar = ProgressBar("Making", stream)
+    for fraction in (0.0, 0.5, 0.5, 1.0):
+        bar("reading", fraction)
+    bar.close()
+    bar.close()
+    drawn = stream.getvalue()
+    assert drawn.count("\r") == 3  # an unchanged line is not drawn again
+    assert drawn.count("\n") == 1
+    assert f"[{'#' * 15}{'.' * 15}]  50% reading" in drawn

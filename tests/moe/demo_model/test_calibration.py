@@ -15,7 +15,7 @@ from moe.demo_model.calibration import (
     sequences,
     standard_source,
 )
-from moe.demo_model.errors import DemoModelError
+from moe.demo_model.source import DemoModelError
 from tests.moe.demo_model import tiny
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from moe.demo_model.build import layer_mlp
-from moe.demo_model.checkpoint import SAMPLING, write_checkpoint
+from moe.demo_model.checkpoint import SAMPLING, build_tokenizer, write_checkpoint, write_tokenizer
 from moe.demo_model.conversion import MoeMlp, Recipe, convert_mlp
+from moe.demo_model.gguf_weights import Vocabulary
 from tests.moe.demo_model import tiny
 
 IDS = torch.arange(40)[None] + 3
@@ -81,3 +83,51 @@ def test_stop_token_and_origin_are_stated(tmp_path: Path) -> None:
 def test_a_shared_expert_that_the_class_cannot_state_is_our_bug(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="multiples of a routed one"):
         write(tmp_path, Recipe(num_experts=4, experts_per_token=2, shared_neurons=13, expert_neurons=4))
+
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+
+
+def vocabulary() -> Vocabulary:
+    """All bytes, and three merges; one of them would join two digits."""
+    tokens = [*SPECIAL, *sorted(ByteLevel.alphabet()), "12", "ab", "\u0120\u0120"]
+    return Vocabulary(
+        tokens=tokens,
+        merges=["1 2", "a b", "\u0120 \u0120"],
+        control_ids=[0, 1, 2],
+        bos_id=1,
+        eos_id=2,
+        pad_id=2,
+        unk_id=0,
+        chat_template=TEMPLATE,
+    )
+
+
+def test_merges_are_used_but_digits_stay_single() -> None:
+    assert build_tokenizer(vocabulary()).encode("ab12").tokens == ["ab", "1", "2"]
+
+
+def test_spaces_before_a_digit_are_split_from_it() -> None:
+    assert build_tokenizer(vocabulary()).encode("a  1").tokens == ["a", "\u0120\u0120", "1"]
+
+
+def test_any_text_comes_back() -> None:
+    tokenizer = build_tokenizer(vocabulary())
+    text = " don't\n\tx = 3.14  é 漢字 😀 "
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_special_tokens_are_whole_and_are_not_added_by_themselves() -> None:
+    assert build_tokenizer(vocabulary()).encode("<|im_start|>ab<|im_end|>").ids == [1, 260, 2]
+
+
+def test_transformers_reads_it_with_ids_and_chat_template(tmp_path: Path) -> None:
+    write_tokenizer(vocabulary(), 128, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert tokenizer.model_max_length == 128
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "ab12"}], tokenize=False)
+    assert rendered == "<|im_start|>ab12<|im_end|>"
+    assert tokenizer(rendered).input_ids == build_tokenizer(vocabulary()).encode(rendered).ids
+    assert tokenizer.decode([1, 260, 2], skip_special_tokens=True) == "ab"

