@@ -24,6 +24,7 @@ import numpy as np
 
 from expert_placement.files import from_json, to_json
 from expert_placement.placement import Placement
+from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
 from scheduler.policy.request import RankStats, Request, RequestOutput
@@ -169,7 +170,17 @@ class DropPlacement(NamedTuple):
     version: int
 
 
-FROM_RANK = (RankFacts, StepOutput, LoadReport, ExpertMap, PlacementWord, Regrouped, Fault, Goodbye)
+FROM_RANK = (
+    RankFacts,
+    Heartbeat,
+    StepOutput,
+    LoadReport,
+    ExpertMap,
+    PlacementWord,
+    Regrouped,
+    Fault,
+    Goodbye,
+)
 TO_RANK = (Welcome, Submit, Abort, Stop, Prepare, DropPlacement, Order)
 _MESSAGES: dict[str, type] = {each.__name__: each for each in (*FROM_RANK, *TO_RANK)}
 

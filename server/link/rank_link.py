@@ -15,6 +15,7 @@ from typing import Protocol
 import grpc
 
 from expert_placement.placement import Placement
+from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
 from scheduler.policy.request import RankStats, Request, RequestOutput
@@ -99,6 +100,7 @@ class RankLink:
         self._in_order: list[Regrouped | Fault | PlacementWord] = []  # behind the outputs queued so far
         self._load: LoadReport | None = None
         self._experts: ExpertMap | None = None
+        self._heartbeat: Heartbeat | None = None
         self._goodbye: Goodbye | None = None  # once closing
         self._end_writer = False
         self._end_expected = False  # by either side
@@ -156,6 +158,12 @@ class RankLink:
             self._load = load
             self._changed.notify()
 
+    def send_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Queue where this rank is, in place of what waits. Never blocks."""
+        with self._changed:
+            self._heartbeat = heartbeat
+            self._changed.notify()
+
     def send_experts(self, experts: ExpertMap) -> None:
         """Queue where the experts are, in place of what waits. Never blocks."""
         with self._changed:
@@ -208,6 +216,9 @@ class RankLink:
                 load, experts, in_order = self._load, self._experts, self._in_order
                 self._outputs, self._stats, self._num_pending_tokens = [], None, 0
                 self._load, self._experts, self._in_order = None, None, []
+                heartbeat, self._heartbeat = self._heartbeat, None
+            if heartbeat is not None:
+                yield heartbeat
             if outputs or stats:
                 yield StepOutput(outputs, stats)
             if experts is not None:  # before a report that a placement serves
@@ -220,8 +231,8 @@ class RankLink:
                 return
 
     def _has_news(self) -> bool:
-        queued = self._outputs or self._stats or self._load or self._experts or self._in_order
-        return bool(queued) or self._goodbye is not None or self._end_writer
+        queued = (self._outputs, self._stats, self._load, self._experts, self._in_order, self._heartbeat)
+        return any(queued) or self._goodbye is not None or self._end_writer
 
     def _read(self, call: Iterator[object]) -> None:
         """Hand the front's messages to the listener until the stream ends, or one cannot be taken."""

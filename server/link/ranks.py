@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from expert_placement.placement import Placement
+from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport
 from scheduler.policy.request import RankStats, Request, RequestOutput
@@ -44,6 +45,7 @@ from server.link.messages import (
 )
 
 MAX_WRITE_S = 30.0  # that a message may wait for a rank to read; one that reads so little has stopped
+SILENCE_S = 1.0  # without a heartbeat, that is worth a word when a stream ends
 _STAYS_AWAY = "it was started again as often as --max-rank-restarts allows, and stays away"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -62,6 +64,9 @@ class RankListener(Protocol):
 
     def stats(self, stats: RankStats) -> None:
         """A rank's state after a step."""
+
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Where a rank is."""
 
     def load(self, load: LoadReport) -> None:
         """What a rank's experts were asked to do."""
@@ -86,6 +91,7 @@ class AttachedRank:
         self.facts, self.attached_s = facts, attached_s
         self.stats: RankStats | None = None
         self.asked_to_stop = False
+        self.beat_s = math.inf  # when its last heartbeat came
         self.said_goodbye: str | None = None
         self.ended = asyncio.Event()  # set by this side; the other's end is the stream's
         self.write_begun_s = math.inf  # of the message that is being written, time.monotonic()
@@ -285,6 +291,9 @@ class Ranks:
                     listener.stats(stats)
                 if outputs:
                     listener.outputs(rank, outputs)
+            case Heartbeat():
+                stream.beat_s = self._clock()
+                listener.heartbeat(message)
             case LoadReport():
                 listener.load(message)
             case ExpertMap():
@@ -307,5 +316,8 @@ class Ranks:
         del self.attached[rank]
         self._left.set()
         if not stream.asked_to_stop:
+            silent_s = self._clock() - stream.beat_s
+            if silent_s > SILENCE_S:
+                reason = f"{reason}, {silent_s:.1f} s after its last heartbeat"
             stays_away = self._clock() - stream.attached_s < stream.facts.restartable_in_s
             self._told.lost(rank, f"{reason}; {_STAYS_AWAY}" if stays_away else reason)

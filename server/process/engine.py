@@ -13,12 +13,10 @@ the front that its supervisor starts again; one whose stream the front has close
 """
 
 import importlib
-import itertools
 import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,6 +34,7 @@ from moe.expert_weights import read_slot
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
 from scheduler.assembly import Assembled, assemble
+from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
@@ -66,30 +65,6 @@ class SupervisorPipe:
             os.write(self._fd, (json.dumps(message) + "\n").encode())
 
 
-class Beats:
-    """Tells the supervisor several times a second that this process runs, whatever its step loop does."""
-
-    def __init__(self, supervisor: SupervisorPipe, timeout_s: float) -> None:
-        """Args: timeout_s: after so much silence this process counts as hung; 0: it never does."""
-        self._supervisor, self._timeout_s = supervisor, timeout_s
-        self._is_over = threading.Event()
-
-    def __enter__(self) -> None:
-        """Begin."""
-        if self._timeout_s:
-            threading.Thread(target=self._beat, name="beats", daemon=True).start()
-
-    def __exit__(self, *_: object) -> None:
-        """End, and say so: what comes now may take a while."""
-        self._is_over.set()
-        self._supervisor.tell(leaving=True)
-
-    def _beat(self) -> None:
-        number = itertools.count()
-        while not self._is_over.wait(self._timeout_s / BEATS_PER_TIMEOUT):
-            self._supervisor.tell(beat=next(number))
-
-
 class Progress:
     """Shows loading: on one line of a terminal, in a line per stage elsewhere."""
 
@@ -115,7 +90,6 @@ def silent(_stage: str, _fraction: float) -> None:
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
 FRONT_RETURN_S = 60.0  # that a front may take to be back, or a cable
-BEATS_PER_TIMEOUT = 8
 STATS_EVERY = 50  # steps without outputs between reports
 FRONT_KEY = "front"
 FAILURES = (
@@ -166,7 +140,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     if place.rank == 0 and not num_restarts:
         print(f"Dispatch: {built.wire}; {built.dispatch}", file=sys.stderr, flush=True)
     try:
-        _walk(built, config, front, supervisor, options, environment)
+        _walk(built, config, front, supervisor, environment)
     finally:
         built.engine.close()
 
@@ -209,7 +183,6 @@ def _walk(
     config: EngineConfig,
     front: dict[str, str],
     supervisor: SupervisorPipe,
-    options: Options,
     environment: Mapping[str, str],
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
@@ -227,7 +200,11 @@ def _walk(
     def on_fault(epoch: int, reason: str, *, is_final: bool = False) -> None:
         stream.link.send_fault(epoch, reason, is_final=is_final)
 
-    built.engine.tell_membership(on_fault, on_regrouped)
+    def on_heartbeat(heartbeat: Heartbeat) -> None:
+        supervisor.tell(beat=heartbeat.step)
+        stream.link.send_heartbeat(heartbeat)
+
+    built.engine.tell_membership(on_fault, on_regrouped, on_heartbeat)
     built.relocation.on_report = stream.report
     if num_restarts:
         _check_front(front)
@@ -254,11 +231,12 @@ def _walk(
             )
 
     try:
-        with Beats(supervisor, options.heartbeat_timeout_s):
-            built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
+        built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
     except FAILURES as error:
         stream.link.close(f"{type(error).__name__}: {error}")
         raise
+    finally:
+        supervisor.tell(leaving=True)  # heartbeats end here, and what comes now may take a while
     stream.link.close()
 
 

@@ -28,6 +28,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from expert_placement.survivors import surviving
+from scheduler.epochs.heartbeat import Heartbeat, Watch
+from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
 from scheduler.policy.request import RankStats, RequestOutput
 from server.errors import ApiError
@@ -152,6 +154,8 @@ class _Front:
     ) -> None:
         self._options, self._ranks, self._metrics = options, ranks, metrics
         self._http, self._ending = http, ending
+        self._watch = Watch(options.heartbeat_timeout_s)
+        self._watch.begin_epoch(0, range(ranks.num_ranks))
         self._fatal: str | None = None
         self._is_closing = False  # open requests have ended; answers may still be on their way
         self._leader = Leader(
@@ -160,7 +164,7 @@ class _Front:
             http.requests,
             http.placement,
             surviving=surviving,
-            on_order=http.experts_load.regroup,
+            on_order=self._on_order,
             on_failure=self._fail,
         )
         ending.on_hurry = self._hurry
@@ -265,6 +269,17 @@ class _Front:
     def stats(self, stats: RankStats) -> None:
         """Note a rank's state."""
         self._metrics.note_stats(stats)
+
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Note where a rank is, and give up those whose step is stuck: they end, and are started again."""
+        now_s = time.monotonic()
+        self._watch.take(heartbeat, now_s)
+        for rank, reason in self._watch.suspects(now_s):
+            self._ranks.give_up(rank, reason)
+
+    def _on_order(self, order: Order) -> None:
+        self._watch.begin_epoch(order.epoch, order.members)
+        self._http.experts_load.regroup(order)
 
     def load(self, load: LoadReport) -> None:
         """Note what a rank's experts were asked to do."""

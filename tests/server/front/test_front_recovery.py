@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from expert_placement.placement import linear_placement
+from scheduler.epochs.heartbeat import Heartbeat
 from tests.support.fake_rank import FakeRank
 from tests.support.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service_processes import wait_until
@@ -203,6 +204,19 @@ def test_an_engine_that_starts_again_before_its_stream_has_ended_takes_its_place
     bring_back(front, 0, num_restarts=60)
     old.wait_for(lambda rank: bool(rank.losses))
     assert status(front)["epoch"] == before["epoch"] + 2 and status(front)["members"] == [0, 1]
+
+
+def test_a_rank_whose_step_is_stuck_is_given_up_on_the_word_of_another(front: FrontProcess) -> None:
+    epoch, stuck, other = status(front)["epoch"], present(front, 0), present(front, 1)
+    beat = Heartbeat(0, epoch, 7, 10, is_idle=False, is_waiting=False, stalled_s=9.5, patience_s=2.0)
+    stuck.link.send_heartbeat(beat)
+    assert status(front)["members"] == [0, 1], "nobody confirms it yet"
+    other.link.send_heartbeat(beat._replace(rank=1, position=11, is_waiting=True))
+    wait_until(lambda: status(front)["members"] == [1], lambda: "it is not given up")
+    stuck.wait_for(lambda rank: bool(rank.losses))
+    [missing] = status(front)["missing"]
+    assert missing["reason"].startswith("its step 7 has not moved for 9.5 s, and rank 1 waits for it")
+    bring_back(front, 0, num_restarts=70)
 
 
 def test_the_front_says_what_happened(front: FrontProcess) -> None:

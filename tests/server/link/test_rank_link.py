@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from expert_placement.placement import linear_placement
+from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.policy.request import (
     FinishReason,
@@ -379,3 +380,20 @@ def test_all_addresses_are_bound_and_the_name_is_announced() -> None:
     assert asyncio.run(bind("a-name-that-is-known-elsewhere")) == ("a-name-that-is-known-elsewhere", True)
     assert asyncio.run(bind("127.0.0.1")) == ("127.0.0.1", False)
     assert asyncio.run(bind("fe80::1")) == ("[fe80::1]", True)
+
+
+def test_a_heartbeat_comes_and_a_stream_that_ends_long_after_one_says_so(
+    front: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = link_to(front, Queue())
+    link.open(30)
+    front.events.get(timeout=30)
+    beat = Heartbeat(0, 1, 2, 3, is_idle=False, is_waiting=True, stalled_s=0.5, patience_s=2.0)
+    link.send_heartbeat(beat)
+    assert front.events.get(timeout=30) == ("heartbeat", beat)
+    now_s = front.ranks.attached[0].beat_s + 2.25
+    monkeypatch.setattr(front.ranks, "_clock", lambda: now_s)
+    front.say(front.ranks.give_up, 0, "its connection closed")
+    lost = front.events.get(timeout=30)
+    assert lost == ("lost", 0, "its connection closed, 2.2 s after its last heartbeat")
+    link.close()
