@@ -24,6 +24,7 @@ def hard_front(hard_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         patch.setenv(_RECORDS, str(tmp_path_factory.mktemp("records")))
         front = PacedFront(hard_model, most_tokens=6).attach_all()
     front.serve_some()
+    front.warm_planner()
     yield front
     status, said = front.close()
     assert status == 0, said

@@ -129,7 +129,6 @@ def test_a_few_hostile_dumps(hard_front: PacedFront) -> None:
 @pytest.mark.slow
 def test_thousands_of_hostile_requests_leave_nothing_behind(hard_front: PacedFront) -> None:
     pid = hard_front.process.pid
-    hard_front.warm_planner()
     warm, _ = attack(hard_front, list(hostile_requests(2, 2000)))  # caches and allocators fill
     assert not warm, "\n".join(warm[:10])
     hard_front.wait_settled(num_tasks=1000)
