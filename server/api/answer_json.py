@@ -12,8 +12,11 @@ import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from starlette.responses import Response
+
 from scheduler.policy.request import Logprobs
-from server.front.generations import Generation
+from server.front.generations import Answer, Generation
+from server.front.timing import timing_of
 from server.front.tokenizer import Tokenizer
 
 _MARK = "\ue000text\ue000"  # of Unicode's private use: in no name
@@ -27,12 +30,22 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + encode_json(content).encode() + b"\n\n"
 
 
+def json_bytes(content: Any) -> bytes:
+    """Return JSON in UTF-8; half a surrogate pair (a client's own, echoed) becomes its escape, which is JSON too."""
+    return encode_json(content).encode("utf-8", "backslashreplace")
+
+
+def json_response(content: Any) -> Response:
+    """Return a whole answer as a response."""
+    return Response(json_bytes(content), media_type="application/json")
+
+
 class TextEvent:
     """The event, without its text."""
 
-    def __init__(self, word: Callable[[str], dict[str, Any]]) -> None:
-        """Args: word returns the event's content with a given text, which occurs in it once."""
-        self._before, self._after = event(word(_MARK)).split(encode_json(_MARK).encode())
+    def __init__(self, content_of: Callable[[str], dict[str, Any]]) -> None:
+        """Args: content_of returns the event's content with a given text, which occurs in it once."""
+        self._before, self._after = event(content_of(_MARK)).split(encode_json(_MARK).encode())
 
     def of(self, text: str) -> bytes:
         """Return the event with this text: the bytes that `event` makes of it."""
@@ -40,18 +53,23 @@ class TextEvent:
 
 
 def usage_of(
-    generations: Iterable[Generation], n: int, *, told: Collection[int] | None = None
+    generations: Iterable[Generation],
+    n: int,
+    *,
+    begun: Collection[int] | None = None,
+    num_reasoning_tokens: int = 0,
 ) -> dict[str, Any]:
     """Count a request's tokens.
 
     Args:
         generations: every choice, n in a row per prompt; a prompt is counted once, however many choices it has.
         n: choices per prompt.
-        told: the choices whose output counts, by index; None is all.
+        begun: the choices whose output counts, by index; None is all.
+        num_reasoning_tokens: of the output, those that were reasoning.
     """
     choices = list(generations)
     prompt_tokens = sum(len(choice.ask.request.prompt_ids) for choice in choices[::n])
-    output_tokens = sum(choice.num_tokens for choice in choices if told is None or choice.index in told)
+    output_tokens = sum(choice.num_tokens for choice in choices if begun is None or choice.index in begun)
     # Of a prompt's n choices only the first can find nothing cached: its count is the prompt's.
     cached_tokens = sum(choice.num_cached_tokens for choice in choices[::n])
     return {
@@ -59,6 +77,23 @@ def usage_of(
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+    }
+
+
+def metrics_of(answer: Answer) -> dict[str, float | None] | None:
+    """Return vLLM's times of one request, in milliseconds; None where several choices share them."""
+    if len(answer.generations) != 1:
+        return None
+    [choice] = answer.generations
+    timing = timing_of(choice, now_s=choice.last_token_s)
+    num_gaps = choice.num_tokens - 1
+    return {
+        "time_to_first_token_ms": 1e3 * timing.prefill_s,  # from when a rank ran it first
+        "generation_time_ms": 1e3 * timing.decode_s,
+        "queue_time_ms": 1e3 * timing.queue_s,
+        "mean_itl_ms": 1e3 * timing.decode_s / num_gaps if num_gaps > 0 else None,
+        "tokens_per_second": choice.num_tokens / timing.decode_s if timing.decode_s > 0 else None,
     }
 
 

@@ -13,9 +13,8 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
-from server.api.answer_json import encode_json
+from server.api.answer_json import json_bytes
 from server.api.chat_turn import MessageParser
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.api.streaming import EventStream, closing_when_gone
@@ -154,24 +153,24 @@ class Draft(Protocol):
     """An endpoint's answer while it grows; each result is the events that say so, in order."""
 
     def begin(self) -> list[Event]:
-        """Word the beginning."""
+        """Return the first events."""
         ...
 
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
-        """Word what was gained; `piece` is what the deltas were read from."""
+        """Return the events of what was gained; `piece` is what the deltas were read from."""
         ...
 
     def finish(self, piece: Piece) -> list[Event]:
-        """Word the end; `piece` is the last."""
+        """Return the last events; `piece` is the last."""
         ...
 
     def fail(self, failure: ApiError) -> list[Event]:
-        """Word a failure after the beginning."""
+        """Return the events of a failure after the beginning."""
         ...
 
 
 class DraftChunks:
-    """Feeds a draft from the answer's only choice, and words its events."""
+    """Feeds a draft from the answer's only choice, and encodes its events."""
 
     def __init__(
         self, parser: MessageParser, draft: Draft, on_end: Callable[[], None] = lambda: None
@@ -183,7 +182,7 @@ class DraftChunks:
         self._begun = False
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Word what the choice gained."""
+        """Return the events of what the choice gained."""
         events = [] if self._begun else self.begin()
         return named_events([*events, *self.feed(piece)])
 
@@ -202,22 +201,17 @@ class DraftChunks:
         return events
 
     def end(self) -> bytes:
-        """Word nothing: the draft's last event ends these streams."""
+        """Return nothing: the draft's last event ends these streams."""
         return b""
 
     def fail(self, failure: ApiError) -> bytes:
-        """Word a failure."""
+        """Return the events of a failure."""
         return named_events(self._draft.fail(failure))
 
 
 def named_events(events: Sequence[Event]) -> bytes:
     """Return server-sent events that carry their type as a name, too."""
     return b"".join(b"event: %s\ndata: %s\n\n" % (each["type"].encode(), json_bytes(each)) for each in events)
-
-
-def json_bytes(content: Any) -> bytes:
-    """Return JSON in UTF-8; half a surrogate pair (a client's own, echoed) becomes its escape, which is JSON too."""
-    return encode_json(content).encode("utf-8", "backslashreplace")
 
 
 async def complete(answer: Answer, chunks: DraftChunks, http: HttpRequest) -> None:
@@ -233,11 +227,6 @@ async def complete(answer: Answer, chunks: DraftChunks, http: HttpRequest) -> No
                 chunks.feed(piece)
 
 
-def json_response(content: Any) -> Response:
-    """Return a whole answer as a response."""
-    return Response(json_bytes(content), media_type="application/json")
-
-
 class DraftStream(EventStream):
     """Streams a draft's events; its own last event ends it, without [DONE]."""
 
@@ -246,9 +235,9 @@ class DraftStream(EventStream):
         self._draft_chunks = chunks
 
     def ending(self) -> bytes:
-        """Word nothing more."""
+        """Return nothing more."""
         return b""
 
     def failing(self, failure: ApiError) -> bytes:
-        """Word a failure as the draft does."""
+        """Return the draft's events of a failure."""
         return self._draft_chunks.fail(failure)

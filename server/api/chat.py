@@ -1,28 +1,26 @@
 """POST /v1/chat/completions."""
 
-import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from scheduler.policy.request import Logprobs
-from server.api.answer_json import TextEvent, chat_logprobs, event, prompt_logprobs_list
-from server.api.chat_turn import ChatMessage, ChatTurn
+from server.api.answer_json import chat_logprobs, event, prompt_logprobs_list
+from server.api.chat_turn import AnswerMessage, ChatTurn
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from server.api.parsers.registry import NONE
-from server.api.schemas import ChatRequest
+from server.api.sampling import count_of
+from server.api.schemas import ALL, ChatRequest
 from server.api.served import ServedModel
-from server.api.streaming import Choice, EventStream, collect
+from server.api.streaming import Choice, EventStream, JsonChunks, collect, json_answer
 from server.front.generations import Piece
 from server.front.requests import Requests
 from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/chat/completions"
-_MANY_TOKENS = 4096  # wording more leaves the event loop
+_MANY_TOKENS = 4096  # the JSON of more is made beside the event loop
 
 
 def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
@@ -47,50 +45,49 @@ async def answer_chat(
         ClientGone: the client left first.
     """
     turn = await ChatTurn.open(body, model, requests)
+    chunks = ChatChunks(turn)
     if body.stream:
-        return EventStream(turn.answer, ChatChunks(turn))
+        return EventStream(turn.answer, chunks)
     choices = await collect(turn.answer, http)
     num_tokens = sum(len(choice.token_ids) for choice in choices)
-    # A long prompt's logprobs take seconds to word, long reasoning is tokenized again to be counted.
-    if body.prompt_logprobs is not None or num_tokens > _MANY_TOKENS:
-        return await asyncio.to_thread(lambda: JSONResponse(_whole(turn, choices)))
-    return JSONResponse(_whole(turn, choices))
+    # A long prompt's logprobs take seconds to spell, long reasoning is tokenized again to be counted.
+    is_long = body.prompt_logprobs is not None or body.top_logprobs == ALL or num_tokens > _MANY_TOKENS
+    return await json_answer(lambda: _whole(turn, chunks, choices), model, is_long=is_long)
 
 
-def _whole(turn: ChatTurn, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Word a whole answer."""
+def _whole(turn: ChatTurn, chunks: "ChatChunks", choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return a whole answer."""
     return {
-        "id": turn.answer.request_id,
+        **chunks.head,
         "object": "chat.completion",
-        "created": int(time.time()),
-        "model": turn.name,
-        "choices": [_whole_choice(turn, index, choice) for index, choice in enumerate(choices)],
+        "choices": [_whole_choice(turn, index, choice.piece()) for index, choice in enumerate(choices)],
         "usage": turn.usage(),
-        "system_fingerprint": None,
-        **_of_prompt(turn),
+        **chunks.metrics(),
+        **_about_prompt(turn),
     }
 
 
-def _of_prompt(turn: ChatTurn) -> dict[str, Any]:
-    """Word what vLLM tells of the prompt, where it is asked for; every choice has the same one."""
+def _about_prompt(turn: ChatTurn) -> dict[str, Any]:
+    """Return vLLM's fields about the prompt, where they are asked for; every choice has the same prompt."""
     first, num_top = turn.answer.generations[0], turn.body.prompt_logprobs
-    told = None
+    logprobs = None
     if num_top is not None:
-        told = prompt_logprobs_list(first.prompt_logprobs, turn.model.tokenizer, num_top)
+        num_top = count_of(num_top, turn.model)
+        logprobs = prompt_logprobs_list(first.prompt_logprobs, turn.model.tokenizer, num_top)
     shown_ids = list(first.ask.request.prompt_ids) if turn.body.return_token_ids else None
-    return {"prompt_logprobs": told, "prompt_token_ids": shown_ids}
+    return {"prompt_logprobs": logprobs, "prompt_token_ids": shown_ids}
 
 
-def _whole_choice(turn: ChatTurn, index: int, choice: Choice) -> dict[str, Any]:
-    body = turn.body
-    message = turn.message(index, Piece(text="".join(choice.text), token_ids=choice.token_ids))
+def _whole_choice(turn: ChatTurn, index: int, whole: Piece) -> dict[str, Any]:
+    message = turn.message(index, whole)
     return {
         "index": index,
         "message": _message(turn, message),
-        "logprobs": _logprobs(turn, choice.logprobs) if body.logprobs else None,
-        "finish_reason": turn.finish_word(index, choice.finish_reason),
-        "stop_reason": choice.stop_reason,
-        "token_ids": choice.token_ids if body.return_token_ids else None,
+        "logprobs": _logprobs(turn, whole.logprobs) if turn.body.logprobs else None,
+        "finish_reason": turn.finish_reason(index, whole.finish_reason),
+        "stop_reason": whole.stop_reason,
+        "matched_stop": whole.matched_stop,
+        "token_ids": whole.token_ids if turn.body.return_token_ids else None,
     }
 
 
@@ -99,24 +96,23 @@ def _logprobs(turn: ChatTurn, entries: Sequence[Logprobs]) -> dict[str, Any]:
     return chat_logprobs(
         entries,
         turn.model.tokenizer,
-        len(body.logprob_token_ids or ()) or body.top_logprobs or 0,
+        len(body.logprob_token_ids or ()) or count_of(body.top_logprobs or 0, turn.model),
         as_ids=bool(body.return_tokens_as_token_ids),
         shows_own=bool(body.logprob_token_ids),
     )
 
 
-def _message(turn: ChatTurn, message: ChatMessage) -> dict[str, Any]:
-    """Word a whole message. Content is null where there is none but calls or reasoning."""
+def _message(turn: ChatTurn, message: AnswerMessage) -> dict[str, Any]:
+    """Return a whole message. Content is null where there is none but calls or reasoning."""
     has_more = bool(message.tool_calls or message.reasoning) and not turn.tools.named  # then "", as in vLLM
-    worded: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "role": "assistant",
         "content": None if has_more and not message.content else message.content,
         "refusal": None,
+        **_reasoning(message.reasoning or None),
     }
-    if turn.model.markup.reasoning != NONE:
-        worded |= _reasoning(message.reasoning or None)
     if message.tool_calls:
-        worded["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": call.call_id,
                 "type": "function",
@@ -124,81 +120,62 @@ def _message(turn: ChatTurn, message: ChatMessage) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
-    return worded
+    return fields
 
 
 def _reasoning(text: str | None) -> dict[str, Any]:
-    """Word reasoning by its old name, which most clients read, and by vLLM's new one."""
+    """Return reasoning by its old name, which most clients read, and by vLLM's new one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
-class ChatChunks:
-    """Words a chat's stream."""
+class ChatChunks(JsonChunks):
+    """The chunks of a chat's stream."""
 
     def __init__(self, turn: ChatTurn) -> None:
         body = turn.body
-        options = body.stream_options
+        super().__init__(
+            turn.answer,
+            "chat.completion.chunk",
+            turn.model_name,
+            body.stream_options,
+            turn.usage,
+            has_metrics=turn.model.has_metrics,
+        )
         self._turn = turn
-        self._logprobs = bool(body.logprobs)
-        self._usage = bool(options and options.include_usage)
-        self._usage_always = self._usage and bool(options and options.continuous_usage_stats)
-        self._has_only_text = not (
-            self._logprobs or self._usage_always or body.return_token_ids
-        )  # in the middle
-        self._text_events: dict[int, TextEvent] = {}
+        self._has_logprobs, self._has_ids = bool(body.logprobs), bool(body.return_token_ids)
+        # of pieces in the middle
+        self._has_only_text = not (self._has_logprobs or self._has_ids or self.has_usage_always)
         self._begun: set[int] = set()
-        self._told_prompt = False
-        self._head = {
-            "id": turn.answer.request_id,
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": turn.name,
-            "system_fingerprint": None,
-        }
+        self._has_shown_prompt = False
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Word what a choice gained: the role first, once, and the finish reason with the last delta."""
-        events = b""
-        if index not in self._begun:
-            events += self._begin(index)
+        """Return the events of what a choice gained: the role first, once, and the finish reason with the last
+        delta."""
+        events = b"" if index in self._begun else self._begin(index)
         gained = self._deltas(index, piece)
         match gained:
             case [ContentDelta(text)] if self._has_only_text and not piece.finish_reason:
-                return events + self._text_event(index).of(text)
+                return events + self.text_event(
+                    index, text, lambda mark: self._delta_chunk(index, {"content": mark}, None, None)
+                )
         deltas = [_delta(delta) for delta in gained]
-        logprobs = None
-        if self._logprobs and piece.logprobs:
-            logprobs = _logprobs(self._turn, piece.logprobs)
-            deltas = deltas or [{"content": ""}]
-        if self._turn.body.return_token_ids and piece.token_ids:
+        logprobs = _logprobs(self._turn, piece.logprobs) if self._has_logprobs and piece.logprobs else None
+        if logprobs or (self._has_ids and piece.token_ids):
             deltas = deltas or [{"content": ""}]
         if piece.finish_reason:
             deltas = deltas or [{}]
         for number, delta in enumerate(deltas, start=1):
-            events += event(self._chunk(index, delta, logprobs, piece if number == len(deltas) else None))
+            last = piece if number == len(deltas) else None
+            events += event(self._delta_chunk(index, delta, logprobs, last))
             logprobs = None
         return events
 
-    def end(self) -> bytes:
-        """Word the usage, if asked for."""
-        if not self._usage:
-            return b""
-        return event({**self._head, "choices": [], "usage": self._turn.usage()})
-
     def _begin(self, index: int) -> bytes:
-        """Word a choice's head: the role, then the echo. Its usage counts what was told before, as vLLM's does."""
-        events = event(self._chunk(index, {"role": "assistant", "content": ""}, None, None))
+        """Return a choice's first events: the role, then the echo. Its usage counts what came before, as vLLM's does."""
+        events = event(self._delta_chunk(index, {"role": "assistant", "content": ""}, None, None))
         self._begun.add(index)
         echo = self._turn.echo()
-        return events + event(self._chunk(index, {"content": echo}, None, None)) if echo else events
-
-    def _text_event(self, index: int) -> TextEvent:
-        """Return the event of a choice's pieces in the middle, the same one every time."""
-        if index not in self._text_events:
-            self._text_events[index] = TextEvent(
-                lambda text: self._chunk(index, {"content": text}, None, None)
-            )
-        return self._text_events[index]
+        return events + event(self._delta_chunk(index, {"content": echo}, None, None)) if echo else events
 
     def _deltas(self, index: int, piece: Piece) -> list[Delta]:
         parser = self._turn.parser(index)
@@ -207,29 +184,30 @@ class ChatChunks:
             deltas += parser.finish()
         return deltas
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, last: Piece | None) -> dict[str, Any]:
-        """Word one delta; `last` is the piece that it is the last of."""
+    def _delta_chunk(
+        self, index: int, delta: dict[str, Any], logprobs: Any, last: Piece | None
+    ) -> dict[str, Any]:
+        """Return one delta's chunk; `last` is the piece that it is the last of."""
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
             "logprobs": logprobs,
-            "finish_reason": self._turn.finish_word(index, last.finish_reason) if last else None,
+            "finish_reason": self._turn.finish_reason(index, last.finish_reason) if last else None,
         }
-        if last is not None and last.stop_reason is not None:
-            choice["stop_reason"] = last.stop_reason
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._turn.body.return_token_ids:
+        if last is not None and last.finish_reason is not None:
+            choice["matched_stop"] = last.matched_stop
+            if last.stop_reason is not None:
+                choice["stop_reason"] = last.stop_reason
+        if self._has_ids:
             choice["token_ids"] = last.token_ids if last is not None else []
-            if not self._told_prompt:
-                self._told_prompt = True
-                chunk["prompt_token_ids"] = _of_prompt(self._turn)["prompt_token_ids"]
-        if self._usage:
-            chunk["usage"] = self._turn.usage(self._begun) if self._usage_always else None
+        chunk = self.chunk(choice, self._turn.usage(self._begun) if self.has_usage_always else None)
+        if self._has_ids and not self._has_shown_prompt:
+            self._has_shown_prompt = True
+            chunk["prompt_token_ids"] = _about_prompt(self._turn)["prompt_token_ids"]
         return chunk
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
-    """Word one delta."""
     match delta:
         case ContentDelta():
             return {"content": delta.text}

@@ -13,13 +13,12 @@ from typing import Any
 from scheduler.policy.request import FinishReason, Structure
 from server.api.answer_json import usage_of
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
-from server.api.parsers.registry import NONE
+from server.api.parsers.reader import decode_json
 from server.api.prompts import encode, render_chat, template_messages
 from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import ChatRequest
 from server.api.served import ServedModel
-from server.api.streaming import finish_word
-from server.api.structure import check_structure, refuse_second_form, structure_of
+from server.api.structure import check_structure, refuse_second_structure, structure_of
 from server.api.tools import ToolUse, tool_use_of
 from server.errors import bad_request
 from server.front.generations import Answer, Ask, Piece
@@ -27,7 +26,11 @@ from server.front.requests import Requests
 
 
 class ReasoningCount:
-    """The count for one growing answer."""
+    """How many tokens of one growing answer were reasoning.
+
+    Parsers give text, not tokens. A piece that became reasoning alone counts whole, with the markup before it; only in a
+    piece that became several kinds is the reasoning's own text counted again.
+    """
 
     def __init__(self, count_tokens: Callable[[str], int]) -> None:
         """Args: count_tokens tokenizes a text and returns how many tokens it has."""
@@ -58,7 +61,7 @@ class ToolCall:
 
 
 @dataclass(slots=True)
-class ChatMessage:
+class AnswerMessage:
     """What a whole choice says."""
 
     content: str = ""
@@ -70,13 +73,20 @@ class MessageParser:
     """Reads one choice as its pieces come."""
 
     def __init__(
-        self, parser: TextParser, reasoning: ReasoningCount, *, max_calls: int | None, shows_reasoning: bool
+        self,
+        parser: TextParser,
+        reasoning: ReasoningCount,
+        *,
+        max_calls: int | None = None,
+        shows_reasoning: bool = True,
+        separates_reasoning: bool = True,
     ) -> None:
         """Args: max_calls is how many calls are passed on; None is all."""
         self._parser = parser
         self._reasoning = reasoning
         self._max_calls = max_calls
         self._shows_reasoning = shows_reasoning
+        self._separates_reasoning = separates_reasoning
         self.num_calls = 0
 
     @property
@@ -92,16 +102,22 @@ class MessageParser:
         """Return what was held back: the choice has ended. May be called again."""
         return self._passed(self._parser.finish(), 0)
 
-    def finish_word(self, reason: FinishReason | None) -> str | None:
-        """Return OpenAI's word for how the choice ended, None while it goes on.
+    def finish_reason(self, reason: FinishReason | None) -> str | None:
+        """Return OpenAI's name for how the choice ended, None while it goes on.
 
         A call that was cut off has "length", as text has. (With a function that the request names OpenAI and vLLM
-        say "stop"; that is `ChatTurn.finish_word`'s matter.)
+        say "stop"; that is `ChatTurn.finish_reason`'s matter.)
         """
-        return "tool_calls" if self.num_calls and reason is FinishReason.STOP else finish_word(reason)
+        if self.num_calls and reason is FinishReason.STOP:
+            return "tool_calls"
+        return None if reason is None else reason.value
 
     def _passed(self, deltas: list[Delta], num_tokens: int) -> list[Delta]:
         self._reasoning.note(deltas, num_tokens)
+        if not self._separates_reasoning:
+            deltas = [
+                ContentDelta(each.text) if isinstance(each, ReasoningDelta) else each for each in deltas
+            ]
         return [delta for delta in deltas if self._passes(delta)]
 
     def _passes(self, delta: Delta) -> bool:
@@ -130,7 +146,7 @@ class ChatTurn:
         """Use `open`. Args: finds_calls is whether calls are looked for in the answer's text."""
         self.body = body
         self.model = model
-        self.name = model.check_name(body.model)  # that the answer carries
+        self.model_name = model.check_name(body.model)  # that the answer carries
         self.tools = tools
         self.prompt = prompt
         self.answer = answer
@@ -179,11 +195,13 @@ class ChatTurn:
             request_id=request_id,
             max_tokens=max_tokens,
             num_logprobs=num_logprobs,
+            logprobs_field="top_logprobs",
             prompt_field="messages",
             max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
             structure=structure,
         )
-        finds_calls = tools.choice == "auto" and structure is None  # the client's form has no room for calls
+        # The client's structure has no room for calls.
+        finds_calls = tools.choice == "auto" and structure is None
         answer = requests.open(request_id, _showing_markup(asks, model, with_tools=finds_calls))
         return cls(body, model, tools, prompt, answer, finds_calls=finds_calls)
 
@@ -195,6 +213,7 @@ class ChatTurn:
                 ReasoningCount(self._count_tokens),
                 max_calls=None if self.tools.parallel else 1,
                 shows_reasoning=self.body.include_reasoning is not False,
+                separates_reasoning=self.body.separate_reasoning is not False,
             )
         return self._parsers[index]
 
@@ -205,10 +224,10 @@ class ChatTurn:
             return ""
         return str(template_messages([last])[0].get("content") or "")
 
-    def message(self, index: int, piece: Piece) -> ChatMessage:
-        """Read a whole choice."""
+    def message(self, index: int, piece: Piece) -> AnswerMessage:
+        """Read a whole choice. A call that must be made and was cut off is none: its arguments are no JSON."""
         parser = self.parser(index)
-        message = ChatMessage(content=self.echo())
+        message = AnswerMessage(content=self.echo())
         for delta in merge([*parser.push(piece), *parser.finish()]):
             match delta:
                 case ContentDelta():
@@ -219,26 +238,30 @@ class ChatTurn:
                     message.tool_calls.append(ToolCall(call_id, name, delta.arguments))
                 case ToolCallDelta():
                     message.tool_calls[delta.index].arguments += delta.arguments
+        is_cut = self.tools.is_bound and piece.finish_reason is FinishReason.LENGTH
+        if is_cut and message.tool_calls and not _is_json(message.tool_calls[-1].arguments):
+            message.tool_calls.pop()
         return message
 
-    def usage(self, told: Collection[int] | None = None) -> dict[str, Any]:
+    def usage(self, begun: Collection[int] | None = None) -> dict[str, Any]:
         """Count the request's tokens.
 
         Args:
-            told: the choices whose output counts, by index; None is all.
+            begun: the choices whose output counts, by index; None is all.
         """
-        counted = usage_of(self.answer.generations, self.body.n or 1, told=told)
-        if self.model.markup.reasoning != NONE:
-            num_tokens = sum(parser.num_reasoning_tokens for parser in self._parsers.values())
-            counted["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
-        return counted
+        num_thoughts = sum(parser.num_reasoning_tokens for parser in self._parsers.values())
+        return usage_of(
+            self.answer.generations, self.body.n or 1, begun=begun, num_reasoning_tokens=num_thoughts
+        )
 
-    def finish_word(self, index: int, reason: FinishReason | None) -> str | None:
-        """Return chat's word for how a choice ended, None while it goes on.
+    def finish_reason(self, index: int, reason: FinishReason | None) -> str | None:
+        """Return chat's name for how a choice ended, None while it goes on.
 
         With a function that the request names it is "stop", as OpenAI documents and vLLM does.
         """
-        return finish_word(reason) if self.tools.named else self.parser(index).finish_word(reason)
+        if self.tools.named:
+            return None if reason is None else reason.value
+        return self.parser(index).finish_reason(reason)
 
     def _count_tokens(self, text: str) -> int:
         return len(self.model.tokenizer.encode(text, add_special_tokens=False))
@@ -247,15 +270,17 @@ class ChatTurn:
         markup = self.model.markup
         if self.tools.is_bound:
             return markup.bound_parser(self.prompt, self.tools.bound_parser())
+        if self.body.separate_reasoning is False:
+            markup = markup.without_reasoning()
         return markup.parser(self.prompt, self.tools.types() if self._finds_calls else None)
 
 
 async def _structure(body: ChatRequest, model: ServedModel, tools: ToolUse) -> Structure | None:
-    """Return the form that the answer is bound to: the call's, if there must be one, else what the body asks for."""
+    """Return the structure that the answer is bound to: the call's, if there must be one, else what the body asks for."""
     structure = tools.structure()
     if structure is None:
         return await structure_of(body, model)
-    refuse_second_form(body)
+    refuse_second_structure(body)
     await check_structure(structure, model, "tools")
     return structure
 
@@ -271,6 +296,14 @@ def _showing_markup(asks: list[Ask], model: ServedModel, *, with_tools: bool) ->
         replace(ask, skip_special_tokens=False, hidden_ids=hidden) if ask.skip_special_tokens else ask
         for ask in asks
     ]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        decode_json(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:

@@ -1,23 +1,21 @@
 """POST /v1/completions: text or token ids in, text out, without a chat template."""
 
-import asyncio
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason
 from server import errors
-from server.api.answer_json import CompletionLogprobs, TextEvent, event, prompt_logprobs_list, usage_of
+from server.api.answer_json import CompletionLogprobs, event, prompt_logprobs_list, usage_of
 from server.api.prompts import encode_all
-from server.api.sampling import asks_for, refuse_unserved
-from server.api.schemas import MAX_CHOICES, CompletionRequest
+from server.api.sampling import asks_for, count_of, refuse_unserved
+from server.api.schemas import ALL, MAX_CHOICES, CompletionRequest
 from server.api.served import ServedModel
-from server.api.streaming import Choice, EventStream, collect, finish_word
+from server.api.streaming import Choice, EventStream, JsonChunks, collect, json_answer
 from server.api.structure import structure_of
 from server.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
@@ -63,18 +61,18 @@ async def answer_completion(
         request_id=request_id,
         max_tokens=_max_tokens(body, prompts, model),
         num_logprobs=body.logprobs,
+        logprobs_field="logprobs",
         prompt_field="prompt",
         num_prompt_logprobs=body.logprobs if body.echo else None,
         structure=structure,
     )
     answer = requests.open(request_id, asks)
-    worded = Worded(answer, body, name, model)
+    chunks = CompletionChunks(answer, body, name, model)
     if body.stream:
-        return EventStream(answer, worded)
+        return EventStream(answer, chunks)
     choices = await collect(answer, http)
-    if body.echo or body.prompt_logprobs is not None:  # may take seconds to word, if logprobs are wanted
-        return await asyncio.to_thread(lambda: JSONResponse(worded.whole(choices)))
-    return JSONResponse(worded.whole(choices))
+    is_long = body.echo or body.prompt_logprobs is not None or body.logprobs == ALL
+    return await json_answer(lambda: chunks.whole(choices), model, is_long=bool(is_long))
 
 
 def _max_tokens(body: CompletionRequest, prompts: Sequence[Sequence[int]], model: ServedModel) -> int | None:
@@ -90,77 +88,54 @@ def _max_tokens(body: CompletionRequest, prompts: Sequence[Sequence[int]], model
     return DEFAULT_MAX_TOKENS if room >= DEFAULT_MAX_TOKENS else None
 
 
-class Worded:
-    """Words an answer, whole or as a stream."""
+class CompletionChunks(JsonChunks):
+    """The JSON of an answer, whole or in chunks."""
 
-    def __init__(self, answer: Answer, body: CompletionRequest, name: str, model: ServedModel) -> None:
-        options = body.stream_options
+    def __init__(self, answer: Answer, body: CompletionRequest, model_name: str, model: ServedModel) -> None:
+        super().__init__(
+            answer,
+            "text_completion",
+            model_name,
+            body.stream_options,
+            self._count,
+            has_metrics=model.has_metrics,
+        )
         self._answer = answer
         self._body = body
-        self._tokenizer = model.tokenizer
         self._n = body.n or 1
-        self._usage = bool(options and options.include_usage)
-        self._usage_always = self._usage and bool(options and options.continuous_usage_stats)
         self._has_only_text = (  # of pieces in the middle
             body.logprobs is None
             and not body.return_token_ids
-            and not self._usage_always
+            and not self.has_usage_always
             and body.max_tokens != 0
         )
-        self._text_events: dict[int, TextEvent] = {}
         self._choices = [
-            _WordedChoice(generation, body, self._echo(generation, model), model)
+            _ChoiceJson(generation, body, self._echo(generation, model), model)
             for generation in answer.generations
         ]
-        self._head = {
-            "id": answer.request_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": name,
-            "system_fingerprint": None,
-        }
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Word a whole answer."""
-        pieces = [
-            Piece(
-                "".join(choice.text),
-                choice.token_ids,
-                choice.logprobs,
-                choice.finish_reason,
-                choice.stop_reason,
-            )
-            for choice in choices
-        ]
-        worded = [choice.whole(piece) for choice, piece in zip(self._choices, pieces, strict=True)]
-        return {**self._head, "choices": worded, "usage": self._count()}
+        """Return a whole answer."""
+        return {
+            **self.head,
+            "choices": [
+                json.whole(choice.piece()) for json, choice in zip(self._choices, choices, strict=True)
+            ],
+            "usage": self._count(),
+            **self.metrics(),
+        }
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Word what a choice gained."""
-        worded = self._choices[index]
-        if self._has_only_text and worded.is_begun and piece.text and not piece.finish_reason:
-            return self._text_event(index).of(piece.text)
-        choice = worded.piece(piece)
-        return b"" if choice is None else event(self._chunk(choice))
-
-    def end(self) -> bytes:
-        """Word the usage, if asked for."""
-        if not self._usage:
+        """Return the event of what a choice gained."""
+        json = self._choices[index]
+        if self._has_only_text and json.is_begun and piece.text and not piece.finish_reason:
+            return self.text_event(
+                index, piece.text, lambda mark: self.chunk(json.of_piece(Piece(mark)), None)
+            )
+        choice = json.gained(piece)
+        if choice is None:
             return b""
-        return event({**self._head, "choices": [], "usage": self._count()})
-
-    def _text_event(self, index: int) -> TextEvent:
-        """Return the event of a choice's pieces in the middle, the same one every time."""
-        if index not in self._text_events:
-            choice = self._choices[index]
-            self._text_events[index] = TextEvent(lambda text: self._chunk(choice.word(Piece(text))))
-        return self._text_events[index]
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._usage:
-            chunk["usage"] = self._count() if self._usage_always else None
-        return chunk
+        return event(self.chunk(choice, self._count() if self.has_usage_always else None))
 
     def _echo(self, generation: Generation, model: ServedModel) -> str:
         """Return the text that precedes a choice's."""
@@ -176,8 +151,8 @@ class Worded:
         return usage
 
 
-class _WordedChoice:
-    """Words one choice: the echo first, then what it gains."""
+class _ChoiceJson:
+    """The JSON of one choice: the echo first, then what it gains."""
 
     def __init__(
         self, generation: Generation, body: CompletionRequest, echo: str, model: ServedModel
@@ -189,34 +164,36 @@ class _WordedChoice:
         self.is_begun = False
         self._logprobs = None
         if body.logprobs is not None:
-            num_top = len(body.logprob_token_ids or ()) or body.logprobs
+            num_top = len(body.logprob_token_ids or ()) or count_of(body.logprobs, model)
             as_ids = bool(body.return_tokens_as_token_ids)
             self._logprobs = CompletionLogprobs(model.tokenizer, num_top, as_ids=as_ids)
+        self._num_prompt_top = None if body.prompt_logprobs is None else count_of(body.prompt_logprobs, model)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """Word a whole choice."""
-        num_top = self._body.prompt_logprobs
+        """Return a whole choice."""
         of_prompt = None
-        if num_top is not None:
-            of_prompt = prompt_logprobs_list(self._generation.prompt_logprobs, self._tokenizer, num_top)
+        if self._num_prompt_top is not None:
+            of_prompt = prompt_logprobs_list(
+                self._generation.prompt_logprobs, self._tokenizer, self._num_prompt_top
+            )
         return {
             "token_ids": None,
             "prompt_token_ids": None,
-            **self.word(piece),
+            **self.of_piece(piece),
             "prompt_logprobs": of_prompt,
         }
 
-    def piece(self, piece: Piece) -> dict[str, Any] | None:
-        """Word what was gained; None where nothing is to be shown yet."""
+    def gained(self, piece: Piece) -> dict[str, Any] | None:
+        """Return what was gained; None where nothing is to be shown yet."""
         shows_ids = self._body.return_token_ids and piece.token_ids
         shows_logprobs = self._logprobs is not None and piece.logprobs
         is_empty = not (piece.text or piece.finish_reason or shows_ids or shows_logprobs)
         if is_empty and (self.is_begun or not self._echo):
             return None
-        return self.word(piece)
+        return self.of_piece(piece)
 
-    def word(self, piece: Piece) -> dict[str, Any]:
-        """Word a piece, whatever it has."""
+    def of_piece(self, piece: Piece) -> dict[str, Any]:
+        """Return a piece, whatever it has."""
         if self._body.max_tokens == 0:
             finish = piece.finish_reason and FinishReason.LENGTH
             piece = Piece(finish_reason=finish)
@@ -224,17 +201,19 @@ class _WordedChoice:
         choice: dict[str, Any] = {
             "index": self._generation.index,
             "text": self._echo + piece.text if begins else piece.text,
-            "logprobs": self._word_logprobs(piece, begins=begins),
-            "finish_reason": finish_word(piece.finish_reason),
+            "logprobs": self._logprobs_of(piece, begins=begins),
+            "finish_reason": piece.finish_reason and piece.finish_reason.value,
             "stop_reason": piece.stop_reason,
         }
+        if piece.finish_reason is not None:
+            choice["matched_stop"] = piece.matched_stop
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
             if begins:
                 choice["prompt_token_ids"] = list(self._generation.ask.request.prompt_ids)
         return choice
 
-    def _word_logprobs(self, piece: Piece, *, begins: bool) -> dict[str, Any] | None:
+    def _logprobs_of(self, piece: Piece, *, begins: bool) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
         if begins and self._body.echo:

@@ -11,10 +11,9 @@ DeepSeek-V3.1's model card), or Hermes' tags for everybody else. A model that wa
 with tool_choice "required" or a named function it then at least knows what the arguments mean.
 """
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from server import errors
 from server.api.parsers.token_calls import DEEPSEEK
@@ -24,7 +23,6 @@ from server.api.tools import ToolUse, tool_use_of
 from server.errors import bad_request
 from server.front.tokenizer import ChatTemplateError
 
-T = TypeVar("T")
 TemplateMessage = dict[str, Any]
 LONG_TEXT = 20_000  # characters; rendering or tokenizing more takes milliseconds and leaves the event loop
 VALUE_CHARS = 16  # that a value counts beside its text: rendering takes as long
@@ -70,18 +68,10 @@ async def encode_all(
     def work() -> list[list[int]]:
         return [_encode(text, model, add_special_tokens=add_special_tokens, param=param) for text in texts]
 
-    encoded = await run(work, model, is_long=sum(map(len, texts)) >= LONG_TEXT)
+    encoded = await model.run(work, is_long=sum(map(len, texts)) >= LONG_TEXT)
     if not all(encoded):
         raise bad_request(f"{param} is empty: there is no token to start from.", param)
     return encoded
-
-
-async def run(work: Callable[[], T], model: ServedModel, *, is_long: bool) -> T:
-    """Do what is short at once, and the rest beside the event loop, a few at a time: each takes memory."""
-    if not is_long:
-        return work()
-    async with model.long_work:
-        return await asyncio.to_thread(work)
 
 
 def is_larger(value: Any, most_chars: int) -> bool:
@@ -247,7 +237,7 @@ _DEEPSEEK_CALL = {
 
 
 def tool_text(tools: Sequence[dict[str, Any]], form: str) -> str:
-    """Return what a model is told of its tools.
+    """Return the description of tools for the system message.
 
     Args:
         form: "hermes", "deepseek_v3" or "deepseek_v31".
@@ -268,7 +258,9 @@ def mentions_tools(messages: Sequence[TemplateMessage]) -> bool:
     return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
-def tell(messages: Sequence[TemplateMessage], text: str, *, role: str = "system") -> list[TemplateMessage]:
+def beginning_with(
+    messages: Sequence[TemplateMessage], text: str, *, role: str = "system"
+) -> list[TemplateMessage]:
     """Return messages that begin with a text.
 
     Args:
@@ -321,7 +313,7 @@ async def render_chat(body: ChatRequest, model: ServedModel, tools: ToolUse | No
     of_messages = [each for message in body.messages for each in (message.content, message.model_extra)]
     is_long = is_larger([*of_messages, body.tools, body.documents, body.chat_template_kwargs], LONG_TEXT)
     use = tools or tool_use_of(body)
-    return await run(lambda: _rendered(body, model, use), model, is_long=is_long)
+    return await model.run(lambda: _rendered(body, model, use), is_long=is_long)
 
 
 def _rendered(body: ChatRequest, model: ServedModel, tools: ToolUse) -> str:
@@ -346,13 +338,13 @@ def _spellings(
         messages = as_text(messages)
     if tools.tools and form is not None and not template.knows_tools:
         text = tool_text(tools.tools, form)
-        tellings = [tell(messages, text), tell(messages, text, role="user")]
+        candidates = [beginning_with(messages, text), beginning_with(messages, text, role="user")]
     else:
-        tellings = [messages]
-    for told in tellings:
-        yield told
-        if any(message.get("tool_calls") for message in told):
-            yield with_text_arguments(told)
+        candidates = [messages]
+    for candidate in candidates:
+        yield candidate
+        if any(message.get("tool_calls") for message in candidate):
+            yield with_text_arguments(candidate)
 
 
 def _render(body: ChatRequest, model: ServedModel, messages: list[TemplateMessage], tools: ToolUse) -> str:
@@ -369,9 +361,9 @@ def _render(body: ChatRequest, model: ServedModel, messages: list[TemplateMessag
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    """Return what the template is told beside the messages; the client's own words come last."""
+    """Return the template's variables beside the messages; the client's own come last."""
     effort = body.reasoning_effort
-    said: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
-        said["enable_thinking"] = False
-    return said | (body.chat_template_kwargs or {})
+        variables["enable_thinking"] = False
+    return variables | (body.chat_template_kwargs or {})

@@ -11,13 +11,14 @@ from typing import Any
 
 from scheduler.policy.request import Request, SamplingParams, Structure, TokenBias
 from server import errors
-from server.api.schemas import MAX_CHOICES, MAX_STOPS, SamplingFields
+from server.api.schemas import ALL, MAX_CHOICES, MAX_STOPS, SamplingFields
 from server.api.served import ServedModel
 from server.errors import ApiError, bad_request
 from server.front.generations import Ask
 from server.front.tokenizer import Tokenizer
 
 MAX_STOP_CHARS = 4096
+MAX_LOGPROB_ENTRIES = 500_000  # of an answer with all log-probabilities; they take a quarter of a gigabyte
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Known to clients, not served yet: refused unless the value asks for nothing.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -72,7 +73,7 @@ def refuse_unserved(body: SamplingFields) -> None:
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise bad_request("stream_options is for streams: it needs stream=true.", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        raise bad_request("prompt_logprobs is not told in streams: it needs stream=false.", "prompt_logprobs")
+        raise bad_request("prompt_logprobs is not sent in streams: it needs stream=false.", "prompt_logprobs")
 
 
 def asks_for(
@@ -83,6 +84,7 @@ def asks_for(
     request_id: str,
     max_tokens: int | None,
     num_logprobs: int | None,
+    logprobs_field: str,
     prompt_field: str,
     max_tokens_field: str = "max_tokens",
     structure: Structure | None = None,
@@ -96,10 +98,11 @@ def asks_for(
         prompts: token ids, not empty.
         request_id: the ranks' ids begin with it.
         max_tokens: None is up to the context's end.
-        num_logprobs: how many likeliest tokens beside each generated one; None is no logprobs.
+        num_logprobs: how many likeliest tokens beside each generated one; None is no logprobs, ALL is all.
+        logprobs_field: what an error about them names.
         prompt_field: what an error about the prompt names.
         max_tokens_field: likewise.
-        structure: the form that answers must have, checked (`openai.structure`).
+        structure: what answers must have, checked (`api.structure`).
         num_prompt_logprobs: like `num_logprobs`, if more than the body's own prompt_logprobs is needed.
 
     Raises:
@@ -114,8 +117,8 @@ def asks_for(
     shared = _sampling(
         body,
         model,
-        num_logprobs=num_logprobs,
-        num_prompt_logprobs=max(asked, default=None),
+        num_logprobs=None if num_logprobs is None else count_of(num_logprobs, model),
+        num_prompt_logprobs=max((count_of(count, model) for count in asked), default=None),
         structure=structure,
     )
     asks: list[Ask] = []
@@ -124,6 +127,10 @@ def asks_for(
         prompt_ids = truncated(body, whole_prompt, max_len - (max_tokens or 1), max_len=max_len)
         room = _room(len(prompt_ids), max_len, max_tokens, prompt_field, max_tokens_field)
         _check_min_tokens(body, room, max_tokens_field)
+        if num_logprobs == ALL:
+            _check_all(body, logprobs_field, len(prompts) * n * room, model)
+        if ALL in asked:
+            _check_all(body, "prompt_logprobs", len(prompts) * n * len(prompt_ids), model)
         for choice in range(n):
             request = Request(
                 request_id=f"{request_id}-{len(asks)}",
@@ -133,6 +140,24 @@ def asks_for(
             )
             asks.append(_ask(body, model, request, stops))
     return asks
+
+
+def count_of(num_top: int, model: ServedModel) -> int:
+    """Return how many log-probabilities a number that a client sent stands for."""
+    return model.tokenizer.vocab_size if num_top == ALL else num_top
+
+
+def _check_all(body: SamplingFields, field: str, num_tokens: int, model: ServedModel) -> None:
+    """Refuse more log-probabilities than an answer may have: those of a whole vocabulary are megabytes a token."""
+    if body.stream:
+        raise bad_request(f"{field} is -1, which is all log-probabilities: it needs stream=false.", field)
+    vocab_size = model.tokenizer.vocab_size
+    if num_tokens * vocab_size > MAX_LOGPROB_ENTRIES:
+        raise bad_request(
+            f"{field} is -1, which is all log-probabilities: {vocab_size} for each of {num_tokens} tokens are more "
+            f"than the {MAX_LOGPROB_ENTRIES} that one answer may have.",
+            field,
+        )
 
 
 def _check_min_tokens(body: SamplingFields, room: int, max_tokens_field: str) -> None:

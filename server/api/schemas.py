@@ -1,7 +1,6 @@
 """What clients may send, as pydantic models. Unknown keys are accepted and ignored, as vLLM does.
 
-A key that is known but not served is refused by name (`params.refuse_unserved`): a wish that is not granted is said
-aloud. None always means: not said.
+A key that is known but not served is refused by name (`sampling.refuse_unserved`). None always means: not said.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,11 +14,13 @@ MAX_CHOICES = 128  # n, and prompts times n
 MAX_MESSAGES = 10_000  # of a chat, their parts included
 MAX_STOPS = 128
 MAX_LOGPROBS = 20
+ALL = -1  # of the vocabulary, as a number of log-probabilities
 MAX_TOOLS = 1024
 MAX_LOGPROB_IDS = 128  # vLLM's, as is the next
 MAX_BAD_WORDS = 128
 MAX_ALLOWED_IDS = 4096  # vLLM takes 1,024; every choice carries its own to its rank
 
+ChatMessage = dict[str, Any]  # a message that another API's became, before it is checked
 _TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 # Checked by hand, for better words than a union's; described here for /openapi.json.
 Stops = Annotated[
@@ -62,7 +63,7 @@ class SamplingFields(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Stops = None  # a string or a list of them; checked in params
+    stop: Stops = None  # a string or a list of them; checked in sampling
     user: str | None = None
     # vLLM's extras
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
@@ -73,12 +74,12 @@ class SamplingFields(BaseModel):
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS, fail_fast=True)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: Biases = None  # {"token id": bias}; checked in token_fields, which names every wrong entry
+    logit_bias: Biases = None  # {"token id": bias}; checked in sampling, which names every wrong entry
     bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS, fail_fast=True)
     allowed_token_ids: list[int] | None = Field(
         None, min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True
     )
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=ALL, le=MAX_LOGPROBS)
     logprob_token_ids: list[int] | None = Field(None, max_length=MAX_LOGPROB_IDS, fail_fast=True)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
@@ -99,7 +100,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: Any = None  # text, or a list of text parts; checked in chat
+    content: Any = None  # text, or a list of text parts; checked in prompts
 
 
 class ChatRequest(SamplingFields):
@@ -108,7 +109,7 @@ class ChatRequest(SamplingFields):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=ALL, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None  # templates write their own
@@ -119,6 +120,7 @@ class ChatRequest(SamplingFields):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None  # vLLM: false leaves reasoning out of the answer
+    separate_reasoning: bool | None = None  # SGLang: false leaves reasoning where the model wrote it
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -126,8 +128,8 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     max_tokens: int | None = Field(None, ge=0)  # 0 with echo only
-    prompt: Prompt = None  # text, token ids, or a list of either; checked in prompts
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt: Prompt = None  # text, token ids, or a list of either; checked in completions
+    logprobs: int | None = Field(None, ge=ALL, le=MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool | None = None
 

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from server import errors
 from server.api.parsers.registry import Markup
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 
+T = TypeVar("T")
 MAX_LONG_WORK = 2  # long texts that are rendered or tokenized at once, each in a thread
 
 
@@ -23,9 +24,11 @@ class ServedModel:
     max_len: Callable[[], int]  # tokens, prompt plus output; known for certain once ranks have attached
     created: int  # seconds since 1970
     structures: StructureChecks
+    directory: str = ""  # of the checkpoint
+    has_metrics: bool = False  # answers tell how long they took
     long_work: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_LONG_WORK)
-    )  # see `prompts.run`
+    )  # see `run`
     markup: Markup = Markup()  # noqa: RUF009 - frozen; how the model writes calls and reasoning
 
     def check_name(self, name: str | None) -> str:
@@ -39,3 +42,10 @@ class ServedModel:
         if name not in self.names:
             raise errors.not_served(name, self.names)
         return name
+
+    async def run(self, work: Callable[[], T], *, is_long: bool) -> T:
+        """Do what is short at once, and the rest beside the event loop, a few at a time: each takes memory."""
+        if not is_long:
+            return work()
+        async with self.long_work:
+            return await asyncio.to_thread(work)

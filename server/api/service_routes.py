@@ -1,11 +1,14 @@
-"""What is served, how busy it is, and the one path of SageMaker.
+"""What is served, how busy it is, and the paths that clients of vLLM, SGLang and SageMaker expect beside OpenAI's.
 
-GET /v1/models and /v1/models/{id} show the served names. GET /load tells load balancers how many requests are being
-answered, in vLLM's words. POST /invocations takes a chat or a completion, told apart by their fields as in vLLM; it is
-answered by that endpoint itself, errors included.
+- GET /v1/models and /v1/models/{id}: the served names. GET /load: the requests that are being answered (vLLM's words).
+- GET /tokenizer_info: the tokenizer's configuration (vLLM).
+- GET /get_model_info, /get_server_info and /health_generate, and the first two without "get_": SGLang's.
+- POST /invocations: SageMaker's one path. It takes a chat or a completion, told apart by their fields as in vLLM, and is
+  answered by that endpoint itself, errors included.
 """
 
-from collections.abc import Callable
+import asyncio
+import uuid
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
@@ -14,19 +17,25 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from scheduler.policy.request import Request, SamplingParams
 from server import errors
 from server.api.chat import answer_chat
 from server.api.completions import answer_completion
 from server.api.schemas import ChatRequest, CompletionRequest
 from server.api.served import ServedModel
-from server.errors import bad_request
+from server.errors import ApiError, bad_request
+from server.front.generations import Ask
 from server.front.requests import Requests
 from server.http.routes import STREAM_RESPONSE, new_router
 
+GENERATES_WITHIN_S = 20.0  # SGLang's, for /health_generate
+_Body = TypeVar("_Body", bound=BaseModel)
 
-def model_routes(model: ServedModel) -> APIRouter:
-    """Return the endpoint's routes."""
+
+def service_routes(model: ServedModel, requests: Requests, *, version: str, num_ranks: int) -> APIRouter:
+    """Return the endpoints' routes."""
     router = new_router()
+    health = _GenerationCheck(requests)
 
     @router.get("/v1/models", response_model=None)
     async def list_models() -> dict[str, Any]:
@@ -40,7 +49,95 @@ def model_routes(model: ServedModel) -> APIRouter:
             raise errors.not_served(name, model.names)
         return _card(model, name)
 
+    @router.get("/load", response_model=None)
+    async def show_load() -> dict[str, int]:
+        """Show how many requests were accepted and have not been answered to the end."""
+        return {"server_load": requests.num_answers}
+
+    @router.get("/tokenizer_info", response_model=None)
+    async def show_tokenizer() -> dict[str, Any]:
+        """Show the tokenizer's configuration and its chat template."""
+        return model.tokenizer.configuration()
+
+    @router.get("/get_model_info", response_model=None)
+    @router.get("/model_info", response_model=None)
+    async def show_model_info() -> dict[str, Any]:
+        """Show what SGLang tells of a model."""
+        return {
+            "model_path": model.directory,
+            "tokenizer_path": model.directory,
+            "is_generation": True,
+            "preferred_sampling_params": model.sampling_defaults or None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+
+    @router.get("/get_server_info", response_model=None)
+    @router.get("/server_info", response_model=None)
+    async def show_server_info() -> dict[str, Any]:
+        """Show what SGLang tells of a server, as far as it is true here: attention is data-parallel."""
+        return {
+            "version": version,
+            "model_path": model.directory,
+            "served_model_name": model.names[0],
+            "context_length": model.max_len(),
+            "tp_size": 1,
+            "dp_size": num_ranks,
+            "ep_size": num_ranks,
+        }
+
+    @router.get("/health_generate", response_model=None)
+    async def check_generation() -> Response:
+        """Answer 200 once a rank has made a token; many who ask at once share one."""
+        await health.run()
+        return Response()
+
+    @router.post("/invocations", response_model=None, responses=STREAM_RESPONSE)
+    async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:
+        """Answer a chat or a completion."""
+        if "messages" in body:
+            return await answer_chat(_read(ChatRequest, body), http, model, requests)
+        if "prompt" in body:
+            return await answer_completion(_read(CompletionRequest, body), http, model, requests)
+        raise bad_request("Send messages, as for /v1/chat/completions, or prompt, as for /v1/completions.")
+
     return router
+
+
+class _GenerationCheck:
+    """Lets a rank make one token."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._running: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Wait for a token.
+
+        Raises:
+            ApiError: 503, the service is not ready, or made none in time.
+        """
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._generate())
+        await asyncio.shield(self._running)
+
+    async def _generate(self) -> None:
+        request = Request(
+            request_id=f"health-{uuid.uuid4().hex}",
+            prompt_ids=(0,),
+            params=SamplingParams(max_tokens=1, temperature=0.0),
+            arrival_s=0.0,
+        )
+        answer = self._requests.open(request.request_id, [Ask(request=request)])
+        try:
+            async with asyncio.timeout(GENERATES_WITHIN_S):
+                while await answer.next():
+                    pass
+        except TimeoutError:
+            raise ApiError(503, f"No token was made within {GENERATES_WITHIN_S:g} s.") from None
+        finally:
+            answer.close()
 
 
 def _card(model: ServedModel, name: str) -> dict[str, Any]:
@@ -72,41 +169,6 @@ def _permission(name: str, created: int) -> dict[str, Any]:
         "group": None,
         "is_blocking": False,
     }
-
-
-def load_routes(num_requests: Callable[[], int]) -> APIRouter:
-    """Return the endpoint's routes.
-
-    Args:
-        num_requests: requests that were accepted and have not been answered to the end.
-    """
-    router = new_router()
-
-    @router.get("/load", response_model=None)
-    async def show_load() -> dict[str, int]:
-        """Show the load."""
-        return {"server_load": num_requests()}
-
-    return router
-
-
-_Body = TypeVar("_Body", bound=BaseModel)
-
-
-def invocation_routes(model: ServedModel, requests: Requests) -> APIRouter:
-    """Return the endpoint's routes."""
-    router = new_router()
-
-    @router.post("/invocations", response_model=None, responses=STREAM_RESPONSE)
-    async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:
-        """Answer a chat or a completion."""
-        if "messages" in body:
-            return await answer_chat(_read(ChatRequest, body), http, model, requests)
-        if "prompt" in body:
-            return await answer_completion(_read(CompletionRequest, body), http, model, requests)
-        raise bad_request("Send messages, as for /v1/chat/completions, or prompt, as for /v1/completions.")
-
-    return router
 
 
 def _read(kind: type[_Body], fields: dict[str, Any]) -> _Body:

@@ -2,25 +2,28 @@
 
 A plain ASGI response instead of Starlette's StreamingResponse, for three reasons: an error before the first piece is
 a status and not an event, a client that leaves is noticed while nothing is being sent, and a chunk costs one send.
-Where nothing is to be said for long, a comment is: proxies close connections that are silent for a minute.
+Where nothing is to be sent for long, a comment is: proxies close connections that are silent for a minute.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from scheduler.policy.request import FinishReason, Logprobs
-from server.api.answer_json import event
+from server.api.answer_json import TextEvent, event, metrics_of
+from server.api.schemas import StreamOptions
+from server.api.served import ServedModel
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece
 from server.http.errors import ErrorResponse
+from server.http.json_parts import encode as encode_in_parts
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence, before the first piece too: from then on a failure is an event
@@ -33,20 +36,63 @@ STREAM_HEADERS = [
 
 
 class Chunks(Protocol):
-    """How an endpoint words its stream; each result is one or more whole events."""
+    """An endpoint's stream; each result is one or more whole events."""
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Word what a choice gained; may be empty."""
+        """Return the events of what a choice gained; may be empty."""
         ...
 
     def end(self) -> bytes:
-        """Word what comes after the last choice ended, before [DONE]."""
+        """Return what comes after the last choice ended, before [DONE]."""
         ...
 
 
-def finish_word(reason: FinishReason | None) -> str | None:
-    """Return OpenAI's word for how a choice ended, None while it goes on."""
-    return None if reason is None else reason.value
+class JsonChunks:
+    """What the chunks of /v1/chat/completions and /v1/completions have in common."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        kind: str,
+        model_name: str,
+        options: StreamOptions | None,
+        usage: Callable[[], dict[str, Any]],
+        *,
+        has_metrics: bool,
+    ) -> None:
+        """Args: usage counts what was generated, at the end; has_metrics adds how long it took."""
+        self.head = {
+            "id": answer.request_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model_name,
+            "system_fingerprint": None,
+        }
+        self.has_usage = bool(options and options.include_usage)
+        self.has_usage_always = self.has_usage and bool(options and options.continuous_usage_stats)
+        self._answer, self._usage, self._has_metrics = answer, usage, has_metrics
+        self._text_events: dict[int, TextEvent] = {}
+
+    def chunk(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        """Return a chunk; `usage` is what the client is shown of it so far."""
+        chunk = {**self.head, "choices": [choice]}
+        return {**chunk, "usage": usage} if self.has_usage else chunk
+
+    def text_event(self, index: int, text: str, chunk_of: Callable[[str], dict[str, Any]]) -> bytes:
+        """Return the event of a chunk in which nothing but the text changes from piece to piece."""
+        if index not in self._text_events:
+            self._text_events[index] = TextEvent(chunk_of)
+        return self._text_events[index].of(text)
+
+    def end(self) -> bytes:
+        """Return the event with the usage, if asked for."""
+        if not self.has_usage:
+            return b""
+        return event({**self.head, "choices": [], "usage": self._usage(), **self.metrics()})
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the field that tells how long the answer took, where the operator wants it."""
+        return {"metrics": metrics_of(self._answer)} if self._has_metrics else {}
 
 
 class EventStream(Response):
@@ -60,54 +106,56 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a failure before its first byte becomes a plain error response."""
-        leaving = contextlib.suppress(
-            ClientGone, OSError
-        )  # OSError: the server's word for a broken connection
-        with closing_when_gone(self._answer, receive), Line(send, self._keep_alive_s) as line, leaving:
+        leaving = contextlib.suppress(ClientGone, OSError)  # OSError: the connection is broken
+        with (
+            closing_when_gone(self._answer, receive),
+            EventSender(send, self._keep_alive_s) as sender,
+            leaving,
+        ):
             try:
                 pieces = await self._answer.next()
             except ApiError as failure:
-                if line.is_open:
-                    await line.end(self.failing(failure))
+                if sender.has_begun:
+                    await sender.end(self.failing(failure))
                 else:
                     await ErrorResponse(failure)(scope, receive, send)
                 return
-            await self._send_all(pieces, line)
+            await self._send_all(pieces, sender)
 
-    async def _send_all(self, pieces: list[tuple[int, Piece]], line: "Line") -> None:
+    async def _send_all(self, pieces: list[tuple[int, Piece]], sender: "EventSender") -> None:
         try:
             while pieces:
                 body = b"".join(self._chunks.piece(index, piece) for index, piece in pieces)
                 if body:
-                    await line.say(body)
+                    await sender.send(body)
                 pieces = await self._answer.next()
             last = self.ending()
         except ApiError as failure:
             last = self.failing(failure)
-        await line.end(last)
+        await sender.end(last)
 
     def ending(self) -> bytes:
-        """Word the stream's end."""
+        """Return the stream's last events."""
         return self._chunks.end() + DONE
 
     def failing(self, failure: ApiError) -> bytes:
-        """Word a failure after the stream's beginning."""
+        """Return the events of a failure after the stream's beginning."""
         return event(failure.body()) + DONE
 
 
-class Line:
-    """A stream's way to its client, open from the first word on, and never silent for long.
+class EventSender:
+    """Sends a stream's events, begins the response with the first of them, and is never silent for long.
 
     A context; within it comments are sent where nothing else is.
     """
 
     def __init__(self, send: Send, keep_alive_s: float) -> None:
         self._send, self._keep_alive_s = send, keep_alive_s
-        self.is_open = False
-        self._spoken_s = time.monotonic()
+        self.has_begun = False
+        self._last_sent_s = time.monotonic()
         self._watch: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> "Line":
+    def __enter__(self) -> "EventSender":
         self._watch = asyncio.create_task(self._keep_alive())
         return self
 
@@ -115,32 +163,32 @@ class Line:
         assert self._watch is not None, "it was entered"
         self._watch.cancel()
 
-    async def say(self, events: bytes) -> None:
+    async def send(self, events: bytes) -> None:
         """Send whole events."""
-        await self._open()
-        self._spoken_s = time.monotonic()
+        await self._begin()
+        self._last_sent_s = time.monotonic()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes) -> None:
         """Send the last events."""
-        await self._open()
+        await self._begin()
         assert self._watch is not None, "it was entered"
         self._watch.cancel()  # nothing may follow
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
-    async def _open(self) -> None:
-        if not self.is_open:
-            self.is_open = True
+    async def _begin(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
     async def _keep_alive(self) -> None:
         while True:
-            left_s = self._spoken_s + self._keep_alive_s - time.monotonic()
+            left_s = self._last_sent_s + self._keep_alive_s - time.monotonic()
             if left_s > 0:
                 await asyncio.sleep(left_s)
             else:
                 with contextlib.suppress(OSError):
-                    await self.say(COMMENT)
+                    await self.send(COMMENT)
 
 
 @dataclass(slots=True)
@@ -150,8 +198,24 @@ class Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+    last: Piece = field(default_factory=Piece)  # says how it ended
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended."""
+        return self.last.finish_reason
+
+    def piece(self) -> Piece:
+        """Return all of it as one piece."""
+        last = self.last
+        return Piece(
+            "".join(self.text),
+            self.token_ids,
+            self.logprobs,
+            last.finish_reason,
+            last.stop_reason,
+            last.matched_stop,
+        )
 
 
 async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
@@ -169,9 +233,16 @@ async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
                 choice.text.append(piece.text)
                 choice.token_ids += piece.token_ids
                 choice.logprobs += piece.logprobs
-                choice.finish_reason = piece.finish_reason
-                choice.stop_reason = piece.stop_reason
+                choice.last = piece
     return choices
+
+
+async def json_answer(make: Callable[[], dict[str, Any]], model: ServedModel, *, is_long: bool) -> Response:
+    """Make a whole answer's JSON; where it is long, beside the event loop, and in parts that do not hold it up."""
+    if not is_long:
+        return JSONResponse(make())
+    content = await model.run(lambda: encode_in_parts(make()), is_long=True)
+    return Response(content, media_type="application/json")
 
 
 @contextlib.contextmanager

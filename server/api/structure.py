@@ -1,7 +1,7 @@
-"""From response_format, structured_outputs and guided_* to the form that an answer must have.
+"""From response_format, structured_outputs and guided_* to the structure that an answer must have.
 
 OpenAI's response_format, vLLM's structured_outputs, and the guided_* fields that vLLM had before. One request may ask
-for one form; it is compiled before the request is accepted, so what cannot be is a 400 that says why.
+for one structure; it is compiled before the request is accepted, so what cannot be is a 400 that says why.
 """
 
 import json
@@ -21,18 +21,18 @@ _FORMATS = "response_format.type must be one of 'text', 'json_object', 'json_sch
 _COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # llguidance's own key in a schema
 
 
-class Asked(NamedTuple):
-    """A form and the field that asked for it."""
+class WantedStructure(NamedTuple):
+    """A structure and the field that asks for it."""
 
     param: str
     structure: Structure
 
 
 async def structure_of(body: SamplingFields, model: ServedModel) -> Structure | None:
-    """Return the form that a request asks for, compiled once to see that it can be; None if any text will do.
+    """Return the structure that a request asks for, compiled once to see that it can be; None if any text will do.
 
     Raises:
-        ApiError: 400, naming the field: no valid form, more than one, or one that cannot be compiled.
+        ApiError: 400, naming the field: no valid structure, more than one, or one that cannot be compiled.
     """
     asked = asked_structure(body)
     if asked is None:
@@ -42,7 +42,7 @@ async def structure_of(body: SamplingFields, model: ServedModel) -> Structure | 
 
 
 async def check_structure(structure: Structure, model: ServedModel, param: str) -> None:
-    """Compile a form to see that it can be.
+    """Compile a structure to see that it can be.
 
     Args:
         param: the field that the error names.
@@ -61,7 +61,7 @@ async def check_structure(structure: Structure, model: ServedModel, param: str) 
         raise bad_request(f"{param} cannot be compiled: {why_not}.", param)
 
 
-def refuse_second_form(body: SamplingFields) -> None:
+def refuse_second_structure(body: SamplingFields) -> None:
     """Refuse vLLM's fields beside a call that must be made; response_format is for answers that are no calls.
 
     Raises:
@@ -76,7 +76,7 @@ def refuse_second_form(body: SamplingFields) -> None:
         )
 
 
-def asked_structure(body: SamplingFields) -> Asked | None:
+def asked_structure(body: SamplingFields) -> WantedStructure | None:
     """Read the fields, without compiling.
 
     Raises:
@@ -92,11 +92,11 @@ def asked_structure(body: SamplingFields) -> Asked | None:
     return asked[0] if asked else None
 
 
-def _asked(body: SamplingFields) -> Iterator[Asked]:
+def _asked(body: SamplingFields) -> Iterator[WantedStructure]:
     if body.response_format not in _UNSET:
         structure = _from_response_format(body.response_format)
         if structure is not None:
-            yield Asked("response_format", structure)
+            yield WantedStructure("response_format", structure)
     if body.structured_outputs not in _UNSET:
         yield from _from_fields(_object(body.structured_outputs, "structured_outputs"), "structured_outputs.")
     yield from _from_fields(
@@ -121,7 +121,7 @@ def _from_response_format(value: Any) -> Structure | None:
     raise bad_request(f"{_FORMATS}; got {_quoted(kind)}.", "response_format")
 
 
-def _from_fields(fields: Mapping[str, Any], prefix: str) -> Iterator[Asked]:
+def _from_fields(fields: Mapping[str, Any], prefix: str) -> Iterator[WantedStructure]:
     """Read vLLM's fields, whatever their prefix."""
     for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
         if fields.get(name):
@@ -131,10 +131,10 @@ def _from_fields(fields: Mapping[str, Any], prefix: str) -> Iterator[Asked]:
     for name, read in _READERS.items():
         if fields.get(name) not in unset:
             structure = read(fields[name], f"{prefix}{name}")
-            yield Asked(f"{prefix}{name}", _compact(structure) if is_compact else structure)
+            yield WantedStructure(f"{prefix}{name}", _compact(structure) if is_compact else structure)
     if fields.get("json_object"):
         structure = Structure("json_object")
-        yield Asked(f"{prefix}json_object", _compact(structure) if is_compact else structure)
+        yield WantedStructure(f"{prefix}json_object", _compact(structure) if is_compact else structure)
 
 
 def _compact(structure: Structure) -> Structure:

@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from server.api.blocks import json_response
-from server.api.prompts import LONG_TEXT, check_unicode, encode, render_chat, run
+from server.api.answer_json import json_response
+from server.api.prompts import LONG_TEXT, check_unicode, encode, render_chat
 from server.api.schemas import MAX_MESSAGES, ChatRequest, validated
 from server.api.served import ServedModel
 from server.errors import bad_request
@@ -72,13 +72,13 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
             raise bad_request(f"{param} has {len(text)} characters; up to {_MAX_CHARS} are taken.", param)
         is_long = len(text) >= LONG_TEXT
         tokenize_text = partial(model.tokenizer.encode, text, add_special_tokens=special)
-        token_ids = await run(tokenize_text, model, is_long=is_long)
+        token_ids = await model.run(tokenize_text, is_long=is_long)
         spell = partial(model.tokenizer.token_strings, token_ids)
         answer = {
             "count": len(token_ids),
             "max_model_len": model.max_len(),
             "tokens": token_ids,
-            "token_strs": await run(spell, model, is_long=is_long) if body.return_token_strs else None,
+            "token_strs": await model.run(spell, is_long=is_long) if body.return_token_strs else None,
         }
         return json_response(answer)
 
@@ -91,7 +91,7 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
         if wrong is not None:
             raise bad_request(f"tokens has {wrong}; token ids are 0 to {highest}.", "tokens")
         decode = partial(model.tokenizer.decode, tokens, skip_special_tokens=False)
-        return {"prompt": await run(decode, model, is_long=len(tokens) >= _MANY_TOKENS)}
+        return {"prompt": await model.run(decode, is_long=len(tokens) >= _MANY_TOKENS)}
 
     return router
 

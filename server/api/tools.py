@@ -1,4 +1,4 @@
-"""A request's tools and tool_choice: checked, and as what they mean for the prompt, the answer's form and its parser.
+"""A request's tools and tool_choice: checked, and what they mean for the prompt, the answer's structure and its parser.
 
 auto leaves it to the model. required and a named function bind the answer to JSON: a list of calls, or the arguments.
 """
@@ -29,7 +29,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 class ToolUse:
     """What the model may or must call."""
 
-    tools: tuple[dict[str, Any], ...] = ()  # in OpenAI's form; what the model is told of
+    tools: tuple[dict[str, Any], ...] = ()  # in OpenAI's form, as the model gets them
     choice: str = "none"  # none, auto, required or named
     named: str = ""  # the function's name, if the choice is named
     parallel: bool = True  # more than one call in an answer
@@ -48,7 +48,7 @@ class ToolUse:
         return NamedCallParser(self.named) if self.choice == "named" else JsonListParser()
 
     def structure(self) -> Structure | None:
-        """Return the form that the answer is bound to."""
+        """Return the structure that the answer is bound to."""
         if self.choice == "named":
             return _structure(self._parameters()[self.named])
         if self.choice == "required":

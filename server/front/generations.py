@@ -36,6 +36,7 @@ class Piece:
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the client's stop string or token, if one ended it
+    matched_stop: str | int | None = None  # likewise, or the model's own end-of-sequence token
 
 
 class ClientGone(Exception):  # noqa: N818 - not a fault
@@ -88,7 +89,7 @@ class Generation:
             shown, stop = self._screen.push(text)
             piece.text += shown
         if stop is not None:
-            piece.stop_reason = stop
+            piece.stop_reason = piece.matched_stop = stop
             return FinishReason.STOP
         if output.finish_reason is not None:
             piece.text += self._screen.flush()
@@ -134,6 +135,7 @@ class Generation:
         token_ids, stop_ids = output.token_ids, self.ask.request.params.stop_token_ids
         if output.finish_reason is not FinishReason.STOP or not token_ids or token_ids[-1] not in stop_ids:
             return token_ids
+        self._piece.matched_stop = token_ids[-1]
         if token_ids[-1] not in self.ask.eos_ids:
             self._piece.stop_reason = token_ids[-1]
         return token_ids if self.ask.include_stop else token_ids[:-1]

@@ -21,6 +21,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from scheduler.structure.compiler import Vocabulary
@@ -98,6 +99,9 @@ def _is_content(node: Any, names: set[str]) -> bool:
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback
+
+
+_TOKEN_FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")  # of an added token
 
 
 class TokenizerError(ValueError):
@@ -224,6 +228,20 @@ class Tokenizer:
             end_ids=self.eos_ids,
         )
 
+    def configuration(self) -> dict[str, Any]:
+        """Return what tokenizer_config.json says and what became of it, as JSON."""
+        tokens = self._hf.added_tokens_decoder
+        said = {name: _as_json(value) for name, value in self._hf.init_kwargs.items()}
+        return {name: value for name, value in said.items() if value is not None} | {
+            "tokenizer_class": type(self._hf).__name__,
+            "model_max_length": self.model_max_len or int(self._hf.model_max_length),
+            "added_tokens_decoder": {
+                str(token_id): {name: getattr(token, name) for name in _TOKEN_FIELDS}
+                for token_id, token in tokens.items()
+            },
+            "chat_template": self._hf.chat_template,
+        }
+
     def _is_byte_level(self) -> bool:
         """Tell whether tokens are spelled in GPT-2's alphabet of printable bytes."""
         return self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
@@ -242,6 +260,17 @@ class Tokenizer:
         )
         ids = declared if isinstance(declared, list) else [declared]
         return frozenset(int(each) for each in [*ids, self._hf.eos_token_id] if each is not None)
+
+
+def _as_json(value: Any) -> Any:
+    """Return a tokenizer's setting as JSON, None where it has no such form."""
+    if isinstance(value, AddedToken):
+        return value.content
+    if isinstance(value, dict):
+        return {str(key): _as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    return value if isinstance(value, str | int | float | bool) else None
 
 
 def _template_in(path: str) -> str:

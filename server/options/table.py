@@ -219,6 +219,10 @@ class Options:
         help="require this bearer key; may be repeated. Others on the machine can read a command line: prefer "
         "--api-key-file, or keys in the variable WIDEEP_API_KEY",
     )  # fmt: skip
+    per_request_metrics: bool = switch(
+        HTTP, "--enable-per-request-metrics",
+        help="add the times of each request to its answer, or to the usage chunk of its stream",
+    )  # fmt: skip
     http: HttpOptions = field(default=HttpOptions())
 
     tool_call_parser: str | None = flag(

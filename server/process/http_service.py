@@ -28,7 +28,7 @@ from server.api.completions import completion_routes
 from server.api.parsers.registry import markup_of
 from server.api.responses.routes import responses_routes
 from server.api.served import ServedModel
-from server.api.service_routes import invocation_routes, load_routes, model_routes
+from server.api.service_routes import service_routes
 from server.api.tokenize import tokenize_routes
 from server.errors import draining
 from server.experts.control import PlacementControl
@@ -127,10 +127,8 @@ class HttpService:
             completion_routes(self.model, self.requests),
             responses_routes(self.model, self.requests),
             messages_routes(self.model, self.requests),
-            invocation_routes(self.model, self.requests),
             tokenize_routes(self.model),
-            load_routes(lambda: self.requests.num_answers),
-            model_routes(self.model),
+            service_routes(self.model, self.requests, version=version, num_ranks=self._ranks.num_ranks),
             placement_routes(self.placement, options.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),
             membership_routes(self._epochs, self._journal, self._num_parked),
@@ -239,6 +237,8 @@ def _steps(ranks: Ranks) -> dict[int, int]:
 def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> ServedModel:
     return ServedModel(
         names=options.served_model_names,
+        directory=options.model,
+        has_metrics=options.per_request_metrics,
         tokenizer=tokenizer,
         sampling_defaults=_sampling_defaults(Path(options.model)),
         max_len=_max_len(options, tokenizer, ranks),

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason
-from server.api.answer_json import usage_of
+from server.api.answer_json import json_response
 from server.api.anthropic.request import CountTokensRequest, MessagesRequest, chat_request, prompt_request
 from server.api.blocks import (
     Block,
@@ -27,14 +27,13 @@ from server.api.blocks import (
     Grew,
     Opened,
     complete,
-    json_response,
 )
 from server.api.chat_turn import ChatTurn
 from server.api.parsers.deltas import Delta
 from server.api.served import ServedModel
 from server.api.tokenize import count_tokens as count_prompt_tokens
 from server.errors import ApiError
-from server.front.generations import Answer, Piece
+from server.front.generations import Piece
 from server.front.requests import Requests
 from server.http.routes import STREAM_RESPONSE, new_router
 
@@ -70,17 +69,17 @@ class MessageDraft:
         self._context_ends = context_ends
 
     def begin(self) -> list[Event]:
-        """Word the beginning."""
+        """Return the first events."""
         message = self.message | {"usage": self._usage() | {"output_tokens": 0}}
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
-        """Word what was gained."""
-        return [word for each in self._blocks.push(deltas) for word in self._word(each)]
+        """Return the events of what was gained."""
+        return [event for each in self._blocks.push(deltas) for event in self._events_of(each)]
 
     def finish(self, piece: Piece) -> list[Event]:
-        """Word the end, and complete the message."""
-        events = [word for each in self._blocks.finish() for word in self._word(each)]
+        """Return the last events, and complete the message."""
+        events = [event for each in self._blocks.finish() for event in self._events_of(each)]
         stop = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
         usage = self._usage()
         content = [self._content(block) for block in self._blocks.all]
@@ -88,10 +87,10 @@ class MessageDraft:
         return [*events, {"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}]
 
     def fail(self, failure: ApiError) -> list[Event]:
-        """Word a failure after the stream's beginning."""
+        """Return the events of a failure after the stream's beginning."""
         return [failure.anthropic_body()]
 
-    def _word(self, happened: BlockEvent) -> list[Event]:
+    def _events_of(self, happened: BlockEvent) -> list[Event]:
         block = happened.block
         if isinstance(happened, Opened):
             return [{"type": "content_block_start", "index": block.index, "content_block": _beginning(block)}]
@@ -106,7 +105,7 @@ class MessageDraft:
         return events
 
     def _content(self, block: Block) -> dict[str, Any]:
-        """Word a whole block."""
+        """Return a whole block."""
         if block.kind is BlockKind.REASONING:
             return {"type": "thinking", "thinking": block.text, "signature": self._signature(block)}
         if block.kind is BlockKind.TEXT:
@@ -126,7 +125,7 @@ class MessageDraft:
 
 
 def _beginning(block: Block) -> dict[str, Any]:
-    """Word a block that is still empty; what it has by now follows as deltas."""
+    """Return a block that is still empty; what it has by now follows as deltas."""
     if block.kind is BlockKind.REASONING:
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.kind is BlockKind.TEXT:
@@ -167,7 +166,7 @@ def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
         draft = MessageDraft(
             answer.request_id,
             name,
-            usage=lambda: _usage(answer),
+            usage=lambda: _usage(turn),
             context_ends=answer.generations[0].ask.request.params.max_tokens < body.max_tokens,
         )
         chunks = DraftChunks(turn.parser(0), draft)
@@ -185,9 +184,9 @@ def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
     return router
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(turn: ChatTurn) -> dict[str, int]:
     """Count as Anthropic does: input_tokens are those that were not read from the cache."""
-    counted = usage_of(answer.generations, 1)
+    counted = turn.usage()
     cached = counted["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counted["prompt_tokens"] - cached,

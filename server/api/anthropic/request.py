@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from server.api.schemas import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, check_num_parts, validated
+from server.api.schemas import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    ChatMessage,
+    ChatRequest,
+    check_num_parts,
+    validated,
+)
 from server.errors import bad_request
 
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
@@ -81,8 +89,6 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     metadata: dict[str, Any] | None = None
 
-
-ChatMessage = dict[str, Any]
 
 # Claude Code begins its system prompt with a block that differs in every request and would spoil the prefix cache.
 _BILLING = "x-anthropic-billing-header"

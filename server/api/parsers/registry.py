@@ -5,7 +5,7 @@ how its own calls and thoughts are written, and fine-tunes under another model_t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from server.api.parsers.deltas import PlainParser, TextParser
@@ -125,6 +125,10 @@ class Markup:
         if style.answer_tags is not None:
             answer = WrappedAnswerParser(answer, style.answer_tags)
         return ThinkParser(answer, opened=self._starts_thinking(prompt), ends_before=ends_before)
+
+    def without_reasoning(self) -> "Markup":
+        """Return the markup of a model whose reasoning is left in its text; harmony's channels are always read."""
+        return self if self._is_harmony else replace(self, reasoning=NONE)
 
     def markers(self, *, with_tools: bool) -> tuple[str, ...]:
         """Return the marks that must reach the parser even where they are special tokens."""

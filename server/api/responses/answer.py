@@ -12,7 +12,6 @@ from typing import Any
 
 from scheduler.policy.request import FinishReason, Logprobs
 from server.api.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
-from server.api.chat_turn import ReasoningCount
 from server.api.parsers.deltas import Delta
 from server.api.responses.request import ResponsesRequest
 from server.errors import ApiError
@@ -40,25 +39,30 @@ class ResponseDraft:
         *,
         temperature: float,
         top_p: float,
-        word_logprobs: Callable[[Sequence[Logprobs]], list[dict[str, Any]]],
-        usage: Callable[[int], dict[str, Any]],
-        reasoning: ReasoningCount,
+        logprobs_of: Callable[[Sequence[Logprobs]], list[dict[str, Any]]],
+        usage: Callable[[], dict[str, Any]],
+        prompt: str = "",
+        prompt_ids: Sequence[int] = (),
     ) -> None:
-        """Args: usage(reasoning_tokens) is asked at the end, word_logprobs as log-probabilities come."""
+        """Args: usage is asked at the end, logprobs_of as log-probabilities come; prompt is shown where
+        the client wants it."""
         self.response = _head(response_id, body, model, temperature=temperature, top_p=top_p)
         self._blocks = Blocks()
         self._ids: dict[int, str] = {}
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of text blocks
         self._waiting: list[Logprobs] = []  # of tokens whose text is held back
-        self._word_logprobs = word_logprobs
+        self._logprobs_of = logprobs_of
         self._usage = usage
-        self._reasoning = reasoning
         self._number = 0
         self._is_queued = bool(body.background)
         self._shows_progress = bool(body.stream)
+        self._raw: list[Piece] | None = [] if body.enable_response_messages else None
+        if self._raw is not None:
+            self.response["input_messages"] = [_raw_message(prompt, prompt_ids)]
+            self.response["output_messages"] = []
 
     def begin(self) -> list[Event]:
-        """Word the beginning; in the background a response waits first."""
+        """Return the first events; in the background a response waits first."""
         second = "response.queued" if self._is_queued else "response.in_progress"
         return [
             self._event("response.created", response=dict(self.response)),
@@ -66,54 +70,59 @@ class ResponseDraft:
         ]
 
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
-        """Word what was gained."""
+        """Return the events of what was gained."""
         begun = self._leave_queue()
-        self._reasoning.note(deltas, len(piece.token_ids))
+        if self._raw is not None:
+            self._raw.append(piece)
         happened = self._blocks.push(deltas)
         self._waiting += piece.logprobs
         texts = [each for each in happened if isinstance(each, Grew) and each.block.kind is BlockKind.TEXT]
         events: list[Event] = begun
         for each in happened:
-            worded = self._take_logprobs() if texts and each is texts[-1] else []
-            events += self._word(each, worded)
+            logprobs = self._take_logprobs() if texts and each is texts[-1] else []
+            events += self._events_of(each, logprobs)
         if happened and not texts:
             self._waiting = []  # of reasoning or a call, which show none
         return events
 
     def finish(self, piece: Piece) -> list[Event]:
-        """Word the end, and complete the response. What was cut short is `incomplete`."""
+        """Return the last events, and complete the response. What was cut short is `incomplete`."""
         cut = piece.finish_reason is FinishReason.LENGTH
         happened = self._blocks.finish()
         last = self._blocks.all[-1] if cut and self._blocks.all else None
-        events = [word for each in happened for word in self._word(each, [], cut=cut)]
+        events = [event for each in happened for event in self._events_of(each, [], cut=cut)]
         self.response["output"] = self._output(last)
+        if self._raw is not None:
+            text = "".join(each.text for each in self._raw)
+            token_ids = [token_id for each in self._raw for token_id in each.token_ids]
+            self.response["output_messages"] = [_raw_message(text, token_ids)]
         self.response["status"] = "incomplete" if cut else "completed"
         if cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self.response["usage"] = self._usage(self._reasoning.num_tokens)
+        self.response["usage"] = self._usage()
         return [*events, self._event(f"response.{self.response['status']}", response=self.response)]
 
     def cancel(self) -> list[Event]:
-        """Word an end that somebody wished for, and keep what there is; no event is documented for it but this."""
-        events = [word for each in self._blocks.finish() for word in self._word(each, [], cut=True)]
+        """Return the events of a cancelled response, and keep what there is; no event is documented for it but this."""
+        events = [event for each in self._blocks.finish() for event in self._events_of(each, [], cut=True)]
         self.response["output"] = self._output(self._blocks.all[-1] if self._blocks.all else None)
         self.response["status"] = "cancelled"
         return [*events, self._event("response.incomplete", response=self.response)]
 
     def fail(self, failure: ApiError) -> list[Event]:
-        """Word a failure after the stream's beginning."""
+        """Return the events of a failure after the stream's beginning."""
         self.response["status"] = "failed"
         self.response["error"] = {"code": "server_error", "message": failure.message}
         return [self._event("response.failed", response=self.response)]
 
     def _output(self, cut: Block | None) -> list[dict[str, Any]]:
-        """Word all items. Arguments that were cut short are no JSON: a client that runs through the calls would trip
+        """Return all items. Arguments that were cut short are no JSON: a client that runs through the calls would trip
         over them."""
         kept = [block for block in self._blocks.all if block is not cut or block.kind is not BlockKind.CALL]
         return [self._item(block, cut=block is cut) for block in kept]
 
     def _leave_queue(self) -> list[Event]:
-        """Word that tokens come. Who polls sees "queued" until the end, as with vLLM; who follows sees all."""
+        """Return the event that tokens come. Who polls sees "queued" until the end, as with vLLM; who follows sees all."""
         if not self._is_queued:
             return []
         self._is_queued = False
@@ -123,20 +132,20 @@ class ResponseDraft:
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
         waiting, self._waiting = self._waiting, []
-        return self._word_logprobs(waiting) if waiting else []
+        return self._logprobs_of(waiting) if waiting else []
 
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event
 
-    def _word(
+    def _events_of(
         self, happened: BlockEvent, logprobs: list[dict[str, Any]], *, cut: bool = False
     ) -> list[Event]:
         block = happened.block
         if isinstance(happened, Opened):
             self._ids[block.index] = f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"
-            return self._word_opened(block)
+            return self._opening_events(block)
         if isinstance(happened, Grew):
             about = self._place(block)
             if block.kind is BlockKind.TEXT:
@@ -144,9 +153,9 @@ class ResponseDraft:
                 self._logprobs.setdefault(block.index, []).extend(logprobs)
             return [self._event(f"{_DELTAS[block.kind]}.delta", **about, delta=happened.text)]
         assert isinstance(happened, Closed), happened
-        return self._word_closed(block, cut=cut)
+        return self._closing_events(block, cut=cut)
 
-    def _word_opened(self, block: Block) -> list[Event]:
+    def _opening_events(self, block: Block) -> list[Event]:
         item = self._item(block, opening=True)
         events = [self._event("response.output_item.added", output_index=block.index, item=item)]
         if block.kind in _PARTS:
@@ -154,7 +163,7 @@ class ResponseDraft:
             events.append(self._event("response.content_part.added", **self._place(block), part=part))
         return events
 
-    def _word_closed(self, block: Block, *, cut: bool) -> list[Event]:
+    def _closing_events(self, block: Block, *, cut: bool) -> list[Event]:
         about, text, item = self._place(block), block.text, self._item(block, cut=cut)
         if block.kind is BlockKind.CALL:
             events = [self._event(f"{_DELTAS[block.kind]}.done", **about, name=block.name, arguments=text)]
@@ -172,7 +181,7 @@ class ResponseDraft:
         return place | ({"content_index": 0} if block.kind in _PARTS else {})
 
     def _part(self, block: Block, *, opening: bool = False) -> dict[str, Any]:
-        """Word a block's content; when it opens it is empty, and what it has by then follows as deltas."""
+        """Return a block's content; when it opens it is empty, and what it has by then follows as deltas."""
         part: dict[str, Any] = {"type": _PARTS[block.kind], "text": "" if opening else block.text}
         if block.kind is BlockKind.TEXT:
             logprobs = [] if opening else list(self._logprobs.get(block.index, ()))
@@ -189,6 +198,11 @@ class ResponseDraft:
             return item | {"type": "message", "role": "assistant", "content": content}
         call = {"type": "function_call", "call_id": block.call_id, "name": block.name}
         return item | call | {"arguments": "" if opening else block.text}
+
+
+def _raw_message(text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return a message in vLLM's form for models whose text is not harmony's."""
+    return {"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}
 
 
 def _head(

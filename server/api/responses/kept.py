@@ -21,8 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.blocks import DraftChunks, Event, named_events
 from server.api.responses.answer import ResponseDraft
-from server.api.responses.request import ChatMessage
-from server.api.streaming import KEEP_ALIVE_S, Line, until_gone
+from server.api.schemas import ChatMessage
+from server.api.streaming import KEEP_ALIVE_S, EventSender, until_gone
 from server.errors import ApiError, bad_request
 from server.front.generations import Answer, ClientGone
 
@@ -139,9 +139,9 @@ class BackgroundRun:
         return self._events[number:]
 
     def _add(self, events: Sequence[Event]) -> None:
-        worded = [named_events([event]) for event in events]
-        self._events += worded
-        self.num_bytes += sum(map(len, worded))
+        encoded = [named_events([event]) for event in events]
+        self._events += encoded
+        self.num_bytes += sum(map(len, encoded))
         self._tell()
 
     def _tell(self) -> None:
@@ -238,8 +238,8 @@ class Following(Response):
             await asyncio.gather(sending, leaving, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
-        with Line(send, KEEP_ALIVE_S) as line:
+        with EventSender(send, KEEP_ALIVE_S) as sender:
             while events := await self._run.events_from(self._number):
                 self._number += len(events)
-                await line.say(b"".join(events))
-            await line.end(b"")
+                await sender.send(b"".join(events))
+            await sender.end(b"")

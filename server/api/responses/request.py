@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from server.api.schemas import (
     MAX_LOGPROBS,
     MAX_TOOLS,
+    ChatMessage,
     ChatRequest,
     SamplingFields,
     check_num_parts,
@@ -29,7 +30,7 @@ _METADATA = {"anyOf": [{"type": "object", "additionalProperties": {"type": "stri
 _UNSERVED = {
     "conversation": "send the history as input, or use previous_response_id",
     "prompt": "this server stores no prompt templates; send the text as input",
-    "echo": "an answer is told without what came before it",
+    "echo": "an answer comes without what was before it",
 }
 
 
@@ -52,13 +53,13 @@ class TextConfig(BaseModel):
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
-    # text or a list of items; checked in responses_input
+    # text or a list of items; checked in `messages_of`
     input: Annotated[Any, WithJsonSchema(_INPUT)] = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     metadata: Annotated[Any, WithJsonSchema(_METADATA)] = None  # checked below
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: Any = None  # a word or an object; checked in responses_chat
+    tool_choice: Any = None  # a string or an object; checked in `chat_request`
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -68,6 +69,7 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_response_messages: bool | None = None  # vLLM: the prompt and the answer as they were, text and ids
 
     @property
     def wants_logprobs(self) -> bool:
@@ -106,12 +108,10 @@ def refuse_unserved_responses(body: ResponsesRequest) -> None:
     for name in ("prompt_logprobs", "return_token_ids"):
         wish = getattr(body, name)
         if wish is not None and wish is not False:
-            raise bad_request(f"{name!r} is told by /v1/chat/completions only.", name)
+            raise bad_request(f"{name!r} is for /v1/chat/completions only.", name)
     if (body.n or 1) != 1:
         raise bad_request("n must be 1: a response has one answer.", "n")
 
-
-ChatMessage = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

@@ -9,13 +9,12 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.answer_json import chat_logprobs, usage_of
-from server.api.blocks import DraftChunks, DraftStream, complete, json_response
-from server.api.chat_turn import ChatTurn, ReasoningCount
+from server.api.answer_json import chat_logprobs, json_response
+from server.api.blocks import DraftChunks, DraftStream, complete
+from server.api.chat_turn import ChatTurn
 from server.api.responses.answer import ResponseDraft
 from server.api.responses.kept import BackgroundRun, BackgroundRuns, Following, ResponseStore
 from server.api.responses.request import (
-    ChatMessage,
     ResponsesRequest,
     chat_request,
     items_to_messages,
@@ -23,10 +22,10 @@ from server.api.responses.request import (
     own_name,
     refuse_unserved_responses,
 )
+from server.api.schemas import ChatMessage
 from server.api.served import ServedModel
 from server.api.tokenize import count_tokens
 from server.errors import ApiError, bad_request
-from server.front.generations import Answer
 from server.front.requests import Requests
 from server.http.routes import STREAM_RESPONSE, new_router
 
@@ -95,7 +94,7 @@ async def _create(body: ResponsesRequest, http: HttpRequest, parts: _Parts) -> R
         turn = await ChatTurn.open(
             chat_request(body, history), model, parts.requests, request_id=request_id, cut_to_fit=True
         )
-    draft = _draft(body, name, model, turn.answer)
+    draft = _draft(body, name, turn)
 
     def keep() -> None:
         if body.store is not False:
@@ -144,29 +143,31 @@ def _history(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
     return [*stored.messages, *given]
 
 
-def _draft(body: ResponsesRequest, name: str, model: ServedModel, answer: Answer) -> ResponseDraft:
-    params = answer.generations[0].ask.request.params
-    tokenizer = model.tokenizer
+def _draft(body: ResponsesRequest, name: str, turn: ChatTurn) -> ResponseDraft:
+    answer, tokenizer = turn.answer, turn.model.tokenizer
+    request = answer.generations[0].ask.request
+    params = request.params
     return ResponseDraft(
         answer.request_id,
         body,
         name,
         temperature=params.temperature,
         top_p=params.top_p,
-        word_logprobs=lambda entries: chat_logprobs(entries, tokenizer, body.top_logprobs or 0)["content"],
-        usage=lambda num_reasoning: _usage(answer, num_reasoning),
-        reasoning=ReasoningCount(lambda text: len(tokenizer.encode(text, add_special_tokens=False))),
+        logprobs_of=lambda entries: chat_logprobs(entries, tokenizer, body.top_logprobs or 0)["content"],
+        usage=lambda: _usage(turn),
+        prompt=turn.prompt,
+        prompt_ids=request.prompt_ids,
     )
 
 
-def _usage(answer: Answer, num_reasoning: int) -> dict[str, Any]:
-    counted = usage_of(answer.generations, 1)
+def _usage(turn: ChatTurn) -> dict[str, Any]:
+    counted = turn.usage()
     cached = counted["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "output_tokens_details": counted["completion_tokens_details"],
         "total_tokens": counted["total_tokens"],
     }
 
