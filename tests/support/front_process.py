@@ -39,6 +39,7 @@ class FrontProcess:
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.ranks: list[FakeRank] = []
         self._scripts: dict[str, Script] = {}
+        self.headers: dict[str, str] = {}  # of requests that bring none of their own
         read_fd, write_fd = os.pipe()
         command = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front", str(model)]
         command += ["--port", "0", "--ranks", str(num_ranks), "--ready-fd", str(write_fd), *flags]
@@ -128,11 +129,11 @@ class FrontProcess:
 
     def get(self, path: str, **how: object) -> httpx.Response:
         """GET from the front."""
-        return httpx.get(self.url + path, timeout=TIMEOUT_S, **how)  # type: ignore[arg-type]
+        return httpx.get(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
 
     def post(self, path: str, **how: object) -> httpx.Response:
         """POST to the front."""
-        return httpx.post(self.url + path, timeout=TIMEOUT_S, **how)  # type: ignore[arg-type]
+        return httpx.post(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
 
     def wait(self) -> tuple[int, str]:
         """Wait for the process' end; returns its status and what it said on stderr."""

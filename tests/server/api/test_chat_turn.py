@@ -113,9 +113,9 @@ CALLS = [ToolCallDelta(0, "{}", "id", "f"), ToolCallDelta(1, "{}", "id2", "g")]
 
 def test_a_choice_with_calls_ends_with_tool_calls_unless_it_was_cut_off() -> None:
     parser = MessageParser(Script(*CALLS), ReasoningCount(len), max_calls=None, shows_reasoning=True)
-    assert parser.finish_word(FinishReason.STOP) == "stop"
+    assert parser.finish_reason(FinishReason.STOP) == "stop"
     assert parser.push(Piece()) == CALLS
-    words = [parser.finish_word(reason) for reason in (None, FinishReason.STOP, FinishReason.LENGTH)]
+    words = [parser.finish_reason(reason) for reason in (None, FinishReason.STOP, FinishReason.LENGTH)]
     assert words == [None, "tool_calls", "length"]
 
 
@@ -143,3 +143,13 @@ def test_neighbours_of_one_kind_merge() -> None:
     ]
     merged = [ContentDelta("ab"), ToolCallDelta(0, "{}x", "id", "f"), CALLS[1], ReasoningDelta("c")]
     assert merge(deltas) == merged and merge([]) == []
+
+
+@pytest.mark.parametrize(
+    ("effort", "told"), [("none", "none False"), ("low", "low None"), (None, "None None")]
+)
+def test_effort_reaches_the_template_and_none_turns_thinking_off(
+    tmp_path: Path, effort: str | None, told: str
+) -> None:
+    template = "{{ reasoning_effort | default(None) }} {{ enable_thinking | default(None) }}"
+    assert render(tmp_path, template, reasoning_effort=effort) == told

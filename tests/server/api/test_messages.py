@@ -1,126 +1,183 @@
-"""A chat's messages reach the template in one form."""
+"""/v1/messages through Anthropic's client: whole, streamed, with tools, and its errors."""
 
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import httpx
 import pytest
 
-from server.api.parsers.registry import Markup
-from server.api.parsers.token_calls import DEEPSEEK
-from server.api.prompts import (
-    as_text,
-    mentions_tools,
-    tell,
-    template_messages,
-    tool_text,
-    with_parts,
-    with_text_arguments,
-)
-from server.api.schemas import Message
-from server.errors import ApiError
-from tests.server.api.parsers.reading import read
-from tests.server.api.parsers.texts import TYPES
+from scheduler.policy.request import FinishReason
+from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.tiny_tokenizer import MAX_LEN
 
-CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+THINKING = "<think>hm, so</think>\n\nhello wörld 😀!"
+CALLING = '<think>hm</think>\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
+ADD: Any = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
-def messages(*sent: dict[str, Any]) -> list[dict[str, Any]]:
-    return template_messages([Message.model_validate(each) for each in sent])
+@pytest.fixture(scope="module")
+def claude(front: FrontProcess) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's client, which sends its key as x-api-key."""
+    with anthropic.Anthropic(base_url=front.url, api_key="second", max_retries=0, timeout=TIMEOUT_S) as made:
+        yield made
 
 
-def test_a_whole_history_reaches_the_template() -> None:
-    user = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}
-    assistant = {"role": "assistant", "content": None, "tool_calls": [CALL], "name": "bot"}
-    tool = {"role": "tool", "tool_call_id": "call_1", "content": "5"}
-    asked, called, answered = messages(user, assistant, tool)
-    assert asked == {"role": "user", "content": "a\nb"}
-    assert called == {
-        "role": "assistant",
-        "name": "bot",
-        "content": "",
-        "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"a": 1}}}],
+def create(claude: anthropic.Anthropic, word: str, **how: Any) -> Any:
+    asked: Any = {"model": "claude-alias", "max_tokens": 200, "messages": [{"role": "user", "content": word}]}
+    return claude.messages.create(**(asked | how))
+
+
+def test_a_whole_message_has_blocks_and_usage(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+    script = front.script("m-whole", THINKING, num_cached_tokens=3)
+    message = create(claude, "m-whole", system="be brief", extra_body={"temperature": 0.5, "top_k": 3})
+    assert message.id.startswith("msg_") and (message.role, message.model) == ("assistant", "claude-alias")
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert message.content[0].thinking.strip() == "hm, so"
+    assert message.content[1].text.strip() == "hello wörld 😀!"
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    request = front.asked("m-whole")
+    assert front.decode(request.prompt_ids).startswith("<|start|>system\nbe brief<|end|>")
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == len(request.prompt_ids)
+    assert (usage.cache_read_input_tokens, usage.output_tokens) == (3, len(script.token_ids))
+    assert (request.params.temperature, request.params.top_k, request.params.max_tokens) == (0.5, 3, 200)
+
+
+def test_a_stream_s_events_build_the_whole_message(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+    front.script("m-stream", THINKING, num_cached_tokens=2)
+    whole = create(claude, "m-stream")
+    asked: Any = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "m-stream"}]}
+    with claude.messages.stream(**asked) as stream:
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text"]
+    assert final.content[1].text == whole.content[1].text
+    assert (final.usage.output_tokens, final.usage.cache_read_input_tokens) == (whole.usage.output_tokens, 2)
+    events = [event.type for event in create(claude, "m-stream", stream=True)]
+    assert events[0] == "message_start" and events[-2:] == ["message_delta", "message_stop"]
+    assert events.count("content_block_start") == events.count("content_block_stop") == 2
+
+
+def test_the_wire_is_what_anthropic_documents(front: FrontProcess) -> None:
+    front.script("m-wire", "ok")
+    body = {
+        "model": "tiny",
+        "max_tokens": 5,
+        "stream": True,
+        "messages": [{"role": "user", "content": "m-wire"}],
     }
-    assert answered == tool
+    response = front.post("/v1/messages?beta=true", json=body, headers={"x-api-key": "sesame"})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.split("\n\n")
+    assert events.pop() == "" and all(event.startswith("event: ") for event in events)
+    names = [event.split("\n")[0].removeprefix("event: ") for event in events]
+    assert names[:2] == ["message_start", "ping"] and names[-1] == "message_stop"
+    assert "[DONE]" not in response.text
 
 
-def test_reasoning_beside_calls_has_gpt_oss_name_too() -> None:
-    [message] = messages({"role": "assistant", "tool_calls": [CALL], "reasoning": "hm"})
-    assert message["thinking"] == "hm"
-
-
-def test_reasoning_has_both_names() -> None:
-    for field in ("reasoning", "reasoning_content"):
-        [message] = messages({"role": "assistant", "content": "x", field: "hm"})
-        assert message["reasoning"] == message["reasoning_content"] == "hm"
-
-
-@pytest.mark.parametrize("sent", [[], None])
-def test_no_calls_are_no_calls(sent: Any) -> None:
-    assert messages({"role": "assistant", "content": "x", "tool_calls": sent}) == [
-        {"role": "assistant", "content": "x"}
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [(None, {}), ("", {}), ({"a": 1}, {"a": 1}), ('{"a"', '{"a"'), ("[1]", "[1]"), ("[" * 5000, "[" * 5000)],
-)
-def test_arguments_are_objects_where_they_can_be(arguments: Any, expected: Any) -> None:
-    call = {"function": {"name": "f", "arguments": arguments}}
-    [message] = messages({"role": "assistant", "tool_calls": [call]})
-    assert message["tool_calls"][0]["function"]["arguments"] == expected
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"content": [{"type": "refusal"}]}, "messages.0.content.0.refusal"),
-        ({"tool_calls": {}}, "messages.0.tool_calls"),
-        ({"tool_calls": ["f"]}, "messages.0.tool_calls.0.function"),
-        ({"tool_calls": [{"function": {"arguments": "{}"}}]}, "messages.0.tool_calls.0.function"),
-        (
-            {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
-            "messages.0.tool_calls.0.function.arguments",
-        ),
-    ],
-)
-def test_a_wrong_message_says_where(message: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        messages({"role": "assistant", **message})
-    assert (caught.value.status, caught.value.param) == (400, param)
-
-
-def test_parts_and_text_arguments_are_other_spellings() -> None:
-    history = messages({"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]})
-    assert [each["content"] for each in with_parts(history)] == [[{"type": "text", "text": "a"}], []]
-    assert with_text_arguments(history)[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-
-
-def test_a_template_that_knows_no_calls_gets_them_as_text() -> None:
-    history = messages(
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "Hm.", "tool_calls": [CALL]},
-        {"role": "tool", "content": "5", "tool_call_id": "call_1"},
+def test_a_tool_is_called_and_its_result_read(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+    front.script("m-call", CALLING)
+    message = create(claude, "m-call", tools=[ADD], tool_choice={"type": "auto"})
+    use = message.content[-1]
+    assert (message.stop_reason, use.type, use.name, use.input) == (
+        "tool_use",
+        "tool_use",
+        "add",
+        {"a": 1, "b": "ü"},
     )
-    user, assistant, tool = as_text(history)
-    assert user == {"role": "user", "content": "a"}
-    text = 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    assert assistant == {"role": "assistant", "content": text}
-    assert tool == {"role": "user", "content": "<tool_response>\n5\n</tool_response>"}
-    assert mentions_tools(history) and not mentions_tools(history[:1])
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "m-sum"}]}
+    history = [
+        {"role": "user", "content": "what is it?"},
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "so?"}]},
+    ]
+    front.script("m-sum", "two")
+    assert create(claude, "", messages=history, tools=[ADD]).content[0].text == "two"
+    prompt = front.decode(front.asked("m-sum").prompt_ids)
+    assert "<|start|>tool\nm-sum<|end|>\n<|start|>user\nso?<|end|>" in prompt
 
 
-def test_the_model_is_told_at_the_beginning() -> None:
-    user, system = messages({"role": "user", "content": "a"}, {"role": "system", "content": "b"})
-    assert tell([user], "T") == [{"role": "system", "content": "T"}, user]
-    assert tell([system, user], "T") == [{"role": "system", "content": "b\n\nT"}, user]
-    assert tell([user], "T", role="user") == [{"role": "user", "content": "T\n\na"}]
+def test_a_tool_s_input_is_streamed(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+    front.script("m-input", CALLING)
+    asked: Any = {"messages": [{"role": "user", "content": "m-input"}], "tools": [ADD]}
+    with claude.messages.stream(model="tiny", max_tokens=200, **asked) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        message = stream.get_final_message()
+    assert "".join(pieces) == '{"a": 1, "b": "ü"}'
+    assert message.content[-1].input == {"a": 1, "b": "ü"} and message.stop_reason == "tool_use"
 
 
-def test_a_model_is_told_of_tools_in_the_form_that_is_read() -> None:
-    for form in ("hermes", "deepseek_v3", "deepseek_v31"):
-        shown = tool_text([TOOL], form)
-        assert '"object"' in shown
-        call = shown[shown.index("<tool_call>" if form == "hermes" else DEEPSEEK.section[0]) :]
-        call = call.replace("NAME", "f").replace("ARGUMENTS", "{}").replace("{...}", "{}")
-        assert read(lambda form=form: Markup(tools=form).parser("", TYPES), call).calls == [("f", "{}")]  # type: ignore[misc]
+def test_a_named_tool_and_a_format_bind_the_answer(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+    front.script("m-named", '{"a": 1}')
+    message = create(claude, "m-named", tools=[ADD], tool_choice={"type": "tool", "name": "add"})
+    assert (message.stop_reason, message.content[0].input) == ("tool_use", {"a": 1})
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    assert create(claude, "m-named", output_config=config).content[0].text == '{"a": 1}'
+    bound = [
+        request.params.structure
+        for rank in front.ranks
+        for request in rank.requests
+        if "m-named" in front.decode(request.prompt_ids)
+    ]
+    assert len(bound) == 2 and all(each is not None and each.kind == "json_schema" for each in bound)
+
+
+def test_stop_sequences_and_lengths_are_told(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+    front.script("m-stop", "one<END> two")
+    message = create(claude, "m-stop", stop_sequences=["zzz", "<END>"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "<END>")
+    assert message.content[0].text == "one"
+    assert create(claude, "m-stop", max_tokens=2).stop_reason == "max_tokens"
+
+
+def test_more_tokens_than_fit_are_those_that_fit(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+    front.script("m-large", [97] * MAX_LEN)
+    message = create(claude, "m-large", max_tokens=32_000)
+    request = front.asked("m-large")
+    assert request.params.max_tokens == MAX_LEN - len(request.prompt_ids)
+    assert message.stop_reason == "model_context_window_exceeded"
+    with pytest.raises(anthropic.BadRequestError, match="context length"):
+        create(claude, "x" * 5000)
+
+
+def test_a_failure_is_a_status_or_an_event(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+    front.script("m-fails", "", finish=FinishReason.ERROR, error="out of luck")
+    with pytest.raises(anthropic.InternalServerError, match="out of luck"):
+        create(claude, "m-fails")
+    more = threading.Event()
+    front.script("m-breaks", "ab", finish=FinishReason.ERROR, error="out of luck", gates={1: more})
+    stream = iter(create(claude, "m-breaks", stream=True))
+    next(stream)
+    more.set()
+    with pytest.raises(anthropic.APIStatusError, match="out of luck"):
+        list(stream)
+
+
+def refusal(response: httpx.Response) -> tuple[int, str, str]:
+    body = response.json()
+    assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
+    return response.status_code, body["error"]["type"], body["error"]["message"]
+
+
+def test_keys_are_wanted_in_either_header(front: FrontProcess) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    path = "/v1/messages/count_tokens"
+    for headers in ({"x-api-key": "sesame"}, {"authorization": "Bearer second"}):
+        assert front.post(path, json=body, headers=headers).status_code == 200
+    for headers in ({}, {"x-api-key": "wrong"}, {"x-api-key": "Bearer sesame"}, {"authorization": "sesame"}):
+        assert refusal(front.post(path, json=body, headers=headers))[:2] == (401, "authentication_error")
+
+
+def test_a_stream_s_beginning_and_end_count_the_same_input(
+    front: FrontProcess, claude: anthropic.Anthropic
+) -> None:
+    front.script("m-counts", "abc", num_cached_tokens=4)
+    events = list(create(claude, "m-counts", stream=True))
+    [start] = [event.message.usage for event in events if event.type == "message_start"]
+    [end] = [event.usage for event in events if event.type == "message_delta"]
+    assert start.cache_read_input_tokens == end.cache_read_input_tokens == 4
+    num_prompt_tokens = len(front.asked("m-counts").prompt_ids)
+    assert start.input_tokens == end.input_tokens == num_prompt_tokens - 4
+    assert (start.output_tokens, end.output_tokens) == (0, len(front.encode("abc")))

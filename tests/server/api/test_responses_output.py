@@ -33,12 +33,11 @@ def draft_of(**fields: Any) -> ResponseDraft:
         "tiny",
         temperature=1.0,
         top_p=0.5,
-        word_logprobs=lambda entries: [
+        logprobs_of=lambda entries: [
             {"token": str(each.token_id), "logprob": each.logprob, "bytes": [], "top_logprobs": []}
             for each in entries
         ],
-        usage=lambda num_reasoning: USAGE | {"output_tokens_details": {"reasoning_tokens": num_reasoning}},
-        reasoning=ReasoningCount(len),
+        usage=lambda: dict(USAGE),
     )
 
 
@@ -114,7 +113,7 @@ def test_the_completed_response_holds_every_item_and_the_usage() -> None:
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     call = response.output[2]
     assert (call.call_id, call.name, call.arguments) == ("call_9", "add", '{"a":1}')  # type: ignore[union-attr]
-    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens == 1
+    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens == 2
     assert (response.instructions, response.metadata, response.top_p) == ("be brief", {"k": "v"}, 0.5)
     assert draft.response["store"] is False and response.error is None and response.incomplete_details is None
 

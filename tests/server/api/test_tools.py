@@ -7,7 +7,6 @@ import pytest
 
 from server.api.schemas import ChatRequest
 from server.api.tools import ToolUse, tool_use_of
-from server.errors import ApiError
 from tests.server.api.parsers.reading import Said, read
 
 PARAMETERS = {
@@ -57,42 +56,6 @@ def test_parameters_are_never_missing_for_a_template() -> None:
         "strict": True,
         "parameters": {"type": "object", "properties": {}},
     }
-
-
-def deep(levels: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {}
-    for _ in range(levels):
-        schema = {"items": schema}
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"tool_choice": "required", "tools": None}, "tool_choice"),
-        ({"tools": ["f"]}, "tools.0.type"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [{"type": "function"}]}, "tools.0.function"),
-        ({"tools": [tool(), {"type": "function", "function": {}}]}, "tools.1.function.name"),
-        ({"tools": [tool("")]}, "tools.0.function.name"),
-        ({"tools": [tool("a b")]}, "tools.0.function.name"),
-        ({"tools": [tool(5)]}, "tools.0.function.name"),  # type: ignore[arg-type]
-        ({"tools": [tool(), tool()]}, "tools.1.function.name"),
-        ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters"),
-        ({"tools": [tool(parameters=deep(100))]}, "tools.0"),
-        ({"tools": [tool(description=5)]}, "tools.0.function.description"),
-        ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
-        ({"tools": [tool()], "tool_choice": 5}, "tool_choice"),
-        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tools": [tool()], "tool_choice": {"function": {"name": "f"}}}, "tool_choice"),
-    ],
-)
-def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        use(**fields)
-    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_a_named_function_binds_the_answer_to_its_arguments() -> None:

@@ -103,14 +103,6 @@ def test_each_token_is_sent_when_it_comes_and_no_character_is_broken(
     assert shown == TEXT and not any(contents)
 
 
-def test_usage_in_every_chunk_when_asked_for(front: FrontProcess, client: openai.OpenAI) -> None:
-    front.script("w-continuous", "abc")
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(chat(client, "w-continuous", stream=True, stream_options=options))
-    assert all(chunk.usage is not None for chunk in chunks)
-    assert chunks[-2].usage.completion_tokens == 3
-
-
 def test_n_choices_are_n_requests_with_seeds_in_a_row(front: FrontProcess, client: openai.OpenAI) -> None:
     front.script("w-n", "same")
     answer = chat(client, "w-n", n=3, seed=41)
@@ -248,31 +240,6 @@ def test_logprobs_of_given_ids_reach_the_rank(front: FrontProcess, client: opena
     assert (params.num_logprobs, params.logprob_token_ids) == (0, (7, 5))
 
 
-def test_a_client_that_hangs_up_frees_its_place_at_the_rank(
-    front: FrontProcess, client: openai.OpenAI
-) -> None:
-    never = threading.Event()
-    front.script("w-hangup", "abc", gates={1: never})
-    with chat(client, "w-hangup", stream=True) as stream:
-        next(iter(stream))
-    rank = front.served("w-hangup")
-    rank.wait_for(lambda told: rank.requests[-1].request_id in told.aborted)
-    never.set()
-
-
-def test_a_client_that_stops_waiting_for_a_whole_answer_frees_its_place(
-    front: FrontProcess, client: openai.OpenAI
-) -> None:
-    never = threading.Event()
-    front.script("w-impatient", "abc", gates={0: never})
-    with pytest.raises(openai.APITimeoutError):
-        chat(client, "w-impatient", timeout=0.3, n=2)
-    for rank in front.ranks:
-        ids = [r.request_id for r in rank.requests if "w-impatient" in front.decode(r.prompt_ids)]
-        rank.wait_for(lambda told, ids=ids: set(ids) <= set(told.aborted))  # type: ignore[misc]
-    never.set()
-
-
 def test_a_failure_at_the_rank_is_a_status_or_an_event(front: FrontProcess, client: openai.OpenAI) -> None:
     front.script("w-fails", "", finish=FinishReason.ERROR, error="out of luck")
     with pytest.raises(openai.InternalServerError, match="out of luck"):
@@ -296,14 +263,171 @@ def test_many_streams_at_once_each_get_their_own_text(front: FrontProcess) -> No
 
     async def one(client: openai.AsyncOpenAI, word: str) -> str:
         stream = await client.chat.completions.create(
-            model="org/tiny-alias", messages=[{"role": "user", "content": word}], stream=True
+            model="claude-alias", messages=[{"role": "user", "content": word}], stream=True
         )
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def all_of_them() -> list[str]:
         async with openai.AsyncOpenAI(
-            base_url=front.url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
+            base_url=front.url + "/v1", api_key="sesame", max_retries=0, timeout=TIMEOUT_S
         ) as client:
             return await asyncio.gather(*(one(client, word) for word in words))
 
     assert asyncio.run(all_of_them()) == [f"{word} é😀 done" for word in words]
+
+
+HELLO: list[Any] = [
+    {"role": "system", "content": "you are a helpful assistant"},
+    {"role": "user", "content": "what is 1+1?"},
+]
+
+
+def say(client: openai.OpenAI, messages: Any = HELLO, **how: Any) -> Any:
+    """A chat of a few tokens."""
+    return client.chat.completions.create(
+        **{"model": "tiny", "messages": messages, "max_completion_tokens": 5, **how}
+    )
+
+
+def said_of(text: str) -> list[dict[str, Any]]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
+
+
+# What follows is after vLLM's published tests (tests/entrypoints/openai/chat_completion): whoever changes servers should not notice.
+
+
+def test_a_stream_s_last_chunk_has_text_and_the_reason(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("p-last", "one two three")
+    whole = say(client, said_of("p-last"), max_completion_tokens=10).choices[0]
+    chunks = list(say(client, said_of("p-last"), max_completion_tokens=10, stream=True))
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + [whole.finish_reason]
+    assert chunks[-1].choices[0].delta.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+
+
+def test_usage_grows_from_chunk_to_chunk(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("p-grows", "abcdefghij")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    last = 0
+    for chunk in say(
+        client, said_of("p-grows"), max_completion_tokens=10, stream=True, stream_options=options
+    ):
+        usage = chunk.usage
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        grows = usage.completion_tokens > last or last == 0
+        assert grows or (not chunk.choices and usage.completion_tokens == last)
+        last = usage.completion_tokens
+    assert last == len(front.encode("abcdefghij"))
+
+
+def test_extra_keys_and_parts_are_taken(client: openai.OpenAI) -> None:
+    extra = [{"role": "user", "content": "what is 1+1?", "extra_field": "0"}]
+    assert say(client, extra, extra_body={"min_characters": 10}).choices[0].message.content is not None
+    parts = [{"role": "user", "content": [{"type": "text", "text": "what is 1+1?"}]}]
+    assert say(client, parts).choices[0].message.content == say(client, extra).choices[0].message.content
+
+
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_echo_begins_with_the_message_that_is_continued(
+    front: FrontProcess, client: openai.OpenAI, echo: bool, streams: bool
+) -> None:
+    saying = f"An apple a day keeps p-echo{echo}{streams}"
+    front.script(f"p-echo{echo}{streams}", " the doctor away")
+    wish = {"echo": echo, "continue_final_message": True, "add_generation_prompt": False}
+    messages = [*HELLO, {"role": "assistant", "content": saying}]
+    answer = say(client, messages, max_completion_tokens=30, stream=streams, extra_body=wish)
+    if streams:
+        content = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+    else:
+        content = answer.choices[0].message.content
+    assert content == (saying if echo else "") + " the doctor away"
+
+
+def test_an_echo_never_repeats_the_user(client: openai.OpenAI) -> None:
+    wished = say(client, extra_body={"echo": True}).choices[0].message.content
+    assert wished == say(client).choices[0].message.content
+
+
+def test_invocations_answer_like_the_endpoint_itself(front: FrontProcess) -> None:
+    body = {"model": "tiny", "messages": HELLO, "max_completion_tokens": 5, "temperature": 0.0}
+    chats = [front.post(path, json=body).json() for path in ("/v1/chat/completions", "/invocations")]
+    assert chats[0].keys() == chats[1].keys() and chats[0]["choices"] == chats[1]["choices"]
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 5, "temperature": 0.0}
+    texts = [front.post(path, json=body).json() for path in ("/v1/completions", "/invocations")]
+    assert texts[0].keys() == texts[1].keys() and texts[0]["choices"] == texts[1]["choices"]
+
+
+def test_logprobs_of_chosen_ids_have_the_sampled_token_too(client: openai.OpenAI) -> None:
+    wish = {"logprob_token_ids": [100, 200, 250], "return_tokens_as_token_ids": True}
+    answer = say(client, logprobs=True, top_logprobs=3, max_completion_tokens=1, extra_body=wish)
+    [entry] = answer.choices[0].logprobs.content
+    assert entry.token in {each.token for each in entry.top_logprobs}
+
+
+def test_all_logprobs_are_the_vocabulary_s(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("p-all", "ab")
+    answer = say(client, said_of("p-all"), logprobs=True, top_logprobs=-1, extra_body={"prompt_logprobs": -1})
+    params = front.asked("p-all").params
+    assert params.num_logprobs == params.num_prompt_logprobs == 320
+    assert [len(entry.top_logprobs) for entry in answer.choices[0].logprobs.content] == [320] * 2
+    assert all(len(position) == 320 for position in answer.prompt_logprobs[1:])
+    text = client.completions.create(model="tiny", prompt="p-all", logprobs=-1, max_tokens=2)
+    logprobs: Any = text.choices[0].logprobs
+    assert front.asked("p-all").params.num_logprobs in (320, None) and len(logprobs.tokens) == 2
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_stopped_an_answer_is_told_in_sglang_s_field_too(
+    front: FrontProcess, client: openai.OpenAI, streams: bool
+) -> None:
+    mark = front.encode("w")[0]
+    for number, (token_ids, how, wanted) in enumerate(
+        [
+            (front.encode("one<END> two"), {"stop": "<END>"}, "<END>"),
+            ([*front.encode("one"), mark], {"extra_body": {"stop_token_ids": [mark]}}, mark),
+            ([*front.encode("one"), 1], {}, 1),
+            (front.encode("one"), {"max_completion_tokens": 2}, None),
+        ]
+    ):
+        word = f"p-stops{streams}{number}"
+        front.script(word, token_ids)
+        asked: dict[str, Any] = {"max_completion_tokens": 40, "stream": streams, **how}
+        answer = say(client, said_of(word), **asked)
+        choice = list(answer)[-1].choices[0] if streams else answer.choices[0]
+        assert choice.matched_stop == wanted
+
+
+def test_every_answer_has_the_same_fields(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("p-fields", "<think>hm</think>\n\nyes")
+    front.script("p-plain", "yes")
+    keys = []
+    for word, text, thoughts in (("p-fields", "yes", "hm"), ("p-plain", "yes", None)):
+        answer = say(client, said_of(word), max_completion_tokens=60)
+        message = answer.choices[0].message
+        assert (message.content, message.reasoning, message.reasoning_content) == (text, thoughts, thoughts)
+        assert (answer.usage.completion_tokens_details.reasoning_tokens > 0) is (thoughts is not None)
+        keys.append({*answer.model_dump(), *message.model_dump(), *answer.usage.model_dump()})
+    assert keys[0] == keys[1]
+
+
+def test_reasoning_may_stay_where_the_model_wrote_it(front: FrontProcess, client: openai.OpenAI) -> None:
+    text = "<think>hm</think>\n\nyes"
+    front.script("p-whole", text)
+    how: dict[str, Any] = {"max_completion_tokens": 60, "extra_body": {"separate_reasoning": False}}
+    message = say(client, said_of("p-whole"), **how).choices[0].message
+    assert (message.content, message.reasoning_content) == (text, None)
+    assert text_of(list(say(client, said_of("p-whole"), stream=True, **how))) == text
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_tells_how_long_it_took(front: FrontProcess, client: openai.OpenAI, streams: bool) -> None:
+    front.script("p-times", "abcd")
+    options = {"stream": True, "stream_options": {"include_usage": True}} if streams else {}
+    answer = say(client, said_of("p-times"), **options)
+    metrics = (list(answer)[-1] if streams else answer).metrics
+    assert metrics["time_to_first_token_ms"] > 0 and metrics["queue_time_ms"] >= 0
+    assert say(client, said_of("p-times"), n=2).metrics is None, "choices share the time"

@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.service import greedy_tokens
 from tests.support.front_process import FrontProcess
-from tests.support.tiny_tokenizer import MAX_LEN
 
 
 def test_a_prompt_is_completed_without_a_template(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -23,7 +22,8 @@ def test_a_prompt_is_completed_without_a_template(front: FrontProcess, client: o
     assert request.params.max_tokens == 16, "OpenAI's default here"
 
 
-def test_the_benchmarks_client_reads_token_ids(front: FrontProcess) -> None:
+def test_the_benchmarks_client_reads_token_ids(shared_front: FrontProcess) -> None:
+    front = shared_front  # the benchmarks have no keys
     front.script("c-bench", "half a \u00e9")
     expected = front.encode("half a \u00e9")
     port = int(front.url.rpartition(":")[2])
@@ -152,11 +152,6 @@ def test_echo_of_no_tokens_scores_the_prompt_alone(front: FrontProcess, stream: 
     assert front.asked("c-none").params.max_tokens == 1
 
 
-def test_max_tokens_0_without_echo_is_a_400(front: FrontProcess) -> None:
-    response = front.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 0})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
-
-
 def test_prompt_logprobs_are_vllm_s(front: FrontProcess, client: openai.OpenAI) -> None:
     front.script("c-prompted", "ok")
     ids = front.encode("c-prompted")
@@ -222,15 +217,6 @@ def test_a_streamed_completion_ends_with_its_usage(front: FrontProcess, client: 
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_models_are_listed_by_every_name(client: openai.OpenAI) -> None:
-    models = client.models.list().data
-    assert [model.id for model in models] == ["tiny", "org/tiny-alias"]
-    assert client.models.retrieve("org/tiny-alias").max_model_len == MAX_LEN  # type: ignore[attr-defined]
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.models.retrieve("gpt-4")
-    assert caught.value.body["type"] == "NotFoundError"  # type: ignore[index]
-
-
 def test_the_operators_routes_answer(front: FrontProcess) -> None:
     assert front.get("/health").status_code == 200
     assert front.get("/ping").status_code == 200
@@ -288,3 +274,77 @@ def test_metrics_answer_head_and_label_routes_not_paths(front: FrontProcess) -> 
     text = front.get("/metrics").text
     assert "/no/such" not in text
     assert 'handler="/v1/completions"' in text
+
+
+# What follows is after vLLM's published tests (tests/entrypoints/openai/completion).
+IDS = [65, 66, 67, 68, 69]
+TEXT = "Hello, my name is"
+
+
+def complete(client: openai.OpenAI, prompt: Any = TEXT, **how: Any) -> Any:
+    return client.completions.create(
+        **{"model": "tiny", "prompt": prompt, "max_tokens": 5, "temperature": 0.0, **how}
+    )
+
+
+@pytest.mark.parametrize(("count", "least", "most"), [(None, 0, 0), (0, 1, 1), (1, 1, 2), (5, 5, 6)])
+def test_logprobs_have_the_chosen_token(client: openai.OpenAI, count: Any, least: int, most: int) -> None:
+    logprobs = complete(client, IDS, logprobs=count).choices[0].logprobs
+    if count is None:
+        assert logprobs is None
+        return
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 5
+    assert all(least <= len(top) <= most for top in logprobs.top_logprobs)
+
+
+def test_choices_of_a_stream_each_have_one_end(client: openai.OpenAI) -> None:
+    answer = complete(client, n=3, seed=42, temperature=1.0, logprobs=0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert all(choice.finish_reason for choice in answer.choices)
+    ends = []
+    for chunk in complete(client, n=3, seed=42, temperature=1.0, stream=True):
+        [choice] = chunk.choices
+        ends += [choice.index] if choice.finish_reason else []
+    assert sorted(ends) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "each", "last"),
+    [
+        ({"include_usage": False, "continuous_usage_stats": False}, False, False),
+        ({"include_usage": False, "continuous_usage_stats": True}, False, False),
+        ({"include_usage": True, "continuous_usage_stats": False}, False, True),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+        ({}, False, False),
+        (None, False, False),
+    ],
+)
+def test_usage_is_where_stream_options_want_it(
+    client: openai.OpenAI, options: Any, each: bool, last: bool
+) -> None:
+    chunks = list(complete(client, stream=True, stream_options=options))
+    final = chunks.pop() if last else None
+    assert all((chunk.usage is not None) is each for chunk in chunks)
+    for usage in (chunk.usage for chunk in [*chunks, final] if chunk is not None and chunk.usage):
+        assert usage.prompt_tokens > 0 and usage.completion_tokens > 0
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert final is None or final.choices == []
+
+
+def test_tokens_as_ids_spell_the_text_and_come_first_among_the_likeliest(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    wish = {"return_tokens_as_token_ids": True}
+    choice = complete(client, "Say 'Hello, world! 🎉'", echo=True, logprobs=1, extra_body=wish).choices[0]
+    tokens = choice.logprobs.tokens
+    assert [next(iter(top)) for top in choice.logprobs.top_logprobs[1:]] == tokens[1:]
+    assert front.decode([int(token.removeprefix("token_id:")) for token in tokens]) == choice.text
+
+
+def test_offsets_do_not_depend_on_streaming(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("p-offsets", "the cat!")
+    how: dict[str, Any] = {"logprobs": 0, "stop": ["\n\n"], "max_tokens": 20}
+    whole = complete(client, "p-offsets", **how).choices[0].logprobs.text_offset
+    chunks = list(complete(client, "p-offsets", stream=True, **how))
+    assert [offset for chunk in chunks for offset in chunk.choices[0].logprobs.text_offset] == whole
+    assert whole[0] == 0 and len(whole) == len(front.encode("the cat!"))

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from scheduler.policy.request import Structure
-from tests.server.api.test_front_errors import CHAT, COMPLETIONS, HELLO, refusal
+from tests.server.api.test_refusals import CHAT, COMPLETIONS
 from tests.support.front_process import FrontProcess
 
 SCHEMA = {
@@ -113,42 +113,6 @@ def test_a_form_is_streamed_like_any_answer(front: FrontProcess, client: openai.
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"response_format": "json"}, "response_format", "object"),
-        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "object"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-         "response_format.json_schema.schema", "JSON schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strnig"}}}},
-         "response_format", "cannot be compiled"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/$defs/no"}}}},
-         "response_format", "cannot be compiled"),
-        ({"guided_json": "{"}, "guided_json", "not valid JSON"),
-        ({"guided_json": 5}, "guided_json", "JSON schema"),
-        ({"guided_regex": "(a"}, "guided_regex", "cannot be compiled"),
-        ({"guided_regex": 5}, "guided_regex", "string"),
-        ({"guided_choice": "yes"}, "guided_choice", "list"),
-        ({"guided_choice": ["yes", ""]}, "guided_choice", "not empty"),
-        ({"guided_choice": ["a"] * 10_001}, "guided_choice", "10000"),
-        ({"guided_grammar": "start: nothing\n"}, "guided_grammar", "cannot be compiled"),
-        ({"guided_regex": "a" * 300_000}, "guided_regex", "bytes"),
-        ({"structured_outputs": 7}, "structured_outputs", "object"),
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "cannot be compiled"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "both"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "both"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_granted_is_a_400_that_names_the_field(
-    front: FrontProcess, fields: dict[str, Any], param: str, words: str
-) -> None:
-    status, error = refusal(front, CHAT, {"messages": HELLO, **fields})
-    assert (status, error["param"], error["type"]) == (400, param, "BadRequestError")
-    assert param in error["message"] and words in error["message"]
-
-
-@pytest.mark.parametrize(
     "body",
     [
         '{"prompt": "x", "guided_json": ' + '{"items":' * 500 + "{}" + "}" * 500 + "}",
@@ -160,7 +124,9 @@ def test_what_cannot_be_granted_is_a_400_that_names_the_field(
     ids=["deep", "NaN", "half a surrogate pair", "in a choice", "in a schema"],
 )
 def test_hostile_bodies_are_400s(front: FrontProcess, body: str) -> None:
-    response = front.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    response = front.post(
+        COMPLETIONS, content=body, headers=front.headers | {"content-type": "application/json"}
+    )
     assert response.status_code == 400, response.text
 
 

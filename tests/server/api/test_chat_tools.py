@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.server.api.test_chat import HELLO, said_of, say
 from tests.support.front_process import TIMEOUT_S, FrontProcess
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -255,21 +256,77 @@ def test_n_choices_have_their_own_calls(front: FrontProcess, client: openai.Open
     assert len(ids) == 2
 
 
+# What follows is after vLLM's published tests (tests/tool_use).
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather",
+        "parameters": {"type": "object", "properties": {"location": {"type": "string"}}},
+    },
+}
+NAMED_WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def test_no_tool_choice_is_as_null(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script(
+        "p-null", '<tool_call>\n{"name": "get_weather", "arguments": {"location": "Paris"}}\n</tool_call>'
+    )
+    for choice in ({}, {"tool_choice": None}):
+        answer = say(client, said_of("p-null"), tools=[WEATHER], max_completion_tokens=200, **choice)
+        assert answer.choices[0].finish_reason == "tool_calls"
+    assert say(client, extra_body={"tool_choice": None, "structured_outputs": {"regex": "a+"}}).choices
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("shown", [True, False, None])
+def test_reasoning_is_counted_whether_it_is_shown_or_not(
+    front: FrontProcess, client: openai.OpenAI, streams: bool, shown: bool | None
+) -> None:
+    front.script("p-reason", "<think>hm, so and so</think>\n\ntwo")
+    wish = {} if shown is None else {"include_reasoning": shown}
+    how: dict[str, Any] = {"max_completion_tokens": 60, "extra_body": wish}
+    if streams:
+        chunks = list(
+            say(client, said_of("p-reason"), stream=True, stream_options={"include_usage": True}, **how)
+        )
+        usage = chunks[-1].usage
+        deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+        reasoning = "".join(getattr(delta, "reasoning", None) or "" for delta in deltas)
+        content = "".join(delta.content or "" for delta in deltas)
+    else:
+        answer = say(client, said_of("p-reason"), **how)
+        usage, message = answer.usage, answer.choices[0].message
+        reasoning, content = message.reasoning or "", message.content
+    assert content.strip() == "two" and bool(reasoning) is (shown is not False)
+    num_thoughts = len(front.encode("hm, so and so"))
+    assert num_thoughts <= usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+
+
+@pytest.mark.parametrize("arguments", ["{}", ""])
+def test_a_call_without_arguments_goes_back_into_the_history(client: openai.OpenAI, arguments: str) -> None:
+    call = {"id": "call_12345678901234567", "type": "function"}
+    history = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{**call, "function": {"name": "get_weather", "arguments": arguments}}],
+        },
+        {"role": "tool", "tool_call_id": call["id"], "content": "98 degrees"},
+    ]
+    answer = say(client, history, tools=[WEATHER])
+    assert answer.choices[0].finish_reason != "tool_calls" and answer.choices[0].message.content is not None
+
+
 @pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools.0.function.name"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1.function.name"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": "f"}, "tools"),
-        ({"tools": TOOLS, "parallel_tool_calls": "perhaps"}, "parallel_tool_calls"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-    ],
+    ("choice", "text"), [("required", '[{"name": "get_time", "arguments": {"city": "A'), (NAMED, "{")]
 )
-def test_a_wrong_tool_is_a_400_that_names_it(front: FrontProcess, fields: dict[str, Any], param: str) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields}
-    response = front.post("/v1/chat/completions", json=body)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+def test_a_call_that_must_be_made_and_is_cut_off_is_none(
+    front: FrontProcess, client: openai.OpenAI, choice: Any, text: str
+) -> None:
+    word = f"t-cut{len(text)}"
+    front.script(word, f"{text} and more")
+    how: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "max_tokens": len(front.encode(text))}
+    [answer] = chat(client, word, **how).choices
+    assert (answer.finish_reason, answer.message.tool_calls) == ("length", None)

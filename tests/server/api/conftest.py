@@ -1,4 +1,4 @@
-"""One front with scripted ranks for all of the endpoints' tests, whose template has Qwen3's markup."""
+"""One front with scripted ranks for the tests of all endpoints; its template has Qwen3's markup, and it wants a key."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,9 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
     """A running front that serves the names "tiny" and "claude-alias" and wants one of two keys."""
     model = write_tokenizer(tmp_path_factory.mktemp("model"), chat_template=TEMPLATE)
     keys = ("--api-key", "sesame", "--api-key", "second")
-    process = FrontProcess(model, "--served-model-name", "tiny", "claude-alias", *keys).attach_all()
+    flags = ("--served-model-name", "tiny", "claude-alias", "--enable-per-request-metrics")
+    process = FrontProcess(model, *flags, *keys).attach_all()
+    process.headers = {"Authorization": "Bearer sesame"}
     yield process
     status, said = process.close()
     assert (status, said) == (0, ""), "the front ends in silence"

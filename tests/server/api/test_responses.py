@@ -181,12 +181,6 @@ def test_store_false_keeps_nothing(front: FrontProcess, client: openai.OpenAI) -
         client.responses.cancel(kept.id)
 
 
-def test_tokens_can_be_counted_beforehand(front: FrontProcess, client: openai.OpenAI) -> None:
-    counted = client.responses.input_tokens.count(model="tiny", input="r-count", instructions="be brief")
-    create(client, "r-count", instructions="be brief", max_output_tokens=1)
-    assert counted.input_tokens == len(front.asked("r-count").prompt_ids)
-
-
 def test_a_failure_is_a_status_or_an_event(front: FrontProcess, client: openai.OpenAI) -> None:
     front.script("r-fails", "", finish=FinishReason.ERROR, error="out of luck")
     with pytest.raises(openai.InternalServerError, match="out of luck"):
@@ -198,42 +192,6 @@ def test_a_failure_is_a_status_or_an_event(front: FrontProcess, client: openai.O
     more.set()
     last = list(stream)[-1]
     assert last.type == "response.failed" and "out of luck" in last.response.error.message
-
-
-def test_a_client_that_hangs_up_frees_its_place(front: FrontProcess, client: openai.OpenAI) -> None:
-    never = threading.Event()
-    front.script("r-hangup", "abc", gates={1: never})
-    with create(client, "r-hangup", stream=True) as stream:
-        next(iter(stream))
-    rank = front.served("r-hangup")
-    rank.wait_for(lambda told: rank.requests[-1].request_id in told.aborted)
-    never.set()
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": [{"type": "video"}]}, "input.0.type"),
-        ({"input": "x" * 5000}, "input"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": 1000}, "temperature"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"metadata": {"k": 5}}, "metadata.k"),
-        ({"background": True, "store": False}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"instructions": "\ud800"}, "input"),
-    ],
-)
-def test_a_wrong_value_is_a_400_that_names_the_field(
-    front: FrontProcess, fields: dict[str, Any], param: str
-) -> None:
-    body = json.dumps({"model": "tiny", "input": "x"} | fields)  # escapes half a surrogate pair
-    headers = {"Authorization": "Bearer sesame", "content-type": "application/json"}
-    response = front.post("/v1/responses", content=body, headers=headers)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param), error
 
 
 class City(pydantic.BaseModel):
@@ -249,3 +207,162 @@ def test_an_answer_is_parsed_into_the_client_s_type(front: FrontProcess, client:
     assert response.output_parsed == City(name="Ulm", people=126000)
     structure = front.asked("r-parse").params.structure
     assert structure is not None and structure.kind == "json_schema" and "people" in structure.text
+
+
+# What follows is after vLLM's published tests (tests/entrypoints/openai/responses).
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get current weather",
+    "parameters": {"type": "object", "properties": {"location": {"type": "string"}}},
+}
+NAMED = {"type": "function", "name": "get_weather"}
+CALL = (
+    '<think>hm</think>\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "Rome"}}\n</tool_call>'
+)
+
+
+def test_no_model_is_the_served_one(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("q-none", "<think>hm</think>\n\nok")
+    response = client.responses.create(input="q-none")
+    assert (response.status, response.model, response.incomplete_details) == ("completed", "tiny", None)
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+
+
+def said(role: str, text: str) -> str:
+    return f"<|start|>{role}\n{text}<|end|>\n"
+
+
+HISTORIES: list[tuple[list[Any], str]] = [
+    ([{"role": "user", "content": [{"type": "input_text", "text": "WORD"}]}], said("user", "WORD")),
+    (
+        [
+            {"role": "system", "content": "Finish with QED."},
+            {"role": "user", "content": "What is 5 * 3?"},
+            {"role": "assistant", "content": "15. QED."},
+            {"role": "user", "content": "WORD"},
+        ],
+        said("system", "Finish with QED.")
+        + said("user", "What is 5 * 3?")
+        + said("assistant", "15. QED.")
+        + said("user", "WORD"),
+    ),
+    (
+        [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Be concise."}]},
+            {
+                "type": "message",
+                "role": "assistant",
+                "id": "msg_1",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "Acknowledged."}],
+            },
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "encrypted_content": None,
+                "status": "completed",
+            },
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "WORD"}]},
+        ],
+        said("user", "Be concise.") + said("assistant", "Acknowledged.") + said("user", "WORD"),
+    ),
+    (
+        [
+            {"type": "message", "role": "user", "content": "WORD"},
+            {
+                "type": "reasoning",
+                "id": "lol",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "A greeting."}],
+            },
+        ],
+        said("user", "WORD") + said("assistant", "<think>A greeting.</think>"),
+    ),
+    (
+        [
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "Be concise."}],
+            },
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "WORD"}]},
+        ],
+        said("system", "Be concise.") + said("user", "WORD"),
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(HISTORIES)))
+def test_histories_of_every_shape_reach_the_prompt(
+    front: FrontProcess, client: openai.OpenAI, number: int
+) -> None:
+    word = f"q-history{number}"
+    given, prompt = HISTORIES[number]
+    create(client, json.loads(json.dumps(given).replace("WORD", word)), max_output_tokens=5)
+    assert prompt_of(front, word) == prompt.replace("WORD", word) + "<|start|>assistant\n"
+
+
+def test_sampling_extras_are_taken(client: openai.OpenAI) -> None:
+    extras = {"top_k": 40, "repetition_penalty": 1.2, "seed": 42, "stop": ["END"], "ignore_eos": True}
+    response = create(client, "Hi", max_output_tokens=5, temperature=0.7, top_p=0.9, extra_body=extras)
+    assert response.status == "incomplete" and response.output[0].content[0].text
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_reasoning_tokens_are_counted(front: FrontProcess, client: openai.OpenAI, streams: bool) -> None:
+    front.script("q-reason", "<think>hm, so</think>\n\nA cat.")
+    answer = create(client, "q-reason", reasoning={"effort": "low"}, stream=streams)
+    response = list(answer)[-1].response if streams else answer
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+
+
+@pytest.mark.parametrize("choice", ["auto", NAMED])
+def test_a_call_goes_back_as_an_item(front: FrontProcess, client: openai.OpenAI, choice: Any) -> None:
+    word = f"q-back{choice == 'auto'}"
+    front.script(word, CALL if choice == "auto" else '{"location": "Rome"}')
+    history: list[Any] = [{"role": "user", "content": word}]
+    response = create(client, history, tools=[WEATHER], tool_choice=choice)
+    [call] = [item for item in response.output if item.type == "function_call"]
+    assert (call.name, call.arguments.replace(" ", "")) == ("get_weather", '{"location":"Rome"}')
+    history += [
+        call,
+        {"type": "function_call_output", "call_id": call.call_id, "output": f"20 degrees{word}"},
+    ]
+    assert create(client, history, max_output_tokens=5).status == "incomplete"
+    assert f"<|start|>tool\n20 degrees{word}<|end|>" in prompt_of(front, f"20 degrees{word}")
+
+
+def test_a_call_that_is_cut_off_is_no_call(client: openai.OpenAI) -> None:
+    response = create(client, "x", tools=[WEATHER], tool_choice="required", max_output_tokens=10)
+    assert not [item for item in response.output if item.type == "function_call"]
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_parallel_tool_calls_null_is_true(client: openai.OpenAI, value: bool | None) -> None:
+    response = create(client, "x", max_output_tokens=1, parallel_tool_calls=value)
+    assert response.parallel_tool_calls is (value is not False)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "none"}, {"tools": []}, {"tools": [], "tool_choice": "auto"}]
+)
+def test_a_choice_without_tools_is_none(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    assert create(client, "x", max_output_tokens=1, **fields).status == "incomplete"
+
+
+def test_the_prompt_and_the_answer_are_shown_as_they_were(front: FrontProcess, client: openai.OpenAI) -> None:
+    script = front.script("q-raw", "<think>hm</think>\n\nok")
+    for how in ({}, {"stream": True}):
+        answer = create(client, "q-raw", extra_body={"enable_response_messages": True}, **how)
+        response = list(answer)[-1].response if how else answer
+        prompt_ids = list(front.asked("q-raw").prompt_ids)
+        assert response.input_messages == [
+            {"type": "raw_message_tokens", "message": front.decode(prompt_ids), "tokens": prompt_ids}
+        ]
+        [output] = response.output_messages
+        assert output["message"] == "<think>hm</think>\n\nok" and output["tokens"] == list(script.token_ids)
+    assert not hasattr(create(client, "q-raw"), "input_messages")

@@ -1,0 +1,73 @@
+"""What is served and how busy it is, and the paths that clients of vLLM, SGLang and SageMaker ask for."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+
+from scheduler.policy.request import FinishReason
+from tests.support.front_process import FrontProcess
+from tests.support.tiny_tokenizer import MAX_LEN
+
+
+def test_models_are_shown_by_every_name(front: FrontProcess, client: openai.OpenAI) -> None:
+    cards = [card.model_dump() for card in client.models.list().data]
+    assert [card["id"] for card in cards] == ["tiny", "claude-alias"]
+    card = front.get("/v1/models/claude-alias").json()
+    assert (card["id"], card["root"], card["max_model_len"]) == ("claude-alias", "tiny", MAX_LEN)
+    assert card["permission"][0]["object"] == "model_permission" and card["parent"] is None
+    assert front.get("/v1/models/unknown").status_code == 404
+
+
+def test_the_load_is_the_requests_that_are_being_answered(front: FrontProcess) -> None:
+    def load() -> int:
+        return int(front.get("/load").json()["server_load"])
+
+    assert load() == 0
+    more = threading.Event()
+    front.script("t-load", "abc", gates={1: more})
+    body = {"model": "tiny", "prompt": "t-load", "n": 3}
+    waiting = threading.Thread(target=lambda: front.post("/v1/completions", json=body))
+    waiting.start()
+    front.served("t-load")
+    assert load() == 1, "a request with three choices is one"
+    more.set()
+    waiting.join()
+    assert load() == 0
+
+
+def test_the_tokenizer_is_described(front: FrontProcess) -> None:
+    told = front.get("/tokenizer_info").json()
+    assert told["tokenizer_class"] and told["eos_token"] == "<|end|>"
+    assert "<|start|>" in told["chat_template"]
+    assert told["model_max_length"] >= front.post("/tokenize", json={"prompt": "x"}).json()["max_model_len"]
+    marks = {each["content"]: each["special"] for each in told["added_tokens_decoder"].values()}
+    assert marks["<|start|>"] is True and told["added_tokens_decoder"]["1"]["content"] == "<|end|>"
+
+
+def test_sglang_s_clients_find_the_model_and_the_server(front: FrontProcess) -> None:
+    model = front.get("/get_model_info").json()
+    assert model == front.get("/model_info").json()
+    assert model["is_generation"] is True and model["model_path"] == model["tokenizer_path"] != ""
+    assert model["preferred_sampling_params"] == {"top_k": 7}, "generation_config.json's"
+    server = front.get("/get_server_info").json()
+    assert server == front.get("/server_info").json()
+    assert (server["served_model_name"], server["context_length"]) == ("tiny", MAX_LEN)
+    assert server["dp_size"] == server["ep_size"] == 2 and server["version"]
+
+
+def test_health_is_a_token_that_was_made(front: FrontProcess) -> None:
+    mark = front.decode([0])
+    more = threading.Event()
+    front.script(mark, [5], gates={0: more})
+    before = sum(len(rank.requests) for rank in front.ranks)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(front.get, "/health_generate") for _ in range(4)]
+        front.served(mark)
+        more.set()
+        assert [each.result().status_code for each in asked] == [200] * 4
+    assert 1 <= sum(len(rank.requests) for rank in front.ranks) - before <= 4
+    front.script(mark, "", finish=FinishReason.ERROR, error="out of luck")
+    assert front.get("/health_generate").status_code == 500
+    for rank in front.ranks:
+        rank.scripts.pop(mark)

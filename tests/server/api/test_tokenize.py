@@ -1,0 +1,116 @@
+"""/tokenize and /detokenize, prompts that are counted, and the commands of docs/endpoints.md."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.front_process import FrontProcess
+from tests.support.tiny_tokenizer import MAX_LEN
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def tokenize(front: FrontProcess, **body: Any) -> dict[str, Any]:
+    response = front.post("/tokenize", json={"model": "tiny"} | body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == MAX_LEN
+    return answer
+
+
+@pytest.mark.parametrize("text", ["hello wörld 😀!", "<|start|>user", "", "the cat " * 5000])
+def test_a_prompt_s_tokens_are_those_it_is_served_with(front: FrontProcess, text: str) -> None:
+    answer = tokenize(front, prompt=text)
+    assert answer["tokens"] == front.encode(text) and answer["token_strs"] is None
+    response = front.post("/detokenize", json={"tokens": answer["tokens"]})
+    assert response.json() == {"prompt": text}
+
+
+def test_a_chat_s_tokens_are_the_template_s(front: FrontProcess) -> None:
+    assert front.decode(tokenize(front, messages=HELLO)["tokens"]) == (
+        "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
+    )
+    bare = tokenize(front, messages=HELLO, add_generation_prompt=False)
+    assert front.decode(bare["tokens"]) == "<|start|>user\nhello<|end|>\n"
+
+
+def test_the_tokens_own_spelling_is_shown_when_asked_for(front: FrontProcess) -> None:
+    assert tokenize(front, prompt="é!", return_token_strs=True)["token_strs"] == ["Ã", "©", "!"]
+
+
+def commands() -> list[list[str]]:
+    """The words of every curl command in the document; scripted ranks have no experts to tell of."""
+    text = (Path(__file__).parents[3] / "docs" / "endpoints.md").read_text(encoding="utf-8")
+    found = re.findall(r"^curl (?:.*\\\n)*.*$", text, flags=re.MULTILINE)
+    split = [shlex.split(command.replace("\\\n", " "))[1:] for command in found]
+    assert len(split) > 10, "the document has commands"
+    return [words for words in split if not any("/experts" in word for word in words)]
+
+
+@pytest.mark.parametrize(
+    "words", commands(), ids=lambda words: next(word for word in words if "http" in word)
+)
+def test_the_documented_commands_work(front: FrontProcess, words: list[str]) -> None:
+    url = next(word for word in words if word.startswith("http"))
+    path = re.sub(r"^http://[^/]+", "", url)
+    sent = words[words.index("-d") + 1].replace('"demo"', '"tiny"') if "-d" in words else None
+    headers = {"Authorization": "Bearer sesame", "content-type": "application/json"}
+    method = words[words.index("-X") + 1] if "-X" in words else "POST" if sent else "GET"
+    response = (front.post if method == "POST" else front.get)(
+        path.replace("demo", "tiny"), headers=headers, **({"content": sent} if sent else {})
+    )
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_chat_is_tokenized_as_its_template_says(
+    front: FrontProcess, special: bool, begins: bool, continues: bool
+) -> None:
+    talk = [{"role": "user", "content": "Hi there!"}, {"role": "assistant", "content": "Sure,"}]
+    wish = {
+        "add_special_tokens": special,
+        "add_generation_prompt": begins,
+        "continue_final_message": continues,
+    }
+    response = front.post("/tokenize", json={"model": "tiny", "messages": talk, **wish})
+    if begins and continues:
+        assert response.status_code == 400
+        return
+    answer = response.json()
+    text = "<|start|>user\nHi there!<|end|>\n<|start|>assistant\nSure," + ("" if continues else "<|end|>\n")
+    assert front.decode(answer["tokens"]) == text + "<|start|>assistant\n" * begins
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), MAX_LEN)
+    assert answer["token_strs"] is None
+
+
+SYSTEM = [{"role": "system", "content": "be brief"}]
+
+
+@pytest.mark.parametrize(
+    ("count_path", "path", "field", "fields"),
+    [
+        ("/tokenize", "/v1/chat/completions", "count", {"messages": [*SYSTEM, "WORD"]}),
+        ("/v1/responses/input_tokens", "/v1/responses", "input_tokens", {"instructions": "be brief"}),
+        (
+            "/v1/messages/count_tokens",
+            "/v1/messages",
+            "input_tokens",
+            {"system": "be brief", "messages": ["WORD"]},
+        ),
+    ],
+)
+def test_a_prompt_s_tokens_can_be_counted_beforehand(
+    front: FrontProcess, count_path: str, path: str, field: str, fields: dict[str, Any]
+) -> None:
+    word = f"count-{path.rpartition('/')[2]}"
+    own = {"role": "user", "content": word}
+    messages = [own if each == "WORD" else each for each in fields.get("messages", ())]
+    body = {"model": "tiny", **fields} | ({"messages": messages} if messages else {"input": word})
+    counted = front.post(count_path, json=body).json()[field]
+    assert front.post(path, json=body | {"max_tokens": 1}).status_code == 200
+    assert counted == len(front.asked(word).prompt_ids)
