@@ -27,6 +27,7 @@ from server.errors import ApiError, bad_request
 from server.http.errors import ErrorResponse
 
 MAX_JSON_DEPTH = 100  # pydantic gives up at 255, Python at 1,000
+MAX_JSON_VALUES = 2_000_000  # 128 prompts of 15,000 token ids; parsing holds the interpreter's lock
 MAX_JSON_NODES = 250_000  # arrays and objects; 10,000 messages with parts and calls are 60,000
 GRACE_S = 30.0  # for a body, however slowly it comes
 LEAST_BYTES_PER_S = 16 << 10  # after that
@@ -37,7 +38,7 @@ TOO_LONG, TOO_SLOW = 413, 408  # statuses
 _BODILESS = ("GET", "HEAD", "OPTIONS")
 
 
-_NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
+_NO_MARK = bytes(set(range(256)) - set(b'[]{}",'))
 _CHUNK = 1 << 20  # marks looked through at once
 _STEPS = np.zeros(256, np.int8)  # a byte -> how much deeper it leads
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
@@ -48,6 +49,7 @@ class JsonShape(NamedTuple):
 
     depth: int  # of arrays and objects
     num_nodes: int  # arrays and objects
+    num_commas: int  # outside strings: a value each
 
 
 def json_shape(body: bytes) -> JsonShape:
@@ -57,7 +59,7 @@ def json_shape(body: bytes) -> JsonShape:
         body = body.decode(encoding, "replace").encode()
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quote begins or ends a string
     marks = np.frombuffer(plain.translate(None, _NO_MARK), np.uint8)
-    depth = level = num_quotes = num_nodes = 0
+    depth = level = num_quotes = num_nodes = num_commas = 0
     for start in range(0, len(marks), _CHUNK):
         chunk = marks[start : start + _CHUNK]
         quotes = np.cumsum(chunk == ord('"'), dtype=np.int64) + num_quotes
@@ -65,8 +67,9 @@ def json_shape(body: bytes) -> JsonShape:
         levels = np.cumsum(steps, dtype=np.int64) + level
         depth = max(depth, int(levels.max()))
         num_nodes += int(np.count_nonzero(steps > 0))
+        num_commas += int(np.count_nonzero((chunk == ord(",")) & ((quotes & 1) == 0)))
         num_quotes, level = int(quotes[-1]), int(levels[-1])
-    return JsonShape(depth, num_nodes)
+    return JsonShape(depth, num_nodes, num_commas)
 
 
 class _Read(NamedTuple):
@@ -167,7 +170,7 @@ async def _discard(receive: Receive) -> None:
 
 async def _trouble_with_nesting(body: bytes) -> ApiError | None:
     """Return what is wrong with a body's arrays and objects, if anything is; long ones are looked at in a thread."""
-    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH and body.count(b",") <= MAX_JSON_VALUES:
         return None
     shape = json_shape(body) if len(body) < _LONG_BODY else await asyncio.to_thread(json_shape, body)
     if shape.depth > MAX_JSON_DEPTH:
@@ -175,6 +178,10 @@ async def _trouble_with_nesting(body: bytes) -> ApiError | None:
     if shape.num_nodes > MAX_JSON_NODES:
         return bad_request(
             f"The body has {shape.num_nodes} arrays and objects; up to {MAX_JSON_NODES} are taken at once."
+        )
+    if shape.num_commas > MAX_JSON_VALUES:
+        return bad_request(
+            f"The body has {shape.num_commas} values and more; up to {MAX_JSON_VALUES} are taken at once."
         )
     return None
 

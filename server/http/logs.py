@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from logging.handlers import QueueHandler, QueueListener
+from typing import Any, TextIO
 
 from scheduler.policy.request import SamplingParams
 from server.front.detokenizer import Decoder
@@ -70,34 +71,37 @@ def _id_of(record: logging.LogRecord) -> dict[str, str]:
     return {} if request_id is None else {"request_id": request_id}
 
 
-class _Queue(logging.Handler):
+class _Queue(QueueHandler):
     """Hands records to the writing thread, with the id of the exchange that the task answers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()  # in C
-        self._num_dropped = 0
+    queue: "queue.SimpleQueue[Any]"
+    _num_dropped = 0
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue, or drop and count. The exchange is noted here: the thread that writes answers none."""
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Note the exchange here: the thread that writes answers none."""
         exchange = current_exchange()
         if exchange is not None:
             record.request_id = exchange.request_id
-        if self.lines.qsize() >= _QUEUE_LINES:
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue, or drop and count."""
+        if self.queue.qsize() >= _QUEUE_LINES:
             self._num_dropped += 1
             return
         if self._num_dropped:
             record.msg, record.args = f"({self._num_dropped} lines dropped) {record.getMessage()}", ()
-        self.lines.put(record)
+        self.queue.put(record)
         self._num_dropped = 0
 
 
 class _Stream(logging.StreamHandler[TextIO]):
     """Writes lines; one that nobody takes (a closed terminal) is lost without a word."""
 
-    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
+    def __init__(self, stream: TextIO, formatter: logging.Formatter, *, takes_requests: bool) -> None:
         super().__init__(stream)
         self.setFormatter(formatter)
+        self.addFilter(lambda record: (record.name in (ACCESS, REQUESTS)) is takes_requests)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Say nothing of a stream that is gone."""
@@ -116,12 +120,13 @@ def logging_to(
         error: takes the rest; None is standard error.
     """
     formatter = JsonFormatter() if options.format == "json" else TextFormatter()
-    streams = {
-        True: _Stream(sys.stdout if out is None else out, formatter),
-        False: _Stream(sys.stderr if error is None else error, formatter),
-    }
-    handler = _Queue()
-    writer = threading.Thread(target=_write, args=(handler.lines, streams), name="logs", daemon=True)
+    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()  # in C
+    handler = _Queue(lines)
+    listener = QueueListener(
+        lines,
+        _Stream(sys.stdout if out is None else out, formatter, takes_requests=True),
+        _Stream(sys.stderr if error is None else error, formatter, takes_requests=False),
+    )
     level = logging.getLevelName(options.level.upper())
     least = max(level, logging.WARNING)
     loggers = {"wideep": level, "uvicorn": least, "asyncio": least, "opentelemetry": least}
@@ -130,20 +135,15 @@ def logging_to(
         logger.setLevel(lowest)
         logger.propagate = False
         logger.addHandler(handler)
-    writer.start()
+    listener.start()
     try:
         yield
     finally:
         for name in loggers:
             logging.getLogger(name).removeHandler(handler)
-        handler.lines.put(None)
-        writer.join(_END_S)  # where nobody reads, what is queued is lost
-
-
-def _write(lines: "queue.SimpleQueue[logging.LogRecord | None]", streams: dict[bool, _Stream]) -> None:
-    """Write records until there is a None."""
-    while (record := lines.get()) is not None:
-        streams[record.name in (ACCESS, REQUESTS)].handle(record)
+        ending = threading.Thread(target=listener.stop, name="logs", daemon=True)
+        ending.start()
+        ending.join(_END_S)  # where nobody reads, what is queued is lost
 
 
 class AccessLog:

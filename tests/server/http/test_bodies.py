@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message
 
 from server.http.app import build_app
-from server.http.bodies import LEAST_BYTES_PER_S, MAX_JSON_DEPTH, MAX_JSON_NODES, BodyGuard
+from server.http.bodies import LEAST_BYTES_PER_S, MAX_JSON_DEPTH, MAX_JSON_NODES, MAX_JSON_VALUES, BodyGuard
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
@@ -72,6 +72,15 @@ def test_what_has_too_many_arrays_and_objects_is_a_400() -> None:
     assert f"has {MAX_JSON_NODES + 1} arrays and objects" in response.json()["error"]["message"]
     fits = b"[" + b"[]," * (MAX_JSON_NODES - 1) + b"0]"
     assert ask(fits, max_bytes=len(many), **{"content-type": "application/json"}).json() == len(fits)
+
+
+def test_what_has_too_many_values_is_a_400_and_commas_in_a_text_are_none() -> None:
+    many, text = b"[0" + b",0" * (MAX_JSON_VALUES + 1) + b"]", b'["' + b"," * (MAX_JSON_VALUES + 1) + b'"]'
+    response = ask(many, max_bytes=len(many), **{"content-type": "application/json"})
+    assert response.status_code == 400
+    assert f"has {MAX_JSON_VALUES + 1} values and more" in response.json()["error"]["message"]
+    for fits in (b"[0" + b",0" * MAX_JSON_VALUES + b"]", text):
+        assert ask(fits, max_bytes=len(many), **{"content-type": "application/json"}).json() == len(fits)
 
 
 def call(guard: BodyGuard, headers: list[tuple[bytes, bytes]], receive: Callable[[], Any]) -> list[Message]:

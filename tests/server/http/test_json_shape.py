@@ -31,10 +31,20 @@ def nodes_in(value: Any) -> int:
     return isinstance(value, dict | list) + sum(map(nodes_in, inner))
 
 
+def commas_in(value: Any) -> int:
+    """The slow way."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return max(0, len(inner) - 1) + sum(map(commas_in, inner))
+
+
 @given(JSON, st.sampled_from(["utf-8", "utf-16", "utf-16-le", "utf-32", "utf-8-sig"]))
 def test_a_shape_is_that_of_the_parsed_value(value: Any, encoding: str) -> None:
     text = json.dumps({"": value}, ensure_ascii=False)
-    assert json_shape(text.encode(encoding)) == (1 + depth_of(value), 1 + nodes_in(value))
+    assert json_shape(text.encode(encoding)) == (
+        1 + depth_of(value),
+        1 + nodes_in(value),
+        commas_in(value),
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,4 +61,4 @@ def test_what_is_flat_is_not(body: bytes) -> None:
 
 def test_strings_are_followed_from_chunk_to_chunk() -> None:
     value = ["[" * 700_000, ["]" * 700_000, [[]]], {"a\\": '"['}]
-    assert json_shape(json.dumps(value).encode()) == (4, 5)
+    assert json_shape(json.dumps(value).encode()) == (4, 5, 3)
