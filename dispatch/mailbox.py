@@ -44,6 +44,11 @@ class Mailbox(Protocol):
         """
         ...
 
+    def interrupt(self, error: DispatchError) -> None:
+        """End with `error` what this rank waits for, now or next. Local; from any thread. gloo's waits end when the
+        peer's connections do."""
+        ...
+
     def close(self) -> None:
         """Release what it holds. May be called twice."""
         ...
@@ -67,6 +72,9 @@ class LocalMailbox:
         if posted is None:
             raise DispatchError("collect without a post")
         return [posted]
+
+    def interrupt(self, error: DispatchError) -> None:
+        """See `Mailbox`. Nobody is waited for."""
 
     def close(self) -> None:
         """See `Mailbox`."""
@@ -105,6 +113,10 @@ class ShmMailbox:
         self._is_posted = False
         rounds: list[list[int]] = self._incoming.tolist()
         return rounds
+
+    def interrupt(self, error: DispatchError) -> None:
+        """See `Mailbox`."""
+        self._segment.interruption = error
 
     def close(self) -> None:
         """See `Mailbox`."""
@@ -145,6 +157,9 @@ class GlooMailbox:
             raise PeerLost(self._peer, text) from error
         self._work = None
         return [values.tolist() for values in self._incoming]
+
+    def interrupt(self, error: DispatchError) -> None:
+        """See `Mailbox`."""
 
     def close(self) -> None:
         """See `Mailbox`. The group stays its owner's to destroy, and ends then, as nothing here holds it."""

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dispatch.errors import PeerLost
 from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
 from scheduler.epochs.heartbeat import Heart, Heartbeat
 from scheduler.epochs.orders import OnFault, OnRegrouped, Order
@@ -99,10 +100,21 @@ class Engine:
             self._deliver(request_id)
 
     def regroup(self, order: Order) -> None:
-        """Let this rank meet others, or the same, in a new epoch, as soon as it can; the newest order wins."""
+        """Let this rank meet others, or the same, in a new epoch, as soon as it can; the newest order wins.
+
+        Where the order leaves out a rank of the epoch that serves, that one is not waited for any longer.
+        """
         assert self._epochs is not None, "assembled to serve one epoch only"
-        if self._epochs.orders.give(order):
-            self._wake()
+        # As they are before the order is known: the step loop may follow it at once, and then has others.
+        dispatcher, lockstep, members = self._runner.dispatcher, self._lockstep, self._epochs.members
+        if not self._epochs.orders.give(order):
+            return
+        given_up = sorted(set(members) - set(order.members))
+        if given_up and lockstep is not None:
+            error = PeerLost(members.index(given_up[0]), "the front has given it up")
+            dispatcher.interrupt(error)
+            lockstep.interrupt(error)
+        self._wake()
 
     def tell_membership(
         self,

@@ -241,6 +241,11 @@ class EpochFollower:
             0,
         )  # the last epoch that ended here or could not be followed; its last step
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the epoch that serves, or is to."""
+        return self._regrouping.members
+
     def end(self, lockstep: LockStep, reason: str) -> None:
         """Let go of an epoch, and say why unless all ranks know that it is over.
 
@@ -249,7 +254,7 @@ class EpochFollower:
         """
         self._epoch, self._step = lockstep.epoch, lockstep.step
         self._regrouping.part()
-        self._tell(by_rank(reason, self._regrouping.members))
+        self._tell(by_rank(reason, self.members))
 
     def follow(self) -> LockStep | None:
         """Follow orders until this rank serves in an epoch; None: all stop.

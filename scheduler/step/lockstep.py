@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from dispatch.errors import DispatchError
 from dispatch.mode import SMALLEST_CAPACITY, fitting_capacity
 from scheduler.policy.config import DispatchMode
 
@@ -28,6 +29,9 @@ class Mailbox(Protocol):
 
     def collect(self, timeout_s: float) -> list[list[int]]:
         """Return every rank's row of the same round."""
+
+    def interrupt(self, error: DispatchError) -> None:
+        """End a wait with an error; from any thread."""
 
     def close(self) -> None:
         """Release what it holds; may be called twice."""
@@ -179,6 +183,10 @@ class LockStep:
         tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens)
         has_prefill = any(header.has_prefill for header in headers)
         return Agreement(decision, tokens, switch_to, has_prefill)
+
+    def interrupt(self, error: DispatchError) -> None:
+        """Wait no longer for headers, now or next; from any thread."""
+        self._mailbox.interrupt(error)
 
     def close(self) -> None:
         """Let ranks that wait for this one's header know that none will come. May be called twice."""

@@ -39,6 +39,9 @@ class FakeMailbox:
     def collect(self, timeout_s: float) -> list[list[int]]:
         return [self.posted, list(self.other)]
 
+    def interrupt(self, error: Exception) -> None:
+        """Nobody is waited for."""
+
     def close(self) -> None:
         """Nothing is held."""
 

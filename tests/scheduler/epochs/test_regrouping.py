@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,25 @@ def test_a_rank_whose_step_is_stuck_is_found_by_its_heartbeats_and_the_others_go
         crew.order([0, 2])
         crew.replay(1, to=0)
         crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.tokens == undisturbed(checkpoint, wanted)
+
+
+def test_a_rank_that_is_stopped_is_not_waited_for_once_it_is_left_out(checkpoint: Path) -> None:
+    """Neither a collective's time-out nor its process' end is waited for: the order says that it is given up."""
+    wanted = requests(0, 6)
+    with Crew(checkpoint, 3, all2all_backend="shm", timeout_s=60.0) as crew:
+        for rank in range(3):
+            crew.submit(rank, wanted[rank::3])
+        crew.until(lambda: all(crew.tokens.values()))
+        os.kill(crew.processes[1].pid, signal.SIGSTOP)
+        begun_s = time.monotonic()
+        crew.order([0, 2])
+        crew.until(lambda: crew.serve_in(1))
+        assert time.monotonic() - begun_s < 30.0, "half of the time-out"
+        crew.replay(1, to=0)
+        crew.until(crew.is_done)
+        crew.kill(1)
         check_left(crew)
     assert crew.tokens == undisturbed(checkpoint, wanted)
 
