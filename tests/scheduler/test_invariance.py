@@ -65,7 +65,9 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 )
 
 
-def answers_of(directory: Path, alone: bool, rounds: int, **settings: Any) -> Answers:
+def answers_of(
+    directory: Path, alone: bool, rounds: int, *, preempts: bool = False, **settings: Any
+) -> Answers:
     """Serve this rank's share of the requests; `rounds` > 1 asks again, which hits the prefix cache."""
     built = build(directory, **{"max_model_len": 160, **settings})
     share = own_share(requests())
@@ -73,6 +75,7 @@ def answers_of(directory: Path, alone: bool, rounds: int, **settings: Any) -> An
     answers = collect(serve(built, *waves).outputs)
     if rounds > 1:
         assert built.scheduler.stats.prefix_hit_tokens > 0
+    assert (built.scheduler.stats.num_preemptions > 0) == preempts
     assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
     return answers
 
@@ -126,7 +129,7 @@ def test_batch_chunks_prefix_hits_preemption_and_threads_change_no_bit(
 ) -> None:
     directory, alone = served_alone
     if settings.get("kv_cache_bytes") == 0:
-        settings = {"kv_cache_bytes": smallest_cache(directory)}
+        settings = {"kv_cache_bytes": smallest_cache(directory), "preempts": True}
     assert answers_of(directory, False, 2, **settings) == alone
 
 

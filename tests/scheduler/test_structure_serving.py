@@ -74,11 +74,19 @@ def texts(served: Served) -> Texts:
     }
 
 
-def serve_all(directory: Path, share: list[Request], *, alone: bool = False, **settings: Any) -> Texts:
+def serve_all(
+    directory: Path,
+    share: list[Request],
+    *,
+    alone: bool = False,
+    preempts: bool = False,
+    **settings: Any,
+) -> Texts:
     """Serve requests on one rank or more, and leave nothing behind."""
     built = build(directory, load_vocabulary=lambda: BYTES, max_model_len=160, **settings)
     served = serve(built, *([[one] for one in share] if alone else [share]))
-    assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
+    stats = built.scheduler.stats
+    assert stats.num_free_blocks == stats.num_blocks and (stats.num_preemptions > 0) == preempts
     return texts(served)
 
 
@@ -108,7 +116,11 @@ def test_answers_have_their_forms(served_alone: Texts) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 23, "max_num_seqs": 4}, {"kv_cache_bytes": 16 * 12 * 768}],
+    [
+        {},
+        {"max_num_batched_tokens": 23, "max_num_seqs": 4},
+        {"kv_cache_bytes": 16 * 12 * 768, "preempts": True},
+    ],
     ids=["full batch", "chunks", "preemption"],
 )
 def test_forms_change_nobody_elses_tokens_and_nobody_changes_theirs(
