@@ -9,7 +9,7 @@ from moe.expert_weights import read_slot
 from scheduler.moves.channel import PeerChannel
 from scheduler.moves.reports import Cause, MoveState
 from tests.conftest import PoolOf
-from tests.scheduler.test_relocation import answers, moving, requests, slot_digests
+from tests.scheduler.moves.test_relocation import answers, moving, requests, slot_digests
 from tests.support.moves import MovedRank, Moves, build_with_copies, targets
 from tests.support.quantise import write_quantised
 from tests.support.serving import build, own_share, serve
