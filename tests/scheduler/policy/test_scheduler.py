@@ -1,13 +1,19 @@
-"""The local scheduler, rule by rule: order, budgets, seats, refusals. `test_policy_*` have the rest."""
+"""The local scheduler, rule by rule: order, budgets, seats, refusals, planning ahead, prefixes, preemption."""
 
+import random
 from dataclasses import replace
+from itertools import count, islice
 from typing import Any
 
 import pytest
 
+from kvcache.blocks import BlockPool
+from kvcache.prefix import PrefixIndex
 from scheduler.policy.request import FinishReason, RequestOutput
 from scheduler.policy.scheduler import DuplicateRequestError, SchedulerLimitsError
-from tests.support.policy_cases import rank_of, request_of, step
+from scheduler.policy.sequence import Sequence
+from tests.support.fake_model import VOCABULARY, next_token, serve_alone
+from tests.support.policy_cases import rank_of, request_of, shape_of, step
 
 
 def test_a_prompt_runs_in_chunks_and_samples_with_its_last_token() -> None:
@@ -139,3 +145,269 @@ def test_the_same_calls_give_the_same_batches_and_outputs() -> None:
         return [*steps, *outputs]
 
     assert history() == history()
+
+
+def test_the_next_step_can_be_planned_before_the_last_one_is_committed() -> None:
+    rank = rank_of()
+    request = request_of("a", 5, max_tokens=3)
+    rank.scheduler.add(request)
+    plans = [shape_of(rank.plan()) for _ in range(4)]
+    assert plans == [[("a", 0, 5, True)], [("a", 5, 1, True)], [("a", 6, 1, True)], []]
+    rank.drain()
+    assert rank.tokens_of("a") == serve_alone(request, 64)[0]
+
+
+def test_planning_ahead_preempts_one_sequence_at_a_time_and_loses_none_of_its_tokens() -> None:
+    rank = rank_of(12, length=40)
+    requests = [request_of(request_id, 6, max_tokens=30) for request_id in "abc"]
+    for request in requests:
+        rank.scheduler.add(request)
+    rank.plan()
+    while rank.scheduler.has_work:
+        num_preemptions = rank.scheduler.stats.num_preemptions
+        rank.plan()
+        assert rank.scheduler.stats.num_preemptions <= num_preemptions + 1
+        if rank.launched:
+            rank.finish()
+    assert rank.scheduler.stats.num_preemptions > 0
+    for request in requests:
+        assert (rank.tokens_of(request.request_id), rank.end_of(request.request_id)) == serve_alone(
+            request, 40
+        )
+
+
+def test_a_stop_found_late_drops_the_step_planned_ahead() -> None:
+    prompt = (1, 2, 3, 4, 5)
+    token = next_token(list(prompt))
+    rank = rank_of()
+    rank.scheduler.add(request_of("a", prompt, max_tokens=9, stop_token_ids=(token,)))
+    rank.plan()
+    rank.plan()
+    rank.finish()
+    assert rank.end_of("a") is FinishReason.STOP and rank.pool.num_free < rank.pool.num_blocks
+    rank.finish()
+    assert rank.tokens_of("a") == [token] and rank.pool.num_free == rank.pool.num_blocks
+
+
+def test_commit_refuses_a_wrong_number_of_tokens_and_a_wrong_order() -> None:
+    rank = rank_of()
+    rank.scheduler.add(request_of("a", 3))
+    first = rank.scheduler.schedule()
+    with pytest.raises(AssertionError, match="0 tokens and 0 logprobs for 1 sampling"):
+        rank.scheduler.commit(first, [], [])
+    second = rank.scheduler.schedule()
+    with pytest.raises(AssertionError, match="in the order planned"):
+        rank.scheduler.commit(second, [1], [None])
+
+
+def test_the_next_step_knows_how_many_tokens_of_prompts_wait() -> None:
+    """At most a step's; what is left of a prompt that runs, then those that wait."""
+    rank = rank_of(batched=16)
+    seen = [rank.scheduler.next_step.num_prefill]
+    for request_id, length in (("a", 5), ("b", 9), ("c", 40)):
+        rank.scheduler.add(request_of(request_id, length))
+        seen.append(rank.scheduler.next_step.num_prefill)
+    assert seen == [0, 5, 14, 16]
+    left = []
+    for _ in range(4):
+        rank.plan()
+        left.append(rank.scheduler.next_step.num_prefill)
+    assert left == [16, 16, 10, 0]
+
+
+def test_a_prefix_hit_skips_whole_blocks_and_is_reported_with_the_first_token() -> None:
+    rank = rank_of()
+    prompt = (1, 2, 3, 4, 5, 6, 1, 2, 3, 4)
+    rank.scheduler.add(request_of("a", prompt, max_tokens=1))
+    rank.drain()
+    rank.scheduler.add(request_of("b", prompt, max_tokens=3))
+    assert step(rank) == [("b", 8, 2, True)]
+    rank.drain()
+    assert [output.num_cached_tokens for output in rank.outputs["b"]] == [8, 0, 0]
+    stats = rank.scheduler.stats
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (20, 8)
+    assert rank.tokens_of("b")[:1] == rank.tokens_of("a")
+
+
+def test_a_prefix_hit_never_covers_the_last_prompt_token() -> None:
+    rank = rank_of()
+    prompt = (1, 2, 3, 4, 5, 6, 1, 2)  # two blocks to the token
+    for request_id in "ab":
+        rank.scheduler.add(request_of(request_id, prompt, max_tokens=1))
+        items = step(rank)
+    assert items == [("b", 4, 4, True)]
+
+
+def test_generated_tokens_are_reused_by_the_next_turn_of_a_chat() -> None:
+    rank = rank_of()
+    rank.scheduler.add(request_of("a", (1, 2, 3), max_tokens=6))
+    rank.drain()
+    rank.scheduler.add(request_of("b", (1, 2, 3, *rank.tokens_of("a"), 5), max_tokens=1))
+    assert step(rank) == [("b", 8, 2, True)]
+
+
+def test_without_prefix_caching_nothing_is_looked_up_or_kept() -> None:
+    rank = rank_of(caching=False)
+    for request_id in "ab":
+        rank.scheduler.add(request_of(request_id, (1,) * 9, max_tokens=1))
+        assert step(rank) == [(request_id, 0, 9, True)]
+    assert rank.pool.num_cached == rank.scheduler.stats.prefix_query_tokens == 0
+
+
+def test_running_sequences_share_prompt_blocks_by_reference() -> None:
+    rank = rank_of(16)
+    prompt = (1, 2, 3, 4, 5, 6, 1, 2, 3)
+    rank.scheduler.add(request_of("a", prompt))
+    step(rank)
+    rank.scheduler.add(request_of("b", prompt))
+    items = rank.plan().items
+    tables = {item.sequence.request.request_id: item.sequence.block_ids for item in items}
+    assert tables["a"][:2] == tables["b"][:2]
+    assert not set(tables["a"][2:]) & set(tables["b"][2:])
+    rank.drain()
+
+
+def test_a_preempted_request_says_how_long_it_waited_the_first_time() -> None:
+    rank = rank_of(num_blocks=6, seqs=2, length=16, caching=False)
+    for name in ("a", "b"):
+        rank.scheduler.add(replace(request_of(name, 8, max_tokens=8), arrival_s=1.0))
+    rank.plan(now_s=2.0)
+    rank.finish()
+    rank.drain()
+    assert rank.scheduler.stats.num_preemptions > 0
+    assert rank.outputs["b"][0].queued_s == 1.0
+    assert not any(output.queued_s for output in rank.outputs["b"][1:])
+
+
+def test_out_of_blocks_preempts_the_latest_arrival_and_delivers_nothing_twice() -> None:
+    rank = rank_of(6, length=20, batched=16)
+    requests = [request_of(request_id, 6, max_tokens=12) for request_id in "ab"]
+    for request in requests:
+        rank.scheduler.add(request)
+    while not rank.scheduler.stats.num_preemptions:
+        step(rank)
+    assert [item[0] for item in step(rank)] == ["a"]
+    assert rank.scheduler.stats.num_waiting == 1
+    rank.drain()
+    for request in requests:
+        assert (rank.tokens_of(request.request_id), rank.end_of(request.request_id)) == serve_alone(
+            request, 20
+        )
+
+
+def test_a_preempted_sequence_goes_before_those_that_never_ran_and_reuses_its_cached_blocks() -> None:
+    rank = rank_of(6, length=20)
+    for request_id in "abc":
+        rank.scheduler.add(request_of(request_id, 6, max_tokens=12))
+    admitted: list[str] = []
+    starts: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    while rank.scheduler.has_work:
+        running_before = set(admitted)
+        for request_id, start, num_tokens, _ in step(rank):
+            admitted += [request_id] if request_id not in running_before else []
+            starts[request_id] += [start] if num_tokens > 1 else []
+    assert rank.scheduler.stats.num_preemptions > 0
+    assert admitted == ["a", "b", "c"]
+    assert starts["b"][1] > 0, "its prefix was still cached when it came back"
+
+
+def test_admission_leaves_a_block_free_for_every_running_sequence() -> None:
+    rank = rank_of(6, length=24)
+    rank.scheduler.add(request_of("a", 11))  # three blocks, one row to spare
+    rank.scheduler.add(request_of("b", 11))  # three blocks are left, but one is a's
+    rank.scheduler.add(request_of("c", 4))  # would fit, but came later
+    assert step(rank) == [("a", 0, 11, True)]
+    rank.scheduler.abort("b")
+    assert step(rank) == [("a", 11, 1, True), ("c", 0, 4, True)]
+
+
+def test_a_sequence_of_max_model_len_runs_alone_in_the_smallest_pool() -> None:
+    rank = rank_of(5, length=20, seqs=4)
+    requests = [request_of(request_id, 10, max_tokens=99) for request_id in "abc"]
+    for request in requests:
+        rank.scheduler.add(request)
+    rank.drain()
+    for request in requests:
+        assert (rank.tokens_of(request.request_id), rank.end_of(request.request_id)) == serve_alone(
+            request, 20
+        )
+        assert len(rank.tokens_of(request.request_id)) == 10
+
+
+def test_a_newcomer_is_not_starved_by_a_steady_stream_of_others() -> None:
+    rank = rank_of(12, seqs=4, length=40)
+    names = (f"{letter}{number}" for number in count() for letter in "abcdef")
+    for name in islice(names, 12):
+        rank.scheduler.add(request_of(name, 5, max_tokens=20))
+    rank.scheduler.add(request_of("late", 30, max_tokens=5))
+    for name in islice(names, 200):
+        rank.scheduler.add(request_of(name, 5, max_tokens=20))
+        step(rank)
+        if rank.outputs.get("late"):
+            return
+    raise AssertionError("a long prompt waited for ever behind short ones that arrived later")
+
+
+def test_a_head_of_the_queue_that_does_not_fit_is_not_looked_up_anew_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its cost must not depend on the prompt's length: all ranks pay it in lock-step."""
+    num_hashes = 0
+    key = PrefixIndex._key
+
+    def counted(self: PrefixIndex, parent_key: bytes, packed_ids: bytes) -> bytes:
+        nonlocal num_hashes
+        num_hashes += 1
+        return key(self, parent_key, packed_ids)
+
+    rank = rank_of(34, length=136, seqs=4, batched=100)
+    shared = tuple(index % VOCABULARY for index in range(60))
+    rank.scheduler.add(request_of("a", shared, max_tokens=50))
+    step(rank)
+    rank.scheduler.add(
+        request_of("b", (*shared, *range(7)) * 2, max_tokens=2)
+    )  # 15 blocks of its 34 are held
+    step(rank)
+    monkeypatch.setattr(PrefixIndex, "_key", counted)
+    waits = []
+    while rank.scheduler.stats.num_waiting:
+        before = num_hashes
+        items = step(rank)
+        published = sum((start + length) // 4 - start // 4 for _, start, length, _ in items)
+        waits.append(num_hashes - before - published)
+    assert len(waits) > 20 and max(waits[:-1]) <= 1, "one look at what could have become held"
+
+
+def test_who_waits_starts_just_when_a_full_look_would_let_it() -> None:
+    """The remembered look and the one it stands for, whatever is published, evicted and ended meanwhile."""
+    num_waits = num_starts = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        rank = rank_of(20, length=60, seqs=6, batched=32)
+        for number in range(40):
+            shared = (rng.randrange(2),) * rng.choice([0, 8, 24])
+            tail = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20)))
+            rank.scheduler.add(request_of(str(number), shared + tail, max_tokens=rng.randint(1, 16)))
+        while rank.scheduler.has_work:
+            waiting = rank.scheduler._roster.waiting
+            head = waiting[0] if waiting else None
+            if head is not None and not rank.scheduler._in_flight:
+                tables, num_running = rank.scheduler._tables, len(rank.scheduler._roster.running)
+                fits, had = would_fit(rank.pool, head, num_running), list(head.block_ids)
+                assert tables.seat(head, num_running) == fits
+                num_waits, num_starts = num_waits + (not fits), num_starts + fits
+                if fits:  # undo it
+                    rank.pool.release(head.block_ids)
+                    head.block_ids, head.num_admissions = had, head.num_admissions - 1
+                    head.num_computed = head.num_planned = head.num_prefill_tokens = 0
+            step(rank)
+    assert num_waits > 100 and num_starts > 100
+
+
+def would_fit(pool: BlockPool, sequence: Sequence, num_spare_blocks: int) -> bool:
+    """Share all that is cached and count, as long prompts cannot afford in every step."""
+    matched = pool.match(sequence.token_ids[:-1])
+    pool.share(matched)
+    fits = pool.blocks_for(len(sequence.token_ids)) - len(matched) + num_spare_blocks <= pool.num_free
+    pool.release(matched)
+    return fits

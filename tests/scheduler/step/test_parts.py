@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from dispatch.errors import WireUnavailable
 from moe.cpu.backend import CPU
@@ -12,6 +13,7 @@ from scheduler.assembly import check_compiler
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.sampling.sampler import HostSampler
 from scheduler.step.parts import backend_of, open_device_dispatcher, open_forward, open_sampler
+from tests.support.serving import build, request, serve
 
 
 def test_the_cpu_is_the_way_that_needs_nothing() -> None:
@@ -65,3 +67,27 @@ def test_a_compiler_is_refused_beside_what_it_does_not_go_with(
     config = EngineConfig(directory=Path(), kv_cache_bytes=0, **asked)
     with pytest.raises(ConfigError, match=f"--enable-torch-compile .*{problem}"):
         check_compiler(config)
+
+
+CONFIG = Qwen3MoeConfig(
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, max_position_embeddings=64, eos_token_id=None,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_engine_serves_drawn_weights_from_a_folder_that_has_none(tmp_path: Path) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    answers = []
+    for _ in range(2):
+        built = build(tmp_path, load_format="random", max_num_seqs=2)
+        answers.append(serve(built, [request("a", [1, 2, 3], max_tokens=6)]).token_ids["a"])
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 6
+    assert built.model.checkpoint.bytes_read > 0
+
+
+def test_a_format_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="load_format is 'dummy'; it must be auto or random"):
+        build(tmp_path, load_format="dummy")
