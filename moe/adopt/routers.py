@@ -188,7 +188,7 @@ def _rules(twin: Any, own: Routed) -> Iterator[Routing]:
 
 
 def _limits(twin: Any, num_experts: int, *, is_sigmoid: bool) -> list[dict[str, Any]]:
-    """Ways to limit the choice to some groups. A router that has groups uses them, if any of these ways is its own:
+    """Limits of the choice to some groups. A router that has groups uses them, if any of these limits is its own:
     rows seldom show a limit that leaves out little."""
     groups = int(getattr(twin, "num_group", None) or getattr(twin, "n_group", None) or 1)
     chosen = int(getattr(twin, "topk_group", None) or groups)

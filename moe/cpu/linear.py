@@ -3,7 +3,7 @@
 A weight [N, K] is packed once, at load, into panels `[ceil(N / 16), K, 16]` (`pack`); the tiles that read them
 are in `attention.cpu_tiles`. bfloat16 weights stay bfloat16 in memory and are widened in registers: half the
 bytes per decoded token and, since activations are float32, the very bits that float32 weights would give.
-This file knows pointers and shapes, not modules; `packed_weight` puts it under `torch.nn.functional.linear`.
+This file knows pointers and shapes, not modules; `moe.cpu.packed_weight` puts it under `torch.nn.functional.linear`.
 
 Legend: T tokens (rows), K input features, N output features, P pairs (row, expert choice), S slots.
 """

@@ -108,7 +108,7 @@ class StoredTensors:
         for scales in [name for name in self._names if name.endswith("_scale_inv")]:
             self._names.discard(scales)
             codes = scales.removesuffix("_scale_inv")
-            problem = self._fp8_problem(codes, scales, quantisation)
+            problem = self._why_no_fp8(codes, scales, quantisation)
             if problem:
                 problems.append(problem)
             self._stored[codes] = _Stored(codes, scales)
@@ -119,7 +119,7 @@ class StoredTensors:
         ]
         self._refuse(problems)
 
-    def _fp8_problem(self, codes: str, scales: str, quantisation: Quantisation) -> str:
+    def _why_no_fp8(self, codes: str, scales: str, quantisation: Quantisation) -> str | None:
         if codes not in self._names:
             return f"{scales} has no {codes} beside it"
         if self._checkpoint.dtype(codes) != FP8_CODES:
@@ -134,14 +134,14 @@ class StoredTensors:
         *lead, n, k = shape
         wanted = [*lead, -(-n // quantisation.block_rows), -(-k // quantisation.block)]
         seen = list(self._checkpoint.shape(scales))
-        return "" if seen == wanted else f"{scales} is {seen}; {codes} {list(shape)} takes {wanted}"
+        return None if seen == wanted else f"{scales} is {seen}; {codes} {list(shape)} takes {wanted}"
 
     def _match_mxfp4(self) -> None:
         problems = []
         for codes in [name for name in self._names if name.endswith("_blocks")]:
             name = codes.removesuffix("_blocks")
             scales = f"{name}_scales"
-            problem = self._mxfp4_problem(codes, scales)
+            problem = self._why_no_mxfp4(codes, scales)
             if problem:
                 problems.append(problem)
             self._names -= {codes, scales}
@@ -150,7 +150,7 @@ class StoredTensors:
         problems += [f"{name} has no blocks beside it" for name in self._names if name.endswith("_scales")]
         self._refuse(problems)
 
-    def _mxfp4_problem(self, codes: str, scales: str) -> str:
+    def _why_no_mxfp4(self, codes: str, scales: str) -> str | None:
         if scales not in self._names:
             return f"{codes} has no {scales} beside it"
         kinds = [self._checkpoint.dtype(name) for name in (codes, scales)]
@@ -159,7 +159,7 @@ class StoredTensors:
         shape, seen = self._checkpoint.shape(codes), self._checkpoint.shape(scales)
         if len(shape) != 4 or shape[3] != 16:
             return f"{codes} is {list(shape)}; MXFP4 blocks are [experts, outputs, blocks, 16]"
-        return "" if seen == shape[:3] else f"{scales} is {list(seen)}; {codes} takes {list(shape[:3])}"
+        return None if seen == shape[:3] else f"{scales} is {list(seen)}; {codes} takes {list(shape[:3])}"
 
     def _refuse(self, problems: list[str]) -> None:
         if problems:
