@@ -2,7 +2,7 @@
 
 Open entries hold all that a replay on another rank needs: the prompt, the parameters with the seed that was drawn,
 and the delivered tokens. Closed entries shrink to an outcome, of which a bounded history is kept. In memory only:
-the front's own death ends the service (README, Limits).
+what a front was answering is cut off when it is killed (docs/faults.md).
 """
 
 from collections import Counter, deque

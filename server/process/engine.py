@@ -7,19 +7,14 @@ the engine tells its supervisor the HTTP address, how large its KV cache is, and
 A rank that is lost ends the others' steps, not their processes: they meet again as the front orders. An error here ends
 this process with one line, and its supervisor starts it again, which WIDEEP_RESTARTS says: then it meets nobody at the
 start, attaches with its share loaded, and serves from its first order on (D8 of the design).
-
-An engine whose connection to the front breaks drops its requests, whose clients are cut off as well, and asks for a while for
-the front that its supervisor starts again; one whose stream the front has closed was given up, and ends.
 """
 
 import importlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,26 +24,22 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dispatch.errors import DispatchError, WireUnavailable
-from expert_placement.placement import Placement
-from moe.expert_weights import read_slot
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
 from scheduler.assembly import Assembled, assemble
 from scheduler.epochs.heartbeat import Heartbeat
-from scheduler.epochs.orders import Order
-from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
-from scheduler.policy.request import RankStats, Request, RequestOutput
+from scheduler.policy.request import RankStats, RequestOutput
 from scheduler.policy.scheduler import SchedulerLimitsError
 from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget, gpu_cache_budget
 from scheduler.structure.compiler import StructureError, Vocabulary
-from server.link.messages import RankFacts, Served
-from server.link.rank_link import LinkError, RankLink, RefusedError, reach
+from server.link.rank_link import LinkError, reach
 from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE
+from server.process.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.process.rendezvous import Place, place_from
 
@@ -89,7 +80,6 @@ def silent(_stage: str, _fraction: float) -> None:
 
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
-FRONT_RETURN_S = 60.0  # that a front may take to be back, or a cable
 STATS_EVERY = 50  # steps without outputs between reports
 FRONT_KEY = "front"
 FAILURES = (
@@ -117,7 +107,7 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
 
 
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
-    num_restarts = _num_restarts(environment)
+    num_restarts = num_restarts_of(environment)
     store = _own_store(place, environment)
     front = _front(store, environment)
     supervisor = SupervisorPipe(environment)
@@ -143,11 +133,6 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         _walk(built, config, front, supervisor, environment)
     finally:
         built.engine.close()
-
-
-def _num_restarts(environment: Mapping[str, str]) -> int:
-    """How often this rank's engine was started again."""
-    return int(environment.get("WIDEEP_RESTARTS", "0"))
 
 
 def _check_front(front: dict[str, str]) -> None:
@@ -186,7 +171,7 @@ def _walk(
     environment: Mapping[str, str],
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
-    num_restarts = _num_restarts(environment)
+    num_restarts = num_restarts_of(environment)
     stream = FrontStream(built, config, front, environment)
     is_ready = num_restarts == 0
 
@@ -211,7 +196,7 @@ def _walk(
     stream.link.open(JOIN_TIMEOUT_S)
     if is_ready:
         if config.rank == 0:
-            send_start(built, stream.link)
+            stream.send_start()
         supervisor.tell(ready=True)
     idle_steps = 0
 
@@ -331,140 +316,3 @@ def _default_cache_bytes(options: Options, place: Place) -> int:
         return gpu_cache_budget(free_bytes, gpu_share, rank_bytes(options, place.world_size), attention)
     share = int(available_bytes() * (options.gpu_memory_utilization or KV_SHARE)) // place.local_world_size
     return cache_budget(share, spare_bytes(options, place.world_size))
-
-
-class FrontStream:
-    """This rank's way to the front: one link, and the next one when a front that was killed is back.
-
-    Told by the link, on its reader thread, what the front says.
-    """
-
-    def __init__(
-        self, built: Assembled, config: EngineConfig, front: dict[str, str], environment: Mapping[str, str]
-    ) -> None:
-        """Prepare; `open` attaches.
-
-        Args:
-            front: its addresses and its token.
-            environment: in which the supervisor says how often it started this rank's engine again.
-        """
-        self._built, self._config, self._front = built, config, front
-        self._epoch = 0
-        self._home = None if _num_restarts(environment) else built.relocation.placement
-        self._open_ids: set[str] = set()  # requests that the front waits for
-        self._facts = RankFacts(
-            rank=config.rank,
-            world_size=config.world_size,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            max_model_len=built.max_model_len,
-            num_blocks=built.num_blocks,
-            block_tokens=built.runner.step.block_tokens,
-            max_num_seqs=config.max_num_seqs,
-            num_restarts=_num_restarts(environment),
-            restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
-        )
-        self.link = self._make_link(self._facts)
-
-    def _make_link(self, facts: RankFacts) -> RankLink:
-        return RankLink(self._front["ranks_address"], self._front["token"], facts, self)
-
-    def send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
-        """Tell what a step yielded."""
-        self._open_ids.difference_update(
-            output.request_id for output in outputs if output.finish_reason is not None
-        )
-        self.link.send(outputs, stats)
-
-    def report(self, report: PlacementReport) -> None:
-        """Tell what became of a placement, and rank 0 also where experts are now."""
-        placement = self._built.relocation.placement
-        if report.state is MoveState.SERVING:
-            self._note_home(placement, placement.num_ranks)
-            if report.rank == 0:
-                self.link.send_experts(_experts_now(self._built))
-        self.link.send_placement(report)
-
-    def submit(self, request: Request) -> None:
-        """Serve a request."""
-        self._open_ids.add(request.request_id)
-        self._built.engine.submit(request)
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request."""
-        self._built.engine.abort(request_id)
-
-    def stop(self) -> None:
-        """End in an orderly way."""
-        self._built.engine.stop()
-
-    def prepare(self, placement: Placement) -> None:
-        """Move experts."""
-        self._built.relocation.prepare(placement)
-
-    def drop(self, version: int) -> None:
-        """Give up a placement that does not serve yet."""
-        self._built.relocation.drop(version)
-
-    def regroup(self, order: Order) -> None:
-        """Follow an order."""
-        self._epoch = max(self._epoch, order.epoch)
-        self._note_home(order.placement, len(order.members))
-        self._built.engine.regroup(order)
-
-    def lost(self, reason: str, *, is_broken: bool) -> None:
-        """Come back to the front, or end this process: the step loop may be waiting for other ranks."""
-        rank = self._config.rank
-        print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
-        if not is_broken:  # the front has given this rank up
-            os._exit(1)
-        for request_id in list(self._open_ids):  # whoever asked for them has been cut off with the front
-            self._built.engine.abort(request_id)
-        status = self._come_back(time.monotonic() + FRONT_RETURN_S)
-        if status:
-            os._exit(status)
-        print(f"rank {rank}: the front is back", file=sys.stderr, flush=True)
-
-    def _come_back(self, until_s: float) -> int:
-        """Attach to the front that has been started again; returns this process' status if that is of no use, else 0."""
-        while (left_s := until_s - time.monotonic()) > 0:
-            link = self._make_link(replace(self._facts, served=self._served()))
-            try:
-                link.open(left_s)
-            except RefusedError as error:
-                print(f"rank {self._config.rank}: {error}", file=sys.stderr, flush=True)
-                return 1
-            except LinkError:
-                continue
-            self.link = link
-            return 0
-        return FRONT_IS_GONE
-
-    def _served(self) -> Served:
-        built = self._built
-        return Served(
-            self._epoch,
-            built.relocation.placement.version,
-            self._home,
-            read_slot(built.model.layers[0], 0).num_bytes,
-            _experts_now(built),
-        )
-
-    def _note_home(self, placement: Placement, num_members: int) -> None:
-        if num_members == self._config.world_size:
-            self._home = placement
-
-
-def _experts_now(built: Assembled) -> ExpertMap:
-    placement = built.relocation.placement
-    return built.experts._replace(version=placement.version, slot_expert=placement.slot_expert)
-
-
-def send_start(built: Assembled, link: RankLink) -> None:
-    """Say what serves at the start."""
-    placement = built.relocation.placement
-    report = PlacementReport(
-        rank=0, version=placement.version, state=MoveState.SERVING, digest=placement.digest()
-    )
-    link.send_experts(built.experts)
-    link.send_placement(report, placement, read_slot(built.model.layers[0], 0).num_bytes)

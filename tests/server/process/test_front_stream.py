@@ -12,9 +12,9 @@ from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from server.link.messages import RankFacts
 from server.link.rank_link import LinkError, RefusedError
-from server.process import engine
+from server.process import front_stream
 from server.process.children import FRONT_IS_GONE
-from server.process.engine import FrontStream
+from server.process.front_stream import FrontStream
 
 FRONT = {"ranks_address": "127.0.0.1:1", "token": "t"}
 HOME = linear_placement(2, 6, 3).with_version(7)
@@ -48,8 +48,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> FrontStream:
         raise EndedError(status)
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(engine, "RankLink", Link)
-    monkeypatch.setattr(engine, "read_slot", lambda *_: SimpleNamespace(num_bytes=5))
+    monkeypatch.setattr(front_stream, "RankLink", Link)
+    monkeypatch.setattr(front_stream, "read_slot", lambda *_: SimpleNamespace(num_bytes=5))
     Link.errors, Link.facts = [], []
     built: Any = Mock(
         max_model_len=64, num_blocks=8, runner=SimpleNamespace(step=SimpleNamespace(block_tokens=16))
@@ -95,7 +95,7 @@ def test_a_rank_that_the_new_front_refuses_ends_to_be_started_again(stream: Fron
 def test_a_rank_to_which_no_front_comes_back_ends_with_its_service(
     stream: FrontStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "FRONT_RETURN_S", 0.0)
+    monkeypatch.setattr(front_stream, "FRONT_RETURN_S", 0.0)
     with pytest.raises(EndedError, match=str(FRONT_IS_GONE)):
         stream.lost("the connection broke", is_broken=True)
 

@@ -1,0 +1,171 @@
+"""This rank's way to the front: what the front says goes to the engine, and back, over as many links as it takes.
+
+An engine whose connection to the front breaks drops its requests, whose clients are cut off as well, and asks for a while for
+the front that its supervisor starts again; it tells that one what it has to know. One whose stream the front has closed was given
+up, and ends. The connection itself is `link.rank_link`'s.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from expert_placement.placement import Placement
+from moe.expert_weights import read_slot
+from scheduler.assembly import Assembled
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
+from scheduler.policy.config import EngineConfig
+from scheduler.policy.request import RankStats, Request, RequestOutput
+from server.link.messages import RankFacts, Served
+from server.link.rank_link import LinkError, RankLink, RefusedError
+from server.process.children import FRONT_IS_GONE
+
+FRONT_RETURN_S = 60.0  # that a front may take to be back, or a cable
+
+
+def num_restarts_of(environment: Mapping[str, str]) -> int:
+    """Return how often the supervisor has started this rank's engine again."""
+    return int(environment.get("WIDEEP_RESTARTS", "0"))
+
+
+class FrontStream:
+    """This rank's way to the front: one link, and the next one when a front that was killed is back.
+
+    Told by the link, on its reader thread, what the front says.
+    """
+
+    def __init__(
+        self, built: Assembled, config: EngineConfig, front: dict[str, str], environment: Mapping[str, str]
+    ) -> None:
+        """Prepare; `open` attaches.
+
+        Args:
+            front: its addresses and its token.
+            environment: in which the supervisor says how often it started this rank's engine again.
+        """
+        self._built, self._config, self._front = built, config, front
+        self._epoch = 0
+        self._home = None if num_restarts_of(environment) else built.relocation.placement
+        self._open_ids: set[str] = set()  # requests that the front waits for
+        self._facts = RankFacts(
+            rank=config.rank,
+            world_size=config.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            max_model_len=built.max_model_len,
+            num_blocks=built.num_blocks,
+            block_tokens=built.runner.step.block_tokens,
+            max_num_seqs=config.max_num_seqs,
+            num_restarts=num_restarts_of(environment),
+            restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
+        )
+        self.link = self._make_link(self._facts)
+
+    def _make_link(self, facts: RankFacts) -> RankLink:
+        return RankLink(self._front["ranks_address"], self._front["token"], facts, self)
+
+    def send_start(self) -> None:
+        """Tell what serves at the start."""
+        placement = self._built.relocation.placement
+        report = PlacementReport(
+            rank=0, version=placement.version, state=MoveState.SERVING, digest=placement.digest()
+        )
+        self.link.send_experts(self._built.experts)
+        self.link.send_placement(report, placement, self._expert_bytes())
+
+    def send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
+        """Tell what a step yielded."""
+        self._open_ids.difference_update(
+            output.request_id for output in outputs if output.finish_reason is not None
+        )
+        self.link.send(outputs, stats)
+
+    def report(self, report: PlacementReport) -> None:
+        """Tell what became of a placement, and rank 0 also where experts are now."""
+        placement = self._built.relocation.placement
+        if report.state is MoveState.SERVING:
+            self._note_home(placement, placement.num_ranks)
+            if report.rank == 0:
+                self.link.send_experts(_experts_now(self._built))
+        self.link.send_placement(report)
+
+    def submit(self, request: Request) -> None:
+        """Serve a request."""
+        self._open_ids.add(request.request_id)
+        self._built.engine.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        self._built.engine.abort(request_id)
+
+    def stop(self) -> None:
+        """End in an orderly way."""
+        self._built.engine.stop()
+
+    def prepare(self, placement: Placement) -> None:
+        """Move experts."""
+        self._built.relocation.prepare(placement)
+
+    def drop(self, version: int) -> None:
+        """Give up a placement that does not serve yet."""
+        self._built.relocation.drop(version)
+
+    def regroup(self, order: Order) -> None:
+        """Follow an order."""
+        self._epoch = max(self._epoch, order.epoch)
+        self._note_home(order.placement, len(order.members))
+        self._built.engine.regroup(order)
+
+    def lost(self, reason: str, *, is_broken: bool) -> None:
+        """Come back to the front, or end this process: the step loop may be waiting for other ranks."""
+        rank = self._config.rank
+        print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
+        if not is_broken:  # the front has given this rank up
+            os._exit(1)
+        for request_id in list(self._open_ids):  # whoever asked for them has been cut off with the front
+            self._built.engine.abort(request_id)
+        status = self._come_back(time.monotonic() + FRONT_RETURN_S)
+        if status:
+            os._exit(status)
+        print(f"rank {rank}: the front is back", file=sys.stderr, flush=True)
+
+    def _come_back(self, until_s: float) -> int:
+        """Attach to the front that has been started again; returns this process' status if that is of no use, else 0."""
+        while (left_s := until_s - time.monotonic()) > 0:
+            link = self._make_link(replace(self._facts, served=self._served()))
+            try:
+                link.open(left_s)
+            except RefusedError as error:
+                print(f"rank {self._config.rank}: {error}", file=sys.stderr, flush=True)
+                return 1
+            except LinkError:
+                continue
+            self.link = link
+            return 0
+        return FRONT_IS_GONE
+
+    def _served(self) -> Served:
+        built = self._built
+        return Served(
+            self._epoch,
+            built.relocation.placement.version,
+            self._home,
+            self._expert_bytes(),
+            _experts_now(built),
+        )
+
+    def _expert_bytes(self) -> int:
+        """Of one expert of one layer."""
+        return read_slot(self._built.model.layers[0], 0).num_bytes
+
+    def _note_home(self, placement: Placement, num_members: int) -> None:
+        if num_members == self._config.world_size:
+            self._home = placement
+
+
+def _experts_now(built: Assembled) -> ExpertMap:
+    placement = built.relocation.placement
+    return built.experts._replace(version=placement.version, slot_expert=placement.slot_expert)
