@@ -26,7 +26,7 @@ from scheduler.epochs.connections import break_silent
 from scheduler.epochs.follower import EpochFollower, EpochLinks, RankParts, Regrouping
 from scheduler.epochs.heartbeat import Heart
 from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel, open_channel
-from scheduler.moves.expert_transfer import Place
+from scheduler.moves.expert_transfer import MovableLayer
 from scheduler.moves.relocation import Relocation
 from scheduler.moves.reports import ExpertMap
 from scheduler.moves.start_placement import start_placement
@@ -280,6 +280,6 @@ def _channel(config: EngineConfig) -> PeerChannel:
 def _make_relocation(
     config: EngineConfig, placement: Placement, model: Model, channel: PeerChannel, backend: Backend
 ) -> Relocation:
-    places = [Place(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
+    places = [MovableLayer(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
     pace = Pace(config.eplb.max_bytes_per_step)
     return Relocation(config.rank, placement, places, channel, pace, enter_thread=backend.enter_thread)

@@ -36,15 +36,15 @@ class MoveError(RuntimeError):
         self.cause = cause
 
 
-class Place(NamedTuple):
-    """A layer of the model: its slots, and the module whose gate function its experts use."""
+class MovableLayer(NamedTuple):
+    """A layer of the model whose experts may move: its slots, and the module whose gate function they use."""
 
     layer: ExpertLayer
     module: Any
 
 
 def send_expert(
-    place: Place, slot: int, transfer: Transfer, channel: PeerChannel, peer: int, pace: Pace
+    place: MovableLayer, slot: int, transfer: Transfer, channel: PeerChannel, peer: int, pace: Pace
 ) -> int:
     """Send one slot's expert; returns the bytes."""
     weights = read_slot(place.layer, slot)
@@ -69,7 +69,7 @@ def send_expert(
 
 
 def receive_expert(
-    place: Place,
+    place: MovableLayer,
     weights: ExpertWeights,
     transfer: Transfer,
     channel: PeerChannel,
@@ -116,7 +116,9 @@ def receive_expert(
     return weights.num_bytes
 
 
-def copy_expert(place: Place, slot: int, weights: ExpertWeights, transfer: Transfer, pace: Pace) -> int:
+def copy_expert(
+    place: MovableLayer, slot: int, weights: ExpertWeights, transfer: Transfer, pace: Pace
+) -> int:
     """Copy an expert from one of this rank's slots, and verify the copy; returns the bytes.
 
     Raises:
@@ -143,7 +145,7 @@ def copy_expert(place: Place, slot: int, weights: ExpertWeights, transfer: Trans
 
 
 def _check_answer(
-    place: Place, weights: ExpertWeights, x_TD: Tensor, y_TD: Tensor, transfer: Transfer
+    place: MovableLayer, weights: ExpertWeights, x_TD: Tensor, y_TD: Tensor, transfer: Transfer
 ) -> None:
     ours = try_out(place.layer, place.module, weights, x_TD)
     if not torch.equal(ours.view(torch.int32), y_TD.view(torch.int32)):  # bits, so that NaN equals itself

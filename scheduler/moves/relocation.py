@@ -23,7 +23,7 @@ from expert_placement.placement import Placement
 from moe.expert_weights import ExpertWeights, SpareSlots, exchange_slot
 from moe.slot_choice import SlotChoice, slot_choices
 from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel
-from scheduler.moves.expert_transfer import MoveError, Place, copy_expert, receive_expert, send_expert
+from scheduler.moves.expert_transfer import MovableLayer, MoveError, copy_expert, receive_expert, send_expert
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 
 CLOSE_TIMEOUT_S = 5.0  # what moves ends when its channel is closed, which is before
@@ -59,7 +59,7 @@ class Relocation:
         self,
         rank: int,
         placement: Placement,
-        places: Sequence[Place],
+        places: Sequence[MovableLayer],
         channel: PeerChannel,
         pace: Pace,
         *,
@@ -247,7 +247,7 @@ class Relocation:
     def _give_channel_up(self, channel: PeerChannel, reason: str) -> _Problem:
         """Let no peer wait for what will not come; nothing moves any more."""
         problem = _Problem(
-            Cause.CHANNEL, f"{reason}; no expert moves any more until the service starts again"
+            Cause.CHANNEL, f"{reason}; no expert moves any more until ranks meet in another epoch"
         )
         with self._lock:
             if channel is self._channel:

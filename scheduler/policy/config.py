@@ -16,8 +16,8 @@ class DispatchMode(Enum):
     LOW_LATENCY = "low_latency"  # always, with room for the largest batch
 
 
-def why_no_compiler(*, on_gpus: bool, is_invariant: bool) -> str:
-    """Say why models are not compiled with these settings; "" if they can be."""
+def why_no_compiler(*, on_gpus: bool, is_invariant: bool) -> str | None:
+    """Say why models are not compiled with these settings; None if they can be."""
     if not on_gpus:
         return "--enable-torch-compile is for GPUs; the CPU's kernels are compiled already: leave it out"
     if is_invariant:
@@ -25,7 +25,7 @@ def why_no_compiler(*, on_gpus: bool, is_invariant: bool) -> str:
             "--enable-torch-compile does not go with --batch-invariant: compiled sums may have another order for "
             "another number of rows; leave one of them out"
         )
-    return ""
+    return None
 
 
 class ConfigError(ValueError):

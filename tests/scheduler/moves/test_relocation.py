@@ -15,7 +15,7 @@ from expert_placement.placement import Placement, linear_placement
 from moe.expert_weights import ExpertWeights, digest, read_slot
 from scheduler.moves import expert_transfer, relocation
 from scheduler.moves.channel import NoPeers, Pace, PeerChannel
-from scheduler.moves.expert_transfer import Place
+from scheduler.moves.expert_transfer import MovableLayer
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from scheduler.policy.request import Request
 from tests.conftest import PoolOf
@@ -160,7 +160,7 @@ def spoil(built: Any, how: str, patch: pytest.MonkeyPatch) -> None:
         tensors.pop("up_bias" if "up_bias" in tensors else "down")
         return tensors
 
-    def send(place: Place, slot: int, *rest: Any) -> int:
+    def send(place: MovableLayer, slot: int, *rest: Any) -> int:
         with pytest.MonkeyPatch.context() as brief:
             if how == "missing tensor":
                 brief.setattr(ExpertWeights, "tensors", lacking)
