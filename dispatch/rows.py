@@ -1,34 +1,164 @@
-"""Send rows of several tensors to the ranks that want them, and rows back: the exchange under the public faces.
+"""Rows of several tensors to the ranks that want them, and rows back: what moves the tokens of DeepEP's interfaces.
 
 A row is one token; what travels of it lies in several tensors, here called planes (hidden values, scales, choices,
-weights), which all have one row per token and otherwise any shape and dtype. A message holds a head, then each
-plane's rows as bytes, so that dtypes that a wire does not know (float8) travel too, in one exchange.
-Rows arrive ordered by source rank, then source token, whatever the wire.
+weights), which all have one row per token and otherwise any shape and dtype. Rows arrive ordered by source rank, then
+source token, whatever moves them: `HostRows`, which is the one `Exchange` of CPUs with ranks for slots, or between GPUs
+`gpu.nccl.NcclRows`. Bringing answers home is the same thing the other way.
 
-The head says what call this is, in words that must be equal on all ranks, so that ranks which disagree get the words
-of both in an error instead of wrong data; and how many rows the sender sends to every rank, so that all ranks know
-the whole matrix and can agree on it later. Sizes are always found out in the exchange itself, even where a cached
-route predicts them: it costs no further round trip, and a peer with another route is then named instead of waited for.
-
-Plain torch over a `Wire`; knows neither experts nor sums. The service's `Dispatcher` does not use it: its rows
-have one plane, and compiled kernels.
+A call says what it is, in words whose number must be equal on all ranks, so that ranks which disagree get an error
+instead of wrong data; and how many rows this rank sends to every other, so that all know the whole matrix.
 
 Legend: T tokens of this rank, N rows received, Q rows that came back, R ranks.
 """
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from dispatch.errors import PeerLost, RanksDisagree
-from dispatch.wires.wire import RankTable, Wire
+from dispatch.errors import DispatchError, PeerLost, RanksDisagree
+from dispatch.exchange import Exchange
+from dispatch.wires.wire import Wire
 
-_ALIGNMENT = 64  # of every part of a message, so that any dtype can be viewed where it lies
-_MAGIC = 0x57455053  # another protocol's message on the same wire does not begin like this
-_FIRST_WORDS = 3  # magic, length of the call's words, number of counts and notes
+
+class Counts(NamedTuple):
+    """What travels between this rank and each other, known to the host."""
+
+    rows: list[int]  # of a dispatch
+    answers: list[int]  # of the combine that follows, the other way
+
+
+class Moved(NamedTuple):
+    """What a rank received, ordered by source."""
+
+    planes: list[Tensor]  # new memory
+    counts: Counts
+    notes: list[list[int]]  # every rank's, by rank
+
+
+class RowMover(Protocol):
+    """Moves rows, ordered by rank. Calls are collective, in the same order on all ranks.
+
+    Attributes:
+        rank, world_size: of the group.
+    """
+
+    rank: int
+    world_size: int
+
+    def meet(self, counts_2R: Tensor, call: int) -> Counts:
+        """Say what this rank sends. On a device the only look of the host in a layer: it waits for it.
+
+        Args:
+            counts_2R: int64 where the rows are: rows for each rank, and answers that will come back from it.
+            call: a number that must be equal on all ranks.
+
+        Returns:
+            This rank's counts.
+
+        Raises:
+            PeerRefused, RanksDisagree, PeerLost, DispatchTimeout: as `send`, which may find them instead.
+        """
+        ...
+
+    def send(self, planes: Sequence[Tensor], sent: Counts, note: Sequence[int] = ()) -> Moved:
+        """Send every plane's rows, ordered by destination.
+
+        Args:
+            sent: what `meet` returned.
+            note: integers that every rank is to know, as many on all ranks.
+        """
+        ...
+
+    def give_back(self, answers: Tensor, owed: list[int], expected: list[int]) -> Tensor:
+        """Send answers, ordered by the rank that is owed them; return those that came, by rank."""
+        ...
+
+    def refuse(
+        self,
+        text: str,
+        like: Tensor | None = None,
+        owed: Sequence[int] = (),
+        expected: Sequence[int] = (),
+    ) -> None:
+        """Stand in for `meet` and `send`; or where `like` is an answer for `give_back`."""
+        ...
+
+    def interrupt(self, error: DispatchError) -> None:
+        """End what waits for peers with this error. Local, from any thread."""
+        ...
+
+    def check(self) -> None:
+        """Raise what peers said of answers. Local; waits for the device."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds. Local."""
+        ...
+
+
+class HostRows:
+    """`RowMover` through the hosts' memory, over any wire of CPUs.
+
+    Args:
+        wire: taken over.
+        device: of the rows; those of a GPU are copied to the host and back, and every call waits for that.
+    """
+
+    def __init__(self, wire: Wire, device: torch.device) -> None:
+        self._wire, self._device = wire, device
+        self.rank, self.world_size = wire.rank, wire.world_size
+        self._exchange = Exchange(wire, slots_per_rank=1)
+        self._call = 0
+
+    def meet(self, counts_2R: Tensor, call: int) -> Counts:
+        """See `RowMover`. Peers are told by `send`."""
+        self._call = call
+        return Counts(*counts_2R.tolist())
+
+    def send(self, planes: Sequence[Tensor], sent: Counts, note: Sequence[int] = ()) -> Moved:
+        """See `RowMover`. A rank that is masked is an error: every one must take part."""
+        received = self._move(join_planes(planes), sent.rows, self._call, (*sent.answers, *note))
+        notes = self._exchange.notes()
+        lost = self._wire.mask.values.nonzero()[0].tolist()
+        if lost:
+            raise PeerLost(lost[0], "it is masked, and this exchange needs every rank")
+        counts = Counts(self._exchange.counts(), [words[self.rank] for words in notes])
+        return Moved(split_planes(received, planes), counts, [words[self.world_size :] for words in notes])
+
+    def give_back(self, answers: Tensor, owed: list[int], expected: list[int]) -> Tensor:
+        """See `RowMover`."""
+        received = self._move(join_planes([answers]), owed, ~self._call, ())
+        return split_planes(received, [answers])[0]
+
+    def refuse(
+        self,
+        text: str,
+        like: Tensor | None = None,
+        owed: Sequence[int] = (),
+        expected: Sequence[int] = (),
+    ) -> None:
+        """See `RowMover`."""
+        self._wire.refuse(text)
+
+    def interrupt(self, error: DispatchError) -> None:
+        """See `RowMover`."""
+        self._wire.interrupt(error)
+
+    def check(self) -> None:
+        """See `RowMover`. Every call says itself what went wrong."""
+
+    def close(self) -> None:
+        """See `RowMover`."""
+        self._wire.close()
+
+    def _move(self, rows_NB: Tensor, sent: Sequence[int], call: int, note: Sequence[int]) -> Tensor:
+        """Send rows of bytes, so many to each rank; return those received, new, on the device."""
+        to_N1 = torch.arange(self.world_size).repeat_interleave(torch.tensor(sent)).unsqueeze(1)
+        self._exchange.send_rows(rows_NB.cpu().contiguous(), to_N1, call=call, note=note)
+        return self._exchange.receive_rows()[0].to(self._device, copy=True)
 
 
 class Route(NamedTuple):
@@ -61,25 +191,15 @@ class GivenBack(NamedTuple):
     rank_Q: Tensor  # int64: who answered
 
 
-class _Part(NamedTuple):
-    """One rank's share of an exchange."""
-
-    counts: list[int]  # rows this rank sends to every rank
-    note: list[int]
-    planes: list[Tensor]  # uint8 [n, bytes of a row]
-
-
 class RowExchange:
     """One rank's end. Calls are collective, in the same order on all ranks; none of them keeps anything.
 
     Args:
-        wire: stays the caller's to close. Masked ranks are an error here: every rank must take part.
+        mover: stays the caller's to close.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self._send_bytes = RankTable(wire.world_size)
-        self._peers = [rank for rank in range(wire.world_size) if rank != wire.rank]
+    def __init__(self, mover: RowMover) -> None:
+        self.mover, self.rank, self.world_size = mover, mover.rank, mover.world_size
 
     def send(
         self,
@@ -100,15 +220,18 @@ class RowExchange:
         Raises:
             RanksDisagree: a peer made another call; all ranks raise, and the next call works.
             PeerRefused: a peer's caller refused its arguments; likewise.
-            PeerLost, DispatchTimeout: as the wire.
+            PeerLost, DispatchTimeout: as the mover.
         """
-        token_T = torch.arange(is_token_in_rank_TR.shape[0], dtype=torch.int32, device=planes[0].device)
-        rows_R = sent_tokens(is_token_in_rank_TR)
-        parts = self._exchange(call, [*planes, token_T], rows_R, note)
-        *received, source_token_N = _join([*planes, token_T], parts)
-        route = Route(is_token_in_rank_TR, torch.tensor([part.counts for part in parts]))
-        counts_R = [part.counts[self.wire.rank] for part in parts]
-        return Received(received, source_token_N, counts_R, route, [part.note for part in parts])
+        T = is_token_in_rank_TR.shape[0]
+        token_T = torch.arange(T, dtype=torch.int32, device=planes[0].device)
+        rows_R = is_token_in_rank_TR.sum(0)
+        moved = self._move(call, [*planes, token_T], is_token_in_rank_TR, rows_R, note)
+        counts_RR = torch.tensor([words[: self.world_size] for words in moved.notes])
+        *received, source_token_N = moved.planes
+        notes = [words[self.world_size :] for words in moved.notes]
+        return Received(
+            received, source_token_N, moved.counts.rows, Route(is_token_in_rank_TR, counts_RR), notes
+        )
 
     def resend(self, planes: Sequence[Tensor], route: Route, *, call: str = "resend") -> list[Tensor]:
         """Send other planes the way of an earlier `send`. Collective; all ranks with the same send's route.
@@ -119,8 +242,8 @@ class RowExchange:
         Raises:
             as `send`; RanksDisagree also where a rank has another send's route.
         """
-        rows_R = sent_tokens(route.is_token_in_rank_TR)
-        return _join(planes, self._exchange(f"{call}, route {route.fingerprint:08x}", planes, rows_R, ()))
+        words, mask_TR = f"{call}, route {route.fingerprint:08x}", route.is_token_in_rank_TR
+        return self._move(words, planes, mask_TR, mask_TR.sum(0)).planes
 
     def give_back(self, planes: Sequence[Tensor], route: Route, *, call: str = "give back") -> GivenBack:
         """Return one row per received row to the ranks they came from. Collective; same route on all ranks.
@@ -131,13 +254,12 @@ class RowExchange:
         Raises:
             as `resend`.
         """
-        counts = route.counts_RR[:, self.wire.rank].tolist()
-        rows_R = torch.split(torch.arange(sum(counts), device=planes[0].device), counts)
-        parts = self._exchange(f"{call}, route {route.fingerprint:08x}", planes, rows_R, ())
-        tokens_R = sent_tokens(route.is_token_in_rank_TR)
-        sent = torch.tensor([tokens.numel() for tokens in tokens_R])
-        ranks = torch.arange(self.wire.world_size).repeat_interleave(sent)
-        return GivenBack(_join(planes, parts), torch.cat(tokens_R), ranks.to(planes[0].device))
+        device, mask_TR = planes[0].device, route.is_token_in_rank_TR
+        counts_R = route.counts_RR[:, self.rank].to(device)
+        moved = self._move(f"{call}, route {route.fingerprint:08x}", planes, None, counts_R)
+        chosen_Q = select(mask_TR.t(), sum(moved.counts.rows))
+        T = max(mask_TR.shape[0], 1)
+        return GivenBack(moved.planes, chosen_Q % T, chosen_Q // T)
 
     def refuse(self, problem: str) -> NoReturn:
         """Take part in this call only to say that this rank's arguments are bad, and raise. Collective.
@@ -145,113 +267,71 @@ class RowExchange:
         Raises:
             ValueError: with `problem`, here; every other rank raises PeerRefused with it.
         """
-        self.wire.refuse(problem)
+        self.mover.refuse(problem)
         raise ValueError(problem)
 
-    def _exchange(
+    def _move(
         self,
         call: str,
         planes: Sequence[Tensor],
-        rows_R: Sequence[Tensor],
-        note: Sequence[int],
-    ) -> list[_Part]:
-        """Send `rows_R[r]` of every plane to rank r and return every rank's part, this rank's own among them."""
+        mask_TR: Tensor | None,
+        counts_R: Tensor,
+        note: Sequence[int] = (),
+    ) -> Moved:
+        """Send the rows that the mask names to each rank; without one, they are in that order already."""
         words = f"{call}: {'; '.join(_describe(plane) for plane in planes)}"
-        flat = [_as_bytes(plane) for plane in planes]
-        counts = [rows.numel() for rows in rows_R]
-        head = _pack_head(words, [*counts, *note])
-        for peer in self._peers:
-            self._send_bytes.values[peer] = head.numel() + sum(
-                _padded(counts[peer] * p.shape[1]) for p in flat
-            )
-        self.wire.open_windows(self._send_bytes)
-        for peer in self._peers:
-            if not self.wire.mask.values[peer]:
-                _fill(self.wire.send_window(peer), head, flat, rows_R[peer])
-        self.wire.exchange(self._send_bytes, None)
-        own = _Part(counts, list(note), [p.index_select(0, rows_R[self.wire.rank]) for p in flat])
-        return [own if r == self.wire.rank else self._read(r, words, flat) for r in range(len(counts))]
-
-    def _read(self, peer: int, words: str, flat: list[Tensor]) -> _Part:
-        """Take a peer's message apart; the planes stay where they lie."""
-        if self.wire.mask.values[peer]:
-            raise PeerLost(peer, "it is masked, and this exchange needs every rank")
-        message = self.wire.received(peer)
-        theirs, values, at = _unpack_head(message)
-        if theirs != words:
-            here = f"rank {self.wire.rank} is in {words!r}"
-            raise RanksDisagree(
-                f"rank {peer} is in {theirs!r} where {here}; all ranks must make the same call"
-            )
-        R = self.wire.world_size
-        count, planes = values[self.wire.rank], []
-        for plane in flat:
-            num_bytes = count * plane.shape[1]
-            planes.append(message[at : at + num_bytes].view(count, plane.shape[1]))
-            at += _padded(num_bytes)
-        return _Part(values[:R], values[R:], planes)
+        sent = self.mover.meet(torch.stack([counts_R, counts_R]), zlib.crc32(words.encode()))
+        rows = join_planes(planes)
+        if mask_TR is not None:
+            token_N = select(mask_TR.t(), sum(sent.rows)) % max(mask_TR.shape[0], 1)
+            rows = rows.index_select(0, token_N)
+        try:
+            moved = self.mover.send([rows], sent, (*sent.rows, *note))
+        except RanksDisagree as error:
+            raise RanksDisagree(f"rank {self.rank} is in {words!r}; {error}") from error
+        return moved._replace(planes=split_planes(moved.planes[0], planes))
 
 
-def sent_tokens(is_token_in_rank_TR: Tensor) -> list[Tensor]:
-    """Return for each rank the tokens that go there, ascending, int64."""
-    return [column.nonzero().squeeze(1) for column in is_token_in_rank_TR.unbind(1)]
+def select(is_chosen: Tensor, count: int) -> Tensor:
+    """Return int64 [count]: the flat indices of what is chosen, in order; the host knows how many there are."""
+    flat = is_chosen.reshape(-1)
+    place = torch.where(flat, flat.cumsum(0) - 1, count)
+    chosen = torch.zeros(
+        count + 1, dtype=torch.int64, device=flat.device
+    )  # the last takes what is not chosen
+    return chosen.scatter_(0, place, torch.arange(flat.numel(), device=flat.device))[:count]
 
 
-def _fill(window: Tensor, head: Tensor, flat: list[Tensor], rows: Tensor) -> None:
-    at = head.numel()
-    window[:at].copy_(head)
-    for plane in flat:
-        num_bytes = rows.numel() * plane.shape[1]
-        window[at : at + num_bytes].copy_(plane.index_select(0, rows).view(-1))
-        at += _padded(num_bytes)
+def join_planes(planes: Sequence[Tensor]) -> Tensor:
+    """Return uint8 [N, B]: the bytes of every plane's row, one behind the other."""
+    rows = [_as_bytes(plane) for plane in planes]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
-def _join(planes: Sequence[Tensor], parts: list[_Part]) -> list[Tensor]:
-    """Put all ranks' rows of each plane together, in the plane's dtype and shape and on its device."""
-    joined = []
-    for index, plane in enumerate(planes):
-        rows = torch.cat([part.planes[index].to(plane.device) for part in parts])
-        joined.append(rows.view(-1).view(plane.dtype).view(rows.shape[0], *plane.shape[1:]))
-    return joined
+def split_planes(rows_NB: Tensor, planes: Sequence[Tensor]) -> list[Tensor]:
+    """Take rows of `join_planes` apart, in the planes' types and shapes."""
+    parts, at = [], 0
+    for plane in planes:
+        end = at + plane.element_size() * plane.shape[1:].numel()
+        part = (
+            rows_NB
+            if end - at == rows_NB.shape[1]
+            else rows_NB[:, at:end].clone(memory_format=torch.contiguous_format)
+        )
+        parts.append(part.view(-1).view(plane.dtype).view(part.shape[0], *plane.shape[1:]))
+        at = end
+    return parts
 
 
 def _as_bytes(plane: Tensor) -> Tensor:
     """See [T, ...] as uint8 [T, bytes of a row]."""
-    row_bytes = plane.element_size() * plane.shape[1:].numel()
     whole = plane.detach().contiguous()
     line = whole.as_strided(
         (whole.numel(),), (1,)
     )  # a dimension of size 1 keeps any stride, which views mind
+    row_bytes = plane.element_size() * plane.shape[1:].numel()
     return line.view(torch.uint8).view(plane.shape[0], row_bytes)
 
 
 def _describe(plane: Tensor) -> str:
     return f"{str(plane.dtype).removeprefix('torch.')} {list(plane.shape[1:])}"
-
-
-def _pack_head(words: str, values: Sequence[int]) -> Tensor:
-    text = words.encode()
-    first = torch.tensor([_MAGIC, len(text), len(values), *values], dtype=torch.int64).view(torch.uint8)
-    head = torch.zeros(_padded(first.numel() + len(text)), dtype=torch.uint8)
-    head[: first.numel()] = first
-    head[first.numel() : first.numel() + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    return head
-
-
-def _unpack_head(message: Tensor) -> tuple[str, list[int], int]:
-    """Return the peer's words, its counts and notes, and where its planes begin."""
-    first_bytes = 8 * _FIRST_WORDS
-    first = (
-        message[:first_bytes].clone().view(torch.int64).tolist() if message.numel() >= first_bytes else [0]
-    )
-    if first[0] != _MAGIC:
-        return "another protocol's call", [], 0
-    _, text_bytes, num_values = first
-    text_at = first_bytes + 8 * num_values
-    values = message[first_bytes:text_at].clone().view(torch.int64).tolist()
-    text = bytes(message[text_at : text_at + text_bytes].tolist()).decode()
-    return text, values, _padded(text_at + text_bytes)
-
-
-def _padded(num_bytes: int) -> int:
-    return (num_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT

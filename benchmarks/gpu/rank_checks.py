@@ -21,11 +21,12 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.gpu.dispatcher import DeviceDispatcher
 from dispatch.gpu.exchange import LowLatencyBlocks, LowLatencyPairs
-from dispatch.gpu.normal import HostRows, NormalPairs
+from dispatch.gpu.normal import NormalPairs
 from dispatch.gpu.pairs import PairOrder, PairOrders, combine_pairs
 from dispatch.gpu.symmetric import OpenMemory, open_memory_for
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.mode import NORMAL, Mode
+from dispatch.rows import HostRows
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import Wire
 

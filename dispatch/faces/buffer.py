@@ -110,7 +110,7 @@ class LocalCalls:
         device = self._wires.device
         if device.type != "cpu":
             return torch.cuda.current_stream(device)
-        name = self._wires.wire.name
+        name = self._wires.name
         raise DispatchError(
             f"get_comm_stream: backend {name} has no streams; a call's work is done when it returns"
         )
@@ -212,11 +212,10 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
             check_buffer(self.group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode)
         self._wires = open_wires(backend, group, timeout_s=timeout_s, mask_lost=enable_shrink)
         self._kernels = kernels
-        wire = self._wires.wire
-        self._normal = NormalMode(RowExchange(wire), node_size=node_size)
+        self._normal = NormalMode(RowExchange(self._wires.mover), node_size=node_size)
         self._world = args.World(num_ranks=self.group_size, num_nodes=self._normal.num_nodes, strict=strict)
         self.runtime: Any = Runtime(self.rank, self._normal.num_nodes, node_size)
-        self._close = weakref.finalize(self, wire.close)
+        self._close = weakref.finalize(self, self._wires.mover.close)
         if low_latency_mode and self._wires.device.type != "cpu":
             self.open_low_latency()
 
@@ -375,7 +374,7 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
             self.exchange.settle()  # a low-latency call whose hook has not run, before anything else travels
         problem = args.first_problem(args.fork_problem(method, forks))
         if problem:
-            self._wires.wire.refuse(problem)
+            self._wires.mover.refuse(problem)
             raise TypeError(problem)
         return [args.config_problem(config), args.stream_problem(event, is_async, allocates, self._world)]
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from dispatch.faces.elastic_rows import ElasticMode, local_choices
 from dispatch.faces.events import EventHandle, EventOverlap, finished
 from dispatch.faces.handles import EPHandle, Rows, as_biases, split_rows
 from dispatch.faces.wires import Released
-from dispatch.rows import RowExchange
+from dispatch.rows import HostRows, RowExchange
 from dispatch.wires.open import open_wire
 from dispatch.wires.segment import identify_process
 from dispatch.wires.wire import RankTable
@@ -248,7 +249,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         limit_s = min(timeout_s, num_cpu_timeout_secs, num_gpu_timeout_secs)
         wire = open_wire(backend, group, timeout_s=limit_s)
         self._mode = ElasticMode(
-            RowExchange(wire),
+            RowExchange(HostRows(wire, torch.device("cpu"))),
             scaleup_ranks=self.num_scaleup_ranks,
             allow_multiple_reduction=self.allow_multiple_reduction,
         )
@@ -261,7 +262,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
         """Wait until all ranks are here. Collective. The arguments have no effect on the CPU."""
-        wire = self._mode.exchange.wire
+        wire = self.runtime
         wire.open_windows(self._nothing)
         wire.exchange(self._nothing, self._nothing)
 

@@ -225,7 +225,7 @@ class ElasticMode:
 
     def __init__(self, exchange: RowExchange, *, scaleup_ranks: int, allow_multiple_reduction: bool) -> None:
         self.exchange = exchange
-        self.rank, self.num_ranks = exchange.wire.rank, exchange.wire.world_size
+        self.rank, self.num_ranks = exchange.rank, exchange.world_size
         self._scaleup_ranks = scaleup_ranks
         self._reduces_early = allow_multiple_reduction
         self._reduces_domains = allow_multiple_reduction and scaleup_ranks < self.num_ranks

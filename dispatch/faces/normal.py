@@ -61,7 +61,7 @@ class NormalMode:
     def __init__(self, exchange: RowExchange, *, node_size: int) -> None:
         self.exchange = exchange
         self.node_size = node_size
-        self.rank, self.num_ranks = exchange.wire.rank, exchange.wire.world_size
+        self.rank, self.num_ranks = exchange.rank, exchange.world_size
         self.num_nodes = -(-self.num_ranks // node_size)
 
     def dispatch(self, call: DispatchArguments) -> Arrived:

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import WireUnavailable
+from dispatch.gpu.nccl import GROUP_MARGIN_S, NcclRows
 from dispatch.gpu.symmetric import open_memory_for
 from dispatch.low_latency.calls import LowLatencyExchange
 from dispatch.low_latency.cpu import CpuExchange
+from dispatch.rows import HostRows, RowMover
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import Wire
 
@@ -27,7 +29,9 @@ class Wires(NamedTuple):
     """Opened by `open_wires`.
 
     Attributes:
-        wire: for normal mode, and on the CPU for low-latency mode.
+        name: of the backend.
+        mover: for normal mode.
+        wire: of the CPU's low-latency mode; None where the device is none.
         device: where the tensors of all calls lie.
         group: the bootstrap group.
         provider: of symmetric memory between GPUs.
@@ -35,7 +39,9 @@ class Wires(NamedTuple):
         mask_lost: mask ranks that are lost in a low-latency call.
     """
 
-    wire: Wire
+    name: str
+    mover: RowMover
+    wire: Wire | None
     device: torch.device
     group: dist.ProcessGroup
     provider: Literal["CUDA", "NVSHMEM"]
@@ -70,11 +76,11 @@ def open_wires(backend: str, group: dist.ProcessGroup, *, timeout_s: float, mask
     provider: Literal["CUDA", "NVSHMEM"] = "NVSHMEM" if backend == "nvshmem" else "CUDA"
     if device.type == "cpu":
         wire = open_wire(backend, group, timeout_s=timeout_s, mask_lost=mask_lost)
-    else:
-        device = torch.device(device.type, torch.cuda.current_device())
-        collectives = group_with_backend(group, device.type, "nccl", timeout_s=timeout_s)
-        wire = open_wire("nccl", collectives, timeout_s=timeout_s)
-    return Wires(wire, device, group, provider, timeout_s, mask_lost)
+        return Wires(wire.name, HostRows(wire, device), wire, device, group, provider, timeout_s, mask_lost)
+    device = torch.device(device.type, torch.cuda.current_device())
+    collectives = group_with_backend(group, device.type, "nccl", timeout_s=timeout_s + GROUP_MARGIN_S)
+    mover = NcclRows(collectives, device=device, timeout_s=timeout_s)
+    return Wires("nccl", mover, None, device, group, provider, timeout_s, mask_lost)
 
 
 def device_of(backend: str, *, has_cuda: bool) -> torch.device:
@@ -104,7 +110,7 @@ KERNELS = ("auto", "triton")
 
 
 def open_low_latency(
-    wire: Wire,
+    wire: Wire | None,
     group: dist.ProcessGroup,
     device: torch.device,
     *,
@@ -117,7 +123,7 @@ def open_low_latency(
     """Open an exchange for the ranks of `group`. Collective where it is Triton's.
 
     Args:
-        wire: for the CPU passes; not owned.
+        wire: for the CPU passes, where tokens lie there; not owned.
         device: where tokens lie.
         kernels: "auto", or "triton" for the kernels' interpreter on the CPU.
         provider: of memory between GPUs: "CUDA" maps that of peers which can be addressed, "NVSHMEM" reaches all.
@@ -130,7 +136,7 @@ def open_low_latency(
     """
     if kernels not in KERNELS:
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(KERNELS)}")
-    if device.type == "cpu" and kernels == "auto":
+    if wire is not None and kernels == "auto":
         return CpuExchange(wire)
     kernels_module = load_triton(device)
     kind = "shared" if device.type == "cpu" else provider

@@ -1,22 +1,162 @@
-"""Rows of device tensors between ranks by NCCL, with one look of the host per layer.
+"""Rows of device tensors between ranks by torch.distributed's all_to_all, which is NCCL's: one look of the host per layer.
 
 A dispatch begins with an exchange of headers, into which the device writes its own counts; the host reads those that it
 sent and those that came together. After that both sides know every size of the layer, so rows and, in combine, answers
 go at once. A combine's headers go beside its answers, and are read with those of the next dispatch, or by `check`: a rank
 that refuses a combine sends zeros for answers, and says so there.
 
+NCCL's `wait` does not keep the host; looking at a result then would, for as long as a peer is gone. So the host asks
+whether a collective is done, between looks at the clock and at what it was told (`interrupt`), and gives the group up
+when it is over. The group's own time-out must be longer than ours: NCCL's watchdog ends the process at its own.
+Written without a word about CUDA, and tested on CPU tensors over gloo, bit for bit. On CUDA it was never run.
+
 Legend: R ranks, H hidden.
 """
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.gpu.normal import Counts
-from dispatch.wires.nccl import HEADER_WORDS, SECOND, SIZE, Collectives
-from dispatch.wires.wire import REFUSED, encode_refusal
+from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
+from dispatch.rows import Counts, Moved
+from dispatch.wires.wire import MAX_REFUSAL_BYTES, REFUSED, decode_refusal, encode_refusal
+
+SIZE, SECOND, NUMBER, EPOCH, CALL, TEXT_BYTES, TEXT = range(7)  # words of a header
+HEADER_WORDS = TEXT + MAX_REFUSAL_BYTES // 8
+_SPINS = 2_000  # looks at a collective before the host sleeps in between
+_PAUSE_S = 50e-6
+GROUP_MARGIN_S = 60.0  # by which a group's time-out is longer than ours
+
+
+class Collectives:
+    """What a rank does with the collectives of one group: headers, waits that end, and errors by name.
+
+    Args:
+        group: runs nothing else meanwhile.
+        device: where tensors lie; the group has a backend for it.
+        timeout_s: how long a collective may take.
+        epoch: of membership.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, device: torch.device, timeout_s: float, epoch: int = 0
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.device, self.epoch = device, epoch
+        self._group: dist.ProcessGroup | None = group
+        self._timeout_s = timeout_s
+        self._number = 0  # of the last exchange begun
+        self._interruption: DispatchError | None = None
+
+    def interrupt(self, error: DispatchError) -> None:
+        """End what waits for peers, now and later, with this error. Local, from any thread."""
+        self._interruption = self._interruption or error
+
+    def close(self) -> None:
+        """Let it go. The group stays its owner's to destroy."""
+        self._group = None
+
+    def start_headers(self, counts_R2: Tensor, text: bytes = b"", call: int = 0) -> tuple[Tensor, Any]:
+        """Send every rank its row of two numbers, int64 on the device; return the headers to come, and the work."""
+        self._check_open()
+        self._number += 1
+        padded = text.ljust(MAX_REFUSAL_BYTES, b"\0")
+        common = torch.empty(HEADER_WORDS, dtype=torch.int64)
+        common[NUMBER], common[EPOCH], common[CALL], common[TEXT_BYTES] = (
+            self._number,
+            self.epoch,
+            call,
+            len(text),
+        )
+        common[TEXT:] = torch.frombuffer(bytearray(padded), dtype=torch.int64)
+        if self.device.type == "cuda":
+            common = common.pin_memory()  # else the copy would wait for the device
+        outgoing = common.to(self.device, non_blocking=True).repeat(self.world_size, 1)
+        outgoing[:, SIZE : SECOND + 1] = counts_R2
+        headers = torch.empty_like(outgoing)
+        return headers, self.start(headers, outgoing)
+
+    def check_headers(self, headers: list[list[int]], number: int, call: int) -> None:
+        """Raise PeerRefused or RanksDisagree for what peers say of an exchange."""
+        for peer, header in enumerate(headers):
+            if (header[NUMBER], header[EPOCH]) != (number, self.epoch):
+                here = f"rank {self.rank} at {number} of {self.epoch}"
+                raise RanksDisagree(
+                    f"rank {peer} is at exchange {header[NUMBER]} of epoch {header[EPOCH]}, {here}"
+                )
+        for peer, header in enumerate(headers):
+            if header[SIZE] == REFUSED and peer != self.rank:
+                content = torch.tensor(header[TEXT:]).numpy().tobytes()
+                raise PeerRefused(peer, decode_refusal(content[: header[TEXT_BYTES]]))
+        for peer, header in enumerate(headers):
+            if header[CALL] != call and header[SIZE] != REFUSED:
+                raise RanksDisagree(
+                    f"rank {peer} made another call than rank {self.rank}: other shapes or types"
+                )
+
+    def start(
+        self,
+        incoming: Tensor,
+        outgoing: Tensor,
+        received: list[int] | None = None,
+        sent: list[int] | None = None,
+    ) -> Any:
+        """Begin an all-to-all of rows; return what is to be waited for."""
+        try:
+            return dist.all_to_all_single(
+                incoming, outgoing, received, sent, group=self._group, async_op=True
+            )
+        except RuntimeError as error:
+            self._fail(error)
+
+    def wait(self, work: Any) -> None:
+        """Keep the host until a collective is done, and let what follows on the device come after it."""
+        late_s, looks = time.monotonic() + self._timeout_s, 0
+        try:
+            while not work.is_completed():
+                if self._interruption is not None:
+                    self._give_up()
+                    raise self._interruption
+                if time.monotonic() > late_s:
+                    self._give_up()
+                    rank = 1 - self.rank if self.world_size == 2 else None
+                    raise DispatchTimeout(rank, self._timeout_s, "an exchange of device tensors")
+                looks += 1
+                time.sleep(_PAUSE_S if looks > _SPINS else 0)
+        except RuntimeError as error:
+            self._fail(error)
+        self.follow(work)
+
+    def follow(self, work: Any) -> None:
+        """Let what follows on the device come after a collective; NCCL's does not keep the host, gloo's does."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _give_up(self) -> None:
+        """Let the device go on: a collective of NCCL that a peer never joins would keep it for ever."""
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            group._get_backend(self.device).abort()
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        """A collective does not say who failed; between two ranks it can only be the other."""
+        text, other = str(error).split("\n")[0], 1 - self.rank
+        if "imed out" in text or "imeout" in text:
+            rank = other if self.world_size == 2 else None
+            raise DispatchTimeout(rank, self._timeout_s, "an exchange of device tensors") from error
+        if self.world_size == 2:
+            raise PeerLost(other, text) from error
+        raise DispatchError(f"a peer is lost: {text}") from error
+
+    def _check_open(self) -> None:
+        if self._group is None:
+            raise DispatchError("it is closed")
 
 
 class NcclRows(Collectives):
@@ -41,17 +181,26 @@ class NcclRows(Collectives):
         self._received = Counts([header[SIZE] for header in found], [header[SECOND] for header in found])
         return Counts(words[:R], words[R : 2 * R])
 
-    def send(self, planes: Sequence[Tensor], sent: Counts) -> tuple[list[Tensor], Counts]:
-        """See `RowMover`. The host does not wait."""
-        received = [self._move(plane, sent.rows, self._received.rows) for plane in planes]
-        return received, self._received
+    def send(self, planes: Sequence[Tensor], sent: Counts, note: Sequence[int] = ()) -> Moved:
+        """See `RowMover`. The host does not wait, unless there are notes to read."""
+        notes: list[list[int]] = [[] for _ in range(self.world_size)]
+        if note:
+            own = torch.tensor(note, device=self.device).repeat(self.world_size, 1)
+            everybody = torch.empty_like(own)
+            self.wait(self.start(everybody, own))
+            notes = everybody.tolist()
+        return Moved(
+            [self._move(plane, sent.rows, self._received.rows) for plane in planes], self._received, notes
+        )
 
     def give_back(self, answers: Tensor, owed: list[int], expected: list[int]) -> Tensor:
         """See `RowMover`. The host does not wait."""
         self._tell(torch.zeros(self.world_size, 2, dtype=torch.int64, device=self.device), b"")
         return self._move(answers, owed, expected)
 
-    def refuse(self, text: str, like: Tensor | None, owed: list[int], expected: list[int]) -> None:
+    def refuse(
+        self, text: str, like: Tensor | None = None, owed: Sequence[int] = (), expected: Sequence[int] = ()
+    ) -> None:
         """See `RowMover`."""
         refusal = torch.full((self.world_size, 2), REFUSED, device=self.device)
         if like is None:
@@ -72,9 +221,9 @@ class NcclRows(Collectives):
         """Send headers that are read later."""
         self._unread = (*self.start_headers(counts_R2, text), self._number)
 
-    def _move(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def _move(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         incoming = rows.new_empty(sum(received), *rows.shape[1:])
-        self.follow(self.start(incoming, rows.contiguous(), received, sent))
+        self.follow(self.start(incoming, rows.contiguous(), list(received), list(sent)))
         return incoming
 
 

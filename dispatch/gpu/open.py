@@ -19,11 +19,11 @@ from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import WireUnavailable
 from dispatch.gpu.dispatcher import DeviceDispatcher, LocalPairs
 from dispatch.gpu.exchange import LowLatencyPairs
-from dispatch.gpu.nccl import NcclRows
-from dispatch.gpu.normal import HostRows, NormalPairs, RowMover
+from dispatch.gpu.nccl import GROUP_MARGIN_S, NcclRows
+from dispatch.gpu.normal import NormalPairs
 from dispatch.gpu.symmetric import open_memory_for
 from dispatch.row_formats import describe_rows
-from dispatch.wires.nccl import GROUP_MARGIN_S
+from dispatch.rows import HostRows, RowMover
 from dispatch.wires.open import open_wire
 from dispatch.wires.segment import identify_process
 

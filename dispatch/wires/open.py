@@ -7,15 +7,13 @@ refuse it before anything is loaded.
 import logging
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from dispatch.availability import BACKENDS, why_unavailable
+from dispatch.availability import BACKENDS, ON_DEVICE, why_unavailable
 from dispatch.errors import WireUnavailable
 from dispatch.wires.gloo import MIN_REGION_BYTES as MIN_GLOO_REGION_BYTES
 from dispatch.wires.gloo import GlooWire
 from dispatch.wires.local import LocalWire
-from dispatch.wires.nccl import NcclWire
 from dispatch.wires.shm import ShmWire
 from dispatch.wires.wire import Wire
 
@@ -83,9 +81,7 @@ def _open_between(
     region_bytes: int | None,
     mask_lost: bool,
 ) -> Wire:
-    if name == "nccl":
-        return _open_nccl(group, settings, mask_lost=mask_lost)
-    if name in ("nvshmem", "deep_ep"):
+    if name in ON_DEVICE:
         problem = why_unavailable(name) or "it exchanges no windows of bytes, so it is no wire"
         raise WireUnavailable(f"{name} cannot be used: {problem}; use auto, gloo or shm")
     reason = "all ranks are on one host and map the same memory" if name == "auto" else _ASKED
@@ -99,15 +95,3 @@ def _open_between(
     if region_bytes is not None and region_bytes < MIN_GLOO_REGION_BYTES:
         region_bytes = None  # it was meant for shm
     return GlooWire(group, reason=reason, region_bytes=region_bytes, mask_lost=mask_lost, **settings)
-
-
-def _open_nccl(group: dist.ProcessGroup, settings: dict[str, Any], *, mask_lost: bool) -> Wire:
-    problem = why_unavailable("nccl")
-    if problem is None and not torch.cuda.is_available():
-        problem = "torch sees no CUDA device"
-    if problem is None and mask_lost:
-        problem = "its collectives need every rank, so it cannot mask one"
-    if problem:
-        raise WireUnavailable(f"nccl cannot be used: {problem}; use auto, gloo or shm")
-    device = torch.device("cuda", torch.cuda.current_device())
-    return NcclWire(group, device=device, reason=_ASKED, **settings)

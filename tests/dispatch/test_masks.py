@@ -10,11 +10,9 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree, WireUnavailable
-from dispatch.wires.nccl import NcclWire
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import RankTable, Wire
 from tests.conftest import PoolOf
@@ -60,12 +58,7 @@ def test_masked_ranks_are_done_without_and_may_come_back(pool_of: PoolOf, name: 
 
 
 def mask_where_it_cannot_be(name: str) -> str:
-    group = dist.group.WORLD
-    if name == "nccl":
-        device = torch.device("cpu")
-        wire: Wire = NcclWire(group, device=device, timeout_s=20.0, epoch=0, reason="")
-    else:
-        wire = open_wires(name, mask_lost=False)
+    wire = open_wires(name, mask_lost=False)
     wire.mask.values[1 - dist.get_rank()] = 1
     try:
         swap(wire, 0, SMALL, is_known=False)
@@ -76,7 +69,7 @@ def mask_where_it_cannot_be(name: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("name", ["gloo", "nccl"])
+@pytest.mark.parametrize("name", ["gloo"])
 def test_a_mask_that_cannot_be_honoured_is_an_error(pool_of: PoolOf, name: str) -> None:
     for text in pool_of(2).run(mask_where_it_cannot_be, name):
         assert text.startswith("a rank is masked")

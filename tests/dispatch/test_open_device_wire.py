@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from dispatch import Buffer, rows
+from dispatch import Buffer
 from dispatch.errors import WireUnavailable
-from dispatch.faces import wires
-from dispatch.wires.nccl import NcclWire
+from dispatch.faces import buffer, wires
+from dispatch.gpu.nccl import NcclRows
 from tests.conftest import PoolOf
 from tests.dispatch import test_buffer as buffers
 from tests.dispatch.buffer_cases import portable
@@ -25,9 +25,7 @@ from tests.dispatch.buffer_cases import portable
 _FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 HOST_TABLES = {  # functions that make tensors for the host: counts of ranks and heads of messages
     "dispatch/rows.py: send",  # the matrix of counts
-    "dispatch/rows.py: give_back",  # ranks, which are then moved
-    "dispatch/rows.py: _pack_head",
-    "dispatch/wires/nccl.py: start_headers",
+    "dispatch/gpu/nccl.py: start_headers",
     "dispatch/faces/normal.py: _count_experts",
     "dispatch/faces/handles.py: pack",  # counts of nodes
 }
@@ -64,9 +62,9 @@ def test_without_a_gpu_its_backends_are_a_named_error(pool_of: PoolOf) -> None:
 
 
 def test_other_kernels_than_ours_are_refused() -> None:
-    buffer = Buffer(_group_of_one(), kernels="cutlass")
+    refusing = Buffer(_group_of_one(), kernels="cutlass")
     with pytest.raises(ValueError, match="kernels is 'cutlass'; it must be one of auto, triton"):
-        buffer.clean_low_latency_buffer(1, 1, 1)
+        refusing.clean_low_latency_buffer(1, 1, 1)
 
 
 def _group_of_one() -> Any:
@@ -111,16 +109,18 @@ class MadeAnywhere(TorchFunctionMode):
 
 @contextmanager
 def collectives_instead_of_nccl() -> Iterator[None]:
-    """Buffers open the wire of device tensors, over gloo."""
+    """Buffers move rows as between GPUs, over gloo."""
 
-    def open_collective(backend: str, group: Any, *, timeout_s: float, mask_lost: bool) -> Any:
-        return NcclWire(group, device=torch.device("cpu"), timeout_s=timeout_s, epoch=0, reason="of a test")
+    def open_collective(backend: str, group: Any, *, timeout_s: float, mask_lost: bool) -> wires.Wires:
+        cpu = torch.device("cpu")
+        mover = NcclRows(group, device=cpu, timeout_s=timeout_s)
+        return wires.Wires("nccl", mover, None, cpu, group, "CUDA", timeout_s, mask_lost)
 
-    before, wires.open_wire = wires.open_wire, open_collective  # type: ignore[assignment]
+    before, buffer.open_wires = buffer.open_wires, open_collective
     try:
         yield
     finally:
-        wires.open_wire = before
+        buffer.open_wires = before
 
 
 def run_over_collectives(node_size: int) -> tuple[Any, Any, set[str]]:
@@ -137,7 +137,7 @@ def test_normal_mode_over_collectives_equals_gloo_and_leaves_nothing_on_the_cpu(
 ) -> None:
     for ours, theirs, found in pool_of(2).run(run_over_collectives, node_size):
         assert flat(ours) == flat(theirs)
-        assert "dispatch/rows.py: _pack_head" in found
+        assert "dispatch/gpu/nccl.py: start_headers" in found
         assert found <= HOST_TABLES, found - HOST_TABLES
 
 
@@ -156,5 +156,5 @@ def test_the_guard_notices_a_tensor_made_anywhere() -> None:
     with guard:
         wires.device_of("auto", has_cuda=False)
         assert guard.found == set()
-        rows._pack_head("x", [1])
-    assert guard.found == {"dispatch/rows.py: _pack_head"}
+        buffer.scratch_like(torch.int8, None, 0, name="num_nvl_bytes", num_bytes=4)
+    assert guard.found == {"dispatch/faces/buffer.py: scratch_like"}

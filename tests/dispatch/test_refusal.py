@@ -1,12 +1,10 @@
 """Bad arguments on one rank are a named error on every rank, and the next exchange works."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, PeerRefused
 from dispatch.wires.local import LocalWire
-from dispatch.wires.nccl import NcclWire
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import MAX_REFUSAL_BYTES, RankTable, Wire, decode_refusal, encode_refusal
 from tests.conftest import PoolOf
@@ -16,11 +14,8 @@ SMALL, LARGE = 500, 9000  # against regions of 1 KB: many messages go in several
 
 
 def open_wires(name: str, mask_lost: bool = False) -> Wire:
-    """Open a wire with small regions; nccl is the collective one, on CPU tensors over gloo."""
-    group = dist.group.WORLD
-    if name == "nccl":
-        return NcclWire(group, device=torch.device("cpu"), timeout_s=20.0, epoch=0, reason="of a test")
-    return open_wire(name, group, timeout_s=20.0, region_bytes=1024, mask_lost=mask_lost)
+    """Open a wire with small regions."""
+    return open_wire(name, dist.group.WORLD, timeout_s=20.0, region_bytes=1024, mask_lost=mask_lost)
 
 
 def exchange_with_refusals(
@@ -37,7 +32,7 @@ def exchange_with_refusals(
     return errors
 
 
-WIRES = [("shm", False), ("shm", True), ("gloo", False), ("gloo", True), ("nccl", False)]
+WIRES = [("shm", False), ("shm", True), ("gloo", False), ("gloo", True)]
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -74,7 +69,7 @@ def refuse_at_length(name: str, text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo", "nccl"])
+@pytest.mark.parametrize("name", ["shm", "gloo"])
 def test_a_long_refusal_is_cut_between_characters(pool_of: PoolOf, name: str) -> None:
     ours, theirs = pool_of(2).run(refuse_at_length, name, "x" + "ä" * 1000)
     assert ours.startswith(theirs)
@@ -110,6 +105,6 @@ def refuse_after_close(name: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo", "nccl"])
+@pytest.mark.parametrize("name", ["shm", "gloo"])
 def test_a_closed_wire_cannot_refuse(pool_of: PoolOf, name: str) -> None:
     assert pool_of(2).run(refuse_after_close, name) == ["the wire is closed"] * 2

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchTimeout, PeerLost
-from dispatch.wires.nccl import NcclWire
+from dispatch.gpu.nccl import NcclRows
+from dispatch.rows import HostRows
 from dispatch.wires.open import open_wire
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer
@@ -27,8 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 def open_normal(timeout_s: float = 20.0, *, through_hosts: bool = False) -> Any:
     from dispatch.gpu.dispatcher import DeviceDispatcher  # noqa: PLC0415 - the interpreter is chosen before
-    from dispatch.gpu.nccl import NcclRows  # noqa: PLC0415
-    from dispatch.gpu.normal import HostRows, NormalPairs  # noqa: PLC0415
+    from dispatch.gpu.normal import NormalPairs  # noqa: PLC0415
 
     world = dist.group.WORLD
     if through_hosts:
@@ -166,18 +166,18 @@ class NeverDone:
 
 
 def wait_for_nobody(timeout_s: float, interrupt_after_s: float) -> str:
-    wire = NcclWire(dist.group.WORLD, device=CPU, timeout_s=timeout_s, epoch=0, reason="of a test")
-    timer = threading.Timer(interrupt_after_s, wire.interrupt, [PeerLost(1, "its heart stands still")])
+    rows = NcclRows(dist.group.WORLD, device=CPU, timeout_s=timeout_s)
+    timer = threading.Timer(interrupt_after_s, rows.interrupt, [PeerLost(1, "its heart stands still")])
     timer.start()
-    said = catch(lambda: wire.wait(NeverDone()))
+    said = catch(lambda: rows.wait(NeverDone()))
     timer.cancel()
-    return f"{said}; {catch(lambda: wire.refuse('later'))}"
+    return f"{said}; {catch(lambda: rows.refuse('later'))}"
 
 
 def test_a_collective_that_does_not_end_is_given_up(interpreting_pair: RankPool) -> None:
     """In time, or when the host hears otherwise that a peer is gone."""
     for rank, said in enumerate(interpreting_pair.run(wait_for_nobody, 0.05, 60.0)):
         assert said.startswith(f"{DispatchTimeout.__name__}: rank {1 - rank} sent nothing for 0.05 s")
-        assert said.endswith("DispatchError: the wire is closed")
+        assert said.endswith("DispatchError: it is closed")
     for said in interpreting_pair.run(wait_for_nobody, 60.0, 0.05):
         assert said.startswith("PeerLost: rank 1 is lost: its heart stands still")
