@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from server.clients.batch.bulk_client import BulkClient
-from server.clients.llm.requests import LLMError, Wish, fulfil_all
+from server.clients.llm.requests import LLMError, Question, complete_all
 from server.clients.llm.results import RequestOutput, SamplingParams
 from server.options.reading import options_from_keywords
 from server.options.table import DEMO_MODEL
@@ -124,8 +124,8 @@ class LLM:
         if not self._finalizer.alive:
             raise RuntimeError("this LLM was closed; make another one")
         params = _params_for(prompts, sampling_params)
-        wishes = [Wish(*each) for each in zip(range(len(prompts)), prompts, params, strict=True)]
-        return self._loop.run(fulfil_all(wishes, self._client(), shows_bar=use_tqdm))
+        questions = [Question(*each) for each in zip(range(len(prompts)), prompts, params, strict=True)]
+        return self._loop.run(complete_all(questions, self._client(), shows_bar=use_tqdm))
 
     def _client(self) -> BulkClient:
         service = self._service

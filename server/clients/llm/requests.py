@@ -21,7 +21,7 @@ class LLMError(ValueError):
         self.status = status
 
 
-class Wish(NamedTuple):
+class Question(NamedTuple):
     """One prompt and how to continue it."""
 
     place: int  # among all prompts
@@ -29,8 +29,10 @@ class Wish(NamedTuple):
     params: SamplingParams
 
 
-async def fulfil_all(wishes: Sequence[Wish], client: BulkClient, *, shows_bar: bool) -> list[RequestOutput]:
-    """Have every prompt continued; results are in the wishes' order.
+async def complete_all(
+    questions: Sequence[Question], client: BulkClient, *, shows_bar: bool
+) -> list[RequestOutput]:
+    """Have every prompt continued; results are in their order.
 
     Raises:
         LLMError: the service refused one; the others are given up.
@@ -38,30 +40,30 @@ async def fulfil_all(wishes: Sequence[Wish], client: BulkClient, *, shows_bar: b
     """
     results: dict[int, RequestOutput] = {}
 
-    async def fulfil(wish: Wish) -> None:
-        results[wish.place] = await _fulfil(wish, client, max_model_len)
+    async def complete(question: Question) -> None:
+        results[question.place] = await _complete(question, client, max_model_len)
         if progress is not None:
             progress.step()
 
     async with client:
         max_model_len = (await client.get("/v1/models")).body["data"][0]["max_model_len"]
-        with Progress(len(wishes), "wideep") if shows_bar else contextlib.nullcontext() as progress:
-            await for_each(wishes, fulfil, concurrency=client.concurrency)
-    return [results[place] for place in range(len(wishes))]
+        with Progress(len(questions), "wideep") if shows_bar else contextlib.nullcontext() as progress:
+            await for_each(questions, complete, concurrency=client.concurrency)
+    return [results[place] for place in range(len(questions))]
 
 
-async def _fulfil(wish: Wish, client: BulkClient, max_model_len: int) -> RequestOutput:
-    prompt, params = wish.prompt, wish.params
+async def _complete(question: Question, client: BulkClient, max_model_len: int) -> RequestOutput:
+    prompt, params = question.prompt, question.params
     text = prompt if isinstance(prompt, str) else None
     if isinstance(prompt, dict):
-        prompt = await _tokenize(client, prompt, wish.place)
-        text = (await _ask(client, "/detokenize", {"tokens": prompt}, wish.place))["prompt"]
+        prompt = await _tokenize(client, prompt, question.place)
+        text = (await _ask(client, "/detokenize", {"tokens": prompt}, question.place))["prompt"]
     body = params.body() | {"return_token_ids": True, "return_tokens_as_token_ids": True}
     if params.max_tokens is None:  # the endpoint's own default is OpenAI's 16
         if isinstance(prompt, str):
-            prompt = await _tokenize(client, {"prompt": prompt}, wish.place)
+            prompt = await _tokenize(client, {"prompt": prompt}, question.place)
         body["max_tokens"] = max(1, max_model_len - len(prompt))  # one too many is refused, in words
-    answer = await _ask(client, "/v1/completions", {**body, "prompt": prompt}, wish.place)
+    answer = await _ask(client, "/v1/completions", {**body, "prompt": prompt}, question.place)
     return output_from(answer, text, params)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from server.clients.batch.bulk_client import BulkClient
 from server.clients.llm.llm import LLM, _listed, _params_for, _prompt_of
-from server.clients.llm.requests import LLMError, Wish, fulfil_all
+from server.clients.llm.requests import LLMError, Question, complete_all
 from server.clients.llm.results import Logprob, RequestOutput, SamplingParams, output_from
 from server.options.flag import OptionsError
 from tests.support.front_process import FrontProcess
@@ -17,8 +17,8 @@ from tests.support.tiny_tokenizer import MAX_LEN
 
 def ask(front: FrontProcess, prompts: Sequence[Any], params: SamplingParams) -> list[RequestOutput]:
     """Have prompts continued by the front."""
-    wishes = [Wish(index, prompt, params) for index, prompt in enumerate(prompts)]
-    return asyncio.run(fulfil_all(wishes, BulkClient(front.url, None, concurrency=4), shows_bar=False))
+    questions = [Question(index, prompt, params) for index, prompt in enumerate(prompts)]
+    return asyncio.run(complete_all(questions, BulkClient(front.url, None, concurrency=4), shows_bar=False))
 
 
 def test_texts_and_token_ids_come_back_with_theirs_in_order(front: FrontProcess) -> None:
