@@ -60,6 +60,16 @@ def test_more_moves_than_places_are_refused_by_name() -> None:
         slots.spare()
 
 
+def test_a_place_that_is_given_back_is_taken_again() -> None:
+    store = make_store(3)
+    slots = DeviceSlots(store, [store.take() for _ in range(2)])
+    spare = slots.spare()
+    with pytest.raises(NoSpareSlotError):
+        slots.spare()
+    spare.release()
+    assert slots.spare().places_S.tolist() == spare.places_S.tolist()
+
+
 def test_bytes_count_weights_and_biases() -> None:
     store = make_store()
     slots = DeviceSlots(store, [store.take() for _ in range(3)])
