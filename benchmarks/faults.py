@@ -98,13 +98,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     drawn = random.Random(args.seed)
     names = args.kinds.split(",") if args.kinds else list(FAULTS)
     kinds = drawn.choices(names, k=args.random) if args.random else names
-    flags = [f"--data-parallel-size={args.ranks}", f"--max-rank-restarts={3 * len(kinds) + 3}"]
+    flags = [
+        f"--data-parallel-size={args.ranks}",
+        f"--max-rank-restarts={3 * len(kinds) + 3}",
+        "--disable-access-log",
+    ]
     with (
         tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
         Service(args.model, flags, log) as service,
     ):
         campaign = Campaign(service, bodies, num_ranks=args.ranks, num_open=args.open, drawn=drawn)
-        return asyncio.run(campaign.run(kinds))
+        try:
+            return asyncio.run(campaign.run(kinds))
+        except ServiceError as error:
+            said = Path(log.name).read_text(errors="replace").splitlines()
+            raise ServiceError("\n".join([str(error), "The service said last:", *said[-30:]])) from error
 
 
 @dataclass(kw_only=True)
