@@ -1,7 +1,7 @@
 """`Buffer`: DeepEP's V1 interface over our wires, so that code written for `deep_ep` runs on ours.
 
 Names, argument order, shapes and handles are DeepEP's (deep_ep/buffers/legacy.py at dd758ca); what comes after its
-arguments, by keyword only, is ours. A face: `normal_mode` and `dispatch.low_latency` do the work, and the service's
+arguments, by keyword only, is ours. A face: `normal` and `low_latency` do the work, and the service's
 own `Dispatcher` is not shaped by it. Differences are on our side of the contract: any floating dtype and hidden size,
 any number of ranks, rows always in the same order, errors that name the argument and reach every rank.
 """
