@@ -14,6 +14,7 @@ import struct
 
 PROBE_EVERY_S = 1
 LEAST_TIMEOUT_S = 3.0  # two probes may be lost
+LEAST_UNANSWERED = 2  # the newest question may be on its way
 _ESTABLISHED = 1
 # Of the kernel's tcp_info: the state, repeats and probes that were not answered, and the age of the last ACK in milliseconds.
 _TCP_INFO = struct.Struct("=BxBB52xI")
@@ -41,12 +42,13 @@ def break_silent(timeout_s: float) -> int:
 def is_silent(tcp_info: bytes, timeout_s: float) -> bool:
     """Whether a connection stands and its other end's host has been asked, and has not answered for so long.
 
-    The age alone says nothing of a connection that was idle until keep-alives were asked for a moment ago.
+    The age alone says nothing of a connection that was idle until keep-alives were asked for a moment ago, or of a machine
+    that was paused: the first question after that is on its way for as long as the other host is away.
     """
     if len(tcp_info) < _TCP_INFO.size:
         return False
     state, num_repeats, num_probes, answered_ms = _TCP_INFO.unpack_from(tcp_info)
-    was_asked = num_repeats > 0 or num_probes > 0
+    was_asked = max(num_repeats, num_probes) >= LEAST_UNANSWERED
     return bool(state == _ESTABLISHED and was_asked and answered_ms > timeout_s * 1000)
 
 

@@ -21,12 +21,14 @@ def tcp_info(state: int, answered_ms: int, *, repeats: int = 0, probes: int = 0)
 @pytest.mark.parametrize(
     ("info", "expected"),
     [
-        (tcp_info(1, 3001, probes=1), True),
-        (tcp_info(1, 3001, repeats=1), True),
+        (tcp_info(1, 3001, probes=2), True),
+        (tcp_info(1, 3001, repeats=2), True),
+        (tcp_info(1, 90_000, probes=1), False),  # idle until now, and the first question is on its way
+        (tcp_info(1, 90_000, repeats=1), False),
         (tcp_info(1, 90_000), False),  # idle, and not asked yet,
-        (tcp_info(1, 2999, probes=1), False),
-        (tcp_info(10, 90_000, probes=1), False),  # it listens
-        (tcp_info(1, 90_000, probes=1)[:40], False),  # a kernel that does not say
+        (tcp_info(1, 2999, probes=2), False),
+        (tcp_info(10, 90_000, probes=2), False),  # it listens
+        (tcp_info(1, 90_000, probes=2)[:40], False),  # a kernel that does not say
     ],
 )
 def test_silence_is_an_open_connection_without_an_answer_for_too_long(info: bytes, expected: bool) -> None:
