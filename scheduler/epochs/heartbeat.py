@@ -7,7 +7,8 @@ exchanges; one that waits for others stands in one. Whoever is stuck lets all ot
 A thread of its own reads the position, which the step loop writes, and makes a heartbeat of it, whatever the step loop
 does. The front keeps the heartbeats of all members in a `Watch`. It suspects a rank that computes without moving for
 longer than its patience (by the rank's own clock), if another member confirms it: that one waits in an exchange which
-the suspect has not begun.
+the suspect has not begun. Time in which the heart's thread got nowhere either (no processor, swapped out, behind the
+interpreter's lock) is not the step's; and one that uses the processor has more patience than one that sleeps.
 
 What this does not see is found otherwise: a process that does not run at all (its supervisor looks), a link that is cut
 (`scheduler.epochs.connections`), and a lone rank that is stuck, which nobody confirms.
@@ -17,11 +18,15 @@ Knows no torch, no wire format and no clock but the one that it is given.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 BEATS_PER_TIMEOUT = 8
 LOOK_EVERY_S = 1.0
 PATIENCE = 5  # times the longest time between two moves so far; a slow machine is no stuck one
+COMPUTING = 5  # times the patience, for a step that uses the processor: work of a kind that has not been seen may come
+LEAST_USED_S = 0.01  # of processor time within half a patience
+LATE = 2  # times the time between two heartbeats; what is above is not the step's
 MOVES_TO_LEARN = 20  # heartbeats that saw a move, before the longest time between two is believed
 
 
@@ -34,7 +39,7 @@ class Heartbeat(NamedTuple):
     position: int  # exchanges of this epoch that were begun, plus those that ended; it only grows
     is_idle: bool  # asleep, or between epochs
     is_waiting: bool  # in an exchange
-    stalled_s: float  # since the position last changed, by this rank's clock
+    stalled_s: float  # since the position last changed, by this rank's clock, less what the whole process stood still
     patience_s: float  # how long it may compute without moving
 
 
@@ -89,6 +94,7 @@ class Heart:
         most_patience_s: float,
         look: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        processor: Callable[[], float] | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -96,12 +102,16 @@ class Heart:
             timeout_s: the least patience; BEATS_PER_TIMEOUT heartbeats are made in that time. 0: none are made.
             most_patience_s: the most, and the patience until the machine's own pace is known.
             look: called by the thread about once a second, for what else is to be looked at all the time.
+            processor: seconds of processor time that the step loop has used; None: those of the thread that starts.
         """
         self._rank, self.progress, self._clock = rank, Progress(), clock
         self._timeout_s, self._most_patience_s = timeout_s, most_patience_s
         self._look = look
         self._seen = (-1, -1)  # epoch and position
-        self._moved_s = clock()
+        self._moved_s = self._beat_s = clock()
+        self._late_s = 0.0  # since it moved, in which the thread got nowhere
+        self._used_halfway_s: float | None = None
+        self._processor = processor
         self._longest_s = 0.0
         self._num_moves = 0
         self.on_heartbeat: Callable[[Heartbeat], None] = _forget
@@ -109,8 +119,11 @@ class Heart:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin; the thread calls `on_heartbeat`, which must not block."""
+        """Begin; the thread calls `on_heartbeat`, which must not block. To be called by the step loop's thread."""
         if self._timeout_s > 0 and self._thread is None:
+            if self._processor is None:
+                walker = time.pthread_getcpuclockid(threading.get_ident())
+                self._processor = partial(time.clock_gettime, walker)
             self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
             self._thread.start()
 
@@ -123,6 +136,8 @@ class Heart:
     def beat(self) -> Heartbeat:
         """Say where the rank is now."""
         now_s, progress = self._clock(), self.progress
+        self._late_s += max(0.0, now_s - self._beat_s - LATE * self._timeout_s / BEATS_PER_TIMEOUT)
+        self._beat_s = now_s
         is_idle = progress.is_idle
         begun, ended = progress.exchanges
         seen = (progress.epoch, begun + ended)
@@ -131,6 +146,8 @@ class Heart:
                 self._longest_s = max(self._longest_s, now_s - self._moved_s)
                 self._num_moves += 1
             self._seen, self._moved_s = seen, now_s
+            self._late_s, self._used_halfway_s = 0.0, None
+        stalled_s = now_s - self._moved_s - self._late_s
         return Heartbeat(
             rank=self._rank,
             epoch=seen[0],
@@ -138,14 +155,25 @@ class Heart:
             position=seen[1],
             is_idle=is_idle,
             is_waiting=begun > ended,
-            stalled_s=now_s - self._moved_s,
-            patience_s=self._patience_s(),
+            stalled_s=stalled_s,
+            patience_s=self._patience_s(stalled_s),
         )
 
-    def _patience_s(self) -> float:
+    def used_s(self) -> float:
+        """Seconds of processor time that the step loop has used; 0 before the start."""
+        return 0.0 if self._processor is None else self._processor()
+
+    def _patience_s(self, stalled_s: float) -> float:
         if self._num_moves < MOVES_TO_LEARN:
             return self._most_patience_s
-        return min(self._most_patience_s, max(self._timeout_s, PATIENCE * self._longest_s))
+        patience_s = max(self._timeout_s, PATIENCE * self._longest_s)
+        if stalled_s >= patience_s / 2:
+            used_s = self.used_s()
+            if self._used_halfway_s is None:
+                self._used_halfway_s = used_s
+            if used_s - self._used_halfway_s >= LEAST_USED_S:
+                patience_s *= COMPUTING
+        return min(self._most_patience_s, patience_s)
 
     def _run(self) -> None:
         looked_s = self._clock()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from scheduler.epochs.heartbeat import MOVES_TO_LEARN, PATIENCE, Heart, Heartbeat, Watch
+from scheduler.epochs.heartbeat import COMPUTING, MOVES_TO_LEARN, PATIENCE, Heart, Heartbeat, Watch
 
 TIMEOUT_S = 2.0
 
@@ -23,8 +23,11 @@ class Rank:
     """A rank's heart, and its exchanges as the test moves them."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
-        self.heart = Heart(rank, timeout_s=TIMEOUT_S, most_patience_s=30.0, clock=clock)
         self.begun = self.ended = 0
+        self.used_s = 0.0
+        self.heart = Heart(
+            rank, timeout_s=TIMEOUT_S, most_patience_s=30.0, clock=clock, processor=lambda: self.used_s
+        )
         self.heart.progress.begin_epoch(4, lambda: (self.begun, self.ended))
         self.heart.progress.is_idle = False
 
@@ -44,12 +47,15 @@ class Service:
         self.watch = Watch(TIMEOUT_S)
         self.watch.begin_epoch(4, range(num_ranks))
 
-    def let_pass(self, seconds: float, *, silent: tuple[int, ...] = ()) -> list[tuple[float, int]]:
-        """Beat four times a second; returns who was suspected when."""
+    def let_pass(
+        self, seconds: float, *, silent: tuple[int, ...] = (), computing: tuple[int, ...] = ()
+    ) -> list[tuple[float, int]]:
+        """Beat four times a second; returns who was suspected when. Those that compute get a tenth of a processor."""
         found = []
         for beat in range(int(seconds * 4)):
             self.clock.now_s += 0.25
             for number, rank in enumerate(self.ranks):
+                rank.used_s += 0.025 if number in computing else 0.0
                 if number not in silent:
                     self.watch.take(rank.heart.beat(), self.clock.now_s)
             found += [((beat + 1) / 4, each.rank) for each in self.watch.suspects(self.clock.now_s)]
@@ -120,6 +126,45 @@ def test_a_slow_machine_is_given_the_time_that_it_takes() -> None:
     service.ranks[0].wait()
     assert not service.let_pass(PATIENCE * 1.5 - 2.0), "it moved last 1.5 s ago"
     assert service.let_pass(2.0)
+
+
+def test_a_pause_of_the_whole_process_is_not_the_steps() -> None:
+    """Swapped out, without a processor, or behind the interpreter's lock: the heart stood still as well."""
+    service = Service(2)
+    service.walk(MOVES_TO_LEARN + 1)
+    service.ranks[0].wait()
+    assert not service.let_pass(1.0)
+    service.clock.now_s += 10.0
+    assert not service.let_pass(0.5)
+    assert service.let_pass(2.0), "but what was before and is after it counts"
+
+
+def test_a_step_that_uses_the_processor_has_longer_than_one_that_sleeps() -> None:
+    """A prompt's logprobs after short steps, say."""
+    service = Service(2)
+    service.walk(MOVES_TO_LEARN + 1)
+    service.ranks[0].wait()
+    assert not service.let_pass(COMPUTING * TIMEOUT_S - 0.25, computing=(1,))
+    assert service.let_pass(1.0, computing=(1,)), "but not for ever"
+
+
+def test_a_step_that_sleeps_is_found_as_soon_if_it_has_computed_before() -> None:
+    service = Service(2)
+    service.walk(MOVES_TO_LEARN + 1)
+    service.ranks[0].wait()
+    assert not service.let_pass(0.75, computing=(1,))
+    assert service.let_pass(2.0)
+
+
+def test_the_processor_time_is_the_step_loops() -> None:
+    heart = Heart(0, timeout_s=60.0, most_patience_s=60.0)
+    heart.start()
+    try:
+        before_s = heart.used_s()
+        while heart.used_s() < before_s + 0.01:
+            sum(range(1000))
+    finally:
+        heart.stop()
 
 
 def test_until_its_pace_is_known_a_rank_has_the_time_of_a_collective() -> None:
