@@ -6,8 +6,9 @@ does. Silence alone proves little on a machine that has too few cores: only when
 stopped, or has used no processor, is it hung. One that computes without a word, waits for a processor or for a disk has more time.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ PATIENCE = 15.0  # times the time-out, for a process that is silent and not stil
 class Account(NamedTuple):
     """What the kernel says of a process."""
 
-    state: str  # a letter of /proc/PID/stat
+    state: str  # a letter of /proc/PID/stat: of a thread that is busy, if one is
     ticks: int  # of processor time, all its threads
 
 
@@ -31,8 +32,21 @@ def account_of(pid: int) -> Account:
     Raises:
         OSError: there is none.
     """
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return Account(fields[0], int(fields[11]) + int(fields[12]))  # the third field on; utime and stime
+    process = Path(f"/proc/{pid}")
+    fields = _fields(process)
+    state = next((each for each in _thread_states(process) if each in _BUSY), fields[0])
+    return Account(state, int(fields[11]) + int(fields[12]))  # the third field on; utime and stime
+
+
+def _thread_states(process: Path) -> Iterator[str]:
+    """Yield the threads' states; the process' own is its first thread's, which mostly waits for the others."""
+    for thread in process.glob("task/*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            yield _fields(thread)[0]
+
+
+def _fields(process: Path) -> list[str]:
+    return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 class Watchdog:

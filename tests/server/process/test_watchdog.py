@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,5 +88,18 @@ def test_the_kernel_tells_a_stopped_process_and_one_that_computes() -> None:
             wait_until(lambda: account_of(child.pid).ticks > 0, lambda: "it does not compute")
             os.kill(child.pid, signal.SIGSTOP)
             wait_until(lambda: account_of(child.pid).state == "T", lambda: "it does not stop")
+        finally:
+            child.kill()
+
+
+def test_a_process_is_as_busy_as_the_busiest_of_its_threads() -> None:
+    """Its first thread waits for another rank while the one that beats waits for a processor."""
+    spins = "import threading; threading.Thread(target=lambda: exec('while True: pass')).start()"
+    with subprocess.Popen([sys.executable, "-c", spins]) as child:
+        try:
+            first = Path(f"/proc/{child.pid}/task/{child.pid}/stat")
+            wait_until(lambda: account_of(child.pid).ticks > 20, lambda: "it does not compute")
+            wait_until(lambda: ") S " in first.read_text(), lambda: "its first thread does not wait")
+            assert account_of(child.pid).state == "R"
         finally:
             child.kill()
