@@ -99,7 +99,7 @@ class BodyGuard:
         failure = read.failure
         if failure is not None and failure.status == TOO_LONG:
             await _discard(receive)
-        elif failure is None and b"json" in headers.get(b"content-type", b"json").lower():
+        elif failure is None and _may_be_json(scope):
             failure = await _trouble_with_nesting(read.body)
         if failure is not None:
             await ErrorResponse(failure)(scope, receive, send)
@@ -148,6 +148,12 @@ def _too_slow(grace_s: float) -> ApiError:
         f"{LEAST_BYTES_PER_S} bytes.",
         headers={"Connection": "close"},
     )
+
+
+def _may_be_json(scope: Scope) -> bool:
+    """Whether a body may be parsed as JSON: by any of its types, if there are several, or because there is none."""
+    kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+    return not kinds or any(b"json" in kind.lower() for kind in kinds)
 
 
 def _announced(headers: dict[bytes, bytes]) -> int:

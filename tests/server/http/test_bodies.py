@@ -65,6 +65,21 @@ def test_what_is_too_deep_is_a_400() -> None:
     assert ask(deep, **{"content-type": "text/plain"}).status_code == 200, "brackets in a text nest nothing"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_second_content_type_hides_no_json(order: int) -> None:
+    """Who parses the body looks at the first."""
+    kinds = [(b"content-type", b"application/json"), (b"content-type", b"text/plain")][::order]
+    deep = b"[" * (MAX_JSON_DEPTH + 1) + b"]" * (MAX_JSON_DEPTH + 1)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": deep}
+
+    async def app(*_: object) -> None:
+        raise AssertionError("not reached")
+
+    assert call(BodyGuard(app, MAX_BYTES), kinds, receive)[0]["status"] == 400
+
+
 def test_what_has_too_many_arrays_and_objects_is_a_400() -> None:
     many = b"[" + b"[]," * MAX_JSON_NODES + b"0]"
     response = ask(many, max_bytes=len(many), **{"content-type": "application/json"})
