@@ -135,15 +135,15 @@ class FrontStream:
     def _come_back(self, until_s: float) -> int:
         """Attach to the front that has been started again; returns this process' status if that is of no use, else 0."""
         while (left_s := until_s - time.monotonic()) > 0:
-            link = self._make_link(replace(self._facts, served=self._served()))
+            # Before it is open: the front's first order may be answered before `open` has returned.
+            self.link = self._make_link(replace(self._facts, served=self._served()))
             try:
-                link.open(left_s)
+                self.link.open(left_s)
             except RefusedError as error:
                 print(f"rank {self._config.rank}: {error}", file=sys.stderr, flush=True)
                 return 1
             except LinkError:
                 continue
-            self.link = link
             return 0
         return FRONT_IS_GONE
 

@@ -29,15 +29,19 @@ class Link:
 
     errors: ClassVar[list[LinkError | None]] = []
     facts: ClassVar[list[RankFacts]] = []
+    order: ClassVar[Order | None] = None  # that comes with the front's welcome
 
-    def __init__(self, _address: str, _token: str, facts: RankFacts, _listener: object) -> None:
+    def __init__(self, _address: str, _token: str, facts: RankFacts, listener: FrontStream) -> None:
         self.facts.append(facts)
-        self.send = Mock()
+        self.send, self.send_regrouped = Mock(), Mock()
+        self._listener = listener
 
     def open(self, _timeout_s: float) -> None:
         error = self.errors.pop(0)
         if error is not None:
             raise error
+        if self.order is not None:
+            self._listener.regroup(self.order)
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> FrontStream:
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(front_stream, "RankLink", Link)
     monkeypatch.setattr(front_stream, "read_slot", lambda *_: SimpleNamespace(num_bytes=5))
-    Link.errors, Link.facts = [], []
+    Link.errors, Link.facts, Link.order = [], [], None
     built: Any = Mock(
         max_model_len=64, num_blocks=8, runner=SimpleNamespace(step=SimpleNamespace(block_tokens=16))
     )
@@ -84,6 +88,18 @@ def test_a_rank_comes_back_to_a_front_that_was_killed_with_what_it_has_to_know(s
     served = Link.facts[-1].served
     assert served is not None and (served.epoch, served.version, served.home) == (6, 7, HOME)
     assert Link.facts[0].served is None
+
+
+def test_what_answers_an_order_that_comes_with_the_welcome_reaches_the_new_front(stream: FrontStream) -> None:
+    """The reader of the new link takes the order before `open` has returned: the step loop may be faster."""
+    engine: Any = stream._built.engine
+    engine.regroup = lambda order: stream.link.send_regrouped(order.epoch)
+    before: Any = stream.link
+    Link.errors, Link.order = [None], Order(5, (0, 1, 2), HOME)
+    stream.lost("the connection broke", is_broken=True)
+    now: Any = stream.link
+    assert now is not before and not before.send_regrouped.called
+    now.send_regrouped.assert_called_once_with(5)
 
 
 def test_a_rank_that_the_new_front_refuses_ends_to_be_started_again(stream: FrontStream) -> None:
