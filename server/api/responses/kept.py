@@ -11,6 +11,7 @@ drains, runs are open requests like others.
 
 import asyncio
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from server.api.blocks import DraftChunks, Event, named_events
 from server.api.responses.answer import ResponseDraft
 from server.api.schemas import ChatMessage
 from server.api.streaming import KEEP_ALIVE_S, EventSender, until_gone
-from server.errors import ApiError, bad_request
+from server.errors import ApiError, bad_request, failed
 from server.front.generations import Answer, ClientGone
 
+_LOG = logging.getLogger("wideep")
 MAX_RESPONSES = 1000
 MAX_CHARS = 64 << 20  # over all stored, each with its whole history
 
@@ -121,6 +123,10 @@ class BackgroundRun:
             self._add(self.draft.fail(failure))
         except ClientGone:  # `cancel` closed the answer
             self._add(self.draft.cancel())
+        except Exception as error:  # noqa: BLE001 - nobody else would end what its client polls
+            _LOG.exception("response %s failed", self.draft.response["id"])
+            reason = f"its answer could not be made: {type(error).__name__}: {error}"
+            self._add(self.draft.fail(failed(reason)))
         finally:
             self._answer.close()
             self.is_ended = True

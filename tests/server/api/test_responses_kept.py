@@ -4,14 +4,16 @@ import asyncio
 
 import pytest
 
+from scheduler.policy.request import FinishReason, Request, SamplingParams
 from server.api.blocks import DraftChunks
 from server.api.chat_turn import MessageParser, ReasoningCount
-from server.api.parsers.deltas import PlainParser
+from server.api.parsers.deltas import Delta, PlainParser
 from server.api.responses.answer import ResponseDraft
 from server.api.responses.kept import BackgroundRun, BackgroundRuns, ResponseStore
 from server.api.responses.request import ResponsesRequest
 from server.errors import ApiError
-from server.front.generations import Answer
+from server.front.generations import Answer, Ask
+from tests.support.answers import ByteDecoder
 
 
 def response(number: int, text: str = "") -> dict[str, str]:
@@ -62,7 +64,7 @@ def test_a_deleted_response_is_gone_and_its_room_is_free() -> None:
         store.delete("resp_0")
 
 
-def run_of(response_id: str, answer: Answer) -> BackgroundRun:
+def run_of(response_id: str, answer: Answer, text_parser: PlainParser | None = None) -> BackgroundRun:
     draft = ResponseDraft(
         response_id,
         ResponsesRequest.model_validate({"input": "hi", "background": True}),
@@ -72,7 +74,9 @@ def run_of(response_id: str, answer: Answer) -> BackgroundRun:
         logprobs_of=lambda _: [],
         usage=dict,
     )
-    parser = MessageParser(PlainParser(), ReasoningCount(len), max_calls=None, shows_reasoning=True)
+    parser = MessageParser(
+        text_parser or PlainParser(), ReasoningCount(len), max_calls=None, shows_reasoning=True
+    )
     return BackgroundRun(answer, DraftChunks(parser, draft), draft)
 
 
@@ -116,5 +120,30 @@ def test_events_of_ended_runs_are_forgotten_oldest_first() -> None:
             runs.follow("resp_1", -1)
         await runs.delete("resp_0")
         assert going.is_ended and runs.find("resp_0") is None
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_meets_an_error_of_ours_has_failed_and_says_so() -> None:
+    class Broken(PlainParser):
+        def push(self, text: str) -> list[Delta]:
+            raise ZeroDivisionError
+
+    async def scenario() -> None:
+        answer = endless()
+        run = run_of("resp_1", answer, Broken())
+        ask = Ask(
+            request=Request(
+                request_id="a-0", prompt_ids=(1,), params=SamplingParams(max_tokens=1), arrival_s=0.0
+            )
+        )
+        answer.add(ask, 0, ByteDecoder()).end(FinishReason.STOP)
+        runs = BackgroundRuns()
+        runs.start(run, lambda: None)
+        async with asyncio.timeout(10):
+            while not run.is_ended:
+                await run.events_from(100)
+        assert run.draft.response["status"] == "failed"
+        assert "ZeroDivisionError" in run.draft.response["error"]["message"]
 
     asyncio.run(scenario())
