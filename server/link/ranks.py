@@ -208,7 +208,8 @@ class Ranks:
 
     def _post_all(self, message: object) -> None:
         for rank in list(self.attached):
-            self._post(rank, message)
+            if rank in self.attached:  # the loss of one may be that of another
+                self._post(rank, message)
 
     def _post(self, rank: int, message: object) -> None:
         stream = self.attached[rank]

@@ -343,6 +343,29 @@ def test_a_rank_that_does_not_read_is_lost_after_a_while(
     link.close()
 
 
+def test_a_rank_that_is_lost_while_all_are_told_something_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, front: FrontEnd
+) -> None:
+    """The loss of one that does not read may bring the front to give up the next."""
+    links = [link_to(front, Queue(), facts=replace(FACTS, rank=rank)) for rank in (0, 1)]
+    for link in links:
+        link.open(30)
+        front.events.get(timeout=30)
+    ranks, now_s = front.ranks, time.monotonic()
+    listener: Any = ranks._listener
+    monkeypatch.setattr(listener, "lost", lambda rank, _reason: rank or ranks.give_up(1, "it is stuck"))
+    monkeypatch.setattr(ranks, "_clock", lambda: now_s + 31)
+    ranks.attached[0].write_begun_s = now_s
+
+    async def drop() -> None:
+        ranks.drop_placement(3)
+
+    front.run(drop())
+    assert not ranks.attached
+    for link in links:
+        link.close()
+
+
 def test_an_error_in_what_takes_a_message_is_a_loss_that_is_told(front: FrontEnd) -> None:
     heard: Queue[tuple[object, ...]] = Queue()
     link = link_to(front, heard)
