@@ -64,6 +64,12 @@ class _Stage:
         assert len(ranks) == wire.world_size, "every rank of the wire has a number"
         self.wire, self._ranks, self._rank, self._close = wire, ranks, rank, close
         self.exchange = Exchange(wire, slots_per_rank=slots, rows=row_format(rows), names=ranks)
+        self._interruption: DispatchError | None = None  # it names ranks of the group already
+
+    def interrupt(self, error: DispatchError) -> None:
+        """End waits of this stage with an error that names ranks of the group. From any thread."""
+        self._interruption = error
+        self.wire.interrupt(error)
 
     def refuse(self, origin: int, text: str) -> None:
         """Tell the ranks of this stage, in place of its exchange, that rank `origin` refuses. Collective."""
@@ -100,7 +106,7 @@ class _Stage:
             return PeerRefused(int(origin), text)
         if isinstance(error, PeerLost | DispatchTimeout):
             self._close()
-            if error.rank is not None:
+            if error.rank is not None and error is not self._interruption:
                 own, error.rank = error.rank, self._ranks[error.rank]
                 error.args = (f"rank {error.rank}{str(error).removeprefix(f'rank {own}')}",)
         return error
@@ -247,7 +253,7 @@ class HierarchicalDispatcher:
     def interrupt(self, error: DispatchError) -> None:
         """See `TokenDispatcher`."""
         for stage in self._stages:
-            stage.wire.interrupt(error)
+            stage.interrupt(error)
 
     def close(self) -> None:
         """Close both wires; peers that wait for this rank get PeerLost. Local; may be called twice."""

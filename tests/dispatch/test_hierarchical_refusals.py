@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dispatch.errors import DispatchError
+from dispatch.errors import DispatchError, PeerLost
 from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
 from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
@@ -138,6 +138,25 @@ def leave_early(name: str) -> str:
 def test_a_rank_that_leaves_is_an_error_everywhere_at_once(pool_of: PoolOf, name: str) -> None:
     answers = pool_of(4).run(leave_early, name, timeout_s=15.0)  # below the 20 s after which ranks time out
     assert answers == ["PeerLost"] * 3 + ["closed"]
+
+
+def give_up_a_rank() -> str:
+    """Rank 0 waits for rank 2, and is told that rank 3, with which it shares no wire, is given up."""
+    dispatcher, said = open_here("shm", 2), ""
+    if dispatcher.rank == 0:
+        dispatcher.interrupt(PeerLost(3, "the front has given it up"))
+        try:
+            dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[0]]))
+        except PeerLost as error:
+            said = str(error)
+    dist.barrier()
+    dispatcher.close()
+    return said
+
+
+def test_an_interruption_ends_a_wait_with_the_rank_that_it_names(pool_of: PoolOf) -> None:
+    answers = pool_of(4).run(give_up_a_rank)
+    assert answers == ["rank 3 is lost: the front has given it up", "", "", ""]
 
 
 def open_with(node_size: int, slots: int) -> str:
