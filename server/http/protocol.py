@@ -161,8 +161,8 @@ class PunctualProtocol(HttpToolsProtocol):
         if may_be_too_long and self._measure_head() > MAX_HEAD_BYTES:
             self._is_too_long = True
             raise ValueError("the head is too long")  # which stops the parser
+        super().on_headers_complete()  # raises where the target is none, as CONNECT's
         self._is_in_head, self._is_in_body = False, True
-        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """Note that the request is whole."""

@@ -277,6 +277,7 @@ def test_what_is_no_http_is_not_guessed_at(request_: bytes) -> None:
     "request_",
     [
         b"BREW /x HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
         b"nonsense\r\n\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nhi\r\n-1\r\n",
