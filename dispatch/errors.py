@@ -10,11 +10,12 @@ class PeerLost(DispatchError):  # noqa: N818 - the name says what happened
     """A peer's process is gone, closed its wire, or lost its connection.
 
     Attributes:
-        rank: the peer that is lost, as far as this rank knows.
+        rank: the peer that is lost, as far as this rank knows; None where collectives do not say (above two ranks).
     """
 
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} is lost: {reason}")
+    def __init__(self, rank: int | None, reason: str) -> None:
+        who = "a peer" if rank is None else f"rank {rank}"
+        super().__init__(f"{who} is lost: {reason}")
         self.rank = rank
 
 

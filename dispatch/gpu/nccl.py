@@ -146,13 +146,10 @@ class Collectives:
 
     def _fail(self, error: RuntimeError) -> NoReturn:
         """A collective does not say who failed; between two ranks it can only be the other."""
-        text, other = str(error).split("\n")[0], 1 - self.rank
+        text, other = str(error).split("\n")[0], 1 - self.rank if self.world_size == 2 else None
         if "imed out" in text or "imeout" in text:
-            rank = other if self.world_size == 2 else None
-            raise DispatchTimeout(rank, self._timeout_s, "an exchange of device tensors") from error
-        if self.world_size == 2:
-            raise PeerLost(other, text) from error
-        raise DispatchError(f"a peer is lost: {text}") from error
+            raise DispatchTimeout(other, self._timeout_s, "an exchange of device tensors") from error
+        raise PeerLost(other, text) from error
 
     def _check_open(self) -> None:
         if self._group is None:

@@ -16,6 +16,7 @@ from dispatch.errors import DispatchTimeout, PeerLost
 from dispatch.gpu.nccl import NcclRows
 from dispatch.rows import HostRows
 from dispatch.wires.open import open_wire
+from tests.conftest import PoolOf
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer
 from tests.dispatch.oracle import RankCase, make_cases, simulate
@@ -181,3 +182,22 @@ def test_a_collective_that_does_not_end_is_given_up(interpreting_pair: RankPool)
         assert said.endswith("DispatchError: it is closed")
     for said in interpreting_pair.run(wait_for_nobody, 60.0, 0.05):
         assert said.startswith("PeerLost: rank 1 is lost: its heart stands still")
+
+
+class BrokenWork:
+    """A collective that fails as NCCL's and gloo's do when a peer is gone: they do not say which."""
+
+    def is_completed(self) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+
+def wait_for_broken() -> str:
+    rows = NcclRows(dist.group.WORLD, device=CPU, timeout_s=60.0)
+    return catch(lambda: rows.wait(BrokenWork()))
+
+
+def test_a_lost_peer_is_one_also_where_nobody_can_say_which(pool_of: PoolOf) -> None:
+    """Only of a lost peer does an engine know that it can go on without it."""
+    reason = "is lost: Connection closed by peer"
+    assert pool_of(3).run(wait_for_broken) == [f"PeerLost: a peer {reason}"] * 3
+    assert pool_of(2).run(wait_for_broken) == [f"PeerLost: rank {rank} {reason}" for rank in (1, 0)]
