@@ -61,8 +61,13 @@ def _socket_of(descriptor: int) -> socket.socket | None:
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
-        return socket.socket(fileno=os.dup(descriptor))
+        own = os.dup(descriptor)
     except OSError:
+        return None
+    try:
+        return socket.socket(fileno=own)
+    except OSError:  # meanwhile the number is a file's
+        os.close(own)
         return None
 
 

@@ -70,3 +70,16 @@ def test_a_connection_that_was_idle_before_anybody_asked_goes_on(monkeypatch: py
             monkeypatch.setattr(connections, "_descriptors", lambda: [connection.fileno()])
             select.select([accepted], [], [], 0.3)  # nothing comes: it is idle for longer than the time-out
             assert (break_silent(0.1), break_silent(0.1)) == (0, 0)
+
+
+def test_a_number_that_is_a_files_by_the_time_of_the_look_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe = os.pipe()
+    monkeypatch.setattr(connections, "_descriptors", lambda: [*pipe])
+    monkeypatch.setattr("stat.S_ISSOCK", lambda _mode: True)
+    num_open = len(os.listdir("/proc/self/fd"))
+    assert break_silent(2.0) == 0
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    for descriptor in pipe:
+        os.close(descriptor)
