@@ -245,7 +245,8 @@ def test_a_bug_amid_a_transfer_drops_the_change_on_all_ranks_and_serving_goes_on
     for moved, _ in parts:
         assert moved.states() == [(1, FAILED), (2, FAILED)]
         assert (
-            moved.reports[1].cause is Cause.CHANNEL and "until the service starts" in moved.reports[1].reason
+            moved.reports[1].cause is Cause.CHANNEL
+            and "no expert moves any more until ranks meet in another epoch" in moved.reports[1].reason
         )
     assert parts[0][0].reports[0].cause is Cause.BUG and "KeyError: 'a bug'" in parts[0][0].reports[0].reason
     assert parts[1][0].reports[0].cause is Cause.CHANNEL
