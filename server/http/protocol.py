@@ -47,6 +47,9 @@ class DecliningParser(httptools.HttpRequestParser):
 
     def __init__(self, protocol: HttpToolsProtocol) -> None:
         self._callbacks = _Callbacks(protocol)
+        self._last: httptools.HttpRequestParser | None = (
+            None  # of the connection's last request, after an offer
+        )
         super().__init__(self._callbacks)
         # uvicorn's setting: the first of several requests in one go is answered, even if it says that it is the last.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -60,19 +63,33 @@ class DecliningParser(httptools.HttpRequestParser):
         rest = memoryview(data).cast("B")
         while True:
             try:
-                super().feed_data(rest)
+                self._feed(rest)
                 return
             except httptools.HttpParserUpgrade as offer:
                 rest = rest[offer.args[0] :]
+            if not self._callbacks.is_kept_alive:  # llhttp passes over whatever follows such a head
+                self._last = httptools.HttpRequestParser(self._callbacks)
+                self._last.set_dangerous_leniencies(lenient_data_after_close=True)
             self._callbacks.is_head_known = True
-            super().feed_data(self._callbacks.framing_head())
+            self._feed(self._callbacks.framing_head())
             self._callbacks.is_head_known = False
+
+    def should_upgrade(self) -> bool:
+        """Whether the request that is being read makes an offer whose body is still to be asked for."""
+        return self._last is None and bool(super().should_upgrade())
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        if self._last is None:
+            super().feed_data(data)
+        else:
+            self._last.feed_data(data)
 
 
 class _Callbacks:
     """The protocol's, but for a head that only the parser has to be told."""
 
     is_head_known = False
+    is_kept_alive = True  # the connection, after the request whose head has come
 
     def __init__(self, protocol: HttpToolsProtocol) -> None:
         self._protocol = protocol
@@ -81,7 +98,8 @@ class _Callbacks:
 
     def framing_head(self) -> bytes:
         """Return a head with the body of the request whose head has just come."""
-        return b"POST / HTTP/1.1\r\n%b\r\n" % self._framing
+        end = b"" if self.is_kept_alive else b"connection: close\r\n"
+        return b"POST / HTTP/1.1\r\n%b%b\r\n" % (self._framing, end)
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -105,6 +123,7 @@ class _Callbacks:
     def on_headers_complete(self) -> None:
         """Its head is whole."""
         if not self.is_head_known:
+            self.is_kept_alive = self._protocol.parser.should_keep_alive()
             self._protocol.on_headers_complete()
 
     def on_message_complete(self) -> None:

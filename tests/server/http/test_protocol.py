@@ -235,6 +235,25 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": said})
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /x HTTP/1.1\r\nhost: x\r\nconnection: close, upgrade\r\nupgrade: h2c\r\n",
+        b"POST /x HTTP/1.0\r\nconnection: upgrade\r\nupgrade: h2c\r\n",  # as a proxy passes it on
+    ],
+)
+@pytest.mark.parametrize("body", [b"content-length: 2\r\n\r\nhi", CHUNKED])
+def test_an_offer_in_a_connection_s_last_request_is_passed_over(head: bytes, body: bytes, size: int) -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        for start in range(0, len(head + body), size):
+            writer.write((head + body)[start : start + size])
+            await asyncio.sleep(0)
+        return await hear(reader)
+
+    assert talk(client, echo).endswith(b"/x hi ok")
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_an_offer_of_another_protocol_is_passed_over(size: int) -> None:
     """Whatever the pieces that the requests come in."""
