@@ -63,4 +63,6 @@ if __name__ == "__main__":
         and bench_kineto(lambda: 1 / 0, ("a", "b"), num_kernels_per_period=2)[1][1] > 0
     )
     assert deep_ep.__version__.startswith("2.1.0")
-    torch.multiprocessing.spawn(work, args=(2, int(sys.argv[1])), nprocs=2)
+    torch.multiprocessing.spawn(  # type: ignore[attr-defined]
+        work, args=(2, int(sys.argv[1])), nprocs=2
+    )

@@ -66,7 +66,8 @@ def answer(rank: int, token: int, choice: int, hidden: int) -> Tensor:
     """An expert's answer to a token's choice, in bfloat16, of a size that makes the order of additions show."""
     generator = torch.Generator().manual_seed((rank * 1009 + token) * 64 + choice)
     scale = 10.0 ** float(torch.randint(-2, 3, (1,), generator=generator))
-    return (torch.randn(hidden, generator=generator) * scale).to(torch.bfloat16)
+    row: Tensor = torch.randn(hidden, generator=generator) * scale
+    return row.to(torch.bfloat16)
 
 
 def expect_combine(

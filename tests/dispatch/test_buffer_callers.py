@@ -82,7 +82,7 @@ def vllm_high_throughput() -> bool:
     )  # fmt: skip
     if event.event is not None:
         event.current_stream_wait()
-    assert sum(counts) == int((recv_idx >= 0).sum())
+    assert recv_idx is not None and sum(counts) == int((recv_idx >= 0).sum())
     y = weighted_experts(recv_x, recv_idx, recv_weights, rank)
     combined, _, event = buffer.combine(
         x=y, handle=handle, topk_weights=None, config=Buffer.get_combine_config(R), previous_event=None,

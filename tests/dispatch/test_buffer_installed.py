@@ -30,7 +30,11 @@ class StandInBuffer:
         self.explicitly_destroy = named.get("explicitly_destroy", False)
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *positional, **named: self.calls.append((name, positional, named)) or name
+        def record(*positional: Any, **named: Any) -> str:
+            self.calls.append((name, positional, named))
+            return name
+
+        return record
 
 
 def stand_in(**attributes: Any) -> ModuleType:
@@ -44,7 +48,7 @@ def stand_in(**attributes: Any) -> ModuleType:
 def delegate() -> dict[str, Any]:
     sys.modules["deep_ep"] = stand_in()
     try:
-        buffer = Buffer(dist.group.WORLD, 256, 0, True, 12, explicitly_destroy=True, backend="deep_ep")
+        buffer: Any = Buffer(dist.group.WORLD, 256, 0, True, 12, explicitly_destroy=True, backend="deep_ep")
         x = torch.ones(2, 8, dtype=torch.bfloat16)
         answers = [
             buffer.dispatch(x, num_worst_tokens=0, config=Config(24)),

@@ -179,7 +179,8 @@ def combine_all(inputs: list[Inputs], plans: list[Plan], node_size: int) -> list
         local_NK = expect_dispatch(inputs, buffer.rank_idx, E).local_NK
         for n, index in enumerate(handle.recv_src_metadata[:, 0].tolist()):
             here = [k for k in range(local_NK.shape[1]) if local_NK[n, k] >= 0]
-            answers = {k: answer(*divmod(index, M), k, H) for k in here}
+            rank, token = divmod(index, M)
+            answers = {k: answer(rank, token, k, H) for k in here}
             if plan.expand:
                 for k in here:
                     y[handle.recv_src_metadata[n, 2 + k]] = answers[k]

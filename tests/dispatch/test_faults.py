@@ -42,7 +42,8 @@ def lose_a_rank(name: str, number: int, moment: str, timeout_s: float) -> Outcom
     """Run two layers; then the victim gets the signal before its dispatch or before its combine."""
     dispatcher = Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=timeout_s), slots_per_rank=2)
     x_TH, slots_TK, weights_TK = torch.ones(4, 64), torch.arange(24).view(4, 6) % 6, torch.ones(4, 6)
-    begin, mapped, seen = time.monotonic(), shared_memory(), ("none", -1, 0.0)
+    begin, mapped = time.monotonic(), shared_memory()
+    seen: tuple[str, int | None, float] = ("none", -1, 0.0)
     try:
         for layer in range(3):
             if (layer, moment, dist.get_rank()) == (2, "dispatch", VICTIM):
@@ -103,7 +104,7 @@ def test_a_peer_that_closes_is_lost_at_once(pool_of: PoolOf) -> None:
     assert pool_of(2).run(leave_early) == ["rank 1 is lost: it has closed its wire", "closed"]
 
 
-def wait_until_interrupted() -> tuple[str, list[tuple[int, int]], float]:
+def wait_until_interrupted() -> tuple[str, list[tuple[int, ...]], float]:
     """Rank 0 waits for rank 1, which does nothing, until another thread ends that."""
     dispatcher = Dispatcher(open_wire("shm", dist.group.WORLD, timeout_s=60), slots_per_rank=2)
     seen, said = [tuple(dispatcher.exchanges)], "no error"

@@ -20,10 +20,10 @@ SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, node size: 1 and all
 def run_one(dispatcher: HierarchicalDispatcher, case: RankCase) -> RankResult:
     """Dispatch, compute, combine."""
     sent = dispatcher.dispatch(case.x_TH, case.slots_TK)
-    parts = [part.clone() for part in sent[:3]]
+    x_NH, row_P, offsets = [part.clone() for part in sent[:3]]
     y_PH = compute_pairs(sent.x_NH, sent.row_P, sent.slot_offsets, dispatcher.rank)
     combined = dispatcher.combine(y_PH, case.weights_TK, sent)
-    return RankResult(*parts, combined)
+    return RankResult(x_NH, row_P, offsets, combined)
 
 
 def run_layers(name: str, layers: list[list[RankCase]], node_size: int) -> list[RankResult]:
@@ -85,9 +85,9 @@ def run_low_latency(layers: list[list[RankCase]]) -> list[RankResult]:
     for cases in layers:
         case = cases[dispatcher.rank]
         sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(8))
-        parts = [part.clone() for part in sent[:3]]
+        x_NH, row_P, offsets = [part.clone() for part in sent[:3]]
         y_PH = compute_pairs(sent.x_NH, sent.row_P, sent.slot_offsets, dispatcher.rank)
-        results.append(RankResult(*parts, dispatcher.combine(y_PH, case.weights_TK, sent)))
+        results.append(RankResult(x_NH, row_P, offsets, dispatcher.combine(y_PH, case.weights_TK, sent)))
     dispatcher.close()
     return results
 

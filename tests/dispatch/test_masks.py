@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree, WireUnavailable
 from dispatch.wires.open import open_wire
@@ -174,7 +175,7 @@ def stop_and_regroup(name: str, key: str) -> list[str]:
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(f"{key}-1", store),
+        store=PrefixStore(f"{key}-1", store),
         rank=rank,
         world_size=2,
         timeout=timedelta(seconds=LONG_S),
@@ -225,7 +226,7 @@ def error_of(wire: Wire, round_: int) -> str:
     return f"no error {wrong}"
 
 
-def swap_until(store: dist.Store, key: str, wire: Wire) -> list[str]:
+def swap_until(store: Store, key: str, wire: Wire) -> list[str]:
     """Exchange until the key is there, at most for LONG_S; rank 0 says when that is by the size of its message."""
     wrong, R, is_over = [], wire.world_size, RankTable(wire.world_size)
     deadline = time.monotonic() + LONG_S

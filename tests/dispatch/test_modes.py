@@ -105,8 +105,8 @@ def guarded_calls(name: str, dtype: torch.dtype, rows: str, mode: Mode) -> set[t
     dispatcher = Dispatcher(wire, slots_per_rank=S, rows=row_format(rows))
     addresses = set()
     for step, tokens in enumerate((1, 8, 2, 5, 8, 3, 7)):
-        rows = [(tokens + rank) % 9 for rank in range(wire.world_size)]
-        case = make_cases(step, rows, slots_per_rank=S, dtype=dtype, hidden=32)[wire.rank]
+        sizes = [(tokens + rank) % 9 for rank in range(wire.world_size)]
+        case = make_cases(step, sizes, slots_per_rank=S, dtype=dtype, hidden=32)[wire.rank]
         out_TH = torch.empty_like(case.x_TH)
         guard = NothingNew() if step and name == "shm" else nullcontext()
         with guard:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
 
 from dispatch import Buffer
@@ -69,7 +70,7 @@ def test_other_kernels_than_ours_are_refused() -> None:
 
 def _group_of_one() -> Any:
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return dist.group.WORLD
 
 
@@ -116,11 +117,9 @@ def collectives_instead_of_nccl() -> Iterator[None]:
         mover = NcclRows(group, device=cpu, timeout_s=timeout_s)
         return wires.Wires("nccl", mover, None, cpu, group, "CUDA", timeout_s, mask_lost)
 
-    before, buffer.open_wires = buffer.open_wires, open_collective
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer, "open_wires", open_collective)
         yield
-    finally:
-        buffer.open_wires = before
 
 
 def run_over_collectives(node_size: int) -> tuple[Any, Any, set[str]]:

@@ -78,15 +78,13 @@ def test_auto_takes_shared_memory_on_one_host(pool_of: PoolOf) -> None:
 
 def open_on_two_hosts(name: str) -> tuple[str, str]:
     """Give rank 1 another host name, as if it ran elsewhere."""
-    true_hostname = segment.socket.gethostname
-    if dist.get_rank() == 1:
-        segment.socket.gethostname = lambda: "elsewhere"
-    try:
-        wire = open_wire(name, dist.group.WORLD)
-    except WireUnavailable as error:
-        return "refused", str(error)
-    finally:
-        segment.socket.gethostname = true_hostname
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("dispatch.wires.segment.socket.gethostname", lambda: "elsewhere")
+        try:
+            wire = open_wire(name, dist.group.WORLD)
+        except WireUnavailable as error:
+            return "refused", str(error)
     return wire.name, wire.reason
 
 

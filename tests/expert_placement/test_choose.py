@@ -1,6 +1,7 @@
 """Which copy serves: compared with a plain loop, held to the shares in every batch and over ranks."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def test_choices_equal_a_plain_loop(experts: list[int], rank: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_a_choice_has_the_shape_of_what_was_asked(dtype: type) -> None:
+def test_a_choice_has_the_shape_of_what_was_asked(dtype: type[np.signedinteger[Any]]) -> None:
     asked = np.array([[0, 2], [1, -1], [3, 0]], dtype=dtype)
     chosen = ReplicaChoice(PLACEMENT, 0).choose(0, asked)
     assert chosen.shape == (3, 2) and chosen.dtype == np.int64 and chosen[1].tolist() == [1, -1]

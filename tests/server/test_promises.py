@@ -20,16 +20,15 @@ from tests.support.service_processes import wait_until
 from tests.support.timed_streams import stream_all
 
 PIECES = 10  # that every stream has brought when something happens
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 1.0, "seed": 7, "n": 2, "presence_penalty": 0.7},
+    {"temperature": 1.0, "seed": 10, "structured_outputs": {"regex": "[a-z ]{50}"}},
+)
 BODIES: list[dict[str, Any]] = [
     {"prompt": f"{copy} the cat {kind}", "max_tokens": 60, "ignore_eos": True, "model": "tiny", **options}
     for copy in range(2)
-    for kind, options in enumerate(
-        (
-            {"temperature": 0, "logprobs": 2},
-            {"temperature": 1.0, "seed": 7, "n": 2, "presence_penalty": 0.7},
-            {"temperature": 1.0, "seed": 10, "structured_outputs": {"regex": "[a-z ]{50}"}},
-        )
-    )
+    for kind, options in enumerate(OPTIONS)
 ]
 
 

@@ -71,7 +71,8 @@ def test_a_repeated_prompt_reports_its_cached_tokens(client: OpenAI) -> None:
         answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens >= 16
+    num_cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert num_cached is not None and num_cached >= 16
 
 
 def test_seeded_samples_repeat_and_seeds_differ(client: OpenAI) -> None:

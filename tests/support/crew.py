@@ -93,7 +93,7 @@ class Crew:
         self._watch.begin_epoch(0, range(world_size))
         self._without_room = set(without_room)
         self.world_size, self.members, self.epoch = world_size, tuple(range(world_size)), 0
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
         self.ready: set[int] = set()

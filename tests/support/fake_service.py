@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -25,9 +26,8 @@ _CHILD = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 
 
 def main() -> int:
-    server.process.preflight.checks.available_bytes = lambda: (
-        1 << 40
-    )  # fakes are small, whatever runs beside the test
+    checks: Any = server.process.preflight.checks
+    checks.available_bytes = lambda: 1 << 40  # fakes are small, whatever runs beside the test
     options = options_from(build_parser().parse_args(sys.argv[1:]))
     if sys.argv[1] == "serve":
         commands = ServeCommands(worker=(sys.executable, __file__, "worker"))

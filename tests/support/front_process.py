@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import httpx
 from tokenizers import Tokenizer
@@ -78,7 +79,7 @@ class FrontProcess:
         self.ranks.append(fake.open())
         return fake
 
-    def attach_all(self) -> "FrontProcess":
+    def attach_all(self) -> Self:
         """Attach every rank; returns when the front answers."""
         for rank in range(self.num_ranks):
             self.attach(rank)

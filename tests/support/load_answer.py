@@ -80,7 +80,8 @@ def change(after_s: float, version: int, kind: str, moves: int, reason: str) -> 
 
 def _tokens(random: np.random.Generator, num_layers: int, num_experts: int, total: int) -> np.ndarray:
     weight = np.exp(random.normal(0.0, SIGMA, (num_layers, num_experts)))
-    return np.rint(total * weight / weight.sum(axis=1, keepdims=True)).astype(int)
+    tokens: np.ndarray = np.rint(total * weight / weight.sum(axis=1, keepdims=True)).astype(int)
+    return tokens
 
 
 def _balancedness(placement: Placement, tokens: np.ndarray) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -57,7 +58,7 @@ class RankPool:
     def __init__(self, world_size: int, *, timeout_s: float = 60.0, threads: int = 1) -> None:
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.preload"])
         self._connections: list[Connection] = []
@@ -151,7 +152,7 @@ class RankPool:
         self.close()
 
     def _receive(self, asked: list[int], deadline: float) -> dict[int, Any]:
-        waiting = {self._connections[rank]: rank for rank in asked}
+        waiting: dict[Any, int] = {self._connections[rank]: rank for rank in asked}
         answers: dict[int, Any] = {}
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -160,7 +161,7 @@ class RankPool:
                 late = sorted(waiting.values())
                 raise RankError(f"ranks {late} of {self.world_size} did not answer in time; all were killed")
             for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[index]
+                rank = waiting.pop(connection)
                 answers[rank] = self._read_answer(rank)
         return answers
 
@@ -186,7 +187,7 @@ def _serve_rank(connection: Connection, port: int, rank: int, world_size: int, t
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )

@@ -61,7 +61,8 @@ def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
     options = backend.parse_options(
         {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": kernel.fuses}
     )
-    context, stages = ir.context(), {}
+    context = ir.context()
+    stages: dict[str, Any] = {}
     ir.load_dialects(context)
     backend.load_dialects(context)
     backend.add_stages(stages, options, source.language)

@@ -24,6 +24,7 @@ SPANS = [Span(20, 1, [3, 7]), Span(16, 20, [5, 1, 2]), Span(0, 9, [9]), Span(40,
 def expand_within(device: str, budget_bytes: int) -> tuple[Tensor, list[int]]:
     """Attend a decode and three prompts over latents; returns the result, and the numbers that each launch was given."""
     from attention.gpu import organ  # noqa: PLC0415 - in the interpreter
+    from attention.gpu.prefill import paged_prefill  # noqa: PLC0415
     from kvcache.gpu.cache import DeviceCache  # noqa: PLC0415
     from kvcache.gpu.step import DeviceStep  # noqa: PLC0415
 
@@ -43,11 +44,10 @@ def expand_within(device: str, budget_bytes: int) -> tuple[Tensor, list[int]]:
     query = torch.randn(1, HEADS, step.num_padded, UNROTATED + ROTARY).to(place)
     value = torch.empty(1, 1, step.num_padded, VALUES, device=place)
     sizes = []
-    prefill = organ.paged_prefill
 
     def noting(query_THD: Tensor, keys: Tensor, values: Tensor, *rest: Tensor, **options: object) -> Tensor:
         sizes.append(keys.numel() + values.numel())
-        return prefill(query_THD, keys, values, *rest, **options)  # type: ignore[arg-type]
+        return paged_prefill(query_THD, keys, values, *rest, **options)  # type: ignore[arg-type]
 
     with (
         torch.inference_mode(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deep_ep.utils.envs import get_global_seed  # type: ignore[import-not-found]
+from deep_ep.utils.envs import get_global_seed
 from torch import Tensor
 
 _MASK = 0x7FFFFFFF

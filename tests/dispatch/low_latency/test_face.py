@@ -11,7 +11,7 @@ from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
-from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
+from tests.dispatch.low_latency.cases import Layer, RankResult, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.face_inputs import BF16, bring
 from tests.dispatch.low_latency.ranks import open_face, run_layer
 
@@ -63,6 +63,7 @@ def test_statistics_accumulate(face: LowLatencyFace) -> None:
 def test_zero_copy_reads_the_buffer_instead_of_x(face: LowLatencyFace) -> None:
     x, topk = bring()
     recv_x, _, handle, _, _ = face.low_latency_dispatch(x, topk, 4, 2, use_fp8=False)
+    assert isinstance(recv_x, torch.Tensor)
     face.get_next_low_latency_combine_buffer(handle)[:, :, :] = recv_x
     weights = torch.full((3, 2), 0.5)
     combined, _, _ = face.low_latency_combine(torch.zeros_like(recv_x), topk, weights, handle, zero_copy=True)
@@ -179,7 +180,7 @@ def test_waits_are_noted_for_peers(pool_of: PoolOf) -> None:
         assert 0 < table[rank][1 - rank] < 20e9
 
 
-def mask_one(name: str, layer: Layer, masked: int) -> torch.Tensor | None:
+def mask_one(name: str, layer: Layer, masked: int) -> RankResult | None:
     """All but one rank mask that one; it takes no part."""
     wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
     face = LowLatencyFace(CpuExchange(wire), enable_shrink=True)

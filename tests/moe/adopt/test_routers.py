@@ -37,7 +37,7 @@ ROWS = 6
 class Seen(NamedTuple):
     """Of a model's routers: how many there are and were exchanged, and how far results are from their own."""
 
-    count: int
+    num_routers: int
     exchanged: int
     rules: set[Any]
     difference: float  # of dense weights
@@ -66,7 +66,8 @@ def route_both_ways(family: str) -> Seen:
     rules = {module.form.rule for module in routers if is_exchanged(module)}
     for module in routers if exchanged else ():
         x = torch.randn(ROWS, module.weight.shape[1])
-        ours, theirs = module(x), type(module).__mro__[1].forward(module, x)
+        parent: Any = type(module).__mro__[1]
+        ours, theirs = module(x), parent.forward(module, x)
         assert torch.equal(ours[0], theirs[0])
         alike &= [each.dtype for each in ours] == [each.dtype for each in theirs]
         worst = max(worst, float((dense(module, ours) - dense(module, theirs)).abs().max()))
@@ -80,7 +81,7 @@ def test_a_familys_routers_choose_and_weigh_as_transformers_has_them(
     interpreter: RankPool, family: str
 ) -> None:
     found: Seen = interpreter.run(route_both_ways, family)[0]
-    assert found.count and found.exchanged == (0 if family in KEEP_THEIRS else found.count)
+    assert found.num_routers and found.exchanged == (0 if family in KEEP_THEIRS else found.num_routers)
     assert found.difference < 1e-5 and found.is_typed_alike
     for rule in found.rules:
         assert {name: getattr(rule, name) for name in RULES.get(family, {})} == RULES.get(family, {})
@@ -159,7 +160,7 @@ def route_by_a_devices_weight() -> tuple[bool, float, bool]:
     from moe.adopt.routers import Routers  # noqa: PLC0415
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
-    net = nn.ModuleList([PlainRouter()])
+    net: Any = nn.ModuleList([PlainRouter()])
     weight = net[0].weight.detach()
     del net[0]._parameters["weight"]
     net[0].weight = DeviceWeight(weight, OneGroup(CPU, is_invariant=True), torch.float32, CPU)

@@ -94,8 +94,7 @@ def layer_of(
     step = Step(max_tokens=32, max_sequences=1, max_blocks=2, block_tokens=16)
     choice = slot_choices(Placement(np.array([slot_expert]), EXPERTS, 1), 0)[0]
     dispatcher = Dispatcher(wire, slots_per_rank=len(slot_expert))
-    slots = len(slot_expert)
-    counts = LoadCounts(1, num_experts=EXPERTS, num_ranks=1, slots_per_rank=slots).layers[0]
+    counts = LoadCounts(1, num_experts=EXPERTS, num_ranks=1, slots_per_rank=len(slot_expert)).layers[0]
     return PackedExpertLayer(sides[0], sides[1], choice, EXPERTS, dispatcher, step, form.has_silu, counts)
 
 

@@ -205,7 +205,7 @@ def test_a_child_that_is_no_longer_listened_to_is_ended(
             super().__init__(endless, **{**kwargs, "stdin": subprocess.PIPE})  # type: ignore[arg-type,call-overload]
             started.append(self)
 
-    monkeypatch.setattr(cache.subprocess, "Popen", Recorded)
+    monkeypatch.setattr("moe.demo_model.cache.subprocess.Popen", Recorded)
 
     def interrupt(stage: str, fraction: float) -> None:
         raise KeyboardInterrupt

@@ -29,7 +29,8 @@ def write(out: Path, recipe: Recipe) -> list[MoeMlp]:
 
 def logits_of(model: torch.nn.Module) -> Tensor:
     with torch.inference_mode():
-        return model(IDS).logits
+        logits: Tensor = model(IDS).logits
+    return logits
 
 
 def test_with_all_experts_chosen_the_moe_answers_as_the_dense_model(tmp_path: Path) -> None:

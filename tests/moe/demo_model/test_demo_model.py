@@ -103,7 +103,7 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mad
 
 def mean_loss(model: PreTrainedModel, texts: list[Tensor]) -> float:
     with torch.inference_mode():
-        return sum(model(ids, labels=ids).loss.item() for ids in texts) / len(texts)
+        return float(sum(model(ids, labels=ids).loss.item() for ids in texts)) / len(texts)
 
 
 def total_variation(one: list[Tensor], other: list[Tensor]) -> float:

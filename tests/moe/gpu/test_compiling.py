@@ -61,7 +61,8 @@ def answer(directory: Path, sequences: list[list[int]], compiler: str) -> Found:
         str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"
     }
     num_graphs = len(graphs)
-    for layer in built.model.layers:
+    layers: Any = built.model.layers
+    for layer in layers:
         table_EC = layer._on_device._slot_EC
         table_EC.copy_(table_EC.roll(1, 0))
     permuted = run_steps(built, sequences, mixed_steps(LENGTHS))

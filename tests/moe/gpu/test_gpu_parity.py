@@ -50,7 +50,8 @@ def answer(directory: Path, sequences: list[list[int]]) -> Found:
     built = build_interpreted(directory)
     logits = run_steps(built, sequences, mixed_steps(LENGTHS))
     counted = int(built.model.load_counts.table[..., : built.model.skeleton.num_experts].sum())
-    for layer in built.model.layers:
+    layers: Any = built.model.layers
+    for layer in layers:
         table_EC = layer._on_device._slot_EC
         table_EC.copy_(table_EC.roll(1, 0))
     return Found(logits, run_steps(built, sequences, mixed_steps(LENGTHS)), counted)

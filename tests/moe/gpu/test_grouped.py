@@ -101,28 +101,29 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(interpreter: RankPool) -> None:
 def launches_everything() -> list[int]:
     """A captured launch serves whatever rows choose: as many programs as even loads take. Returns its grids."""
     from moe.gpu import grouped  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.grouped_kernel import grouped_rows  # noqa: PLC0415
     from moe.gpu.tiles import DECODE_TILE  # noqa: PLC0415
 
     x, weights = torch.randn(40, 64), torch.randn(3, 16, 64)
     places = torch.arange(3, dtype=torch.int32)
-    kernel, grids = grouped.grouped_rows, []
+    grids: list[int] = []
 
     class Noting:
         def __getitem__(self, grid: tuple[int]) -> Any:
             grids.append(grid[0])
-            return kernel[grid]
+            return grouped_rows[grid]
 
-    grouped.grouped_rows = Noting()  # type: ignore[assignment]
-    for counts in ([1, 1, 38], [40, 0, 0], [17, 17, 6], [0, 0, 2], [0, 0, 0]):
-        offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
-        for expected in (None, 5, 1):
-            out = grouped.grouped_linear(
-                x, weights, offsets, places, num_pairs=40, expected_pairs=expected, tile=DECODE_TILE
-            )
-            slot = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
-            want = torch.einsum("pk,pnk->pn", x[: len(slot)], weights[slot])
-            torch.testing.assert_close(out[: len(slot)], want, atol=1e-4, rtol=1e-4)
-    grouped.grouped_rows = kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "grouped_rows", Noting())
+        for counts in ([1, 1, 38], [40, 0, 0], [17, 17, 6], [0, 0, 2], [0, 0, 0]):
+            offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
+            for expected in (None, 5, 1):
+                out = grouped.grouped_linear(
+                    x, weights, offsets, places, num_pairs=40, expected_pairs=expected, tile=DECODE_TILE
+                )
+                slot = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+                want = torch.einsum("pk,pnk->pn", x[: len(slot)], weights[slot])
+                torch.testing.assert_close(out[: len(slot)], want, atol=1e-4, rtol=1e-4)
     return grids
 
 

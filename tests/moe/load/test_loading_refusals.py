@@ -16,7 +16,12 @@ from tests.support.serving import build
 
 def drop(*names: str) -> Callable[[Tensors], None]:
     """Take tensors away."""
-    return lambda tensors: [tensors.pop(name) for name in names] and None
+
+    def change(tensors: Tensors) -> None:
+        for name in names:
+            tensors.pop(name)
+
+    return change
 
 
 EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
@@ -137,7 +142,11 @@ def no_tensors(directory: Path) -> None:
 
 def index(content: str) -> Callable[[Path], None]:
     """Put an index beside the file."""
-    return lambda directory: (directory / "model.safetensors.index.json").write_text(content) and None
+
+    def change(directory: Path) -> None:
+        (directory / "model.safetensors.index.json").write_text(content)
+
+    return change
 
 
 DAMAGES = {

@@ -34,6 +34,13 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 
+
+def take_an_expert_away(tensors: Tensors) -> None:
+    """The last, from blocks and scales."""
+    for name in (BLOCKS, BLOCKS.replace("blocks", "scales")):
+        tensors[name] = tensors[name][:7]
+
+
 BROKEN: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     "no scales": (FP8, drop(f"{UP}_scale_inv"), f"{UP} is FP8 and has no {UP}_scale_inv"),
     "no weight": (FP8, drop(UP), f"{UP}_scale_inv has no {UP} beside it"),
@@ -58,7 +65,7 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     "MXFP4 in another type": (MXFP4, put(BLOCKS, lambda blocks: blocks.to(torch.int8)), "are I8 and U8, not U8"),
     "MXFP4 for fewer experts": (
         MXFP4,
-        lambda tensors: [put(n, lambda t: t[:7])(tensors) for n in (BLOCKS, BLOCKS.replace("blocks", "scales"))] and None,
+        take_an_expert_away,
         "down_proj: [7, 32, 64] instead of [8, 32, 64]",
     ),
     "other quantised tensors": (MXFP4, put("model.norm.weight", lambda t: t.to(torch.int8)), "1 of type I8"),

@@ -106,6 +106,7 @@ def lose_and_gain(crew: Crew, wanted: list[Request]) -> None:
     for rank in range(3):
         crew.submit(rank, wanted[rank::6])
     crew.until(lambda: all(crew.tokens[request.request_id] for request in wanted[:3]))
+    members: tuple[int, ...]
     for members, lost in (((0, 2), 1), ((2,), 0)):
         crew.kill(lost)
         crew.order(members)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from scheduler.assembly import assemble
 from scheduler.epochs.orders import Order
@@ -38,7 +38,7 @@ class Silent:
 def serve_as_newcomer(directory: Path, prompt: list[int]) -> list[int]:
     os.environ["TRITON_INTERPRET"] = "1"
     config = EngineConfig(directory=directory, kv_cache_bytes=8 << 20, device="interpreter", **SETTINGS)
-    engine = (built := assemble(config, Silent(), store=dist.HashStore(), is_joining=True)).engine
+    engine = (built := assemble(config, Silent(), store=HashStore(), is_joining=True)).engine
     found: list[int] = []
 
     def on_step(outputs: list[RequestOutput], _stats: RankStats) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from dispatch.errors import DispatchError
 from expert_placement.placement import Placement, linear_placement
-from moe.expert_weights import ExpertWeights, digest, read_slot
+from moe.expert_weights import ExpertWeights, digest, read_slot, try_out
 from scheduler.moves import expert_transfer, relocation
 from scheduler.moves.channel import NoPeers, Pace, PeerChannel
 from scheduler.moves.expert_transfer import MovableLayer
@@ -152,7 +152,7 @@ def spoil(built: Any, how: str, patch: pytest.MonkeyPatch) -> None:
     if how == "flipped bit":
         built.relocation._channel = _Flipping(built.relocation._channel, 2)
         return
-    true_send, true_read, true_try = relocation.send_expert, read_slot, expert_transfer.try_out
+    true_send, true_read, true_try = expert_transfer.send_expert, read_slot, try_out
     true_tensors = ExpertWeights.tensors
 
     def lacking(weights: ExpertWeights) -> dict[str, torch.Tensor]:

@@ -62,7 +62,8 @@ def run(graphs: DecodeGraphs, step: DeviceStep, positions: list[int], **options:
 
 
 def test_graphs_are_captured_from_the_largest_down_with_padded_rows_only(step: DeviceStep) -> None:
-    model, recorder, shares = FakeModel(step), FakeRecorder(), []
+    model, recorder = FakeModel(step), FakeRecorder()
+    shares: list[float] = []
     graphs = DecodeGraphs(model.forward, step, None)  # type: ignore[arg-type]
     graphs.capture(step.sizes, recorder, shares.append)
     assert recorder.captured == [8, 4, 2, 1] and graphs.sizes == (1, 2, 4, 8)

@@ -385,14 +385,13 @@ def test_what_stopped_an_answer_is_told_in_sglang_s_field_too(
     front: FrontProcess, client: openai.OpenAI, streams: bool
 ) -> None:
     mark = front.encode("w")[0]
-    for number, (token_ids, how, wanted) in enumerate(
-        [
-            (front.encode("one<END> two"), {"stop": "<END>"}, "<END>"),
-            ([*front.encode("one"), mark], {"extra_body": {"stop_token_ids": [mark]}}, mark),
-            ([*front.encode("one"), 1], {}, 1),
-            (front.encode("one"), {"max_completion_tokens": 2}, None),
-        ]
-    ):
+    cases: list[tuple[list[int], dict[str, Any], str | int | None]] = [
+        (front.encode("one<END> two"), {"stop": "<END>"}, "<END>"),
+        ([*front.encode("one"), mark], {"extra_body": {"stop_token_ids": [mark]}}, mark),
+        ([*front.encode("one"), 1], {}, 1),
+        (front.encode("one"), {"max_completion_tokens": 2}, None),
+    ]
+    for number, (token_ids, how, wanted) in enumerate(cases):
         word = f"p-stops{streams}{number}"
         front.script(word, token_ids)
         asked: dict[str, Any] = {"max_completion_tokens": 40, "stream": streams, **how}

@@ -67,7 +67,9 @@ def chat(client: openai.OpenAI, word: str, **how: Any) -> Any:
 
 def add_up(chunks: list[Any]) -> tuple[str, str, list[tuple[str, str]], list[str]]:
     """Return content, reasoning, calls and finish reasons of a stream; checks the rules of deltas."""
-    content, reasoning, calls, reasons = "", "", [], []
+    content, reasoning = "", ""
+    calls: list[tuple[str, str]] = []
+    reasons: list[str] = []
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         delta = choice.delta
         content += delta.content or ""

@@ -187,7 +187,7 @@ def many_parts() -> Iterator[tuple[str, Callable[[], object]]]:
         yield (
             "messages",
             lambda content=content: anthropic_chat(  # type: ignore[misc]
-                MessagesRequest(max_tokens=1, messages=[{"role": "user", "content": content}])  # type: ignore[list-item]
+                MessagesRequest(max_tokens=1, messages=[{"role": "user", "content": content}])  # type: ignore[call-arg,list-item]
             ),
         )
 

@@ -36,6 +36,9 @@ ITEM_TOOL = {"type": "function", "name": "get_weather"}
 FORCED: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"}
 SCHEMA = "response_format.json_schema"
 LENGTH = f"maximum context length is {MAX_LEN}"
+NO_PROMPTS: tuple[Any, ...] = (
+    None, 5, [], {}, "", [[]], ["a", 1], [1, "a"], [True], [-1], [99_999], [[1], "a"], ["a"] * 1000,
+)  # fmt: skip
 SINGLE: dict[str, list[tuple[str, Any]]] = {  # a field and its wrong value, which the message names, too
     CHAT: [
         ("temperature", "hot"),
@@ -107,8 +110,7 @@ SINGLE: dict[str, list[tuple[str, Any]]] = {  # a field and its wrong value, whi
         ("logprobs", -2),
         ("use_beam_search", True),
         ("prompt_embeds", "AAAA"),
-        *(("prompt", wrong) for wrong in (None, 5, [], {}, "", [[]], ["a", 1], [1, "a"], [True], [-1])),
-        *(("prompt", wrong) for wrong in ([99_999], [[1], "a"], ["a"] * 1000)),
+        *(("prompt", wrong) for wrong in NO_PROMPTS),
     ],
     RESPONSES: [
         ("max_output_tokens", 0),
@@ -474,7 +476,7 @@ def test_an_unknown_model_is_a_404_that_lists_the_known_ones(
     front: FrontProcess, path: str, field: str
 ) -> None:
     for name in ("gpt-4", ""):
-        body = {field: name, **({"prompt": "x"} if path == "/tokenize" else {"tokens": []})}
+        body: dict[str, Any] = {field: name, **({"prompt": "x"} if path == "/tokenize" else {"tokens": []})}
         response = post(front, path, body)
         error = response.json()["error"]
         assert (response.status_code, error["type"], error["param"]) == (404, "NotFoundError", "model")

@@ -55,7 +55,8 @@ def test_a_whole_response_has_reasoning_text_and_usage(front: FrontProcess, clie
     response = create(client, "r-whole", instructions="be brief", metadata={"k": "v"}, temperature=0.5)
     assert isinstance(response, Response) and response.id.startswith("resp_")
     assert (response.status, response.model, response.metadata) == ("completed", "tiny", {"k": "v"})
-    reasoning, message = response.output
+    output: Any = response.output
+    reasoning, message = output
     assert reasoning.content[0].text.strip() == "hm, so" and message.role == "assistant"
     assert response.output_text.strip() == "hello wörld 😀!"
     assert prompt_of(front, "r-whole").startswith(

@@ -50,7 +50,7 @@ def test_an_llm_and_a_batch_give_the_services_tokens(model: Path, tmp_path: Path
         chat = llm.chat([{"role": "user", "content": "hello"}], GREEDY)[0]
         sampled = [llm.generate("hello", SamplingParams(seed=seed))[0].outputs[0].text for seed in (5, 5, 6)]
     assert [(result.outputs[0].text, result.outputs[0].token_ids) for result in results] == expected
-    assert all(position for result in results for position in result.outputs[0].logprobs or [None])
+    assert all(position for result in results for position in result.outputs[0].logprobs or [{}])
     assert chat.prompt == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
     assert sampled[0] == sampled[1] != sampled[2]
     with pytest.raises(RuntimeError, match="was closed"):

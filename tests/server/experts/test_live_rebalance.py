@@ -91,7 +91,7 @@ def test_a_service_that_rebalances_all_the_time_answers_as_one_that_does_not_and
 ) -> None:
     model, history = write_tiny_model(tmp_path / "tiny"), tmp_path / "history.jsonl"
     eplb: dict[str, Any] = {"history_file": str(history), "max_bytes_per_step": 1 << 13}
-    flags = ("--eplb-config", json.dumps({**eplb, "num_redundant_experts": 4}))
+    flags: tuple[str, ...] = ("--eplb-config", json.dumps({**eplb, "num_redundant_experts": 4}))
     with RealService.serve(model, tmp_path / "first.txt", *flags) as service:
         service.wait_ready()
         expected = [answer(service, prompt) for prompt in PROMPTS]

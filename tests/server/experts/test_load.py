@@ -1,6 +1,7 @@
 """What the front makes of ranks' reports: differences of counters, the JSON of GET /experts/load, metrics."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,7 +117,7 @@ def test_a_recording_goes_on_while_a_rank_is_away() -> None:
     load.regroup(Order(2, (0, 1), linear_placement(LAYERS, EXPERTS, 2).with_version(5)))
     load.take_load(report(0, 2, counts(6), epoch=2))
     assert load.experts is not None
-    recorded = sum(row.counts for row in load.recorder.take("m", load.experts).rows)
+    recorded: Any = sum(row.counts for row in load.recorder.take("m", load.experts).rows)
     np.testing.assert_array_equal(recorded[..., :EXPERTS], alone[..., :EXPERTS] + counts(6)[..., :EXPERTS])
     np.testing.assert_array_equal(recorded[..., EXPERTS], counts(6)[..., EXPERTS])
     np.testing.assert_array_equal(

@@ -48,7 +48,8 @@ def pieces_of(detokenizer: Detokenizer, steps: Sequence[Sequence[int]]) -> list[
 @given(st.text(max_size=30), st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_the_pieces_make_up_the_text_and_never_hold_half_a_character(text: str, sizes: list[int]) -> None:
     token_ids = list(text.encode())
-    steps, at = [], 0
+    steps: list[list[int]] = []
+    at = 0
     while at < len(token_ids):
         size = sizes[len(steps) % len(sizes)]
         steps.append(token_ids[at : at + size])

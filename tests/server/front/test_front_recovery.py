@@ -122,7 +122,7 @@ def test_a_rank_is_killed_in_the_middle_and_the_answer_is_what_it_would_have_bee
     victim = next(rank for rank in (0, 1) if metric_of_rank(front, rank) > 0)
     other = present(front, 1 - victim)
     present(front, victim).kill()
-    other.wait_for(lambda rank: rank.orders[-1:] and rank.orders[-1].epoch == before["epoch"] + 1)
+    other.wait_for(lambda rank: bool(rank.orders) and rank.orders[-1].epoch == before["epoch"] + 1)
     order = other.orders[-1]
     assert order.members == (1 - victim,) and order.placement.num_ranks == 1
     assert order.placement.num_experts == HOME.num_experts and order.placement.version > HOME.version

@@ -54,7 +54,8 @@ def test_choices_that_grow_side_by_side_show_whole_characters_and_no_head_of_a_s
 ) -> None:
     growing = dict(enumerate(choices(len(texts), stops)))
     left = [list(text.encode()) for text in texts]
-    shown, ended, turn = [""] * len(texts), [None] * len(texts), 0
+    shown, turn = [""] * len(texts), 0
+    ended: list[str | int | None] = [None] * len(texts)
     while growing:
         for index, choice in list(growing.items()):  # in turn, as steps bring tokens of all choices
             size = sizes[turn % len(sizes)]
@@ -67,7 +68,7 @@ def test_choices_that_grow_side_by_side_show_whole_characters_and_no_head_of_a_s
             expected, _ = first_stop(texts[index], stops)
             assert expected.startswith(shown[index]), "nothing is shown that must be taken back"
             if reason is not None:
-                ended[index] = piece.stop_reason  # type: ignore[call-overload]
+                ended[index] = piece.stop_reason
                 del growing[index]
     assert list(zip(shown, ended, strict=True)) == [first_stop(text, stops) for text in texts]
 

@@ -185,7 +185,7 @@ async def test_a_deadline_holds_while_a_request_waits() -> None:
     desk.requests.leave([0, 1])
     timer = desk.requests._timers["a"]
     assert timer._args is not None
-    timer._callback(*timer._args)  # type: ignore[misc]  # the clock, without waiting
+    timer._callback(*timer._args)  # type: ignore[attr-defined]  # the clock, without waiting
     with pytest.raises(ApiError, match="1000 s"):
         await answer.next()
     answer.close()

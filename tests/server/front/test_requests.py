@@ -113,7 +113,7 @@ async def test_a_deadline_is_a_504_from_the_rank_or_else_from_the_front() -> Non
     assert caught.value.status == 504
     timer = desk.requests._timers["b"]
     assert timer._args is not None
-    timer._callback(*timer._args)  # type: ignore[misc]  # the clock, without waiting
+    timer._callback(*timer._args)  # type: ignore[attr-defined]  # the clock, without waiting
     assert desk.reasons() == [FinishReason.DEADLINE, FinishReason.DEADLINE]
     answer.close()
 

@@ -149,6 +149,6 @@ def test_thousands_of_hostile_requests_leave_nothing_behind(hard_front: PacedFro
     )
     assert num_threads(pid) < 100
     assert rss_bytes(pid) - before["rss"] < GROWTH_BYTES, (
-        f"{before['rss'] >> 20} MiB became {rss_bytes(pid) >> 20}"
+        f"{int(before['rss']) >> 20} MiB became {rss_bytes(pid) >> 20}"
     )
     assert [rank.num_free_blocks for rank in hard_front.paced] == [NUM_BLOCKS] * len(hard_front.paced)

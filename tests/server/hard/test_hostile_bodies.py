@@ -101,7 +101,7 @@ SMALL: dict[str, tuple[str, Body]] = {
     "an empty body": (CHAT, raw("")),
     "a body that is null": (CHAT, raw("null")),
 }
-NEGATIVE = (
+NEGATIVE: tuple[str, ...] = (
     "n",
     "max_tokens",
     "max_completion_tokens",

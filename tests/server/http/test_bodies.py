@@ -122,7 +122,7 @@ def test_a_client_that_waits_for_leave_is_refused_before_it_sends() -> None:
 
 
 def test_a_client_that_leaves_halfway_is_told_on_as_gone() -> None:
-    messages = [
+    messages: list[Message] = [
         {"type": "http.request", "body": b"half", "more_body": True},
         {"type": "http.disconnect"},
     ]
@@ -139,7 +139,7 @@ def test_a_client_that_leaves_halfway_is_told_on_as_gone() -> None:
 
 
 def test_after_the_body_the_client_s_leaving_is_still_heard() -> None:
-    messages = [{"type": "http.request", "body": b"all"}, {"type": "http.disconnect"}]
+    messages: list[Message] = [{"type": "http.request", "body": b"all"}, {"type": "http.disconnect"}]
     seen: list[Message] = []
 
     async def receive() -> Message:

@@ -1,6 +1,7 @@
 """JSON in parts is the library's JSON, and no part is large."""
 
 import json
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from server.http.json_parts import encode, json_parts
 
 def test_parts_joined_are_what_the_library_writes() -> None:
     matrix, row = np.arange(6).reshape(2, 3), np.array([0.5, 2.0])
-    value = {
+    value: dict[str, Any] = {
         "empty": {}, "none": None, "text": 'a "b" ü', "list": [1, [], {}], "pairs": [{"row": row}, {"row": row}],
         "matrix": matrix, "nothing": np.zeros((0, 4)), "flags": (True, False), "number": 1.25,
     }  # fmt: skip

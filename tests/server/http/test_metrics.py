@@ -75,11 +75,13 @@ def families_of(metrics: Metrics) -> dict[str, Any]:
 
 def value_of(metrics: Metrics, name: str, **labels: str) -> float:
     """The sum of the samples of a name with these labels."""
-    return sum(
-        sample.value
-        for family in families_of(metrics).values()
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
+    return float(
+        sum(
+            sample.value
+            for family in families_of(metrics).values()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
     )
 
 

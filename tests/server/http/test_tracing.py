@@ -9,7 +9,6 @@ import pytest
 
 from server.errors import ApiError
 from server.http.tracing import Traces
-from server.options import checks
 from server.options.checks import check_traces
 from server.options.flag import OptionsError
 from tests.support.answers import ended_answer, ended_exchange
@@ -149,7 +148,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             None if name.startswith("opentelemetry.exporter") else object() if "sdk" in name else real(name)
         )
 
-    monkeypatch.setattr(checks.importlib.util, "find_spec", without)
+    monkeypatch.setattr("server.options.checks.importlib.util.find_spec", without)
     with pytest.raises(OptionsError, match="opentelemetry-exporter-otlp-proto-grpc, which is not installed"):
         check_traces({})
     with pytest.raises(
