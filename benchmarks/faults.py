@@ -178,18 +178,24 @@ class Campaign:
 
     async def _suffer(self, kind: str, clients: Sequence[asyncio.Task[None]]) -> Outcome:
         """Let a fault happen at some moment under load and wait until all ranks serve together."""
-        await self._wait_until_whole(min_epoch=0)
+        await self._wait_until_whole(0)
         await asyncio.sleep(self.drawn.uniform(0.1, 1.0))  # faults come at any point of a step
-        epoch = (await self.status())["epoch"]
+        losses = (await self.status())["losses"]
         open_at_fault = list(self._open.values())
         begun_s = time.perf_counter()
-        seen = asyncio.create_task(self._wait_until_missed(epoch))
-        await FAULTS[kind](self)
-        loses_rank = kind not in HARMLESS
-        detected_s = await seen if loses_rank else None
-        whole_s = await self._wait_until_whole(min_epoch=epoch + 2 if loses_rank else epoch)
-        if not seen.done():
-            seen.cancel()
+        seen = asyncio.create_task(self._wait_until_missed(losses))
+        num_lost = await FAULTS[kind](self)
+        detected_s = await seen if num_lost else None
+        whole_s = await self._wait_until_whole(losses + num_lost)
+        seen.cancel()
+        await self._wait_for(
+            lambda: all(
+                each not in self._open.values() or (each.arrivals_s and each.arrivals_s[-1] > whole_s)
+                for each in open_at_fault
+                if each.is_streamed
+            ),
+            "the next piece of every stream",
+        )
         if failed := [client for client in clients if client.done()]:
             failed[0].result()  # raises what ended it
         pauses = (
@@ -273,21 +279,19 @@ class Campaign:
             lambda: self.engines().get(rank, old_pid) != old_pid, f"rank {rank}'s new engine"
         )
 
-    async def _wait_until_missed(self, epoch: int) -> float:
-        """Return when a loss was seen: a rank is missing, or another epoch has begun."""
-        while True:
-            status = await self.status()
-            if status["missing"] or status["epoch"] != epoch or status["phase"] != "serving":
-                return time.perf_counter()
+    async def _wait_until_missed(self, losses: int) -> float:
+        """Return when the service was seen to have lost more ranks than before."""
+        while (await self.status())["losses"] <= losses:
             await asyncio.sleep(_POLL_S)
+        return time.perf_counter()
 
-    async def _wait_until_whole(self, min_epoch: int) -> float:
-        """Return when all ranks were seen to serve together."""
+    async def _wait_until_whole(self, losses: int) -> float:
+        """Return when all ranks were seen to serve together, after so many losses since the start."""
 
         async def is_whole() -> bool:
             status = await self.status()
             is_serving = status["phase"] == "serving" and not status["missing"]
-            return is_serving and status["epoch"] >= min_epoch and len(status["members"]) == self.num_ranks
+            return is_serving and status["losses"] >= losses and len(status["members"]) == self.num_ranks
 
         deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
         while not await is_whole():
@@ -296,7 +300,7 @@ class Campaign:
             await asyncio.sleep(_POLL_S)
         return time.perf_counter()
 
-    async def _wait_for(self, is_there: Callable[[], bool], what: str) -> None:
+    async def _wait_for(self, is_there: Callable[[], object], what: str) -> None:
         deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
         while not is_there():
             if time.perf_counter() > deadline_s:
@@ -334,18 +338,21 @@ class Campaign:
             writer.close()
 
 
-async def _kill(campaign: Campaign, count: int) -> None:
-    campaign.send(signal.SIGKILL, *campaign.some_ranks(count))
+async def _kill(campaign: Campaign, count: int) -> int:
+    ranks = campaign.some_ranks(count)
+    campaign.send(signal.SIGKILL, *ranks)
+    return len(ranks)
 
 
-async def _kill_amid_move(campaign: Campaign) -> None:
+async def _kill_amid_move(campaign: Campaign) -> int:
     apply = asyncio.create_task(campaign.apply_plan())
     await asyncio.sleep(campaign.drawn.uniform(0.0, 0.5))
-    await _kill(campaign, 1)
+    num_lost = await _kill(campaign, 1)
     await apply
+    return num_lost
 
 
-async def _kill_while_starting(campaign: Campaign) -> None:
+async def _kill_while_starting(campaign: Campaign) -> int:
     """Kill an engine, and again while it loads."""
     [rank] = campaign.some_ranks(1)
     old_pid = campaign.engines()[rank]
@@ -353,31 +360,40 @@ async def _kill_while_starting(campaign: Campaign) -> None:
     await campaign.wait_for_new_engine(rank, old_pid)
     await asyncio.sleep(campaign.drawn.uniform(0.0, 3.0))
     campaign.send(signal.SIGKILL, rank)
+    return 1  # the second one had not joined
 
 
-async def _kill_another_while_one_is_away(campaign: Campaign) -> None:
+async def _kill_another_while_one_is_away(campaign: Campaign) -> int:
     first, second = campaign.some_ranks(2)
     old_pid = campaign.engines()[first]
     campaign.send(signal.SIGKILL, first)
     await campaign.wait_for_new_engine(first, old_pid)
-    await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))  # also as it joins
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))  # also as it joins, or just after
     campaign.send(signal.SIGKILL, second)
+    return 2
 
 
-async def _hang(campaign: Campaign) -> None:
+async def _hang(campaign: Campaign) -> int:
     """Stop an engine for good: it is to be given up, killed and started again."""
     campaign.send(signal.SIGSTOP, *campaign.some_ranks(1))
+    return 1
 
 
-async def _pause(campaign: Campaign) -> None:
+async def _pause(campaign: Campaign) -> int:
     """Stop an engine shortly: nothing is to be lost, not even the rank."""
     ranks = campaign.some_ranks(1)
     campaign.send(signal.SIGSTOP, *ranks)
     await asyncio.sleep(PAUSE_S)
     campaign.send(signal.SIGCONT, *ranks)
+    return 0
 
 
-FAULTS: dict[str, Callable[[Campaign], Awaitable[None]]] = {
+async def _clients_leave(campaign: Campaign) -> int:
+    await campaign.leave(campaign.num_open)
+    return 0
+
+
+FAULTS: dict[str, Callable[[Campaign], Awaitable[int]]] = {  # each returns how many members it takes away
     "kill one": lambda campaign: _kill(campaign, 1),
     "kill two": lambda campaign: _kill(campaign, 2),
     "kill all": lambda campaign: _kill(campaign, campaign.num_ranks),
@@ -386,9 +402,8 @@ FAULTS: dict[str, Callable[[Campaign], Awaitable[None]]] = {
     "kill another while one is away": _kill_another_while_one_is_away,
     "hang": _hang,
     "pause": _pause,
-    "clients leave": lambda campaign: campaign.leave(campaign.num_open),
+    "clients leave": _clients_leave,
 }
-HARMLESS = ("pause", "clients leave")  # no rank is lost
 
 
 def _summarise(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:

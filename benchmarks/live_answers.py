@@ -29,7 +29,7 @@ class LostAnswerError(RuntimeError):
     """An accepted request brought an error, or its connection ended before its answer did."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class LiveAnswer:
     """One request to /v1/completions. `arrivals_s` grows while it is read."""
 
