@@ -1,4 +1,5 @@
-"""One front with scripted ranks for the tests of all endpoints; its template has Qwen3's markup, and it wants a key."""
+"""One front with scripted ranks for the tests of all endpoints; its model writes Qwen3's markup, some of
+it in special tokens, and it wants a key."""
 
 from collections.abc import Iterator
 
@@ -20,14 +21,15 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}"
     "<tool_call>{{ call.function.name }}{{ call.function.arguments | tojson }}</tool_call>"
     "{% endfor %}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 
 
 @pytest.fixture(scope="package")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
     """A running front that serves the names "tiny" and "claude-alias" and wants one of two keys."""
-    model = write_tokenizer(tmp_path_factory.mktemp("model"), chat_template=TEMPLATE)
+    special = ("<tool_call>", "</tool_call>", "<|noise|>")
+    model = write_tokenizer(tmp_path_factory.mktemp("model"), chat_template=TEMPLATE, special_tokens=special)
     keys = ("--api-key", "sesame", "--api-key", "second")
     flags = ("--served-model-name", "tiny", "claude-alias", "--enable-per-request-metrics")
     process = FrontProcess(model, *flags, *keys).attach_all()

@@ -1,23 +1,14 @@
 """Tools and reasoning through /v1/chat/completions, with the official client and a rank that says what we script."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.server.api.test_chat import HELLO, said_of, say
-from tests.support.front_process import TIMEOUT_S, FrontProcess
-from tests.support.tiny_tokenizer import write_tokenizer
+from tests.server.api.test_chat import HELLO, chat, said_of, say
+from tests.support.front_process import FrontProcess
 
-TEMPLATE = (
-    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
-    "{% for m in messages %}<|start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
-)
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -39,30 +30,6 @@ LIST = (
     '[{"name": "get_time", "arguments": {"city": "A"}}, {"name": "get_weather", "arguments": {"city": "B"}}]'
 )
 THOUGHT = "<think>\nHm.\n</think>\n\nYes."
-
-
-@pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    """A front whose model writes Qwen3's markup, some of it in special tokens."""
-    model = write_tokenizer(
-        tmp_path_factory.mktemp("model"),
-        chat_template=TEMPLATE,
-        special_tokens=("<tool_call>", "</tool_call>", "<|noise|>"),
-    )
-    process = FrontProcess(model, "--served-model-name", "tiny", num_ranks=1).attach_all()
-    yield process
-    status, said = process.close()
-    assert (status, said) == (0, ""), "the front ends in silence"
-
-
-@pytest.fixture(scope="module")
-def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as made:
-        yield made
-
-
-def chat(client: openai.OpenAI, word: str, **how: Any) -> Any:
-    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": word}], **how)
 
 
 def add_up(chunks: list[Any]) -> tuple[str, str, list[tuple[str, str]], list[str]]:
@@ -93,7 +60,9 @@ def test_the_model_s_own_calls_are_found(front: FrontProcess, client: openai.Ope
     assert call.id.startswith("call_") and len(call.id) >= 24 and call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Łódź"})
     prompt = front.decode(front.asked("t-auto").prompt_ids)
-    assert prompt.startswith("[get_weather][get_time]<|start|>user")
+    assert prompt.startswith(
+        "<|start|>system\nCall with <tool_call>: get_weather get_time<|end|>\n<|start|>user"
+    )
 
 
 def test_calls_stream_with_one_id_and_one_name_each(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -130,7 +99,7 @@ def test_without_tools_markup_is_content(front: FrontProcess, client: openai.Ope
     front.script("t-none", "just text")
     answer = chat(client, "t-none", tools=TOOLS, tool_choice="none")
     assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == ("just text", None)
-    assert "[get_weather]" not in front.decode(front.asked("t-none").prompt_ids)
+    assert "get_weather" not in front.decode(front.asked("t-none").prompt_ids)
 
 
 def test_special_tokens_that_are_no_markup_stay_hidden(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -247,7 +216,7 @@ def test_a_whole_history_is_rendered(front: FrontProcess, client: openai.OpenAI)
     )
     assert answer.choices[0].message.content == "5 degrees." and answer.choices[0].finish_reason == "stop"
     prompt = front.decode(front.asked("t-history").prompt_ids)
-    called = '<think>Hm.</think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|end|>'
+    called = '<think>Hm.</think><tool_call>f{"a": 1}</tool_call><|end|>'
     assert f"<|start|>assistant\n{called}\n<|start|>tool\n5<|end|>" in prompt
 
 
@@ -259,15 +228,6 @@ def test_n_choices_have_their_own_calls(front: FrontProcess, client: openai.Open
 
 
 # What follows is after vLLM's published tests (tests/tool_use).
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the weather",
-        "parameters": {"type": "object", "properties": {"location": {"type": "string"}}},
-    },
-}
-NAMED_WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 
 
 def test_no_tool_choice_is_as_null(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -275,7 +235,7 @@ def test_no_tool_choice_is_as_null(front: FrontProcess, client: openai.OpenAI) -
         "p-null", '<tool_call>\n{"name": "get_weather", "arguments": {"location": "Paris"}}\n</tool_call>'
     )
     for choice in ({}, {"tool_choice": None}):
-        answer = say(client, said_of("p-null"), tools=[WEATHER], max_completion_tokens=200, **choice)
+        answer = say(client, said_of("p-null"), tools=TOOLS, max_completion_tokens=200, **choice)
         assert answer.choices[0].finish_reason == "tool_calls"
     assert say(client, extra_body={"tool_choice": None, "structured_outputs": {"regex": "a+"}}).choices
 
@@ -317,7 +277,7 @@ def test_a_call_without_arguments_goes_back_into_the_history(client: openai.Open
         },
         {"role": "tool", "tool_call_id": call["id"], "content": "98 degrees"},
     ]
-    answer = say(client, history, tools=[WEATHER])
+    answer = say(client, history, tools=TOOLS)
     assert answer.choices[0].finish_reason != "tool_calls" and answer.choices[0].message.content is not None
 
 

@@ -143,13 +143,3 @@ def test_neighbours_of_one_kind_merge() -> None:
     ]
     merged = [ContentDelta("ab"), ToolCallDelta(0, "{}x", "id", "f"), CALLS[1], ReasoningDelta("c")]
     assert merge(deltas) == merged and merge([]) == []
-
-
-@pytest.mark.parametrize(
-    ("effort", "told"), [("none", "none False"), ("low", "low None"), (None, "None None")]
-)
-def test_effort_reaches_the_template_and_none_turns_thinking_off(
-    tmp_path: Path, effort: str | None, told: str
-) -> None:
-    template = "{{ reasoning_effort | default(None) }} {{ enable_thinking | default(None) }}"
-    assert render(tmp_path, template, reasoning_effort=effort) == told
