@@ -7,13 +7,14 @@ anew, so a wish for none (PYTHONDONTWRITEBYTECODE) is not granted here.
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tests.support.interpreted import interpret
+from tests.support.interpreted import NO_TRITON, interpret
 from tests.support.ranks import RankPool
 
 sys.dont_write_bytecode = False
@@ -55,6 +56,8 @@ def pool_of(pools: dict[int, RankPool]) -> Iterator[PoolOf]:
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[RankPool]:
     """One process in which Triton's kernels are interpreted: chosen before anything in it imports triton."""
+    if find_spec("triton") is None:
+        pytest.skip(NO_TRITON)
     with RankPool(1, timeout_s=120.0) as pool:
         pool.run(interpret)
         yield pool

@@ -2,6 +2,13 @@
 
 import os
 import sys
+from importlib.util import find_spec
+
+import pytest
+
+# Looked for, not imported: ranks import tests before they choose to interpret. The fixture `interpreter` skips by itself.
+NO_TRITON = "needs triton: pip install -r requirements-dev.txt"
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason=NO_TRITON)
 
 
 def interpret() -> None:

@@ -3,7 +3,6 @@
 The interpreter multiplies and rounds bfloat16 wrongly, so float16 stands for the short types.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,12 +19,6 @@ from tests.support.gpu_attention import (
     make_paged,
     oracle,
     some_fast,
-)
-
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
 )
 
 SPLIT = 64  # two of the kernel's tiles

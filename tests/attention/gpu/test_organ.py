@@ -1,20 +1,14 @@
 """The organ on GPUs: prompts' latents are expanded within a bound, and no bit depends on it."""
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from kvcache.paged_cache import LayerShape
 from kvcache.step import Span
 from tests.conftest import OnDevice
-
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
 
 HEADS, UNROTATED, ROTARY, VALUES, RANK = 4, 16, 16, 32, 32
 BLOCK, NUM_BLOCKS = 16, 12

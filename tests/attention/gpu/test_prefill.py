@@ -1,6 +1,5 @@
 """Chunked prefill for GPUs against the plain oracle: in Triton's interpreter, and where there is a GPU on it."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,10 +17,6 @@ from tests.support.gpu_attention import (
     make_paged,
     oracle,
     some_fast,
-)
-
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
 )
 
 Spans = list[tuple[int, int]]  # tokens cached, tokens of the step

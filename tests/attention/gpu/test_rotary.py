@@ -1,17 +1,11 @@
 """Rotary embedding for GPUs against transformers' function: in the interpreter, and where there is a GPU on it."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.conftest import OnDevice
 from tests.support.gpu_attention import some_fast
-
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
 
 
 def rotate_heads(device: str, heads: int, dim: int, rotary_dim: int, is_interleaved: bool) -> None:

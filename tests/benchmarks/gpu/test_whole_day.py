@@ -4,22 +4,20 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu.day import PARTS
+from tests.support.interpreted import needs_triton
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 900.0
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    ),
+    needs_triton,
 ]
 
 

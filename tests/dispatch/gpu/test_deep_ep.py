@@ -1,7 +1,6 @@
 """The adapter to DeepEP, with our own `Buffer`, which has its interface, in DeepEP's place: the bits of the oracle."""
 
 import sys
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +14,10 @@ from dispatch.mode import NORMAL, Mode, low_latency
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer, run_on_cpu, without_repeats
 from tests.dispatch.oracle import RankCase, make_cases
+from tests.support.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
+pytestmark = needs_triton
 BF16 = torch.bfloat16
 
 

@@ -1,7 +1,6 @@
 """Several ranks' dispatch between devices, interpreted over two processes: in both modes the bits of the oracle."""
 
 import threading
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -25,11 +24,10 @@ from tests.dispatch.gpu.ranks import (
 from tests.dispatch.gpu.test_replay import recording
 from tests.dispatch.oracle import RankCase, make_cases, simulate
 from tests.support.graph_safe import graph_safe_launches
+from tests.support.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
+pytestmark = needs_triton
 
 BF16 = torch.bfloat16
 

@@ -5,7 +5,6 @@ The interpreter is slow, so there are two ranks, and sizes are small.
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,13 +20,10 @@ from tests.dispatch.low_latency import test_face as faces
 from tests.dispatch.low_latency import test_face_refusals as refusals
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.ranks import one_rank_wrong, open_face, run_layer
+from tests.support.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this module before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
+pytestmark = needs_triton
 
 BF16, F16 = torch.bfloat16, torch.float16
 

@@ -1,7 +1,5 @@
 """One rank's dispatch on a device, interpreted: the bits of the oracle, and no look of the host at a tensor's contents."""
 
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,10 +12,6 @@ from dispatch.mode import NORMAL, low_latency
 from tests.dispatch.oracle import RankCase, compute_pairs, make_cases, simulate
 from tests.support.graph_safe import graph_safe_launches
 from tests.support.ranks import RankPool
-
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
 
 CPU, S = torch.device("cpu"), 4
 LAYERS = {
@@ -32,7 +26,6 @@ LAYERS = {
 
 
 def open_local(slots: int = S) -> Any:
-    os.environ["TRITON_INTERPRET"] = "1"
     from dispatch.gpu.open import open_gpu_dispatcher  # noqa: PLC0415 - the interpreter is chosen before
 
     return open_gpu_dispatcher("auto", None, device=CPU, slots_per_rank=slots)
@@ -69,7 +62,6 @@ def test_pairs_and_sums_have_the_oracles_bits(interpreter: RankPool) -> None:
 
 def order_many(num_tokens: int, programs: int) -> list[Tensor]:
     """More choices than a program looks at at once, by few programs or by many."""
-    os.environ["TRITON_INTERPRET"] = "1"
     from dispatch.gpu import pairs  # noqa: PLC0415 - the interpreter is chosen before
 
     pairs._PROGRAMS = programs

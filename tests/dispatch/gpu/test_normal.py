@@ -4,7 +4,6 @@ The kernels of sorting and summing are interpreted, as in the other tests here.
 """
 
 import threading
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,11 +19,10 @@ from tests.conftest import PoolOf
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer
 from tests.dispatch.oracle import RankCase, make_cases, simulate
+from tests.support.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
+pytestmark = needs_triton
 
 
 def open_normal(timeout_s: float = 20.0, *, through_hosts: bool = False) -> Any:

@@ -6,7 +6,6 @@ from call to call. The control passes the number of calls by value, as a host th
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,13 +16,10 @@ from dispatch.faces.low_latency import LowLatencyFace
 from tests.dispatch.gpu.interpreted import open_interpreted
 from tests.dispatch.gpu.test_face import fresh_pool  # noqa: F401 - a fixture
 from tests.dispatch.low_latency.cases import Layer, RankCase, answer, make_cases, simulate
+from tests.support.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
+pytestmark = needs_triton
 Launch = Callable[[], Any]
 
 

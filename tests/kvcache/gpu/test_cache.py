@@ -1,20 +1,10 @@
 """Pages on a device hold what was written at the step's places, token by token; padded rows leave no trace."""
 
-import os
-from importlib.util import find_spec
-
-import pytest
 import torch
 
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
 from kvcache.step import Span
 from tests.support.ranks import RankPool
-
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
 
 HEADS = LayerShape(num_kv_heads=2, key_dim=8, value_dim=6)
 LATENT = LayerShape(num_kv_heads=1, key_dim=12, value_dim=0, latent=True)
@@ -22,7 +12,6 @@ LATENT = LayerShape(num_kv_heads=1, key_dim=12, value_dim=0, latent=True)
 
 def write() -> list[bool]:
     """Write five tokens of one sequence and one of another, padded to eight rows; say what is as it should be."""
-    os.environ["TRITON_INTERPRET"] = "1"
     from kvcache.gpu.cache import DeviceCache, token_bytes  # noqa: PLC0415 - in the interpreter
     from kvcache.gpu.step import DeviceStep  # noqa: PLC0415
 

@@ -1,16 +1,14 @@
 """Writing GPU pages, in the interpreter, and compiled."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import OnDevice
+from tests.support.interpreted import needs_triton
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
+pytestmark = needs_triton
 
 
 def write(device: str, heads: int, dim: int) -> None:

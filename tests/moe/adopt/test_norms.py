@@ -1,19 +1,9 @@
 """A family's norm runs the kernel if that computes the same; a norm that does something else keeps its own forward."""
 
-import os
-from importlib.util import find_spec
-
-import pytest
 import torch
 from torch import nn
 
 from tests.support.ranks import RankPool
-
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
 
 
 class PlainRMSNorm(nn.Module):
@@ -44,7 +34,6 @@ class CentredRMSNorm(PlainRMSNorm):
 
 def exchange() -> tuple[int, list[bool], float]:
     """Exchange the norms of a small model; how many, which, and how far the exchanged one is from its own."""
-    os.environ["TRITON_INTERPRET"] = "1"
     from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
     from moe.adopt.norms import norms  # noqa: PLC0415
 

@@ -1,8 +1,6 @@
 """Modules rotate with the kernel if their file's function computes the same; their own file is left as it is."""
 
 import importlib
-import os
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import pytest
@@ -10,12 +8,6 @@ import torch
 
 from tests.support.families import make_model
 from tests.support.ranks import RankPool
-
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
 
 
 class Found(NamedTuple):
@@ -28,7 +20,6 @@ class Found(NamedTuple):
 
 
 def exchange(family: str) -> Found:
-    os.environ["TRITON_INTERPRET"] = "1"
     from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
     from moe.adopt.rotary import rotary  # noqa: PLC0415
 

@@ -1,6 +1,5 @@
 """Families' routers run the kernel where it chooses the same experts; others keep their own forward."""
 
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,11 +10,6 @@ from torch.nn.functional import linear
 from tests.support.families import FAMILIES, make_model
 from tests.support.ranks import RankPool
 
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
 KEEP_THEIRS = ("ernie4_5_moe", "minimax_m2")  # a module within, a bias that is an argument
 FEW = ("deepseek_v3",)
 RULES: dict[str, dict[str, Any]] = {

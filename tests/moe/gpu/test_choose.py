@@ -1,7 +1,5 @@
 """Slots and counters on a device are those of the CPU's choice and counters; padded rows choose and count nothing."""
 
-import os
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +12,6 @@ from moe.load_counts import LoadCounts
 from moe.slot_choice import SlotChoice
 from tests.support.placements import random_placement
 from tests.support.ranks import RankPool
-
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
 
 EXPERTS, CHOICES, DECODES = 8, 3, 20
 
@@ -51,7 +43,6 @@ def placements(num_ranks: int, slots_per_rank: int) -> list:  # type: ignore[typ
 
 def choose(num_ranks: int, slots_per_rank: int, rows: int) -> Chosen:
     """Choose with two placements through one object."""
-    os.environ["TRITON_INTERPRET"] = "1"
     from moe.gpu.choose import DeviceSlotChoice  # noqa: PLC0415 - in the interpreter
 
     both = [SlotChoice(ReplicaChoice(each, 1), 1) for each in placements(num_ranks, slots_per_rank)]

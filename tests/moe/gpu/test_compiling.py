@@ -1,6 +1,5 @@
 """Models whose layers torch.compile compiles give transformers' logits, in few graphs that break nowhere."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +16,6 @@ from tests.support.ranks import RankPool
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    ),
 ]
 TOLERANCE = 1e-4
 LENGTHS = (19, 8)

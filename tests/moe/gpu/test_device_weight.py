@@ -1,7 +1,5 @@
 """A weight on a device multiplies as a plain one does; a row's bits are its own where that was asked for."""
 
-import os
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import pytest
@@ -11,12 +9,6 @@ from torch import Tensor
 from moe.load.quantised_weight import QuantisedWeight
 from tests.support.quantise import quantise_fp8
 from tests.support.ranks import RankPool
-
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
 
 ROWS, IN_DIM, OUT_DIM = 70, 136, 144
 
@@ -32,7 +24,6 @@ class Found(NamedTuple):
 
 
 def multiply(is_fp8: bool) -> Found:
-    os.environ["TRITON_INTERPRET"] = "1"
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
     generator = torch.Generator().manual_seed(3)

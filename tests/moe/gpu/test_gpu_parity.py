@@ -1,6 +1,5 @@
 """The whole GPU path in Triton's interpreter gives transformers' own logits: prompts in chunks, decodes, both together."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +13,6 @@ from tests.support.gpu_path import Part, build_interpreted, mixed_steps, run_ste
 from tests.support.quantise import write_quantised
 from tests.support.ranks import RankPool
 from tests.support.serving import request, serve
-
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
 
 TOLERANCE = 1e-4
 LENGTHS = (19, 8)  # of the sequences; the first one goes over a block's end while it decodes

@@ -1,7 +1,6 @@
 """The grouped product in Triton's interpreter against float64."""
 
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,10 +8,6 @@ import torch
 
 from tests.moe.gpu.grouped_cases import F16, F32, FP8, MXFP4, TOLERANCE, Case, Problem
 from tests.support.ranks import RankPool
-
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
 
 
 def multiply(case: Case, tile_name: str) -> None:

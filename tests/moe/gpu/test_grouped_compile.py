@@ -1,16 +1,13 @@
 """The grouped product compiled as Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V3 (one of 32 ranks) would launch it."""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-if find_spec("triton") is None:
-    pytest.skip("needs triton: pip install -r requirements-dev.txt", allow_module_level=True)
-
+pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu.tiles import shape_key, tile_of
 from moe.gpu import tiles
 from moe.gpu.grouped_kernel import grouped_rows

@@ -3,17 +3,11 @@
 The interpreter rounds bfloat16 wrongly, so float16 stands for the short types.
 """
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.ranks import RankPool
-
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
 
 
 def oracle(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,5 @@
 """Routing for GPUs in the interpreter against plain torch, for the kinds of routers that families have; and compiled."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -8,10 +7,6 @@ import torch
 from torch import Tensor
 
 from tests.support.ranks import RankPool
-
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-)
 
 KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"choices": 2, "normalise": True},

@@ -1,7 +1,5 @@
 """A rank of the GPU path that is started again meets nobody at its start, and serves from its first order on."""
 
-import os
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,9 +17,6 @@ from tests.support.serving import request
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    ),
 ]
 
 
@@ -36,7 +31,6 @@ class Silent:
 
 
 def serve_as_newcomer(directory: Path, prompt: list[int]) -> list[int]:
-    os.environ["TRITON_INTERPRET"] = "1"
     config = EngineConfig(directory=directory, kv_cache_bytes=8 << 20, device="interpreter", **SETTINGS)
     engine = (built := assemble(config, Silent(), store=HashStore(), is_joining=True)).engine
     found: list[int] = []

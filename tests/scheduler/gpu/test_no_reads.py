@@ -1,7 +1,6 @@
 """A decode step on the GPU path reads nothing back from the device: a graph could not be captured otherwise."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 from kvcache.step import Span
 from tests.support.families import write_checkpoint
 from tests.support.gpu_path import build_interpreted
+from tests.support.interpreted import needs_triton
 from tests.support.no_reads import HostReadError, NoReads
 from tests.support.ranks import RankPool
 
@@ -53,7 +53,7 @@ def decode_without_reads(directory: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt")
+@needs_triton
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
 def test_a_decode_step_reads_nothing_back(family: str, interpreter: RankPool, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path)

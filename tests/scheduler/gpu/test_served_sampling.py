@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +22,6 @@ from tests.support.serving import request, serve
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    ),
 ]
 END = 2  # the families' end-of-sequence id
 BYTES = Vocabulary(

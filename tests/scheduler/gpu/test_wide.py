@@ -1,7 +1,6 @@
 """Two ranks whose GPU path is interpreted serve the tokens of transformers, prompts and decodes going their own ways."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,13 @@ import torch
 from dispatch.errors import WireUnavailable
 from tests.support.families import VOCABULARY, write_checkpoint
 from tests.support.gpu_path import build_interpreted
-from tests.support.interpreted import interpret
+from tests.support.interpreted import interpret, needs_triton
 from tests.support.ranks import RankPool
 from tests.support.serving import own_share, request, serve
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    ),
+    needs_triton,
 ]
 
 

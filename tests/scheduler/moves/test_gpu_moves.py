@@ -1,7 +1,6 @@
 """Experts move between slots of a GPU while the model serves: verified, switched by one number each, equal bits after."""
 
 import queue
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +14,6 @@ from scheduler.moves.reports import MoveState
 from tests.support.families import VOCABULARY, write_checkpoint
 from tests.support.gpu_path import Part, build_interpreted, run_steps
 from tests.support.ranks import RankPool
-
-pytestmark = (
-    pytest.mark.skipif(  # looked for, not imported: ranks import this before they choose to interpret
-        find_spec("triton") is None, reason="needs triton: pip install -r requirements-dev.txt"
-    )
-)
 
 WAIT_S = 120.0
 STEPS = [[Part(0, 0, 6)], [Part(0, 6, 7)]]
