@@ -34,6 +34,23 @@ class Header(NamedTuple):
     num_bytes: int
 
 
+def file_bytes(
+    directory: Path, num_experts: int = 8, own: Callable[[int], bool] = lambda _: True
+) -> tuple[int, int]:
+    """Bytes of the tensors that are no experts', and of some experts."""
+    shared = experts = 0
+    for name, header in headers(directory).items():
+        _, is_expert, rest = name.partition(".experts.")
+        first = rest.partition(".")[0]
+        if not is_expert:
+            shared += header.num_bytes
+        elif first.isdigit():
+            experts += header.num_bytes * own(int(first))
+        else:
+            experts += header.num_bytes // num_experts * sum(map(own, range(num_experts)))
+    return shared, experts
+
+
 class Loaded(NamedTuple):
     """What one rank says about itself once loaded."""
 

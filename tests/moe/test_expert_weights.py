@@ -19,7 +19,6 @@ from moe.expert_weights import (
     SpareSlots,
     change_slots,
     digest,
-    exchange_slot,
     manifest,
     num_to_read,
     read_slot,
@@ -34,21 +33,6 @@ from tests.support.quantise import write_quantised
 from tests.support.serving import build
 
 FORM = FORMS["biases"]
-
-
-def test_an_exchanged_slot_serves_the_new_expert_and_the_others_stay() -> None:
-    module = experts_module(FORM)
-    layer, wanted = layer_of(module, FORM, [0, 1, 2, 3, 4]), layer_of(module, FORM, [0, 1, 2, 3, 4])
-    spare = spare_slot(layer)
-    for name, tensor in read_slot(layer, 3).tensors().items():
-        spare.tensors()[name].copy_(tensor)
-    address = spare.up.address_S[0]
-    old = exchange_slot(layer, 3, spare)
-    assert layer.up.address_S[3] == address == read_slot(layer, 3).tensors()["up"].data_ptr()
-    for tensor in old.tensors().values():
-        tensor.fill_(7.0)  # what is spare may be written to
-    rows = routed(19)
-    assert torch.equal(run(layer, module, *rows), run(wanted, module, *rows))
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -154,26 +138,6 @@ def test_slots_hold_what_is_wanted_whatever_they_held_and_only_what_is_new_is_re
         free = [w.up.address_S[0] for kind in spare._free.values() for w in kind]
         assert len({*addresses, *free}) == 2 * len(wanted) + len(free), "memory is in one place"
         assert spare.num_free <= max(most_spare, 0)
-
-
-def test_grown_slots_multiply_as_if_they_had_been_there_from_the_start() -> None:
-    generator = torch.Generator().manual_seed(1)
-    weights = {expert: torch.randn(OUT, IN, generator=generator) for expert in range(4)}
-    biases = {expert: torch.randn(OUT, generator=generator) for expert in range(4)}
-
-    def put(expert: int, into: ExpertWeights) -> None:
-        for side in into:
-            side.put(0, weights[expert], biases[expert])
-
-    layers, held = [make_layer([EMPTY] * 4), make_layer([EMPTY, EMPTY])], [EMPTY, EMPTY]
-    change_slots(layers[0], [EMPTY] * 4, [3, 1, 0, 2], put, SpareSlots(), 0)
-    change_slots(layers[1], held, [1, 0], put, SpareSlots(), 0)
-    change_slots(layers[1], held, [3, 1, 0, 2], put, SpareSlots(), 0)
-    x_PK, offsets = torch.randn(9, IN, generator=generator), torch.tensor([0, 2, 2, 5, 9])
-    first, second = (layer.up.apply(x_PK, offsets, parallel=False) for layer in layers)
-    assert torch.equal(first, second)
-    assert torch.allclose(first[2:5], x_PK[2:5] @ weights[0].T + biases[0], atol=1e-6)
-    assert layers[0].up.num_bytes == layers[1].up.num_bytes
 
 
 def test_a_read_that_fails_leaves_what_serves_and_says_what_is_held() -> None:

@@ -1,13 +1,19 @@
 """What is proposed for a module takes its place only where it gives what the module gives."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moe.adopt.adopt import Candidate, Rows, adopt
+from moe.adopt.gates import Gate, apply, arranged, gate_of, gelu_tanh, silu, swiglu_oai
+from tests.support.families import make_model
+from tests.support.ranks import RankPool
 
 ROWS = Rows(torch.float32, torch.device("cpu"))
 
@@ -79,3 +85,138 @@ def test_the_first_candidate_that_agrees_is_taken_and_a_kind_is_tried_once() -> 
 
     assert adopt([Doubling(), Doubling()], (proposals,), ROWS)["proposals"] == 2
     assert tried == ["wrong", "right"]
+
+
+def module(gate: Any, *, has_gate: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(has_gate=has_gate, _apply_gate=gate, act_fn=torch.relu)
+
+
+def by_halves(x: Tensor) -> Tensor:
+    return silu(*x.chunk(2, dim=-1))
+
+
+def in_turn(x: Tensor) -> Tensor:
+    return swiglu_oai(x[..., ::2], x[..., 1::2])
+
+
+def other_limit(x: Tensor) -> Tensor:
+    return swiglu_oai(x[..., ::2].clamp(max=5.0), x[..., 1::2])
+
+
+@pytest.mark.parametrize(
+    ("gate", "found"),
+    [
+        (by_halves, Gate("silu")),
+        (in_turn, Gate("swiglu_oai", True)),
+        (lambda x: silu(x[..., ::2], x[..., 1::2]), Gate("silu", True)),
+        (lambda x: torch.nn.functional.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], Gate("gelu")),
+        (lambda x: gelu_tanh(*x.chunk(2, -1)), Gate("gelu_tanh")),
+        (lambda x: torch.relu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], Gate("none")),
+        (other_limit, Gate("none")),
+        (lambda x: silu(*reversed(x.chunk(2, -1))), Gate("none")),
+    ],
+)
+def test_the_gate_is_the_one_that_gives_the_modules_values(gate: Any, found: Gate) -> None:
+    assert gate_of(module(gate)) == found
+
+
+def test_a_module_without_a_gate_has_none() -> None:
+    plain = module(None, has_gate=False)
+    assert gate_of(plain) == Gate("none")
+    assert apply(plain, torch.tensor([[-1.0, 2.0]])).tolist() == [[0.0, 2.0]]
+
+
+def test_rows_of_a_gate_in_turn_are_put_one_after_the_other() -> None:
+    rows = torch.arange(6)[:, None]
+    assert arranged(rows, Gate("swiglu_oai", True)).flatten().tolist() == [0, 2, 4, 1, 3, 5]
+    assert arranged(rows, Gate("silu")) is rows
+    assert arranged(rows, Gate("none", True)) is rows
+
+
+class PlainRMSNorm(nn.Module):
+    """As Llama's."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16) + 0.5)
+        self.variance_epsilon = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+class OffsetRMSNorm(PlainRMSNorm):
+    """As Gemma's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+class CentredRMSNorm(PlainRMSNorm):
+    """Not an RMSNorm, whatever its name says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+def exchange_norms() -> tuple[int, list[bool], float]:
+    """Exchange the norms of a small model; how many, which, and how far the exchanged one is from its own."""
+    from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.norms import norms  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    net = nn.ModuleList(
+        [PlainRMSNorm(1e-2), OffsetRMSNorm(), CentredRMSNorm(), nn.LayerNorm(16), nn.Linear(16, 4)]
+    )
+    x = torch.randn(1, 3, 2, 16).transpose(1, 2)
+    wanted = net[0](x)
+    count = adopt(net.modules(), (norms,), Rows(torch.float32, torch.device("cpu")))["norms"]
+    exchanged = ["forward" in vars(module) for module in net]
+    return count, exchanged, float((net[0](x) - wanted).abs().max())
+
+
+def test_only_norms_that_the_kernel_computes_are_exchanged(interpreter: RankPool) -> None:
+    count, exchanged, difference = interpreter.run(exchange_norms)[0]
+    assert count == 1 and exchanged == [True, False, False, False, False]
+    assert difference < 1e-5
+
+
+class Rotated(NamedTuple):
+    """How many modules were exchanged, of how many layers, and how far the logits moved."""
+
+    exchanged: int
+    layers: int
+    difference: float
+    is_file_untouched: bool
+
+
+def exchange_rotary(family: str) -> Rotated:
+    from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.rotary import rotary  # noqa: PLC0415
+
+    model = make_model(family)
+    file = importlib.import_module(type(model).__module__)
+    before = file.apply_rotary_pos_emb
+    tokens = torch.randint(3, 200, (1, 3), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = model(tokens).logits
+        exchanged = adopt(model.modules(), (rotary,), Rows(torch.float32, torch.device("cpu")))["rotary"]
+        found = model(tokens).logits
+    untouched = file.apply_rotary_pos_emb is before
+    return Rotated(exchanged, len(model.model.layers), float((found - wanted).abs().max()), untouched)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_exchanged"),
+    [
+        ("qwen3_moe", True),
+        pytest.param("glm4_moe", True, marks=pytest.mark.slow),  # rotates half of each head
+        pytest.param("gpt_oss", False, marks=pytest.mark.slow),  # its angles are of half a head
+    ],
+)
+def test_modules_that_rotate_as_the_kernel_does_use_it(
+    family: str, is_exchanged: bool, interpreter: RankPool
+) -> None:
+    found: Rotated = interpreter.run(exchange_rotary, family)[0]
+    assert found.exchanged == (found.layers if is_exchanged else 0)
+    assert found.difference < 1e-5 and found.is_file_untouched

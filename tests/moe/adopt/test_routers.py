@@ -81,64 +81,33 @@ def test_a_familys_routers_choose_and_weigh_as_transformers_has_them(
         assert {name: getattr(rule, name) for name in RULES.get(family, {})} == RULES.get(family, {})
 
 
-class PlainRouter(nn.Module):
-    """As Mixtral's."""
+def kind_of_router(
+    *, power: int = 1, warmth: float = 1.0, largest: bool = True, first: int = 0
+) -> type[nn.Module]:
+    """A class as Mixtral's router; or one that weighs otherwise, tells other logits than its product, chooses the least
+    likely, or returns fewer things. Adoption goes by the class, so each is one of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 16))
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 16))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = self.weigh(linear(x.reshape(-1, 16), self.weight))
-        weights, ids = logits.softmax(-1).topk(2)
-        return self.finish(logits, weights / weights.sum(-1, keepdim=True), ids)
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = linear(x.reshape(-1, 16), self.weight) * warmth
+            weights, ids = logits.softmax(-1).topk(2, largest=largest)
+            return (logits, (weights / weights.sum(-1, keepdim=True)) ** power, ids)[first:]
 
-    def weigh(self, logits: torch.Tensor) -> torch.Tensor:
-        """Nothing."""
-        return logits
-
-    def finish(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Nothing."""
-        return results
-
-
-class SquaringRouter(PlainRouter):
-    """Weighs otherwise."""
-
-    def finish(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits, weights, ids = results
-        return logits, weights**2, ids
-
-
-class WarmRouter(PlainRouter):
-    """Tells other logits than its product."""
-
-    def weigh(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits * 0.5
-
-
-class LastRouter(PlainRouter):
-    """Chooses the least likely."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = linear(x.reshape(-1, 16), self.weight)
-        weights, ids = logits.softmax(-1).topk(2, largest=False)
-        return logits, weights / weights.sum(-1, keepdim=True), ids
-
-
-class ShortRouter(PlainRouter):
-    """Returns two things."""
-
-    def finish(self, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return results[1:]
+    return Router
 
 
 def exchanged_kinds() -> list[bool]:
     from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
     from moe.adopt.routers import Routers  # noqa: PLC0415
 
-    kinds = (PlainRouter, SquaringRouter, WarmRouter, LastRouter, ShortRouter)
-    net = nn.ModuleList([*(kind() for kind in kinds), nn.Linear(16, 8), PlainRouter()])
+    plain = kind_of_router()
+    others = [{"power": 2}, {"warmth": 0.5}, {"largest": False}, {"first": 1}]
+    odd = [kind_of_router(**other)() for other in others]  # type: ignore[arg-type]
+    net = nn.ModuleList([plain(), *odd, nn.Linear(16, 8), plain()])
     adopt(net.modules(), (Routers(),), Rows(torch.float32, CPU))
     assert type(net[0]) is type(net[-1]), "one class for all of a kind, or torch.compile compiles each layer"
     return [is_exchanged(module) for module in net]
@@ -154,13 +123,14 @@ def route_by_a_devices_weight() -> tuple[bool, float, bool]:
     from moe.adopt.routers import Routers  # noqa: PLC0415
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
-    net: Any = nn.ModuleList([PlainRouter()])
+    plain: Any = kind_of_router()
+    net: Any = nn.ModuleList([plain()])
     weight = net[0].weight.detach()
     del net[0]._parameters["weight"]
     net[0].weight = DeviceWeight(weight, OneGroup(CPU, is_invariant=True), torch.float32, CPU)
     adopt(net.modules(), (Routers(),), Rows(torch.float32, CPU))
     x = torch.randn(ROWS, 16)
-    ours, theirs = net[0](x), PlainRouter.forward(net[0], x)  # type: ignore[arg-type]
+    ours, theirs = net[0](x), plain.forward(net[0], x)
     return (
         is_exchanged(net[0]),
         float((dense(net[0], ours) - dense(net[0], theirs)).abs().max()),

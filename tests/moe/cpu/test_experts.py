@@ -1,6 +1,5 @@
 """The experts organ against a plain loop over tokens and choices: layouts, gates, biases, slots that are empty."""
 
-import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,16 +190,6 @@ def test_load_counts_the_choices_of_real_rows() -> None:
         run(layer, module, *routed(11, seed))
     both = torch.cat([routed(11, seed)[1] for seed in (1, 2)])
     assert counted(layer) == torch.bincount(both.flatten(), minlength=EXPERTS).tolist()
-
-
-def test_bfloat16_slots_give_the_bits_of_the_same_weights_in_float32() -> None:
-    form = Form()
-    module = experts_module(form)
-    rounded = copy.copy(module)
-    rounded.up_EUD, rounded.down_EDI = module.up_EUD.bfloat16().float(), module.down_EDI.bfloat16().float()
-    rows = routed(9)
-    kept = run(layer_of(module, form, [0, 1, 2, 3, 4], torch.bfloat16), module, *rows)
-    assert torch.equal(kept, run(layer_of(rounded, form, [0, 1, 2, 3, 4]), rounded, *rows))
 
 
 def test_an_empty_slot_takes_memory_but_is_no_experts_bytes() -> None:

@@ -94,13 +94,6 @@ def test_it_tells_about_itself_without_being_unpacked(monkeypatch: pytest.Monkey
     )
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 250])
-def test_unpacking_gives_back_every_bit(rows: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        plain, packed = pair(rows, 3, dtype)
-        assert torch.equal(packed.plain(), plain)
-
-
 def test_modules_use_it_in_place_of_their_parameter() -> None:
     torch.manual_seed(0)
     linear, embedding = nn.Linear(24, 20), nn.Embedding(20, 24, padding_idx=0)

@@ -10,9 +10,7 @@ from moe.demo_model.calibration import (
     CODE_MODULES,
     code_excerpt,
     greedy_chats,
-    prose_paragraphs,
     record_mlp_inputs,
-    sequences,
     standard_source,
 )
 from moe.demo_model.source import DemoModelError
@@ -52,25 +50,6 @@ def test_mlp_inputs_are_recorded_for_every_layer_and_token_in_order() -> None:
     torch.testing.assert_close(inputs[2][10:20], one[2])
 
 
-def test_recording_leaves_no_hook_behind() -> None:
-    model = tiny_llama()
-    record_mlp_inputs(model, torch.tensor([[3, 4]]), lambda share: None)
-    assert not any(layer.mlp._forward_pre_hooks for layer in model.model.layers)
-
-
-def test_prose_is_long_paragraphs_without_code() -> None:
-    long = "Long sentence. " * 20
-    documents = {"b": f"{long}B\n\n   indented {long}\n\nShort.", "a": f"{long}A\n\nlower {long}"}
-    assert prose_paragraphs(documents, stride=1) == [f"{long}A", f"{long}B"]
-    assert prose_paragraphs(documents, stride=2) == [f"{long}A"]
-
-
-def test_an_excerpt_is_the_middle_of_a_file() -> None:
-    source = "\n".join(str(i) for i in range(100))
-    assert code_excerpt(source, num_lines=4) == "48\n49\n50\n51"
-    assert code_excerpt("only\ntwo", num_lines=40) == "only\ntwo"
-
-
 def test_every_calibration_module_has_enough_source() -> None:
     assert all(len(code_excerpt(standard_source(name))) > 800 for name in CODE_MODULES)
 
@@ -78,9 +57,3 @@ def test_every_calibration_module_has_enough_source() -> None:
 def test_a_module_without_source_is_a_named_error() -> None:
     with pytest.raises(DemoModelError, match=r"has none for 'sys' .*use a Python that has its Lib"):
         standard_source("sys")
-
-
-def test_sequences_are_cut_in_order() -> None:
-    cut = sequences(list(range(1100)), 2)
-    assert cut.shape == (2, 512)
-    assert cut.flatten().tolist() == list(range(1024))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from moe.demo_model.gguf_weights import TENSOR_NAMES, dense_llama, read_dense_model, undo_rope_permutation
+from moe.demo_model.gguf_weights import TENSOR_NAMES, dense_llama, read_dense_model
 from tests.moe.demo_model import tiny
 
 
@@ -59,18 +59,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write_gguf(path, tiny.weights())
     return path
-
-
-def test_rope_permutation_is_undone_on_a_known_case() -> None:
-    """One head of four rows: transformers pairs rows (0, 2) and (1, 3), llama.cpp stores the pairs together."""
-    stored = torch.tensor([[0.0], [2.0], [1.0], [3.0]])
-    assert undo_rope_permutation(stored, num_heads=1).flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_rope_permutation_stays_within_a_head() -> None:
-    stored = torch.tensor([0.0, 2.0, 1.0, 3.0, 10.0, 12.0, 11.0, 13.0])[:, None]
-    expected = [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
-    assert undo_rope_permutation(stored, num_heads=2).flatten().tolist() == expected
 
 
 def test_all_weights_come_back_under_their_names(path: Path) -> None:

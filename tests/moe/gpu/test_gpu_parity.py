@@ -1,4 +1,5 @@
-"""The whole GPU path in Triton's interpreter gives transformers' own logits: prompts in chunks, decodes, both together."""
+"""The whole GPU path in Triton's interpreter gives transformers' own logits: prompts in chunks, decodes, both together;
+also with layers that torch.compile compiles, in few graphs that break nowhere."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -6,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import fx
 from transformers import PreTrainedModel
 
 from tests.support.families import VOCABULARY, make_model, write_checkpoint
@@ -31,16 +33,19 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Found(NamedTuple):
-    """What a rank computed."""
+    """What a rank computed, and how its layers were compiled if they were."""
 
     logits: list[np.ndarray]
     permuted_logits: list[np.ndarray]  # the control: every choice goes to another expert
     num_counted: int  # choices that the counters saw in the first run
+    num_graphs: int = 0
+    graph_breaks: tuple[str, ...] = ()
+    operators: frozenset[str] = frozenset()  # our own, in the graphs
 
 
-def answer(directory: Path, sequences: list[list[int]]) -> Found:
+def answer(directory: Path, sequences: list[list[int]], **settings: Any) -> Found:
     """Run sequences in mixed steps, then with wrong routing."""
-    built = build_interpreted(directory)
+    built = build_interpreted(directory, **settings)
     logits = run_steps(built, sequences, mixed_steps(LENGTHS))
     counted = int(built.model.load_counts.table[..., : built.model.skeleton.num_experts].sum())
     layers: Any = built.model.layers
@@ -50,10 +55,41 @@ def answer(directory: Path, sequences: list[list[int]]) -> Found:
     return Found(logits, run_steps(built, sequences, mixed_steps(LENGTHS)), counted)
 
 
-def check_oracle(oracle: PreTrainedModel, directory: Path, interpreter: RankPool) -> None:
+def answer_compiled(directory: Path, sequences: list[list[int]], compiler: str) -> Found:
+    """The same, with layers that torch.compile compiles."""
+    from torch._dynamo import register_backend, reset  # noqa: PLC0415 - dear to import
+    from torch._dynamo.backends.registry import lookup_backend  # noqa: PLC0415
+    from torch._dynamo.utils import counters  # noqa: PLC0415
+
+    compile_graph = lookup_backend(compiler)
+    graphs: list[fx.GraphModule] = []
+
+    def counting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return compile_graph(graph, inputs)
+
+    reset()
+    counters.clear()
+    name = f"counting_{directory.name}"  # a name is taken once in a process
+    register_backend(counting, name=name)
+    found = answer(directory, sequences, compiler=name)
+    called = (
+        str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"
+    )
+    return found._replace(
+        num_graphs=len(graphs),
+        graph_breaks=tuple(counters["graph_break"]),
+        operators=frozenset(each for each in called if "wideep" in each),
+    )
+
+
+def check_oracle(
+    oracle: PreTrainedModel, directory: Path, interpreter: RankPool, compiler: str | None = None
+) -> Found:
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
-    found: Found = interpreter.run(answer, directory, sequences, timeout_s=400.0)[0]
+    call = (answer_compiled, directory, sequences, compiler) if compiler else (answer, directory, sequences)
+    found: Found = interpreter.run(*call, timeout_s=500.0)[0]
     with torch.inference_mode():
         wanted = [oracle(torch.tensor([each])).logits[0].numpy() for each in sequences]
     for ours, wrong, theirs in zip(found.logits, found.permuted_logits, wanted, strict=True):
@@ -61,6 +97,10 @@ def check_oracle(oracle: PreTrainedModel, directory: Path, interpreter: RankPool
         assert np.abs(wrong - theirs).max() > 100 * TOLERANCE, "the control did not fail"
     layers = sum(hasattr(module, "is_concatenated") for module in oracle.modules())
     assert found.num_counted == sum(LENGTHS) * layers * oracle.config.num_experts_per_tok
+    if compiler:
+        assert not found.graph_breaks
+        assert {"wideep.write_layer", "wideep.attend", "wideep.experts"} <= found.operators
+    return found
 
 
 @pytest.mark.slow
@@ -77,6 +117,38 @@ def test_quantised_experts_and_linear_layers_give_the_logits_of_what_they_stand_
     family: str, settings: dict[str, Any], interpreter: RankPool, tmp_path: Path
 ) -> None:
     check_oracle(write_quantised(family, tmp_path, **settings), tmp_path, interpreter)
+
+
+# Of each kind of layer: any number of rows, one row, and the first size and the first layer by themselves.
+MOST_GRAPHS = {"qwen3_moe": 4, "gpt_oss": 5, "mixtral": 4, "deepseek_v3": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(MOST_GRAPHS))
+def test_compiled_layers_give_transformers_logits(family: str, interpreter: RankPool, tmp_path: Path) -> None:
+    found = check_oracle(write_checkpoint(family, tmp_path), tmp_path, interpreter, "aot_eager")
+    assert 0 < found.num_graphs <= MOST_GRAPHS[family]
+
+
+@pytest.mark.slow
+def test_more_layers_take_no_more_graphs(interpreter: RankPool, tmp_path: Path) -> None:
+    oracle = make_model("qwen3_moe", num_hidden_layers=10)  # dynamo's own limit is 8
+    oracle.save_pretrained(tmp_path)
+    found = check_oracle(oracle, tmp_path, interpreter, "aot_eager")
+    assert found.num_graphs <= MOST_GRAPHS["qwen3_moe"]
+
+
+@pytest.mark.slow
+def test_fp8_layers_multiply_inside_compiled_ones(interpreter: RankPool, tmp_path: Path) -> None:
+    oracle = write_quantised("qwen3_moe", tmp_path, **QUANTISED["fp8"][1])
+    found = check_oracle(oracle, tmp_path, interpreter, "aot_eager")
+    assert "wideep.device_linear" in found.operators
+    assert found.num_graphs <= MOST_GRAPHS["qwen3_moe"]
+
+
+@pytest.mark.slow
+def test_inductors_code_gives_transformers_logits(interpreter: RankPool, tmp_path: Path) -> None:
+    check_oracle(write_checkpoint("mixtral", tmp_path), tmp_path, interpreter, "inductor")
 
 
 def tokens_served(directory: Path, prompts: list[list[int]]) -> dict[str, list[int]]:
@@ -112,7 +184,7 @@ def test_batch_invariant_rows_have_the_same_bits_beside_others(
     family: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
     """The control: torch's product of four rows and of thirty-two adds in other orders, as cuBLAS' do."""
-    make_model(family, num_hidden_layers=2).save_pretrained(tmp_path)
+    make_model(family, num_hidden_layers=1).save_pretrained(tmp_path)
     assert interpreter.run(rows_alone_and_among_others, tmp_path, True, timeout_s=400.0)[0]
     assert not interpreter.run(rows_alone_and_among_others, tmp_path, False, timeout_s=400.0)[0]
 
@@ -131,6 +203,6 @@ def samples(directory: Path) -> tuple[list[bool], list[int], bool]:
 def test_experts_that_arrive_are_tried_with_rows_that_were_served_not_with_the_warm_ups(
     interpreter: RankPool, tmp_path: Path
 ) -> None:
-    make_model("qwen3_moe", num_hidden_layers=2).save_pretrained(tmp_path)
+    make_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
     before, lengths, are_unlike = interpreter.run(samples, tmp_path, timeout_s=400.0)[0]
     assert not any(before) and set(lengths) == {8} and are_unlike

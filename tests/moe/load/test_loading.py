@@ -1,9 +1,8 @@
-"""A rank reads its own weights and no byte more; layouts give equal bits. `test_loading_refusals` has what does not fit.
+"""A rank reads its own weights and no byte more; layouts give equal bits. `test_refusals` has what does not fit.
 
 What should be read is computed here from the files' headers, by a reader that shares nothing with the product.
 """
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,28 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.conftest import PoolOf
-from tests.moe.loaded import SEQUENCES, Loaded, Tensors, assert_equal_bits, headers, load, rewrite
+from tests.moe.loaded import SEQUENCES, Loaded, Tensors, assert_equal_bits, file_bytes, headers, load, rewrite
 from tests.support.families import write_checkpoint
 from tests.support.serving import build, own_share, teacher_forced
 
 RANKS = 4
 
 EXPERTS_OF_RANKS = {8: [[0, 1], [2, 3], [4, 5], [6, 7]], 10: [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]}
-
-
-def expected_bytes(directory: Path, num_experts: int, rank: int | None = None) -> tuple[int, int]:
-    """Bytes of the tensors that are no experts', and of one rank's experts (all experts where it is None)."""
-    own = range(num_experts) if rank is None else EXPERTS_OF_RANKS[num_experts][rank]
-    shared = experts = 0
-    for name, header in headers(directory).items():
-        index = re.search(r"\.experts\.(\d+)\.", name)
-        if index:
-            experts += header.num_bytes if int(index.group(1)) in own else 0
-        elif re.search(r"\.experts\.[a-z]", name):
-            experts += header.num_bytes // num_experts * len(own)
-        else:
-            shared += header.num_bytes
-    return shared, experts
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +38,13 @@ def test_each_of_four_ranks_reads_what_it_serves_and_answers_as_one_does(
     directory = checkpoint(family)
     ranks: list[Loaded] = pool_of(RANKS).run(load, directory)
     for rank, loaded in enumerate(ranks):
-        assert loaded.bytes_read == sum(expected_bytes(directory, num_experts, rank))
-        assert loaded.expert_bytes == expected_bytes(directory, num_experts, rank)[1]
+        own = EXPERTS_OF_RANKS[num_experts][rank]
+        shared, experts = file_bytes(directory, num_experts, own.__contains__)
+        assert (loaded.bytes_read, loaded.expert_bytes) == (shared + experts, experts)
         assert loaded.reserved_expert_bytes >= loaded.expert_bytes
-    assert sum(loaded.expert_bytes for loaded in ranks) == expected_bytes(directory, num_experts)[1]
+    assert sum(loaded.expert_bytes for loaded in ranks) == file_bytes(directory, num_experts)[1]
     alone = load(directory)
-    assert alone.bytes_read == sum(expected_bytes(directory, num_experts))
+    assert alone.bytes_read == sum(file_bytes(directory, num_experts))
     for rank, loaded in enumerate(ranks):
         assert_equal_bits(loaded.logits, alone.logits[rank::RANKS])
 
@@ -122,23 +107,21 @@ def test_tied_embeddings_are_read_once_and_shared(tmp_path: Path) -> None:
     assert np.abs(teacher_forced(built, SEQUENCES[:1])[0] - theirs).max() < 1e-4
 
 
-def test_bfloat16_weights_kept_as_they_are_give_the_bits_of_float32(mixtral: Path, tmp_path: Path) -> None:
-    halved = rewrite(mixtral, tmp_path / "bf16", lambda ts: {name: t.bfloat16() for name, t in ts.items()})
-    kept, widened = load(halved), load(halved, "float32")
-    assert_equal_bits(kept.logits, widened.logits)
-    assert kept.expert_bytes == expected_bytes(halved, 8)[1]
-    assert widened.expert_bytes == 2 * kept.expert_bytes
-    narrowed = load(mixtral, "bfloat16")
-    assert narrowed.expert_bytes == kept.expert_bytes, (
-        "--dtype bfloat16 halves what a float32 checkpoint takes"
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_weights_give_the_bits_of_the_same_values_in_float32(
+    dtype: torch.dtype, mixtral: Path, tmp_path: Path
+) -> None:
+    half = rewrite(mixtral, tmp_path / "half", lambda ts: {name: t.to(dtype) for name, t in ts.items()})
+    kept, widened = load(half), load(half, "float32")
+    same = load(
+        rewrite(mixtral, tmp_path / "f32", lambda ts: {name: t.to(dtype).float() for name, t in ts.items()})
     )
-
-
-def test_float16_weights_give_the_bits_of_the_same_values_in_float32(mixtral: Path, tmp_path: Path) -> None:
-    half = rewrite(mixtral, tmp_path / "f16", lambda ts: {name: t.half() for name, t in ts.items()})
-    same = rewrite(mixtral, tmp_path / "f32", lambda ts: {name: t.half().float() for name, t in ts.items()})
-    assert_equal_bits(load(half).logits, load(same).logits)
-    assert load(half).bytes_read * 2 == load(same).bytes_read
+    assert_equal_bits(kept.logits, same.logits)
+    assert_equal_bits(widened.logits, same.logits)
+    assert kept.bytes_read * 2 == same.bytes_read
+    if dtype == torch.bfloat16:
+        assert kept.expert_bytes == file_bytes(half)[1] == widened.expert_bytes // 2
+        assert load(mixtral, "bfloat16").expert_bytes == kept.expert_bytes, "--dtype bfloat16 halves float32"
 
 
 class Corrupted(NamedTuple):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from moe.cpu.packed_weight import PackedWeight
 from tests.conftest import PoolOf
-from tests.moe.loaded import Loaded, assert_equal_bits, headers, load
+from tests.moe.loaded import Loaded, assert_equal_bits, file_bytes, load
 from tests.moe.quantised_cases import CASES, FP8, MXFP4, Case, bytes_of
 from tests.support.quantise import Tensors, change_file, write_quantised
 from tests.support.serving import build
@@ -24,21 +24,6 @@ TOLERANCE = 1e-4
 def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     """The largest difference of any logit."""
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
-
-
-def file_bytes(directory: Path, own: Callable[[int], bool] = lambda _: True) -> tuple[int, int]:
-    """Bytes of the tensors that are no experts', and of some of 8 experts."""
-    shared = experts = 0
-    for name, header in headers(directory).items():
-        _, is_expert, rest = name.partition(".experts.")
-        first = rest.partition(".")[0]
-        if not is_expert:
-            shared += header.num_bytes
-        elif first.isdigit():
-            experts += header.num_bytes * own(int(first))
-        else:
-            experts += sum(header.num_bytes // 8 for expert in range(8) if own(expert))
-    return shared, experts
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,7 +57,7 @@ def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
     ranks: list[Loaded] = pool_of(2).run(load, directory)
     alone = load(directory)
     for rank, loaded in enumerate(ranks):
-        shared, experts = file_bytes(directory, lambda expert, rank=rank: expert // 4 == rank)
+        shared, experts = file_bytes(directory, own=lambda expert, rank=rank: expert // 4 == rank)
         assert loaded.bytes_read == shared + experts
         assert abs(loaded.expert_bytes / experts - 1) < 0.01
         assert_equal_bits(loaded.logits, alone.logits[rank::2])

@@ -1,0 +1,345 @@
+"""Checkpoints that do not fit, are damaged or are not served: one error tells all of it before any tensor is read."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.families import UnsupportedModelError
+from moe.load.checkpoint import CheckpointError
+from moe.load.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
+from moe.model import Skeleton
+from tests.conftest import PoolOf
+from tests.moe.loaded import Tensors, load, refused, rewrite
+from tests.moe.quantised_cases import FP8, MXFP4, Case, bytes_of
+from tests.support.quantise import MXFP4_CONFIG, change_file, fp8_config
+from tests.support.serving import build
+
+EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
+UP = "model.layers.0.mlp.experts.1.up_proj.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
+
+
+@pytest.fixture
+def files(checkpoint: Callable[[str], Path], quantised: Callable[[str], Case]) -> Callable[[str], Path]:
+    """`files(name)`: a family's checkpoint, or a quantised one."""
+    return lambda name: quantised(name).directory if name in (FP8, MXFP4) else checkpoint(name)
+
+
+def drop(*names: str) -> Callable[[Tensors], None]:
+    """Take tensors away."""
+
+    def change(tensors: Tensors) -> None:
+        for name in names:
+            tensors.pop(name)
+
+    return change
+
+
+def put(name: str, make: Callable[[Tensor], Tensor], source: str = "") -> Callable[[Tensors], None]:
+    """Replace a tensor by what is made of it, or of another."""
+    return lambda tensors: tensors.update({name: make(tensors[source or name])})
+
+
+def of_experts(dtype: torch.dtype) -> Callable[[Tensors], None]:
+    """Give all experts another type."""
+    return lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items() if ".experts." in n})
+
+
+def take_an_expert_away(tensors: Tensors) -> None:
+    """The last, from blocks and scales."""
+    for name in (BLOCKS, BLOCKS.replace("blocks", "scales")):
+        tensors[name] = tensors[name][:7]
+
+
+def quantise_in_part(tensors: Tensors) -> None:
+    """One matrix of an expert is not quantised."""
+    tensors[UP] = tensors[UP].float()
+    del tensors[f"{UP}_scale_inv"]
+
+
+def give_experts_twice(tensors: Tensors) -> None:
+    """Fused and one by one."""
+    tensors["model.layers.0.mlp.experts.down_proj"] = torch.zeros(8, 64, 32)
+    tensors["model.layers.1.mlp.experts.0.w1.weight"] = torch.zeros(32, 64)
+
+
+BROKEN: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
+    "a fused tensor of the wrong shape": (
+        "gpt_oss", put("model.layers.1.mlp.experts.down_proj", lambda t: t[:7]),
+        "model.layers.1.mlp.experts.down_proj: [7, 32, 64] instead of [8, 32, 64]",
+    ),
+    "experts given twice": ("mixtral", give_experts_twice, EXPERT.format(0, 0, "w2")),
+    "experts in a type without scales": ("mixtral", of_experts(torch.float8_e4m3fn), "72 of type F8_E4M3"),
+    "experts in bytes": ("mixtral", of_experts(torch.uint8), "72 of type U8"),
+    "experts in whole numbers": ("mixtral", of_experts(torch.int8), "72 of type I8"),
+    "an expert quantised in part": (
+        FP8, quantise_in_part, f"{UP} (not quantised) for model.layers.0.mlp.experts.gate_up_proj",
+    ),
+    "no scales": (FP8, drop(f"{UP}_scale_inv"), f"{UP} is FP8 and has no {UP}_scale_inv"),
+    "no weight": (FP8, drop(UP), f"{UP}_scale_inv has no {UP} beside it"),
+    "other blocks": (
+        FP8,
+        put(f"{UP}_scale_inv", lambda scales: scales[:1]),
+        f"{UP}_scale_inv is [1, 2]; {UP} [160, 192] takes [2, 2]",
+    ),
+    "scales of another type": (FP8, put(f"{UP}_scale_inv", Tensor.double), "is F64, not one of F32"),
+    "a weight that is not FP8": (FP8, put(UP, Tensor.float), f"{UP} has scales and is F32, not F8_E4M3"),
+    "scales of a plain weight": (
+        FP8,
+        put("model.layers.0.mlp.gate.weight_scale_inv", lambda _: torch.ones(1, 2), UP),
+        "model.layers.0.mlp.gate.weight has scales and is F32",
+    ),
+    "a matrix of the wrong shape": (FP8, put(QUERY, lambda codes: bytes_of(codes)[:, :64].view(codes.dtype)), "takes"),
+    "no MXFP4 scales": (
+        MXFP4, drop(BLOCKS.replace("blocks", "scales")), f"{BLOCKS} has no {BLOCKS.replace('blocks', 'scales')}",
+    ),
+    "no MXFP4 blocks": (MXFP4, drop(BLOCKS), "down_proj_scales has no blocks beside it"),
+    "MXFP4 blocks of another size": (MXFP4, put(BLOCKS, lambda blocks: blocks[..., :8]), "outputs, blocks, 16"),
+    "MXFP4 in another type": (MXFP4, put(BLOCKS, lambda blocks: blocks.to(torch.int8)), "are I8 and U8, not U8"),
+    "MXFP4 for fewer experts": (
+        MXFP4,
+        take_an_expert_away,
+        "down_proj: [7, 32, 64] instead of [8, 32, 64]",
+    ),
+    "other quantised tensors": (MXFP4, put("model.norm.weight", lambda t: t.to(torch.int8)), "1 of type I8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_does_not_go_together_is_named_before_anything_is_read(
+    how: str, files: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, change, message = BROKEN[how]
+    broken = shutil.copytree(files(name), tmp_path / "broken")
+    change_file(broken, change)
+    assert message in refused(broken, monkeypatch)
+
+
+def test_one_error_lists_all_that_does_not_fit(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared tensors and experts alike, of all layers."""
+
+    def break_everything(tensors: Tensors) -> None:
+        drop("model.norm.weight", EXPERT.format(0, 7, "w3"), EXPERT.format(2, 5, "w2"))(tensors)
+        for matrix in ("w1", "w2", "w3"):
+            tensors[EXPERT.format(1, 8, matrix)] = torch.zeros(32, 64)
+        tensors["model.layers.3.input_layernorm.weight"] = torch.zeros(64)
+        tensors["lm_head.weight"] = torch.zeros(255, 64)
+        tensors[EXPERT.format(0, 6, "w2")] = torch.zeros(64, 31)
+        tensors[EXPERT.format(1, 2, "w1")] = torch.zeros(33, 64)
+        tensors[EXPERT.format(1, 4, "w1")] = torch.zeros(32, 65)
+
+    message = refused(rewrite(mixtral, tmp_path / "broken", break_everything), monkeypatch)
+    missing, unexpected, wrong = message.split("\n")[1:]
+    assert missing.startswith("  missing: ")
+    assert "model.norm.weight" in missing
+    assert "w3.weight for model.layers.0.mlp.experts.gate_up_proj of expert 7" in missing
+    assert "model.layers.2.mlp.experts.down_proj of expert 5" in missing
+    assert missing.count(",") == 2
+    assert unexpected.startswith("  unexpected: ")
+    for matrix in ("w1", "w2", "w3"):
+        assert EXPERT.format(1, 8, matrix) in unexpected
+    assert "model.layers.3.input_layernorm.weight" in unexpected
+    assert wrong.startswith("  of the wrong shape: ")
+    assert "lm_head.weight: [255, 64] instead of [256, 64]" in wrong
+    assert (
+        f"{EXPERT.format(0, 6, 'w2')} [64, 31], to make model.layers.0.mlp.experts.down_proj [64, 32]"
+        in wrong
+    )
+    assert (
+        f"{EXPERT.format(1, 2, 'w1')} [33, 64]" in wrong and f"{EXPERT.format(1, 4, 'w1')} [32, 65]" in wrong
+    )
+
+
+def assemble_fails(directory: Path) -> str:
+    """Return the error of assembling this rank's engine."""
+    with pytest.raises(CheckpointError) as caught:
+        build(directory, max_model_len=64)
+    return str(caught.value)
+
+
+def test_every_rank_refuses_an_expert_that_only_another_holds(
+    mixtral: Path, tmp_path: Path, pool_of: PoolOf
+) -> None:
+    broken = rewrite(
+        mixtral, tmp_path / "broken", drop(*(EXPERT.format(0, 7, w) for w in ("w1", "w2", "w3")))
+    )
+    messages = set(pool_of(2).run(assemble_fails, broken))
+    assert len(messages) == 1
+    assert "model.layers.0.mlp.experts.gate_up_proj of expert 7" in messages.pop()
+
+
+def test_long_lists_are_cut_and_counted(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(tensors: Tensors) -> Tensors:
+        return {f"other.{name}": tensor for name, tensor in tensors.items()}
+
+    message = refused(rewrite(mixtral, tmp_path / "other", rename), monkeypatch)
+    assert len(message) < 20_000
+    assert re.search(r"missing: .* and \d+ more\n  unexpected: .* and \d+ more$", message)
+
+
+def cut(directory: Path) -> None:
+    """Cut the file short."""
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def no_tensors(directory: Path) -> None:
+    """Only another format is left."""
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def index(content: str) -> Callable[[Path], None]:
+    """Put an index beside the file."""
+
+    def change(directory: Path) -> None:
+        (directory / "model.safetensors.index.json").write_text(content)
+
+    return change
+
+
+DAMAGES = {
+    "cut short": (cut, "model.safetensors is not a readable safetensors file"),
+    "a pointer of git-lfs": (
+        lambda directory: (directory / "model.safetensors").write_text("version https://git-lfs") and None,
+        "model.safetensors is not a readable safetensors file",
+    ),
+    "none": (no_tensors, "holds no .safetensors files"),
+    "index without its shard": (
+        index('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
+        "names files that are not there: model-00001-of-00002.safetensors",
+    ),
+    "index not JSON": (index("{"), "model.safetensors.index.json is not a safetensors index"),
+    "index of another form": (
+        index('{"weight_map": 3}'),
+        "model.safetensors.index.json is not a safetensors index",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_named(
+    damage: str, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = shutil.copytree(mixtral, tmp_path / "broken")
+    hurt, message = DAMAGES[damage]
+    hurt(broken)
+    assert message in refused(broken, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "value", "message"),
+    [("_scale_inv", float("inf"), "has a scale of inf"), ("", 0x7F, "not a number")],
+)
+def test_values_that_no_kernel_computes_with_are_refused(
+    suffix: str, value: float, message: str, quantised: Callable[[str], Case], tmp_path: Path
+) -> None:
+    broken = shutil.copytree(quantised(FP8).directory, tmp_path / "broken")
+
+    def poison(tensors: Tensors) -> None:
+        bytes_of(tensors[f"{QUERY}{suffix}"])[0, 0] = value
+
+    change_file(broken, poison)
+    with pytest.raises(CheckpointError, match=f"{QUERY}.*{message}"):
+        load(broken)
+
+
+def configured(source: Path, target: Path, quantisation: dict[str, Any]) -> Path:
+    """Copy a checkpoint's configuration with another quantisation."""
+    target.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    return target
+
+
+def test_a_plain_module_that_is_fp8_in_the_file_is_refused(
+    quantised: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = quantised(FP8).directory
+    listed = {**fp8_config(), "modules_to_not_convert": ["lm_head", "model.layers.*.self_attn"]}
+    broken = configured(directory, tmp_path / "listed", listed)
+    shutil.copy(directory / "model.safetensors", broken)
+    assert "q_proj.weight is FP8, and modules_to_not_convert says that it is not" in refused(
+        broken, monkeypatch
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "quantisation"), [(MXFP4, fp8_config()), (FP8, {"quant_method": "mxfp4"})], ids=["fp8", "mxfp4"]
+)
+def test_a_format_that_the_familys_experts_do_not_lie_in_is_refused(
+    name: str, quantisation: dict[str, Any], quantised: Callable[[str], Case], tmp_path: Path
+) -> None:
+    odd = configured(quantised(name).directory, tmp_path / "odd", quantisation)
+    with pytest.raises(UnsupportedModelError, match=r"keeps weights as \[.*\], which checkpoints in"):
+        Skeleton(odd)
+
+
+DEEPSEEK_V3 = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+}  # fmt: skip
+DEEPSEEK_V31 = {**DEEPSEEK_V3, "scale_fmt": "ue8m0"}
+MINIMAX_M2 = {
+    **DEEPSEEK_V3, "fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+}  # fmt: skip
+FINE_GRAINED = {  # as transformers' FineGrainedFP8Config writes itself
+    "activation_scheme": "dynamic", "dequantize": False, "expert_dtype": "fp8", "modules_to_convert": None,
+    "modules_to_not_convert": None, "quant_method": "fp8", "scale_fmt": "float", "weight_block_size": (128, 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, DEEPSEEK_V31, MINIMAX_M2, FINE_GRAINED, fp8_config()])
+def test_the_fp8_configurations_of_real_checkpoints_are_read(config: dict[str, Any]) -> None:
+    found = read_quantisation(config)
+    assert found is not None
+    assert (found.method, found.block_rows, found.block) == ("fp8", 128, 128)
+    assert found.plain_modules == tuple(config.get("modules_to_not_convert") or ())
+
+
+def test_the_configuration_of_gpt_oss_is_read() -> None:
+    patterns = tuple(MXFP4_CONFIG["modules_to_not_convert"])
+    assert read_quantisation(MXFP4_CONFIG) == Quantisation(
+        method="mxfp4", block_rows=1, block=32, plain_modules=patterns
+    )
+
+
+def test_no_configuration_is_no_quantisation() -> None:
+    assert read_quantisation(None) is None
+    assert read_quantisation({}) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, r"quantised with AWQ \(awq\); served are fp8 .*mxfp4"),
+        ({"quant_method": "gptq"}, "GPTQ"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "brand-new"}, "'brand-new'"),
+        ({"bits": 4}, "'unknown'"),
+        ({"quant_method": "fp8"}, r"one scale per tensor \(no weight_block_size\); served is"),
+        ({**DEEPSEEK_V3, "weight_block_size": None}, "one scale per tensor"),
+        ({**DEEPSEEK_V3, "activation_scheme": "static"}, "activation_scheme = 'static'; served is 'dynamic'"),
+        ({**DEEPSEEK_V3, "fmt": "e5m2"}, "fmt = 'e5m2'; served is 'e4m3'"),
+        ({**DEEPSEEK_V3, "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+        ({**DEEPSEEK_V3, "modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
+        ({**DEEPSEEK_V3, "weight_block_size": [1, 32]}, r"weight_block_size = \[1, 32\]"),
+        ({**DEEPSEEK_V3, "weight_block_size": [128, 256]}, r"weight_block_size = \[128, 256\]"),
+        ({**DEEPSEEK_V3, "weight_block_size": 128}, "weight_block_size = 128"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnservedQuantisationError, match=message):
+        read_quantisation(config)
