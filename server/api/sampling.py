@@ -4,7 +4,6 @@ Fields that speak of single tokens (biases, bad words, allowed and watched ids, 
 the file. Limits are vLLM's where it has one.
 """
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from server.api.served import ServedModel
 from server.errors import ApiError, bad_request
 from server.front.generations import Ask
 from server.front.tokenizer import Tokenizer
+from server.http.exchanges import draw_seed
 
 MAX_STOP_CHARS = 4096
 MAX_LOGPROB_ENTRIES = 500_000  # of an answer with all log-probabilities; they take a quarter of a gigabyte
@@ -112,7 +112,7 @@ def asks_for(
     if len(prompts) * n > MAX_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices.", "n")
     stops = _stops(body)
-    seed = secrets.randbits(64) if body.seed is None else body.seed
+    seed = draw_seed() if body.seed is None else body.seed
     asked = [count for count in (num_prompt_logprobs, body.prompt_logprobs) if count is not None]
     shared = _sampling(
         body,

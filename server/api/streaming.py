@@ -23,6 +23,7 @@ from server.api.served import ServedModel
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece
 from server.http.errors import ErrorResponse
+from server.http.idempotency import with_way_on
 from server.http.json_parts import encode as encode_in_parts
 
 DONE = b"data: [DONE]\n\n"
@@ -116,7 +117,7 @@ class EventStream(Response):
                 pieces = await self._answer.next()
             except ApiError as failure:
                 if sender.has_begun:
-                    await sender.end(self.failing(failure))
+                    await sender.end(self.failing(with_way_on(failure)))
                 else:
                     await ErrorResponse(failure)(scope, receive, send)
                 return
@@ -131,7 +132,7 @@ class EventStream(Response):
                 pieces = await self._answer.next()
             last = self.ending()
         except ApiError as failure:
-            last = self.failing(failure)
+            last = self.failing(with_way_on(failure))
         await sender.end(last)
 
     def ending(self) -> bytes:

@@ -2,7 +2,8 @@
 
 Open entries hold all that a replay on another rank needs: the prompt, the parameters with the seed that was drawn,
 and the delivered tokens. Closed entries shrink to an outcome, of which a bounded history is kept. In memory only:
-what a front was answering is cut off when it is killed (docs/faults.md).
+what a front was answering is cut off when it is killed; who asks again with an Idempotency-Key gets the same answer
+(`http.idempotency`).
 """
 
 from collections import Counter, deque

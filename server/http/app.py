@@ -1,6 +1,7 @@
 """The ASGI application: the layers around the routes.
 
-From outside in: the exchange is opened and, at its end, told to observers; CORS; keys or origins; bodies; errors; routes. FastAPI
+From outside in: the exchange is opened and, at its end, told to observers; CORS; keys or origins; bodies; answers that were
+asked for before; errors; routes. FastAPI
 declares and describes the routes. Starlette, which FastAPI is built on, finds them: FastAPI's application would put 20 us
 of CPU around each request for what is not used here.
 """
@@ -27,6 +28,7 @@ def build_app(
     http: HttpOptions | None = None,
     own_names: Collection[str] = (),
     observers: Sequence[Callable[[Exchange], None]] = (),
+    answer_once: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> ASGIApp:
     """Put the application together.
 
@@ -35,6 +37,7 @@ def build_app(
         http: None is the defaults.
         own_names: what this machine is called, in URLs of the service's own pages.
         observers: told of every exchange at its end.
+        answer_once: the layer that answers requests with an Idempotency-Key (`idempotency`).
     """
     http = http or HttpOptions()
     described = FastAPI(title="WideEP", version=version, redoc_url=None)
@@ -43,7 +46,7 @@ def build_app(
         routes  # ours are asked more often than /docs, and looked through in this order
     )
     app = Starlette(routes=described.routes, exception_handlers=ERROR_HANDLERS)
-    layered: ASGIApp = BodyGuard(app, http.max_request_bytes)
+    layered: ASGIApp = BodyGuard(answer_once(app), http.max_request_bytes)
     if keys.are_needed:
         layered = KeyGuard(layered, keys)
     elif "*" not in http.allowed_origins:  # a page that has no key can do nothing anyway
@@ -55,6 +58,6 @@ def build_app(
             allow_methods=http.allowed_methods,
             allow_headers=http.allowed_headers,
             allow_credentials=http.allow_credentials,
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Retry-After", "Idempotent-Replayed"),
         )
     return ExchangeWatch(layered, observers, root_path=http.root_path)

@@ -8,6 +8,7 @@ the application ended still belongs to the exchange.
 
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -38,6 +39,7 @@ class Exchange:
     status: int = CLIENT_GONE
     duration_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)  # what ranks were asked
+    seed: int | None = None  # of a request that brings none but may be made again (`idempotency`)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -68,6 +70,12 @@ def note_answer(answer: Answer) -> None:
 def current_exchange() -> Exchange | None:
     """Return the exchange that the running task answers, if it answers one."""
     return _current.get()
+
+
+def draw_seed() -> int:
+    """Return a seed for a request that brings none; where it may be asked for again, it is the same each time."""
+    exchange = current_exchange()
+    return secrets.randbits(64) if exchange is None or exchange.seed is None else exchange.seed
 
 
 class ExchangeWatch:

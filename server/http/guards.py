@@ -89,7 +89,7 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
-        if not _is_guarded(scope) or self._keys.opens(_key_of(scope)):
+        if not _is_guarded(scope) or self._keys.opens(key_of(scope)):
             await self._app(scope, receive, send)
             return
         failure = ApiError(
@@ -118,7 +118,7 @@ def _header(scope: Scope, wanted: bytes) -> bytes | None:
     return next((value for name, value in scope["headers"] if name == wanted), None)
 
 
-def _key_of(scope: Scope) -> bytes:
+def key_of(scope: Scope) -> bytes:
     """Return the key a request carries: OpenAI's clients send a bearer, Anthropic's x-api-key."""
     headers: dict[bytes, bytes] = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

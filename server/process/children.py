@@ -28,6 +28,7 @@ DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop when open requests 
 FRONT_VARIABLE = (
     "WIDEEP_FRONT"  # what a front announced, as JSON: for engines, and for the front that replaces it
 )
+ANSWERS_VARIABLE = "WIDEEP_ANSWERS"  # a folder: answers that a front keeps for one that replaces it
 FRONT_IS_GONE = 3  # the exit status of an engine that has nobody left to serve for
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 

@@ -12,6 +12,7 @@ SIGTERM ends it gently: /health is 503, new requests are refused, open ones end 
 """
 
 import asyncio
+import contextlib
 import errno
 import gc
 import importlib
@@ -22,8 +23,10 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -43,7 +46,7 @@ from server.link.ranks import Ranks
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import FRONT_VARIABLE
+from server.process.children import ANSWERS_VARIABLE, FRONT_VARIABLE
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.process.http_service import HttpService
@@ -78,8 +81,16 @@ def run_front(
             listener = bind_http(options.host, options.port)
         except OptionsError as error:
             return _complain(str(error))
-        with listener:
-            return asyncio.run(_run(options, num_ranks, listener, ready_fd, ranks_host, environment))
+        with listener, _answers_in(environment) as answers:
+            return asyncio.run(
+                _run(options, num_ranks, listener, ready_fd, ranks_host, environment, Path(answers))
+            )
+
+
+def _answers_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
+    """Return the folder for answers that may be asked for again; a front without a supervisor has one of its own."""
+    given = environment.get(ANSWERS_VARIABLE)
+    return contextlib.nullcontext(given) if given else tempfile.TemporaryDirectory(prefix="wideep_")
 
 
 async def _run(
@@ -89,6 +100,7 @@ async def _run(
     ready_fd: int | None,
     ranks_host: str,
     environment: Mapping[str, str],
+    answers: Path,
 ) -> int:
     ending = _Ending()
     before = json.loads(
@@ -108,7 +120,14 @@ async def _run(
     try:
         tokenizer = await asyncio.to_thread(slow.Tokenizer, options.model, options.chat_template)
         http = slow.HttpService(
-            options, tokenizer, ranks=ranks, epochs=epochs, journal=Journal(), metrics=metrics
+            options,
+            tokenizer,
+            ranks=ranks,
+            epochs=epochs,
+            journal=Journal(),
+            metrics=metrics,
+            answers=answers,
+            secret=token,
         )
     except ValueError as error:  # TokenizerError: its class came with the slow import
         return _complain(str(error))

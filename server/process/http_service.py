@@ -48,6 +48,8 @@ from server.http.app import build_app
 from server.http.exchanges import Exchange, note_answer
 from server.http.gauges import FrontMetrics, MembershipMetrics
 from server.http.guards import ApiKeys
+from server.http.idempotency import IdempotentAnswers
+from server.http.kept_answers import KeptAnswers
 from server.http.logs import AccessLog, RequestLog
 from server.http.metrics import Metrics
 from server.http.ops import membership_routes, ops_routes
@@ -79,9 +81,16 @@ class HttpService:
         epochs: Epochs,
         journal: Journal,
         metrics: Metrics,
+        answers: Path,
+        secret: str,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """Put the application together."""
+        """Put the application together.
+
+        Args:
+            answers: the folder of those that may be asked for again, which outlives this process.
+            secret: the same for every front of a service.
+        """
         self._ranks, self._epochs, self._journal = ranks, epochs, journal
         self._is_draining = False
         router = Router(ranks.num_ranks)
@@ -116,6 +125,7 @@ class HttpService:
             http=options.http,
             own_names=_own_names(options.host),
             observers=_observers(options, metrics, self._traces),
+            answer_once=lambda app: IdempotentAnswers(app, KeptAnswers(answers), secret),
         )
         self._server = _Server(_server_config(app, options.http))
 

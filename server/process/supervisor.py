@@ -13,7 +13,8 @@ does, a broken device or a request that no rank survives, would otherwise cost t
 Rejected: waiting longer before every further start, which leaves the service without a rank that would have worked.
 
 What the children are told, besides the command line: the front gets `--ready-fd` and writes one JSON line with its
-addresses, which goes to this rank's engine as WIDEEP_FRONT, and to the front that replaces it; an engine that is started again gets WIDEEP_RESTARTS, how
+addresses, which goes to this rank's engine as WIDEEP_FRONT, and to the front that replaces it; a front also gets WIDEEP_ANSWERS,
+a folder of answers that may be asked for again; an engine that is started again gets WIDEEP_RESTARTS, how
 often that has happened, and WIDEEP_RESTARTABLE_IN_S, how soon it may happen again. The engine gets WIDEEP_READY_FD and writes {"http": URL} when it knows the address,
 {"kv_cache_bytes": n}, which its successors get as a flag, {"ready": true} when it serves, {"beat": n} several times a second from
 then until {"leaving": true}: one that stops to do so is hung (`watchdog`), is killed, and is started again as any other.
@@ -24,6 +25,7 @@ import math
 import os
 import selectors
 import signal
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +36,7 @@ from pathlib import Path
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.process.children import (
+    ANSWERS_VARIABLE,
     DRAIN_SIGNAL,
     FRONT_IS_GONE,
     FRONT_VARIABLE,
@@ -87,6 +90,7 @@ class Supervisor:
         self._front: Child | None = None
         self._engine: Child | None = None
         self._front_host = ""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._announced = ""  # by the front, as JSON
         self._told_to_engine: dict[str, str] = {}
         self._front_budget = RestartBudget(max_restarts=options.max_rank_restarts)
@@ -113,6 +117,15 @@ class Supervisor:
         finally:
             stop_children([each for each in (self._front, self._engine) if each], grace_s=STOP_GRACE_S)
             self._selector.close()
+            if self._folder is not None:
+                self._folder.cleanup()
+
+    def _make_folder(self) -> str:
+        """Return a folder for what a front leaves to the next one: below serve's, or our own."""
+        if self._folder is None:
+            _, _, parent = self._environment.get(UNDER_SERVE, "").partition(" ")
+            self._folder = tempfile.TemporaryDirectory(prefix="wideep_", dir=parent or None)
+        return self._folder.name
 
     def _wait(self, stop_fd: int) -> int:
         while self._drained_s is None or time.monotonic() < self._drained_s:
@@ -161,7 +174,9 @@ class Supervisor:
 
     def _start_front(self, host: str) -> None:
         pipe = MessagePipe()
-        extra = {FRONT_VARIABLE: self._announced} if self._announced else {}
+        extra = {ANSWERS_VARIABLE: self._make_folder()}
+        if self._announced:
+            extra[FRONT_VARIABLE] = self._announced
         flags = (
             "--ranks",
             str(self._place.world_size),

@@ -1,9 +1,12 @@
 """What happens to open streams, and to the service, when engines are killed: real engines, real signals."""
 
+import contextlib
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +239,62 @@ def test_a_killed_front_is_back_soon_and_its_ranks_serve_on(model: Path, tmp_pat
         wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
         assert [each.said for each in stream_all(service.url, bodies())] == expected
         assert service.engines() == engines, "the engines are the same"
+        cut_off_and_asked_again_with_keys(service)
         kill(service, 1)
         wait_until(lambda: not has_members(service, [0, 1]), service.output)
         wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
         assert [each.said for each in stream_all(service.url, bodies())] == expected
+
+
+def cut_off_and_asked_again_with_keys(service: RealService) -> None:
+    """Kill the front amid requests that bring no seed but a key; who asks again gets the rest of what had begun."""
+    asked = {
+        f"key-{number}": {
+            "model": "tiny",
+            "prompt": f"the cat {number}",
+            "max_tokens": NUM_TOKENS,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "stream": number % 2 == 0,
+        }
+        for number in range(6)
+    }
+    seen = {key: "" for key, body in asked.items() if body["stream"]}
+
+    def read(key: str) -> None:
+        with contextlib.suppress(httpx.TransportError), send(service, key, asked[key]) as response:
+            for line in response.iter_lines():
+                if key in seen:
+                    seen[key] += text_of(line)
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        waiting = [threads.submit(read, key) for key in asked]
+        wait_until(lambda: all(len(text) > PIECES for text in seen.values()), service.output)
+        os.kill(service.find("front"), signal.SIGKILL)
+        for each in waiting:
+            each.result(END_S)
+    wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
+    for key, body in asked.items():
+        with send(service, key, body) as response:
+            first = response.read()
+        with send(service, key, body) as response:
+            again = response.read()
+            assert response.headers["idempotent-replayed"] == "true"
+        assert first == again and response.status_code == 200
+        whole = "".join(text_of(line) for line in first.decode().splitlines())
+        if key in seen:
+            assert whole.startswith(seen[key]) and len(whole) > len(seen[key])
+
+
+def send(
+    service: RealService, key: str, body: dict[str, Any]
+) -> contextlib.AbstractContextManager[httpx.Response]:
+    """Ask with a key."""
+    url = f"{service.url}/v1/completions"
+    return httpx.stream("POST", url, json=body, headers={"Idempotency-Key": key}, timeout=END_S)
+
+
+def text_of(line: str) -> str:
+    """What an event, or a whole answer, says."""
+    content = line.removeprefix("data: ")
+    return str(json.loads(content)["choices"][0]["text"]) if content.startswith("{") else ""

@@ -77,6 +77,7 @@ def test_a_stop_signal_ends_everything_with_status_0(model: Path, number: signal
         status, seconds = service.end()
         assert (status, seconds < PROMISED_S) == (0, True), service.output()
         service.wait_for_nobody(within_s=0)
+    assert not list(model.parent.glob("wideep_*")), "the folder of answers has gone"
 
 
 def ended_by(service: Service, name: str) -> str:
@@ -139,6 +140,7 @@ def test_a_killed_front_is_named_and_started_again_with_what_the_first_one_annou
             os.kill(victim, signal.SIGKILL)
             wait_until(lambda: service.pid("front-0") != victim, service.output)  # noqa: B023
             assert service.facts("front-0")["env"]["WIDEEP_FRONT"] == announced
+            assert service.facts("front-0")["env"]["WIDEEP_ANSWERS"] == first["env"]["WIDEEP_ANSWERS"]
             assert f"the front (pid {victim}) was killed by SIGKILL" in service.output()
             assert (
                 service.output().count("it is started again (at most 2 times in 10 minutes)") == restart + 1

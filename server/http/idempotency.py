@@ -1,0 +1,281 @@
+"""Requests with an `Idempotency-Key`: whoever asks again with the same key and body gets the same answer, made once.
+
+The field is that of draft-ietf-httpapi-idempotency-key-header, and Stripe's. An answer to such a request is made apart from the
+connection that asked for it, so that it goes on for a while when that breaks. Who asks again meanwhile is sent it from its
+beginning, a stream as a stream; who asks later is sent what was kept. A front that takes the place of a killed one knows the keys
+(`kept_answers`), and makes again what was not finished: with the tokens that it would have had, because the seed of a request
+that brings none follows from its key. Answers that failed are not kept: asking again tries again.
+
+Rejected: a 409 for who asks again too early, which the draft allows: a client whose stream was cut wants the answer, and would
+have to poll for it.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import ApiError, bad_request
+from server.http.bodies import replaying
+from server.http.errors import ErrorResponse, route_path
+from server.http.exchanges import current_exchange
+from server.http.guards import key_of
+from server.http.kept_answers import MAX_ANSWER_BYTES, KeptAnswers, WholeAnswer
+
+HEADER = "Idempotency-Key"
+_NAME = HEADER.lower().encode()
+_REPLAYED = (b"idempotent-replayed", b"true")  # Stripe's
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+MAX_KEY_CHARS = 255
+_LOG = logging.getLogger("wideep.front")
+HOLD_S = 60.0  # that an answer goes on with nobody to read it
+
+
+class IdempotentAnswers:
+    """Answers requests that have a key, each of them once."""
+
+    def __init__(self, app: ASGIApp, kept: KeptAnswers, secret: str, *, hold_s: float = HOLD_S) -> None:
+        """Args: secret: what seeds are drawn from; the same for every front of a service."""
+        self._app, self._kept, self._secret, self._hold_s = app, kept, secret.encode(), hold_s
+        self._open: dict[str, _Recording] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer from what is known of the key; bodies come whole."""
+        is_meant = scope["type"] == "http" and scope["method"] == "POST" and route_path(scope) in _PATHS
+        keys = [value for name, value in scope["headers"] if name == _NAME] if is_meant else []
+        if not keys:
+            await self._app(scope, receive, send)
+            return
+        taken = await receive()
+        if taken["type"] != "http.request":
+            return
+        try:
+            name, fingerprint = _identify(keys, scope, taken["body"])
+            await self._answer(name, fingerprint, scope, replaying([taken], receive), send)
+        except ApiError as failure:
+            await ErrorResponse(failure)(scope, receive, send)
+
+    async def _answer(self, name: str, fingerprint: str, scope: Scope, receive: Receive, send: Send) -> None:
+        used_for = self._kept.fingerprint_of(name)
+        if used_for is not None and used_for != fingerprint:
+            raise ApiError(
+                422,
+                f"The {HEADER} was used for another request; use a new one for each request.",
+                param=HEADER,
+            )
+        whole = self._kept.read(name)
+        if whole is not None:
+            headers = [*whole.headers, _REPLAYED]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": whole.body})
+            return
+        recording, is_again = self._open.get(name), True
+        if recording is None:
+            recording, is_again = self._begin(name, fingerprint, scope, await receive()), False
+        await recording.play(receive, send, (_REPLAYED,) if is_again else ())
+
+    def _begin(self, name: str, fingerprint: str, scope: Scope, request: Message) -> "_Recording":
+        """Let the application answer, apart from this connection."""
+        if self._kept.fingerprint_of(name) is None:
+            try:
+                self._kept.accept(name, fingerprint)
+            except OSError as error:
+                raise ApiError(
+                    503, f"The {HEADER} cannot be kept: {error.strerror}.", param=HEADER
+                ) from error
+        exchange = current_exchange()
+        if exchange is not None:
+            drawn = hmac.digest(self._secret, f"{name} {fingerprint}".encode(), "sha256")
+            exchange.seed = int.from_bytes(drawn[:8])
+        recording = self._open[name] = _Recording(request, self._hold_s, lambda: self._drop(name))
+        making = asyncio.create_task(self._make(name, recording, scope))
+        recording.making = making
+        return recording
+
+    async def _make(self, name: str, recording: "_Recording", scope: Scope) -> None:
+        try:
+            await self._app(scope, recording.receive, recording.send)
+        except Exception as error:  # noqa: BLE001 - it belongs to who reads
+            recording.end(error)
+        else:
+            recording.end(None)
+        if self._open.get(name) is not recording:  # dropped: too long
+            return
+        del self._open[name]
+        exchange = current_exchange()
+        whole = recording.whole
+        if whole is None or (exchange is not None and exchange.failure):
+            self._kept.forget(name)
+        else:
+            try:
+                self._kept.finish(name, whole)
+            except OSError as error:
+                _LOG.error("an answer cannot be kept for whoever asks again: %s", error)
+                self._kept.forget(name)
+
+    def _drop(self, name: str) -> None:
+        """Forget an answer that is too long to be sent again; those who read it read on."""
+        if self._open.pop(name, None) is not None:
+            self._kept.forget(name)
+
+
+def _identify(keys: list[bytes], scope: Scope, body: bytes) -> tuple[str, str]:
+    """Return what a key is called here, apart from others' keys, and which request it came with.
+
+    Raises:
+        ApiError: it is no key.
+    """
+    key = keys[0].strip()
+    if len(keys) > 1 or not 0 < len(key) <= MAX_KEY_CHARS or not all(0x20 <= char < 0x7F for char in key):
+        raise bad_request(
+            f"The header {HEADER} must come once, with 1 to {MAX_KEY_CHARS} printable ASCII characters.",
+            HEADER,
+        )
+    owner = hashlib.sha256(key_of(scope)).digest()
+    request = hashlib.sha256(route_path(scope).encode() + b"\n" + body)
+    return hashlib.sha256(owner + key).hexdigest(), request.hexdigest()
+
+
+def with_way_on(failure: ApiError) -> ApiError:
+    """Add to a failure that cuts a stream off how the client gets the whole answer."""
+    if failure.status not in (500, 503):
+        return failure
+    exchange = current_exchange()
+    key = None if exchange is None else exchange.headers.get(_NAME)
+    way = (
+        f"Send the request again with an {HEADER} to be able to ask for its answer again."
+        if key is None
+        else f"Send the request again with the same {HEADER}, {key.decode('latin-1')}, for the whole answer."
+    )
+    message = f"{failure.message} {way}"
+    return ApiError(failure.status, message, param=failure.param, headers=failure.headers)
+
+
+class _Reader:
+    """Where somebody is in a recording."""
+
+    def __init__(self) -> None:
+        self.place = 0  # chunks, from the beginning
+
+
+class _Recording:
+    """An answer that is being made, and those who read it. To the application it is the connection."""
+
+    def __init__(self, request: Message, hold_s: float, on_too_long: Callable[[], None]) -> None:
+        self.making: asyncio.Task[None] | None = None
+        self._request: Message | None = request
+        self._hold_s, self._on_too_long = hold_s, on_too_long
+        self._head: Message | None = None
+        self._chunks: list[bytes] = []
+        self._num_dropped = 0  # chunks
+        self._num_bytes = 0
+        self._is_whole = False  # its last chunk is there
+        self._has_ended = False
+        self._failure: Exception | None = None
+        self._readers: list[_Reader] = []
+        self._changed = asyncio.Event()  # replaced whenever it was set
+        self._given_up = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def whole(self) -> WholeAnswer | None:
+        """What may be kept; None: it is not whole, or no success."""
+        if not self._is_whole or self._head is None or self._head["status"] != 200:
+            return None
+        return WholeAnswer(list(self._head.get("headers", ())), b"".join(self._chunks))
+
+    async def receive(self) -> Message:
+        """Give the application its request, then that nobody reads any more."""
+        request, self._request = self._request, None
+        if request is not None:
+            return request
+        await self._given_up.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Take what the application sends. What grows too long waits for its readers, and loses its beginning."""
+        if message["type"] == "http.response.start":
+            self._head = message
+        else:
+            self._chunks.append(message.get("body", b""))
+            self._num_bytes += len(self._chunks[-1])
+            self._is_whole = not message.get("more_body", False)
+        self._wake()
+        if self._num_bytes > MAX_ANSWER_BYTES and not self._is_whole:
+            self._on_too_long()
+            await self._let_read()
+
+    async def _let_read(self) -> None:
+        end = self._num_dropped + len(self._chunks)
+        while any(reader.place < end for reader in self._readers):
+            await self._changed.wait()
+        if end > self._num_dropped:
+            del self._chunks[: end - self._num_dropped]
+            self._num_dropped = end
+
+    def end(self, failure: Exception | None) -> None:
+        """The application has returned."""
+        self._failure, self._has_ended = failure, True
+        self._wake()
+
+    async def play(self, receive: Receive, send: Send, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        """Send the answer from its beginning, until its end or the client's."""
+        gone = asyncio.create_task(_until_gone(receive))
+        gone.add_done_callback(lambda _: self._wake())
+        reader = _Reader()
+        self._enter(reader)
+        try:
+            await self._play(reader, gone, send, headers)
+        except OSError:  # the connection is broken
+            return
+        finally:
+            gone.cancel()
+            self._leave(reader)
+
+    async def _play(
+        self, reader: _Reader, gone: asyncio.Task[None], send: Send, headers: tuple[tuple[bytes, bytes], ...]
+    ) -> None:
+        has_begun = False
+        while not gone.done():
+            changed, end = self._changed, self._num_dropped + len(self._chunks)
+            if self._head is not None and not has_begun:
+                has_begun = True
+                await send({**self._head, "headers": [*self._head.get("headers", ()), *headers]})
+            elif reader.place < end:
+                body = b"".join(self._chunks[reader.place - self._num_dropped :])
+                is_last = self._is_whole
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                reader.place = end
+                self._wake()
+                if is_last:
+                    return
+            elif self._has_ended:
+                if self._failure is not None:
+                    raise self._failure
+                return
+            else:
+                await changed.wait()
+
+    def _enter(self, reader: _Reader) -> None:
+        self._readers.append(reader)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _leave(self, reader: _Reader) -> None:
+        self._readers.remove(reader)
+        self._wake()
+        if not self._readers and not self._has_ended:
+            self._timer = asyncio.get_running_loop().call_later(self._hold_s, self._given_up.set)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,345 @@
+"""Requests with an Idempotency-Key: answered once, whoever asks again, whatever becomes of connections and fronts."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message
+
+from server.errors import ApiError
+from server.http import idempotency
+from server.http.app import build_app
+from server.http.exchanges import ExchangeWatch, draw_seed
+from server.http.guards import ApiKeys
+from server.http.idempotency import IdempotentAnswers
+from server.http.kept_answers import MAX_AGE_S, KeptAnswers, WholeAnswer
+from server.options.table import HttpOptions
+
+PATH = "/v1/completions"
+KEY = {"Idempotency-Key": "k-1", "Content-Type": "application/json"}
+
+
+class Model:
+    """An endpoint that counts how often it answers, and may be held."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.status = 200
+        self.num_gone = 0
+        self.pieces = [b"data: a\n\n", b"data: b\n\n"]
+
+    async def answer(self, http: HttpRequest) -> Response:
+        body = await http.json()
+        self.seeds.append(draw_seed())
+        number = len(self.seeds)
+        if body.get("stream"):
+            return StreamingResponse(self._stream(), media_type="text/event-stream")
+        await self._wait(http)
+        return JSONResponse({"number": number, "asked": body}, self.status)
+
+    async def _wait(self, http: HttpRequest) -> None:
+        gone = asyncio.create_task(_gone(http))
+        passed = asyncio.create_task(self.gate.wait())
+        await asyncio.wait([gone, passed], return_when=asyncio.FIRST_COMPLETED)
+        self.num_gone += gone.done()
+        for task in (gone, passed):
+            task.cancel()
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        yield self.pieces[0]
+        await self.gate.wait()
+        for piece in self.pieces[1:]:
+            yield piece
+
+
+async def _gone(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def app_of(model: Model, folder: Path, *, hold_s: float = 60.0, keys: ApiKeys | None = None) -> ASGIApp:
+    """A front that keeps answers in `folder`."""
+    routes = Starlette(routes=[Route(path, model.answer, methods=["POST"]) for path in (PATH, "/tokenize")])
+    return build_app(
+        [],
+        version="0",
+        keys=keys or ApiKeys(),
+        http=HttpOptions(),
+        answer_once=lambda _: IdempotentAnswers(routes, KeptAnswers(folder), "secret", hold_s=hold_s),
+    )
+
+
+@contextlib.asynccontextmanager
+async def client_of(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        yield client
+
+
+async def ask(
+    app: ASGIApp, body: Any = None, headers: dict[str, str] | None = None, path: str = PATH
+) -> httpx.Response:
+    async with client_of(app) as client:
+        return await client.post(
+            path, json=body or {"prompt": "p"}, headers=KEY if headers is None else headers
+        )
+
+
+def test_who_asks_again_gets_the_answer_that_was_given_even_from_another_front(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        app = app_of(model, tmp_path)
+        first, again = await ask(app), await ask(app)
+        other = await ask(app_of(model, tmp_path))
+        assert first.status_code == 200 and len(model.seeds) == 1
+        assert first.content == again.content == other.content
+        assert "idempotent-replayed" not in first.headers
+        assert again.headers["idempotent-replayed"] == other.headers["idempotent-replayed"] == "true"
+        assert again.headers["content-type"] == "application/json"
+
+    asyncio.run(run())
+
+
+def test_without_a_key_or_on_other_paths_every_request_is_its_own(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        app = app_of(model, tmp_path)
+        for _ in range(2):
+            await ask(app, headers={})
+            await ask(app, path="/tokenize")
+        assert len(model.seeds) == 4 and len(set(model.seeds)) == 4
+        assert not list(tmp_path.iterdir())
+
+    asyncio.run(run())
+
+
+def test_another_body_with_the_same_key_is_a_422_that_names_the_header(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        await ask(app_of(model, tmp_path))
+        refused = await ask(app_of(model, tmp_path), {"prompt": "other"})
+        assert refused.status_code == 422 and refused.json()["error"]["param"] == "Idempotency-Key"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("key", ["", " ", "x" * 256, "a\tb"])
+def test_what_is_no_key_is_a_400_that_names_the_header(tmp_path: Path, key: str) -> None:
+    response = asyncio.run(ask(app_of(Model(), tmp_path), headers={**KEY, "Idempotency-Key": key}))
+    assert response.status_code == 400 and response.json()["error"]["param"] == "Idempotency-Key"
+
+
+def test_two_owners_of_api_keys_do_not_share_idempotency_keys(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        app = app_of(model, tmp_path, keys=ApiKeys(["one", "two"]))
+        bodies = [
+            (await ask(app, headers={**KEY, "Authorization": f"Bearer {owner}"})).json()
+            for owner in ("one", "two", "one")
+        ]
+        assert [body["number"] for body in bodies] == [1, 2, 1]
+        assert model.seeds[0] != model.seeds[1]
+
+    asyncio.run(run())
+
+
+def test_who_asks_while_it_is_answered_gets_the_same_answer(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        app = app_of(model, tmp_path)
+        model.gate.clear()
+        asked = [asyncio.create_task(ask(app, {"stream": True})) for _ in range(3)]
+        while not model.seeds:
+            await asyncio.sleep(0)
+        model.gate.set()
+        answers = [await each for each in asked]
+        assert {each.content for each in answers} == {b"data: a\n\ndata: b\n\n"} and len(model.seeds) == 1
+        assert [each.headers.get("idempotent-replayed") for each in answers] == [None, "true", "true"]
+
+    asyncio.run(run())
+
+
+def test_a_front_that_finds_an_unfinished_request_runs_it_again_with_the_same_seed(tmp_path: Path) -> None:
+    async def run() -> None:
+        killed, model = Model(), Model()
+        killed.gate.clear()
+        asked = asyncio.create_task(ask(app_of(killed, tmp_path)))
+        while not killed.seeds:
+            await asyncio.sleep(0)
+        answer = await ask(app_of(model, tmp_path))
+        assert answer.status_code == 200 and model.seeds == killed.seeds
+        assert (await ask(app_of(model, tmp_path))).content == answer.content and len(model.seeds) == 1
+        asked.cancel()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_was_cut_off_while_it_was_written_is_made_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        await ask(app_of(model, tmp_path))
+        [path] = tmp_path.iterdir()
+        path.write_bytes(path.read_bytes()[:-3])
+        for _ in range(2):
+            again = await ask(app_of(model, tmp_path))
+            assert again.json()["number"] == 2
+        path.write_bytes(b'{"finger')
+        assert (await ask(app_of(model, tmp_path))).json()["number"] == 3
+
+    asyncio.run(run())
+
+
+def test_a_failure_is_not_kept(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        app = app_of(model, tmp_path)
+        model.status = 503
+        assert (await ask(app)).status_code == 503
+        assert not list(tmp_path.iterdir())
+        model.status = 200
+        assert (await ask(app)).status_code == 200
+
+    asyncio.run(run())
+
+
+class Connection:
+    """One request, made by hand, whose client may leave."""
+
+    def __init__(self, app: ASGIApp, body: bytes = b'{"stream": true}') -> None:
+        self.sent: list[Message] = []
+        self.left = asyncio.Event()
+        self._body: bytes | None = body
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+        headers = [(name.lower().encode(), value.encode()) for name, value in KEY.items()]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": PATH,
+            "raw_path": PATH.encode(),
+            "headers": headers,
+        }
+        self.task: asyncio.Task[None] = asyncio.create_task(self._run(app, scope))
+
+    async def _run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
+        await app(scope, self._receive, self._send)
+
+    async def _receive(self) -> Message:
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        await self.may_send.wait()
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def test_an_answer_goes_on_when_its_client_leaves_and_who_comes_back_gets_all_of_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        app = app_of(model, tmp_path)
+        model.gate.clear()
+        first = Connection(app)
+        while not first.body:
+            await asyncio.sleep(0)
+        first.left.set()
+        await first.task
+        second = Connection(app)
+        while not second.body:
+            await asyncio.sleep(0)
+        model.gate.set()
+        await second.task
+        assert second.body == b"data: a\n\ndata: b\n\n" and first.body == b"data: a\n\n"
+        assert len(model.seeds) == 1
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_nobody_comes_back_for_is_given_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        model.gate.clear()
+        connection = Connection(app_of(model, tmp_path, hold_s=0.0), b"{}")
+        while not model.seeds:
+            await asyncio.sleep(0)
+        connection.left.set()
+        await connection.task
+        while not model.num_gone:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_a_stream_too_long_to_be_kept_waits_for_its_reader_and_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "MAX_ANSWER_BYTES", 20)
+
+    async def run() -> None:
+        model = Model()
+        num_made = 0
+
+        async def many() -> AsyncIterator[bytes]:
+            nonlocal num_made
+            for number in range(50):
+                num_made += 1
+                yield b"%09d\n" % number
+
+        model._stream = many  # type: ignore[method-assign]
+        connection = Connection(app_of(model, tmp_path))
+        connection.may_send.clear()
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert num_made < 5, "it is not made faster than it is read"
+        connection.may_send.set()
+        await connection.task
+        assert connection.body == b"".join(b"%09d\n" % number for number in range(50))
+        assert not list(tmp_path.iterdir())
+
+    asyncio.run(run())
+
+
+def test_old_and_many_answers_are_forgotten_oldest_first(tmp_path: Path) -> None:
+    now_s = 1000.0
+    kept = KeptAnswers(tmp_path, max_bytes=10, max_keys=3, clock=lambda: now_s)
+    for number in range(3):
+        kept.accept(f"k{number}", "f")
+        kept.finish(f"k{number}", WholeAnswer([], b"12345"))
+    assert [kept.read(f"k{number}") is not None for number in range(3)] == [False, True, True]
+    kept.accept("k3", "f")
+    kept.accept("k4", "f")
+    assert kept.fingerprint_of("k1") is None and kept.fingerprint_of("k2") == "f"
+    now_s += MAX_AGE_S + 1
+    assert kept.fingerprint_of("k4") is None and not list(tmp_path.iterdir())
+
+
+def test_a_failure_within_a_stream_says_how_to_go_on() -> None:
+    said: list[str] = []
+
+    async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+        said.append(idempotency.with_way_on(ApiError(503, "The service is stopping.")).message)
+
+    async def run(headers: list[tuple[bytes, bytes]]) -> None:
+        scope = {"type": "http", "method": "POST", "path": PATH, "raw_path": b"", "headers": headers}
+        await ExchangeWatch(app, ())(scope, None, None)  # type: ignore[arg-type]
+
+    asyncio.run(run([(b"idempotency-key", b"k-1")]))
+    asyncio.run(run([]))
+    assert "same Idempotency-Key, k-1, for the whole answer" in said[0]
+    assert said[1].startswith("The service is stopping. Send the request again with an Idempotency-Key")
