@@ -7,7 +7,7 @@ any number of ranks, rows always in the same order, errors that name the argumen
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError
-from dispatch.faces import arguments as args
-from dispatch.faces import handles
+from dispatch.faces import checks, handles
+from dispatch.faces.checks import CombineCall
 from dispatch.faces.config import NVL_PEERS, Config, check_buffer
 from dispatch.faces.events import EventHandle, EventOverlap, finished
 from dispatch.faces.handles import Rows, as_biases, join_rows, split_rows
 from dispatch.faces.installed import InstalledCalls
 from dispatch.faces.low_latency import LowLatencyMode
 from dispatch.faces.normal import NormalMode, find_layout
+from dispatch.faces.rules import Problems, first_problem, forks_ask_nothing
 from dispatch.faces.wires import Released, Wires, check_group, open_wires
 from dispatch.low_latency.calls import LowLatencyExchange
 from dispatch.rows import RowExchange
@@ -213,7 +214,9 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
         self._wires = open_wires(backend, group, timeout_s=timeout_s, mask_lost=enable_shrink)
         self._kernels = kernels
         self._normal = NormalMode(RowExchange(self._wires.mover), node_size=node_size)
-        self._world = args.World(num_ranks=self.group_size, num_nodes=self._normal.num_nodes, strict=strict)
+        self._grid = checks.World(
+            rank=self.rank, num_ranks=self.group_size, num_nodes=self._normal.num_nodes, strict=strict
+        )
         self.runtime: Any = Runtime(self.rank, self._normal.num_nodes, node_size)
         self._close = weakref.finalize(self, self._wires.mover.close)
         if low_latency_mode and self._wires.device.type != "cpu":
@@ -252,10 +255,9 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
         Raises:
             ValueError: a bad argument, on this rank alone.
         """
-        world = self._world
-        problem = args.first_problem(
-            args.layout_problem(topk_idx, num_experts, world),
-            args.stream_problem(previous_event, async_finish, allocate_on_comm_stream, world),
+        problem = first_problem(
+            checks.layout(topk_idx, num_experts, self._grid),
+            checks.streams(previous_event, async_finish, allocate_on_comm_stream, None, self._grid),
         )
         if problem:
             raise ValueError(problem)
@@ -303,24 +305,26 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
             the list is empty. With a handle only recv_x and event are not None. All tensors are new.
         """
         rows, scales = split_rows(x)
-        checks = self._common_checks(
-            "dispatch", forks, config, previous_event, async_finish, allocate_on_comm_stream
+        self._begin("dispatch", forks)
+        common = (
+            checks.streams(previous_event, async_finish, allocate_on_comm_stream, config, self._grid),
+            checks.rows(rows, scales, self._grid),
         )
-        checks.append(args.x_problem(rows, scales, self._world))
         if handle is not None:
-            checks.append(self._handle_checks(handle))
-            checks.append(args.cached_problem(topk_idx, topk_weights, rows, handle))
-            self._refuse_if(checks)
+            self._refuse_normal(
+                *common,
+                checks.normal_handle(handle, self._grid),
+                checks.normal_cached(topk_idx, topk_weights, rows, handle),
+            )
             recv, recv_scales = self._normal.dispatch_cached(rows, scales, handles.unpack(handle))
             return join_rows(recv, recv_scales), None, None, None, None, finished(async_finish)
-        call = args.DispatchArguments(
+        call = checks.DispatchArguments(
             x=rows, scales=scales, num_tokens_per_rank=num_tokens_per_rank,
             num_tokens_per_rdma_rank=num_tokens_per_rdma_rank, is_token_in_rank=is_token_in_rank,
             num_tokens_per_expert=num_tokens_per_expert, topk_idx=topk_idx, topk_weights=topk_weights,
             expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens,
         )  # fmt: skip
-        checks.append(args.dispatch_problem(call, self._world))
-        self._refuse_if(checks)
+        self._refuse_normal(*common, checks.normal_dispatch(call, self._grid))
         got = self._normal.dispatch(call)
         recv_x = join_rows(got.x, got.scales)
         counts = got.num_tokens_per_expert
@@ -355,35 +359,29 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
             `(combined_x, combined_topk_weights, event)`: [T, H] in x's dtype, float32 [T, K] or None. A token that
             went nowhere is its biases' sum.
         """
-        checks = self._common_checks(
-            "combine", forks, config, previous_event, async_finish, allocate_on_comm_stream
+        self._begin("combine", forks)
+        call = CombineCall(x=x, topk_weights=topk_weights, biases=as_biases(bias))
+        self._refuse_normal(
+            checks.streams(previous_event, async_finish, allocate_on_comm_stream, config, self._grid),
+            checks.rows(x, None, self._grid),
+            checks.normal_handle(handle, self._grid),
+            checks.normal_combine(call, handle),
         )
-        biases = as_biases(bias)
-        checks += [args.x_problem(x, None, self._world), self._handle_checks(handle)]
-        checks.append(args.combine_problem(x, handle, topk_weights, biases))
-        self._refuse_if(checks)
-        combined = self._normal.combine(x, topk_weights, biases, handles.unpack(handle))
-        return (*combined, finished(async_finish))
+        return (*self._normal.combine(call, handles.unpack(handle)), finished(async_finish))
 
-    def _common_checks(
-        self, method: str, forks: Mapping[str, Any], config: Any, event: Any, is_async: bool, allocates: bool
-    ) -> list[Iterator[str]]:
+    def _begin(self, method: str, forks: Mapping[str, Any]) -> None:
+        """Look at what every call of normal mode depends on."""
         if self.runtime is None:
             raise DispatchError(f"{method}: the buffer is destroyed")
         if "exchange" in self.__dict__:
             self.exchange.settle()  # a low-latency call whose hook has not run, before anything else travels
-        problem = args.first_problem(args.fork_problem(method, forks))
+        problem = forks_ask_nothing(method, forks)
         if problem:
             self._wires.mover.refuse(problem)
             raise TypeError(problem)
-        return [args.config_problem(config), args.stream_problem(event, is_async, allocates, self._world)]
 
-    def _handle_checks(self, handle: Any) -> Iterator[str]:
-        world = self._world
-        return handles.problems(handle, rank=self.rank, num_ranks=world.num_ranks, num_nodes=world.num_nodes)
-
-    def _refuse_if(self, checks: list[Iterator[str]]) -> None:
-        problem = args.first_problem(*checks)
+    def _refuse_normal(self, *lists: Problems) -> None:
+        problem = first_problem(*lists)
         if problem:
             self._normal.exchange.refuse(problem)
 

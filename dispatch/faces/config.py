@@ -82,8 +82,6 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 MAX_NODES = 20
-MAX_LOCAL_EXPERTS = 1024
-VECTOR_BYTES = 16  # rows are copied in such pieces
 BUFFER_ALIGNMENT = 128
 
 

@@ -9,7 +9,7 @@ DeepEP's hybrid mode forwards inside a node; that way is `dispatch.hierarchical`
 """
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.errors import DispatchError
-from dispatch.faces import arguments as args
-from dispatch.faces.arguments import World, first_problem
+from dispatch.faces import checks
+from dispatch.faces.checks import CombineCall, DispatchCall
 from dispatch.faces.elastic_rows import ElasticMode, local_choices
 from dispatch.faces.events import EventHandle, EventOverlap, finished
 from dispatch.faces.handles import EPHandle, Rows, as_biases, split_rows
+from dispatch.faces.rules import Problems, first_problem
 from dispatch.faces.wires import Released
 from dispatch.rows import HostRows, RowExchange
 from dispatch.wires.open import open_wire
@@ -253,7 +254,9 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
             scaleup_ranks=self.num_scaleup_ranks,
             allow_multiple_reduction=self.allow_multiple_reduction,
         )
-        self._world = World(num_ranks=self.num_ranks, num_nodes=self.num_rdma_ranks, strict=strict)
+        self._world = checks.World(
+            rank=self.rank_idx, num_ranks=self.num_ranks, num_nodes=self.num_rdma_ranks, strict=strict
+        )
         self._nothing = RankTable(self.num_ranks)
         self.runtime: Any = wire
         self._close = weakref.finalize(self, wire.close)
@@ -319,7 +322,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         """
         cached = handle if isinstance(handle, EPHandle) else None
         rows, scales = split_rows(x)
-        call = args.DispatchCall(
+        call = DispatchCall(
             x=rows,
             scales=scales,
             topk_idx=cached.topk_idx if cached else topk_idx,
@@ -339,11 +342,13 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
             "num_experts": num_experts,
             "num_max_tokens_per_rank": num_max_tokens_per_rank,
             "expert_alignment": expert_alignment,
+            "do_expand": bool(do_expand),
         }
-        checks = [_event_problem(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)]
-        if handle is not None:
-            checks.append(args.elastic_cached_problem(call, handle, given))
-        self._refuse_if(first_problem(*checks, args.elastic_dispatch_problem(call, self._world)))
+        self._refuse_first(
+            checks.elastic_events(previous_event, previous_event_before_epilogue, allocate_on_comm_stream),
+            checks.elastic_cached(handle, given) if handle is not None else iter(()),
+            checks.elastic_dispatch(call, self._world),
+        )
         return (*self._dispatch(call, handle), finished(async_with_compute_stream))
 
     def combine(
@@ -377,10 +382,12 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
             `(combined_x, combined_topk_weights, event)`: [T, H] in x's dtype; each choice's weight as float32 [T, K],
             0 for none, or None.
         """
-        call = args.CombineCall(x=x, topk_weights=topk_weights, biases=as_biases(bias))
-        checks = [_event_problem(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)]
-        checks.append(args.handle_problem(handle))
-        self._refuse_if(first_problem(*checks, args.elastic_combine_problem(call, handle, self._world)))
+        call = CombineCall(x=x, topk_weights=topk_weights, biases=as_biases(bias))
+        self._refuse_first(
+            checks.elastic_events(previous_event, previous_event_before_epilogue, allocate_on_comm_stream),
+            checks.elastic_handle(handle),
+            checks.elastic_combine(call, handle, self._world),
+        )
         combined, weights = self._mode.combine(call, handle)
         return combined, weights, finished(async_with_compute_stream)
 
@@ -398,7 +405,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         return dict(zip(("num_experts", "max_tokens", "alignment"), numbers, strict=True))
 
     def _dispatch(
-        self, call: args.DispatchCall, handle: EPHandle | None
+        self, call: DispatchCall, handle: EPHandle | None
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle]:
         if handle is None:
             handle, recv_x, recv_weights = self._mode.dispatch(call)
@@ -407,15 +414,11 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         recv_idx = None if call.do_expand else local_choices(handle)
         return recv_x, recv_idx, recv_weights, handle
 
-    def _refuse_if(self, problem: str) -> None:
+    def _refuse_first(self, *lists: Problems) -> None:
+        problem = first_problem(*lists)
         if problem:
             self._mode.exchange.refuse(problem)
 
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _event_problem(previous: Any, before_epilogue: Any, allocate_on_comm_stream: bool) -> Iterator[str]:
-    events = {"previous_event": previous, "previous_event_before_epilogue": before_epilogue}
-    return args.event_problem(events, allocate_on_comm_stream)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dispatch.choices import NOT_HERE, localise, ranks_of, token_mask
-from dispatch.faces.arguments import CombineCall, DispatchCall
+from dispatch.faces.checks import CombineCall, DispatchCall
 from dispatch.faces.handles import EPHandle, Routes, Rows, join_rows, pad_rows, plain
 from dispatch.rows import GivenBack, RowExchange
 

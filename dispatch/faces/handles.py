@@ -14,14 +14,13 @@ above), recv_rdma_channel_prefix_matrix [nodes, 1], recv_rdma_rank_prefix_sum [n
 (source rank and token, int32 each; -1 for padding), send_rdma_head int32 [T, nodes], send_nvl_head [0, node size].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dispatch.arguments import describe
 from dispatch.rows import Received, Route
 
 Handle = tuple[Tensor, ...]
@@ -58,45 +57,20 @@ def pack(received: Received, num_rows: int, *, rank: int, num_nodes: int, node_s
     )  # fmt: skip
 
 
-def problems(handle: Any, *, rank: int, num_ranks: int, num_nodes: int) -> Iterator[str]:
-    """Say what is wrong with a handle that a caller gave; only the first sentence counts."""
-    length = INTRANODE if num_nodes == 1 else INTERNODE
-    if not isinstance(handle, Sequence) or len(handle) != length:
-        got = f"{type(handle).__name__} of {len(handle)}" if isinstance(handle, Sequence) else repr(handle)
-        yield f"handle is {got}; it must be the tuple of {length} that dispatch returned"
-    matrix, rows, mask = _read(handle)
-    if (
-        not isinstance(matrix, Tensor)
-        or matrix.dtype != torch.int32
-        or matrix.shape != (num_ranks, num_ranks)
-    ):
-        yield f"handle's prefix matrix is {_name(matrix)}; it must be int32 {[num_ranks, num_ranks]}"
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape[1:] != (num_ranks,):
-        yield f"handle's is_token_in_rank is {_name(mask)}; it must be bool [tokens, {num_ranks}]"
-    wanted = (torch.int32, 1) if len(handle) == INTRANODE else (torch.uint8, 2)
-    if not isinstance(rows, Tensor) or (rows.dtype, rows.dim()) != wanted:
-        yield f"handle's source rows are {_name(rows)}; they must be {wanted[0]} of {wanted[1]} dimensions"
-    counts_RR = _counts(matrix)
-    sources = rows if len(handle) == INTRANODE else rows.view(torch.int32)[:, 0]
-    num_received, num_sources = int(counts_RR[:, rank].sum()), int((sources >= 0).sum())
-    if num_received != num_sources or counts_RR[rank].tolist() != mask.sum(0).tolist():
-        yield "handle's prefix matrix does not fit its other tensors; it was written to, or is another rank's"
-
-
 def unpack(handle: Handle) -> Contents:
     """Read a handle that has no problem."""
-    matrix, rows, mask = _read(handle)
-    return Contents(Route(mask, _counts(matrix)), rows.shape[0])
+    matrix, rows, mask = read(handle)
+    return Contents(Route(mask, counts_of(matrix)), rows.shape[0])
 
 
 def num_tokens(handle: Handle) -> int:
     """Tokens of the dispatch that a handle without problems came from."""
-    return int(_read(handle)[2].shape[0])
+    return int(read(handle)[2].shape[0])
 
 
 def num_rows(handle: Handle) -> int:
     """Rows of recv_x of that dispatch, padding included."""
-    return int(_read(handle)[1].shape[0])
+    return int(read(handle)[1].shape[0])
 
 
 def to_nodes(mask_TR: Tensor, node_size: int) -> Tensor:
@@ -104,14 +78,15 @@ def to_nodes(mask_TR: Tensor, node_size: int) -> Tensor:
     return torch.stack([part.any(dim=1) for part in torch.split(mask_TR, node_size, dim=1)], dim=1)
 
 
-def _read(handle: Sequence[Any]) -> tuple[Any, Any, Any]:
+def read(handle: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Find the prefix matrix, the tensor with a row per row of recv_x, and the mask."""
     if len(handle) == INTRANODE:
         return handle[0], handle[3], handle[4]
     return handle[2], handle[7], handle[0]
 
 
-def _counts(matrix_RR: Tensor) -> Tensor:
+def counts_of(matrix_RR: Tensor) -> Tensor:
+    """Return int64 [R, R] on the CPU: the rows that rank i sent to rank j."""
     wide = matrix_RR.cpu().long()
     return torch.diff(wide, dim=0, prepend=torch.zeros_like(wide[:1])).contiguous()
 
@@ -124,10 +99,6 @@ def _positions(mask_TR: Tensor) -> Tensor:
 def _pad_with(rows: Tensor, num_rows: int, value: int) -> Tensor:
     short = rows.new_full((num_rows - rows.shape[0], *rows.shape[1:]), value)
     return torch.cat([rows, short])
-
-
-def _name(value: Any) -> str:
-    return describe(value) if isinstance(value, Tensor) else repr(value)
 
 
 Rows = Tensor | tuple[Tensor, Tensor]
@@ -173,7 +144,7 @@ class Routes(NamedTuple):
 
 @dataclass(eq=False)
 class EPHandle:
-    """A dispatch's  Fields and their order are DeepEP's; all tensors are int32 unless said otherwise.
+    """A dispatch's handle. Fields and their order are DeepEP's; all tensors are int32 unless said otherwise.
 
     Attributes:
         do_expand: received rows lie once per local choice, grouped by expert.

@@ -12,9 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from dispatch.errors import WireUnavailable
-from dispatch.faces import arguments as args
+from dispatch.faces import checks
 from dispatch.faces.config import NVL_PEERS, Config, check_buffer
 from dispatch.faces.handles import split_rows
+from dispatch.faces.rules import first_problem
 from dispatch.faces.wires import check_group
 
 _CONFIG_FIELDS = tuple(Config.__dataclass_fields__)
@@ -47,9 +48,7 @@ class InstalledCalls:
         self._package = load_package()
         sizes = (num_nvl_bytes, num_rdma_bytes, low_latency_mode)
         self._buffer = self._package.Buffer(group, *sizes, *others, **names)
-        self._world = args.World(
-            num_ranks=self.group_size, num_nodes=-(-self.group_size // NVL_PEERS), strict=True
-        )
+        self._world = checks.World(rank=self.rank, num_ranks=self.group_size, strict=True)
 
     def __getattr__(self, name: str) -> Any:
         """Read what this class does not set (`runtime`, `num_nvl_bytes`, ...) from the package's buffer."""
@@ -69,7 +68,7 @@ class InstalledCalls:
         return self._buffer.combine(x, *positional, **self._with_config(named))
 
     def _check(self, rows: Any, scales: Any) -> None:
-        problem = args.first_problem(args.x_problem(rows, scales, self._world))
+        problem = first_problem(checks.rows(rows, scales, self._world))
         if problem:
             raise ValueError(problem)
 

@@ -14,27 +14,43 @@ What a GPU does differently, where the host does not wait, is said in `dispatch.
 Idea and interface: DeepEP 2.1, deep_ep/buffers/legacy.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from dispatch.faces import low_latency_arguments as arguments
-from dispatch.faces.arguments import fork_problem
+from dispatch.faces import checks
+from dispatch.faces.checks import CombineCall
 from dispatch.faces.events import EventOverlap, finished
+from dispatch.faces.rules import (
+    Problems,
+    counters_fit,
+    existing,
+    first_problem,
+    forks_ask_nothing,
+    name_choice,
+)
 from dispatch.low_latency.calls import HeldDispatch, LowLatencyExchange, LowLatencyShape, size_hint
 
 Handle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
 
 
-class CheckedCalls:
-    """Looks at arguments for `LowLatencyMode`. Only what refuses is collective."""
+class HeldCalls:
+    """Finds what a handle or a choice of `LowLatencyMode` is of. Only what refuses is collective."""
 
     exchange: LowLatencyExchange
     strict: bool
+
+    @cached_property
+    def _world(self) -> checks.World:
+        exchange = self.exchange
+        return checks.World(
+            rank=exchange.rank, num_ranks=exchange.world_size, strict=self.strict, device=exchange.device,
+            dtypes=exchange.dtypes,
+        )  # fmt: skip
 
     @cached_property
     def _choices(self) -> dict[tuple[int, ...], Tensor]:
@@ -45,8 +61,8 @@ class CheckedCalls:
     def _combine_buffers(self) -> dict[tuple[Any, ...], Tensor]:
         return {}
 
-    def _refuse_first(self, *checks: Iterator[str]) -> None:
-        problem = next((problem for check in checks for problem in check), "")
+    def _refuse_first(self, *lists: Problems) -> None:
+        problem = first_problem(*lists)
         if problem:
             self._refuse(problem)
 
@@ -55,98 +71,37 @@ class CheckedCalls:
         self.exchange.refuse(problem)
         raise ValueError(problem)
 
-    def _count_problems(self, name: str, stats: Tensor | None, num_local: int) -> Iterator[str]:
-        return arguments.stats_problems(name, stats, torch.int32, (num_local,), device=self.exchange.device)
-
-    def _wait_problems(self, name: str, stats: Tensor | None) -> Iterator[str]:
-        R = self.exchange.world_size
-        return arguments.stats_problems(name, stats, torch.int64, (R,), (R, R), device=self.exchange.device)
-
-    def _checked_shape(
-        self, x: Tensor, topk_idx: Tensor, max_tokens: int, num_experts: int, form: tuple[bool, bool, bool]
-    ) -> LowLatencyShape:
-        """Check what a dispatch sends, and in which form; return its shape.
-
-        Args:
-            form: use_fp8, round_scale, use_ue8m0.
-        """
-        R, strict = self.exchange.world_size, self.strict
-        self._refuse_first(
-            arguments.dispatch_problems(
-                x, topk_idx, max_tokens, num_experts, R, strict=strict, device=self.exchange.device
-            ),
-            arguments.dtype_problems(x, self.exchange.dtypes),
-        )
-        self._refuse_first(arguments.format_problems(x.shape[1], *form, strict=strict))
-        return LowLatencyShape(
-            world_size=R,
-            experts_per_rank=num_experts // R,
-            max_tokens=max_tokens,
-            hidden=x.shape[1],
-            choices=topk_idx.shape[1],
-            dtype=x.dtype,
-            is_fp8=form[0],
-            is_ue8m0=form[2],
-        )
-
-    def _check_answers(
-        self, held: HeldDispatch, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, out: Tensor | None
-    ) -> None:
-        """Check what a combine sends."""
-        shape, device = held.shape, self.exchange.device
-        self._refuse_first(
-            arguments.combine_problems(
-                x, topk_idx, topk_weights, shape, held.num_tokens, strict=self.strict, device=device
-            ),
-            arguments.dtype_problems(x, self.exchange.dtypes),
-        )
-        self._refuse_first(arguments.out_problems(out, held.num_tokens, shape.hidden, x.dtype, device=device))
-
     def _held_of(self, handle: Handle) -> HeldDispatch:
-        problem, held = self._find_held(handle)
-        if held is None:
-            self._refuse(problem)
-        return held
+        held = self._find_held(handle)
+        return self._refuse(held) if isinstance(held, str) else held
 
-    def _find_held(self, handle: Handle) -> tuple[str, HeldDispatch | None]:
+    def _find_held(self, handle: Handle) -> HeldDispatch | str:
         """Return the dispatch that a handle is of, or what is wrong with it."""
-        problem = arguments.first(arguments.handle_problems(handle))
+        problem = first_problem(checks.low_latency_handle(handle))
         if problem:
-            return problem, None
+            return problem
         held = self.exchange.held_of(handle[0])
         if held is None:
-            return (
-                "handle is of none of this buffer's dispatches, or a copy of it; pass what was returned",
-                None,
-            )
-        shape = held.shape
+            return "handle is of none of this buffer's dispatches, or a copy of it; pass what was returned"
+        shape, given = held.shape, tuple(handle[2:])
         wanted = (shape.max_tokens, shape.hidden, shape.experts_per_rank * shape.world_size)
-        if tuple(handle[2:]) != wanted:
-            given = tuple(handle[2:])
-            return f"handle ends in {given}; its dispatch had {wanted}, pass what was returned", None
-        return "", held
+        if given != wanted:
+            return f"handle ends in {given}; its dispatch had {wanted}, pass what was returned"
+        return held
 
     def _checked_choices(self, topk_idx: Tensor, num_experts: int) -> Tensor:
         """Return a dispatch's choices as int64."""
         topk_idx = self._as_int64(topk_idx)
         bad = self.exchange.find_bad_choice(topk_idx, num_experts)
-        if bad >= 0:
-            token, choice = divmod(bad, topk_idx.shape[1])
-            seen = int(topk_idx[token, choice])
-            self._refuse(f"topk_idx[{token}, {choice}] is {seen}; it must be -1 or in [0, {num_experts})")
-        return topk_idx
+        return topk_idx if bad < 0 else self._refuse(name_choice(topk_idx, bad, existing(num_experts)))
 
     def _dispatched_choices(self, topk_idx: Tensor, held: HeldDispatch) -> Tensor:
         """Return a combine's choices as int64."""
         topk_idx = self._as_int64(topk_idx)
         bad = self.exchange.find_other_choice(topk_idx, held)
         if bad >= 0:
-            token, choice = divmod(bad, topk_idx.shape[1])
-            seen, sent = int(topk_idx[token, choice]), int(held.sent_TK[token, choice])
-            self._refuse(
-                f"topk_idx[{token}, {choice}] is {seen} where the dispatch of this handle had {sent}; it must be that "
-                "or -1"
-            )
+            sent = int(held.sent_TK.view(-1)[bad])
+            self._refuse(name_choice(topk_idx, bad, f"-1, or {sent} as in the dispatch of this handle"))
         return topk_idx
 
     def _as_int64(self, topk_idx: Tensor) -> Tensor:
@@ -175,8 +130,19 @@ class CheckedCalls:
             )
         return buffer
 
+    def _row_of(self, stats: Tensor | None) -> Tensor | None:
+        """Return this rank's part of wait statistics [R] or [R, R]."""
+        return stats if stats is None or stats.dim() == 1 else stats[self.exchange.rank]
 
-class LowLatencyMode(CheckedCalls):
+    def _refuse_forks(self, method: str, forks: Mapping[str, Any]) -> None:
+        """Raise a TypeError here and PeerRefused elsewhere for arguments that V1 does not have."""
+        problem = forks_ask_nothing(method, forks)
+        if problem:
+            self.exchange.refuse(problem)
+            raise TypeError(problem)
+
+
+class LowLatencyMode(HeldCalls):
     """DeepEP's low-latency calls, mixed into `Buffer`. Every `low_latency_` call and the cleaning of the buffer are
     collective, in the same order on all ranks; the mask's methods are local.
 
@@ -237,15 +203,19 @@ class LowLatencyMode(CheckedCalls):
             PeerLost, DispatchTimeout, RanksDisagree: the wire is of no more use.
         """
         self._refuse_forks("low_latency_dispatch", forks)
-        shape = self._checked_shape(
-            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, (use_fp8, round_scale, use_ue8m0)
-        )
-        counts, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        counts, waits, world = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, self._world
+        max_tokens, hidden = num_max_dispatch_tokens_per_rank, x.shape[-1] if isinstance(x, Tensor) else 0
         self._refuse_first(
-            self._count_problems("cumulative_local_expert_recv_stats", counts, shape.experts_per_rank),
-            self._wait_problems("dispatch_wait_recv_cost_stats", waits),
-            arguments.finish_problems(async_finish, return_recv_hook),
+            checks.low_latency_dispatch(x, topk_idx, max_tokens, num_experts, counts, world),
+            checks.low_latency_form(hidden, use_fp8, round_scale, use_ue8m0, world),
+            checks.low_latency_end(
+                "dispatch_wait_recv_cost_stats", waits, async_finish, return_recv_hook, world
+            ),
         )
+        shape = LowLatencyShape(
+            world_size=world.num_ranks, experts_per_rank=num_experts // world.num_ranks, max_tokens=max_tokens,
+            hidden=hidden, choices=topk_idx.shape[1], dtype=x.dtype, is_fp8=use_fp8, is_ue8m0=use_ue8m0,
+        )  # fmt: skip
         topk_idx = self._checked_choices(topk_idx, num_experts)
         held, posted = self.exchange.post_dispatch(
             shape, x, topk_idx, round_scale=round_scale, may_wait=return_recv_hook, stats_L=counts,
@@ -298,15 +268,17 @@ class LowLatencyMode(CheckedCalls):
         held = self._held_of(handle)
         if zero_copy:
             x = self._filled_buffer(held, x)
-        self._check_answers(held, x, topk_idx, topk_weights, out)
+        call, waits = CombineCall(x=x, topk_weights=topk_weights, biases=()), combine_wait_recv_cost_stats
         self._refuse_first(
-            self._wait_problems("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats),
-            arguments.finish_problems(async_finish, return_recv_hook),
+            checks.low_latency_combine(call, topk_idx, out, held.shape, held.num_tokens, self._world),
+            checks.low_latency_end(
+                "combine_wait_recv_cost_stats", waits, async_finish, return_recv_hook, self._world
+            ),
         )
         topk_idx = self._dispatched_choices(topk_idx, held)
         combined_x, posted = self.exchange.post_combine(
             held, x, topk_idx, topk_weights, may_wait=return_recv_hook, out_TH=out,
-            waited_R=self._row_of(combine_wait_recv_cost_stats),
+            waited_R=self._row_of(waits),
         )  # fmt: skip
         if not return_recv_hook:
             posted()
@@ -320,9 +292,9 @@ class LowLatencyMode(CheckedCalls):
         Raises:
             ValueError: the handle is none of ours.
         """
-        problem, held = self._find_held(handle)
-        if held is None:
-            raise ValueError(problem)
+        held = self._find_held(handle)
+        if isinstance(held, str):
+            raise ValueError(held)
         return self._combine_buffer(held)
 
     def clean_low_latency_buffer(
@@ -346,9 +318,8 @@ class LowLatencyMode(CheckedCalls):
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Write the mask to int32 [R]: 1 for a rank that is masked. Local."""
         self._need_shrink()
-        R, device = self.exchange.world_size, self.exchange.device
-        checks = arguments.stats_problems("mask_status", mask_status, torch.int32, (R,), device=device)
-        problem = arguments.first(checks)
+        R = self.exchange.world_size
+        problem = counters_fit("mask_status", mask_status, torch.int32, (R,), device=self.exchange.device)
         if problem or mask_status is None:
             raise ValueError(problem or f"mask_status is None; it must be torch.int32 [{R}]")
         self.exchange.write_mask(mask_status)
@@ -364,17 +335,6 @@ class LowLatencyMode(CheckedCalls):
             raise ValueError(
                 "enable_shrink is False; a buffer whose ranks can be masked is opened with enable_shrink=True"
             )
-
-    def _row_of(self, stats: Tensor | None) -> Tensor | None:
-        """Return this rank's part of wait statistics [R] or [R, R]."""
-        return stats if stats is None or stats.dim() == 1 else stats[self.exchange.rank]
-
-    def _refuse_forks(self, method: str, forks: Mapping[str, Any]) -> None:
-        """Raise a TypeError here and PeerRefused elsewhere for arguments that V1 does not have."""
-        problem = next(fork_problem(method, forks), "")
-        if problem:
-            self.exchange.refuse(problem)
-            raise TypeError(problem)
 
 
 class LowLatencyFace(LowLatencyMode):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dispatch.choices import NOT_HERE, localise, ranks_of, token_mask
 from dispatch.faces import handles
-from dispatch.faces.arguments import DispatchArguments
+from dispatch.faces.checks import CombineCall, DispatchArguments
 from dispatch.faces.handles import pad_rows
 from dispatch.rows import GivenBack, Received, RowExchange
 
@@ -96,16 +96,14 @@ class NormalMode:
         padded = [pad_rows(plane, contents.num_rows) for plane in received]
         return padded[0], padded[1] if scales is not None else None
 
-    def combine(
-        self, x: Tensor, topk_weights: Tensor | None, biases: Sequence[Tensor], contents: handles.Contents
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(self, call: CombineCall, contents: handles.Contents) -> tuple[Tensor, Tensor | None]:
         """Bring the rows home and add them up; raises as `RowExchange.give_back`."""
         num_rows = int(contents.route.counts_RR[:, self.rank].sum())
-        planes = [x[:num_rows]] if topk_weights is None else [x[:num_rows], topk_weights[:num_rows]]
+        planes = [plane[:num_rows] for plane in (call.x, call.topk_weights) if plane is not None]
         back = self.exchange.give_back(planes, contents.route, call="combine")
         num_tokens = contents.route.is_token_in_rank_TR.shape[0]
-        combined = sum_over_ranks(back, 0, num_tokens, biases)
-        return combined, None if topk_weights is None else sum_over_ranks(back, 1, num_tokens)
+        combined = sum_over_ranks(back, 0, num_tokens, call.biases)
+        return combined, None if call.topk_weights is None else sum_over_ranks(back, 1, num_tokens)
 
     def _localise(
         self, topk_idx: Tensor, topk_weights: Tensor, num_received: int, num_experts: int

@@ -65,7 +65,10 @@ DISPATCH: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
         lambda a, h: {"topk_weights": a["topk_weights"].to("meta")},
         "topk_weights is .* on meta; it must be on cpu, as x",
     ),
-    "mask of integers": (lambda a, h: {"is_token_in_rank": a["is_token_in_rank"].int()}, "must be bool"),
+    "mask of integers": (
+        lambda a, h: {"is_token_in_rank": a["is_token_in_rank"].int()},
+        "must be torch.bool",
+    ),
     "counts that do not fit": (
         lambda a, h: {"num_tokens_per_rank": a["num_tokens_per_rank"] + 1},
         "num_tokens_per_rank is .* where is_token_in_rank has .*same get_dispatch_layout",
@@ -131,7 +134,7 @@ COMBINE: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
     "x of integers": (lambda a, h: {"x": a["x"].int()}, "x is torch.int32"),
     "weights of other rows": (
         lambda a, h: {"topk_weights": a["topk_weights"][:-1]},
-        r"topk_weights is torch.float32 \[\d, 2\].*float32 \[\d, 2\]",
+        r"topk_weights is torch.float32 \[\d, 2\].*float32 \[\d, num_topk\]",
     ),
     "bias of another type": (
         lambda a, h: {"bias": torch.ones(T, H)},

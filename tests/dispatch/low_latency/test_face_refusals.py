@@ -23,7 +23,7 @@ GOOD = {"x": X, "topk_idx": TOPK, "num_max_dispatch_tokens_per_rank": 4, "num_ex
     ("change", "message"),
     [
         ({"x": [1]}, "x is list; it must be a tensor"),
-        ({"x": X[0]}, r"x is torch.bfloat16 \[512\].*two dimensions"),
+        ({"x": X[0]}, r"x is torch.bfloat16 \[512\].*it must be \[num_tokens, hidden\]"),
         ({"x": X.int()}, "x is torch.int32.*floating type"),
         ({"x": X.to("meta")}, "x is on meta"),
         ({"x": X.T.contiguous().T}, r"x has strides \[1, 3\]; .* needs it contiguous"),
@@ -64,8 +64,14 @@ def test_dispatch_refuses_bad_input_by_name(
     ("change", "message"),
     [
         ({"x": torch.zeros(2, 3, 512, dtype=BF16)}, r"x is torch.bfloat16 \[2, 3, 512\].*\[2, 4, 512\]"),
-        ({"topk_idx": TOPK[:2]}, r"topk_idx is .*\[2, 2\].*; the dispatch of this handle had \[3, 2\]"),
-        ({"topk_idx": TOPK.flip(1)}, r"topk_idx\[0, 0\] is 1 where the dispatch of this handle had 0"),
+        (
+            {"topk_idx": TOPK[:2]},
+            r"topk_idx is .*\[2, 2\].*; as in the dispatch of this handle it must be .* \[3, 2\]",
+        ),
+        (
+            {"topk_idx": TOPK.flip(1)},
+            r"topk_idx\[0, 0\] is 1; it must be -1, or 0 as in the dispatch of this handle",
+        ),
         ({"topk_weights": torch.ones(3, 2, dtype=BF16)}, "topk_weights is torch.bfloat16.*float32"),
         ({"handle": (1, 2)}, "handle is tuple; it must be what low_latency_dispatch returned"),
         (
