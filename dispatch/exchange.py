@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from dispatch import cpu_kernels as kernels
-from dispatch import layout, message
+from dispatch import layout
 from dispatch.buffers import GrowingBuffer
+from dispatch.cpu_kernels import message
 from dispatch.errors import RanksDisagree
 from dispatch.native import compile_all
 from dispatch.row_formats import PlainRows, RowFormat

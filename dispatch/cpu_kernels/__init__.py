@@ -2,7 +2,7 @@
 
 Works on addresses, so that a call costs a microsecond and rows go straight into a wire's windows and out of
 them. This rank's own rows never travel: they are read from where they are. Every argument is an int64.
-Modules follow a token's way: `sending`, `receiving`, `answers`; `fp8` casts rows. `dispatch.message` says what travels.
+Modules follow a token's way: `sending`, `receiving`, `answers`; `fp8` casts rows. `dispatch.cpu_kernels.message` says what travels.
 """
 
 from dispatch.cpu_kernels.answers import (

@@ -6,7 +6,7 @@ compares bits). Legend as in `layout`. A peer that is lost has no window; its an
 
 from numba import carray, types
 
-from dispatch.message import (
+from dispatch.cpu_kernels.message import (
     ANSWERED_BYTES,
     HEADER_BYTES,
     HEADER_CALL,

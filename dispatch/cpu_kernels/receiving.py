@@ -11,7 +11,7 @@ Legend as in `layout`. A peer that is lost (`Wire.mask`) has no window: its addr
 
 from numba import carray, types
 
-from dispatch.message import (
+from dispatch.cpu_kernels.message import (
     CURSOR,
     HEADER_FORMAT,
     HEADER_PAIRS,

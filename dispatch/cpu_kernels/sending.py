@@ -3,7 +3,7 @@
 Legend as in `layout`.
 """
 
-from dispatch.message import (
+from dispatch.cpu_kernels.message import (
     CURSOR,
     HEADER_BYTES,
     HEADER_FORMAT,

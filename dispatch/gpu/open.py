@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from dispatch.availability import why_unavailable
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import WireUnavailable
 from dispatch.gpu.dispatcher import DeviceDispatcher, LocalPairs
@@ -24,6 +23,7 @@ from dispatch.gpu.normal import NormalPairs
 from dispatch.gpu.symmetric import open_memory_for
 from dispatch.row_formats import describe_rows
 from dispatch.rows import HostRows, RowMover
+from dispatch.wires.availability import why_unavailable
 from dispatch.wires.open import open_wire
 from dispatch.wires.segment import identify_process
 

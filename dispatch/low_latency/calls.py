@@ -3,7 +3,7 @@
 The shape is the numbers from which every size follows, so that nothing depends on the tokens. On a GPU a dispatch message to
 a rank is a header, then one entry per row (its token and its K local experts), then the rows: each token once per rank,
 however many of its experts live there (DeepEP sends it once per expert); a row is its values and, in FP8, its float32
-scales. A combine message is a header and one row of answers per (token, expert). On a CPU messages are `dispatch.message`'s.
+scales. A combine message is a header and one row of answers per (token, expert). On a CPU messages are `dispatch.cpu_kernels.message`'s.
 
 Results and tables are allocated once per shape and handed out in turn. Two of each kind may be held; the third call
 overwrites the first's. That is what makes a call free of allocation, and it is DeepEP's rule too. Large results cost no

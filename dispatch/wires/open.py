@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dispatch.availability import BACKENDS, ON_DEVICE, why_unavailable
 from dispatch.errors import WireUnavailable
+from dispatch.wires.availability import BACKENDS, ON_DEVICE, why_unavailable
 from dispatch.wires.gloo import MIN_REGION_BYTES as MIN_GLOO_REGION_BYTES
 from dispatch.wires.gloo import GlooWire
 from dispatch.wires.local import LocalWire

@@ -22,7 +22,7 @@ class LockStepError(RuntimeError):
 
 
 class Mailbox(Protocol):
-    """An all-gather of small integer rows, split in two; see `dispatch.mailbox`."""
+    """An all-gather of small integer rows, split in two; see `dispatch.wires.mailbox`."""
 
     def post(self, values: Sequence[int]) -> None:
         """Send this rank's row without waiting."""

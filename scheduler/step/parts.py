@@ -16,8 +16,8 @@ from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import WireUnavailable
 from dispatch.hierarchical import open_hierarchical
-from dispatch.mailbox import open_mailbox
 from dispatch.row_formats import row_format
+from dispatch.wires.mailbox import open_mailbox
 from dispatch.wires.open import open_wire
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend

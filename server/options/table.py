@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dispatch.availability import BACKENDS
+from dispatch.wires.availability import BACKENDS
 from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
 from server.api.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from server.options.checks import check_key, read_keys

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dispatch import availability
-from dispatch.availability import BACKENDS, why_not_served_by, why_unavailable
 from dispatch.errors import WireUnavailable
+from dispatch.wires import availability
+from dispatch.wires.availability import BACKENDS, why_not_served_by, why_unavailable
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 
@@ -76,7 +76,7 @@ def test_what_is_no_wire_is_refused_on_every_rank(pool_of: PoolOf, name: str) ->
 
 
 def test_it_loads_no_torch() -> None:
-    script = "import sys, dispatch.availability; sys.exit('torch' in sys.modules)"
+    script = "import sys, dispatch.wires.availability; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
-from dispatch.mailbox import MAX_WIDTH, LocalMailbox, open_mailbox
+from dispatch.wires.mailbox import MAX_WIDTH, LocalMailbox, open_mailbox
 from tests.conftest import PoolOf
 
 

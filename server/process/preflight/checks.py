@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from dispatch.availability import why_not_served_by
+from dispatch.wires.availability import why_not_served_by
 from scheduler.policy.config import why_no_compiler
 from server.options.table import Options
 from server.process.preflight.memory import (

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dispatch.availability import has_cuda_device
+from dispatch.wires.availability import has_cuda_device
 from server.options.reading import check_limits
 from server.options.table import Options
 from server.process.preflight.model import PreflightError

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from dispatch.errors import RanksDisagree, WireUnavailable
-from dispatch.mailbox import open_mailbox
+from dispatch.wires.mailbox import open_mailbox
 from expert_placement.placement import linear_placement
 from scheduler.epochs.follower import EpochFollower
 from scheduler.epochs.orders import CannotHoldError, IsOver, MembershipError, Order, OvertakenError

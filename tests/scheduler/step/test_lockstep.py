@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatch.mailbox import open_mailbox
+from dispatch.wires.mailbox import open_mailbox
 from kvcache.blocks import BlockPool
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.scheduler import Scheduler

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dispatch.availability import ON_DEVICE
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, WireUnavailable
 from dispatch.wires import signals
+from dispatch.wires.availability import ON_DEVICE
 from dispatch.wires.segment import SharedSegment
 from dispatch.wires.wire import RankTable
 
