@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from dispatch.dispatched import TokenDispatcher
+from dispatch.dispatched import TokenDispatcher, UnconnectedDispatcher
 from dispatch.errors import WireUnavailable
-from dispatch.unconnected import UnconnectedDispatcher
 from dispatch.wires.segment import available_bytes
 from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dispatch.choices import NOT_HERE, localise, ranks_of, token_mask
 from dispatch.faces.checks import CombineCall, DispatchCall
 from dispatch.faces.handles import EPHandle, Routes, Rows, join_rows, pad_rows, plain
-from dispatch.rows import GivenBack, RowExchange
+from dispatch.rows import NOT_HERE, GivenBack, RowExchange, localise, ranks_of, token_mask
 
 SCALE_ALIGNMENT = (
     4  # scales (of 4 bytes) per column start at 16 bytes, for DeepGEMM's loads (DeepEP, compiled.cuh)

@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dispatch.choices import NOT_HERE, localise, ranks_of, token_mask
 from dispatch.faces import handles
 from dispatch.faces.checks import CombineCall, DispatchArguments
 from dispatch.faces.handles import pad_rows
-from dispatch.rows import GivenBack, Received, RowExchange
+from dispatch.rows import NOT_HERE, GivenBack, Received, RowExchange, localise, ranks_of, token_mask
 
 
 class Layout(NamedTuple):

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from dispatch import fp8
-from dispatch.choices import NOT_HERE, localise, ranks_of, token_mask
 from dispatch.errors import DispatchError
 from dispatch.gpu.pairs import PairOrders, combine_pairs
-from dispatch.rows import RowMover, select
+from dispatch.rows import NOT_HERE, RowMover, localise, ranks_of, select, token_mask
 
 
 class NormalPairs:

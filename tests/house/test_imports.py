@@ -74,7 +74,6 @@ ORDER = (
     (
         "dispatch.dispatched",
         "dispatch.layout",
-        
         "dispatch.row_formats",
         "dispatch.wires.open",
     ),
