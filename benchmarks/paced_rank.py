@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
@@ -26,10 +27,11 @@ TOKEN_VARIABLE = "PACED_RANK_TOKEN"
 OPEN_TIMEOUT_S = 60.0
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 1 << 16
+LOOK_AGAIN_S = 0.002  # where no request could advance
 
 
 @dataclass(slots=True)
-class _Open:
+class OpenRequest:
     """A request that is being answered."""
 
     request: Request
@@ -57,6 +59,7 @@ class PacedRank:
         token: str,
         *,
         max_model_len: int,
+        num_restarts: int = 0,
         step_s: float = 0.0,
         most_tokens: int | None = None,
         after_step: Callable[["PacedRank", int], None] = lambda _rank, _step: None,
@@ -65,6 +68,7 @@ class PacedRank:
         """Prepare; nothing runs before `open`.
 
         Args:
+            num_restarts: how often this rank was started again.
             step_s: least time between the starts of two steps.
             most_tokens: an answer ends with a stop after so many; None: only max_tokens ends it.
             after_step: called with the step's number when its outputs are queued.
@@ -74,7 +78,7 @@ class PacedRank:
         self._step_s, self._most_tokens, self._after_step = step_s, most_tokens, after_step
         self._changed = threading.Condition()
         self._ended = threading.Event()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenRequest] = {}
         facts = RankFacts(
             rank=rank,
             world_size=world_size,
@@ -84,17 +88,13 @@ class PacedRank:
             num_blocks=NUM_BLOCKS,
             block_tokens=BLOCK_TOKENS,
             max_num_seqs=1 << 12,
+            num_restarts=num_restarts,
         )
-        self.link = RankLink(
-            address,
-            token,
-            facts,
-            self,
-        )
+        self.link = RankLink(address, token, facts, self)
         self._on_prepare = on_prepare
         self._stepping = threading.Thread(target=self._run, name=f"paced-rank-{rank}", daemon=True)
 
-    def open(self) -> "PacedRank":
+    def open(self) -> Self:
         """Attach to the front and begin to step."""
         self.link.open(OPEN_TIMEOUT_S)
         self._stepping.start()
@@ -153,7 +153,7 @@ class PacedRank:
     def submit(self, request: Request) -> None:
         """Answer a request."""
         with self._changed:
-            self._open[request.request_id] = _Open(request)
+            self._open[request.request_id] = OpenRequest(request, len(request.replayed_ids))
             self._changed.notify_all()
 
     def abort(self, request_id: str) -> None:
@@ -175,15 +175,22 @@ class PacedRank:
     def _step(self) -> None:
         with self._changed:
             self.num_steps += 1
-            outputs = [self._advance(each) for each in self._open.values()]
+            advanced = [self._advance(each) for each in self._open.values()]
+            outputs = [output for output in advanced if output is not None]
             for output in outputs:
                 if output.finish_reason is not None:
                     del self._open[output.request_id]
             self._changed.notify_all()
+        if self._ended.is_set():
+            return
+        if not outputs:
+            self._ended.wait(LOOK_AGAIN_S)
+            return
         self.link.send(outputs, self._stats(len(outputs)))
         self._after_step(self, self.num_steps)
 
-    def _advance(self, each: _Open) -> RequestOutput:
+    def _advance(self, each: OpenRequest) -> RequestOutput | None:
+        """Return a request's next token; None: not in this step."""
         request, params = each.request, each.request.params
         token = token_of(request, each.num_done)
         each.num_done += 1
@@ -193,7 +200,7 @@ class PacedRank:
         return RequestOutput(
             request_id=request.request_id,
             token_ids=[token],
-            logprobs=[] if params.num_logprobs is None else [_logprobs(token, params.num_logprobs)],
+            logprobs=[] if params.num_logprobs is None else [logprobs_of(token, params.num_logprobs)],
             finish_reason=finish,
         )
 
@@ -212,10 +219,10 @@ class PacedRank:
         )
 
 
-def _logprobs(token: int, num_top: int) -> Logprobs:
-    """The chosen token is the likeliest, then the ids after it."""
+def logprobs_of(token: int, num_top: int) -> Logprobs:
+    """The chosen token is the likeliest, then the ids after it, half as likely each."""
     tops = [token + place for place in range(num_top)]
-    return Logprobs(token, -0.5, tops, [-0.5 - place for place in range(num_top)])
+    return Logprobs(token, -0.5, tops, [-0.5 - 0.693 * place for place in range(num_top)])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 from tokenizers import Tokenizer
@@ -33,10 +33,11 @@ class FrontProcess:
         num_ranks: int = 2,
         max_len: int = MAX_LEN,
         log: Path | None = None,
+        **how: Any,
     ) -> None:
-        """Start it; its standard output goes to `log`, if there is one."""
+        """Start it; its standard output goes to `log`, if there is one; `how` its ranks answer, see `FakeRank`."""
         self.num_ranks = num_ranks
-        self._max_len = max_len
+        self._max_len, self._how = max_len, how
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.ranks: list[FakeRank] = []
         self._scripts: dict[str, Script] = {}
@@ -74,6 +75,7 @@ class FrontProcess:
             decode=self.decode,
             max_model_len=self._max_len,
             num_restarts=num_restarts,
+            **self._how,
         )
         fake.scripts.update(self._scripts)
         self.ranks.append(fake.open())

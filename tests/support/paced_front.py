@@ -1,6 +1,7 @@
 """A real front with model-less ranks that answer everything, and what it holds: for fuzzing and soaking."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -8,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.paced_rank import PacedRank
 from expert_placement.placement import Placement, linear_placement
 from scheduler.moves.reports import MoveState, PlacementReport
+from tests.support.fake_rank import FakeRank
 from tests.support.front_process import FrontProcess
 from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report
 from tests.support.service_processes import wait_until
-from tests.support.tiny_tokenizer import MAX_LEN
 
 MODEL = "tiny"
 EXPERT_BYTES = 1000
@@ -22,33 +23,18 @@ COMPILE_S = 600.0
 class PacedFront(FrontProcess):
     """`wideep front` whose ranks give each request a token per step, and know experts and placements."""
 
-    def __init__(self, model: Path, *flags: str, step_s: float = 0.0, most_tokens: int | None = None) -> None:
-        self._how = {"step_s": step_s, "most_tokens": most_tokens}
-        super().__init__(model, "--served-model-name", MODEL, *flags, num_ranks=RANKS)
+    def __init__(self, model: Path, *flags: str, **how: Any) -> None:
+        how = {"repeats": True, "after_step": _report_load, "on_prepare": _switch, **how}
+        super().__init__(model, "--served-model-name", MODEL, *flags, num_ranks=RANKS, **how)
 
-    def attach(self, rank: int) -> PacedRank:  # type: ignore[override]
+    def attach(self, rank: int, *, num_restarts: int = 0) -> FakeRank:
         """Attach one rank; rank 0 says which experts there are."""
-        paced = PacedRank(
-            rank,
-            self.num_ranks,
-            self.ranks_address,
-            self.token,
-            max_model_len=MAX_LEN,
-            after_step=_report_load,
-            on_prepare=_switch,
-            **self._how,  # type: ignore[arg-type]
-        )
-        self.ranks.append(paced.open())  # type: ignore[arg-type]
+        fake = super().attach(rank, num_restarts=num_restarts)
         if rank == 0:
-            paced.link.send_experts(expert_map())
+            fake.link.send_experts(expert_map())
             serving = linear_placement(LAYERS, EXPERTS, RANKS)
-            paced.link.send_placement(_serving(0, serving), serving, EXPERT_BYTES)
-        return paced
-
-    @property
-    def paced(self) -> list[PacedRank]:
-        """The ranks."""
-        return self.ranks  # type: ignore[return-value]
+            fake.link.send_placement(_serving(0, serving), serving, EXPERT_BYTES)
+        return fake
 
     def figures(self) -> dict[str, float]:
         """What /metrics says, summed over labels."""
@@ -73,7 +59,7 @@ class PacedFront(FrontProcess):
 
     def wait_settled(self, num_tasks: float) -> None:
         """Wait until nothing is open anywhere, and the front has no more than so many tasks."""
-        for rank in self.paced:
+        for rank in self.ranks:
             assert rank.wait_idle(SETTLE_S), f"rank {rank.rank} still has {rank.num_open} requests"
 
         def is_settled() -> bool:

@@ -151,4 +151,4 @@ def test_thousands_of_hostile_requests_leave_nothing_behind(hard_front: PacedFro
     assert rss_bytes(pid) - before["rss"] < GROWTH_BYTES, (
         f"{int(before['rss']) >> 20} MiB became {rss_bytes(pid) >> 20}"
     )
-    assert [rank.num_free_blocks for rank in hard_front.paced] == [NUM_BLOCKS] * len(hard_front.paced)
+    assert [rank.num_free_blocks for rank in hard_front.ranks] == [NUM_BLOCKS] * len(hard_front.ranks)

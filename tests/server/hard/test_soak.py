@@ -71,7 +71,7 @@ def soak(front: PacedFront, count: int, rounds: int) -> list[int]:
         asyncio.run(run(front.url, asked))
         check(front, asked)
         front.wait_settled(num_tasks)
-        assert [rank.num_free_blocks for rank in front.paced] == [NUM_BLOCKS] * len(front.paced)
+        assert [rank.num_free_blocks for rank in front.ranks] == [NUM_BLOCKS] * len(front.ranks)
         wait_until(
             lambda: num_descriptors(front.process.pid) <= descriptors + SPARE_TASKS,
             lambda: f"{num_descriptors(front.process.pid)} descriptors, {descriptors} before",
@@ -83,7 +83,7 @@ def soak(front: PacedFront, count: int, rounds: int) -> list[int]:
 @pytest.mark.slow
 def test_sixty_streams_with_leavers_and_slow_readers(paced_front: PacedFront) -> None:
     soak(paced_front, count=60, rounds=1)
-    assert sum(rank.num_aborted for rank in paced_front.paced) > 0, "who leaves frees its blocks at once"
+    assert sum(rank.num_aborted for rank in paced_front.ranks) > 0, "who leaves frees its blocks at once"
     assert paced_front.figures()["vllm:request_success_total"] >= 60
 
 
