@@ -120,10 +120,19 @@ def find_agent() -> int:
     pid = os.getppid()
     with contextlib.suppress(OSError):  # the kernel may hide other users' processes, or one has just ended
         while pid > 0:
-            if any(word.endswith(_TORCHRUN) for word in _command_line(pid)):
+            if is_torchrun(pid):
                 return pid
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # state, ppid
     return os.getppid()
+
+
+def is_torchrun(pid: int) -> bool:
+    """Return whether a process is a torchrun, by its command line.
+
+    Raises:
+        OSError: there is none, or the kernel hides it.
+    """
+    return any(word.endswith(_TORCHRUN) for word in _command_line(pid))
 
 
 def rendezvous_endpoint(command: Sequence[str], environment: Mapping[str, str]) -> Endpoint | None:

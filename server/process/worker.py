@@ -1,5 +1,6 @@
 """`wideep worker`: what torchrun runs once per rank. Finds the rank's place, checks the start, and supervises."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,7 +16,15 @@ from server.process.preflight.checks import check_start
 from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
 from server.process.preflight.model import PreflightError, resolve_model
-from server.process.rendezvous import Place, PlaceError, find_agent, front_host, place_from, store_variables
+from server.process.rendezvous import (
+    Place,
+    PlaceError,
+    find_agent,
+    front_host,
+    is_torchrun,
+    place_from,
+    store_variables,
+)
 from server.process.supervisor import UNDER_SERVE, Commands, Supervisor, report_failure
 
 AGENT_GRACE_S = 10.0  # for a torchrun whose service is gone to end by itself
@@ -47,7 +56,9 @@ def run_worker(
     if supervisor.has_lost_front and UNDER_SERVE not in environment:
         # On a node that is cut off, torchrun waits in its rendezvous for an answer of the store's node, where it hears no
         # signal: a quarter of an hour, as long as the kernel sends again. With all its workers gone it has nothing left to do.
-        kill_if_it_stays(agent_fd, grace_s=AGENT_GRACE_S)
+        with contextlib.suppress(OSError):  # it has ended
+            if is_torchrun(agent):  # and not whatever else started us
+                kill_if_it_stays(agent_fd, grace_s=AGENT_GRACE_S)
     _clear_after_serve(environment)
     return status
 

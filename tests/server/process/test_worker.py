@@ -260,6 +260,16 @@ def test_an_engine_that_has_lost_the_front_is_not_started_again(model: Path) -> 
         assert service.end()[0] == 1
         assert "rank 1 has lost the front, and so its service" in service.output()
         assert service.facts("engine-1")["env"]["WIDEEP_RESTARTS"] is None
+    waiting = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mentions(path, str(model))]
+    assert not waiting, "whoever started the worker is no torchrun, which would be killed if it stayed"
+
+
+def mentions(command_line: Path, text: str) -> bool:
+    """Whether a process that may have ended has a text in its command line."""
+    try:
+        return text in command_line.read_text()
+    except OSError:
+        return False
 
 
 def test_an_engine_that_dies_while_the_service_stops_stays_dead(model: Path) -> None:
