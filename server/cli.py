@@ -2,7 +2,7 @@
 
 Each command's module is imported when the command is dispatched (the exception to rule 8 of the house style, for
 start-up time): `wideep --help` answers in a tenth of a second, and the supervisor never loads torch, fastapi or
-transformers. `engine`, `front`, `structure-checker` and `torchrun` are for WideEP's own use and not shown.
+transformers. `engine`, `front`, `structure-checker`, `claim` and `torchrun` are for WideEP's own use and not shown.
 """
 # ruff: noqa: PLC0415
 
@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run_agent(words[1:])
     if words == ["structure-checker"]:
         return _run_checker()
+    if words[:1] == ["claim"]:
+        return _run_claim(words[1:])
     parser = build_parser()
     args = parser.parse_args(words)
     if args.command is None:
@@ -181,6 +183,12 @@ def _run_experts(args: argparse.Namespace) -> int:
     from server.clients.experts.offline import run_experts
 
     return run_experts(args)
+
+
+def _run_claim(words: Sequence[str]) -> int:
+    from server.process.claim import run_claim
+
+    return run_claim(words)
 
 
 def _run_checker() -> int:

@@ -20,10 +20,13 @@ _ESTABLISHED = 1
 _TCP_INFO = struct.Struct("=BxBB52xI")
 
 
-def break_silent(timeout_s: float) -> int:
-    """Look at every TCP connection of this process, and shut down those whose host has not answered for so long.
+def break_silent(timeout_s: float, *, port: int | None = None) -> int:
+    """Look at TCP connections of this process, and shut down those whose host has not answered for so long.
 
     To be called every second or so. Returns how many were shut down.
+
+    Args:
+        port: only connections to this port of ours, where others may be as slow as they like; None: all.
     """
     num_broken = 0
     for descriptor in _descriptors():
@@ -34,6 +37,7 @@ def break_silent(timeout_s: float) -> int:
             if (
                 connection.family in (socket.AF_INET, socket.AF_INET6)
                 and connection.type == socket.SOCK_STREAM
+                and (port is None or connection.getsockname()[1] == port)
             ):
                 num_broken += _look(connection, max(timeout_s, LEAST_TIMEOUT_S))
     return num_broken

@@ -81,6 +81,25 @@ class RankFacts:
     restartable_in_s: float = (
         0.0  # that it would have to live to be started again when it dies; 0: it is at once
     )
+    node: str = ""  # the same for all ranks under one torchrun
+
+
+class Claim(NamedTuple):
+    """What a worker of a node that joins says instead of `RankFacts`: it asks which rank it is."""
+
+    node: str  # the same for all workers under one torchrun
+    local_rank: int
+    num_ranks: int  # of this node
+
+
+class Claimed(NamedTuple):
+    """The front's answer to a claim, which ends the stream."""
+
+    rank: int
+    world_size: int
+    num_restarts: int  # with which its engine is to attach
+    refusal: str = ""  # why it gets none
+    may_come: bool = False  # a place may become free
 
 
 class StepOutput(NamedTuple):
@@ -172,6 +191,7 @@ class DropPlacement(NamedTuple):
 
 FROM_RANK = (
     RankFacts,
+    Claim,
     Heartbeat,
     StepOutput,
     LoadReport,
@@ -181,7 +201,7 @@ FROM_RANK = (
     Fault,
     Goodbye,
 )
-TO_RANK = (Welcome, Submit, Abort, Stop, Prepare, DropPlacement, Order)
+TO_RANK = (Welcome, Claimed, Submit, Abort, Stop, Prepare, DropPlacement, Order)
 _MESSAGES: dict[str, type] = {each.__name__: each for each in (*FROM_RANK, *TO_RANK)}
 
 _Read = Callable[[Any], Any]

@@ -27,6 +27,8 @@ from server.link.messages import (
     SERVICE,
     TOKEN_KEY,
     Abort,
+    Claim,
+    Claimed,
     DropPlacement,
     Fault,
     Goodbye,
@@ -308,6 +310,25 @@ def reach(address: str, timeout_s: float) -> None:
                 "reaches that address and that no firewall is in between"
             ) from error
         return
+
+
+def claim(address: str, token: str, claim: Claim, timeout_s: float) -> Claimed:
+    """Ask the front which rank a worker of a node that joins is.
+
+    Raises:
+        LinkError: no front answered, or it refused to talk to this one.
+    """
+    reach(address, timeout_s)
+    with grpc.insecure_channel(address, options=OPTIONS) as channel:
+        attach = channel.stream_stream(f"/{SERVICE}/{METHOD}", encode, decode)
+        metadata = ((TOKEN_KEY, bearer(token)), (DEFINITION_KEY, DEFINITION))
+        try:
+            answer = next(iter(attach(iter([claim]), metadata=metadata, timeout=timeout_s)), None)
+        except grpc.RpcError as error:
+            raise RefusedError(f"the front at {address} refused this node: {_explain(error)}") from error
+    if not isinstance(answer, Claimed):
+        raise LinkError(f"the front at {address} gave no answer")
+    return answer
 
 
 def _explain(error: grpc.RpcError) -> str:

@@ -28,6 +28,8 @@ from server.link.messages import (
     SERVICE,
     TOKEN_KEY,
     Abort,
+    Claim,
+    Claimed,
     DropPlacement,
     Fault,
     Goodbye,
@@ -52,6 +54,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 class RankListener(Protocol):
     """Told by `Ranks`, in the event loop, what ranks say."""
+
+    def claim(self, claim: Claim) -> Claimed:
+        """Give a worker of a node that joins its rank."""
 
     def attached(self, facts: RankFacts) -> None:
         """A rank is ready."""
@@ -120,6 +125,7 @@ class Ranks:
     def __init__(self, num_ranks: int, token: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_ranks = num_ranks
         self.attached: dict[int, AttachedRank] = {}
+        self.port = 0  # once bound
         self._clock = clock
         self._listener: RankListener | None = None  # before `serve` nobody is attached
         self._left = asyncio.Event()
@@ -148,7 +154,8 @@ class Ranks:
         shown = f"[{host}]" if is_v6 else host
         wildcard = "[::]" if is_v6 else "0.0.0.0"
         bound = shown if host in LOOPBACK else wildcard
-        return f"{shown}:{self._server.add_insecure_port(f'{bound}:{port}')}"
+        self.port = self._server.add_insecure_port(f"{bound}:{port}")
+        return f"{shown}:{self.port}"
 
     async def serve(self, listener: RankListener) -> None:
         """Let ranks attach from now on, and tell `listener`, in the event loop, what they say."""
@@ -221,6 +228,8 @@ class Ranks:
     async def _attach(self, messages: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
         """Serve one rank's stream until it ends."""
         stream = await self._greet(messages, context)
+        if stream is None:
+            return
         reader = asyncio.create_task(self._read(stream, messages))
         writer = asyncio.create_task(stream.write(context))
         ended = asyncio.create_task(stream.ended.wait())
@@ -251,8 +260,11 @@ class Ranks:
 
     async def _greet(
         self, messages: AsyncIterator[object], context: grpc.aio.ServicerContext
-    ) -> AttachedRank:
-        """Authenticate the stream, read what the rank is and attach it, or refuse with a reason."""
+    ) -> AttachedRank | None:
+        """Authenticate the stream, read what the rank is and attach it, or refuse with a reason.
+
+        None: it was a worker that asked for its rank, and has its answer.
+        """
         metadata = dict(context.invocation_metadata() or ())
         if not hmac.compare_digest(str(metadata.get(TOKEN_KEY, "")).encode(), self._secret):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this front's")
@@ -262,6 +274,9 @@ class Ranks:
                 "it runs another version of WideEP; install the same one on every node",
             )
         facts = await anext(aiter(messages), None)
+        if isinstance(facts, Claim):
+            await context.write(self._told.claim(facts))
+            return None
         if not isinstance(facts, RankFacts):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be RankFacts")
         assert isinstance(facts, RankFacts), "abort raises"

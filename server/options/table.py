@@ -89,6 +89,15 @@ def _template_file(name: str, given: Any) -> str:
     return str(os.path.abspath(given))  # processes of a service need not share a directory
 
 
+def _endpoint(name: str, given: Any) -> str:
+    host, _, port = text(name, given).rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65_536:
+        raise OptionsError(
+            f"{name} is {given!r}; give HOST:PORT, the service's --rdzv-endpoint, such as 10.0.0.1:29400"
+        )
+    return str(given)
+
+
 def _eplb_config(name: str, given: Any) -> EplbConfig:
     try:
         return parse_eplb_config(given if isinstance(given, str) else json.dumps(given))
@@ -241,6 +250,11 @@ class Options:
     data_parallel_size: int | None = flag(
         RANKS, "--data-parallel-size", "-dp", read=whole(1), metavar="N",
         default_text="2 on CPU, else one per GPU", help="ranks on this node, one process each",
+    )  # fmt: skip
+    join: str | None = flag(
+        RANKS, "--join", read=_endpoint, metavar="HOST:PORT",
+        help="for `wideep worker` under a torchrun of its own: take the place of a node that is away in the service "
+        "whose --rdzv-endpoint this is",
     )  # fmt: skip
     device: str = flag(
         RANKS, "--device", read=one_of("auto", "cpu", "cuda"), metavar="{auto,cpu,cuda}", default="auto",

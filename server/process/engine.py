@@ -39,6 +39,7 @@ from server.link.rank_link import LinkError, reach
 from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE
+from server.process.claim import publish_service
 from server.process.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.process.rendezvous import Place, place_from
@@ -109,7 +110,7 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
     num_restarts = num_restarts_of(environment)
     store = _own_store(place, environment)
-    front = _front(store, environment)
+    front = _front(place, store, environment)
     supervisor = SupervisorPipe(environment)
     supervisor.tell(http=front["http"])
     if num_restarts:
@@ -256,11 +257,12 @@ def _store(place: Place) -> Store:
     )
 
 
-def _front(store: Store, environment: Mapping[str, str]) -> dict[str, str]:
+def _front(place: Place, store: Store, environment: Mapping[str, str]) -> dict[str, str]:
     """The front's addresses: given by our supervisor and published, or read from the store."""
     given = environment.get(FRONT_VARIABLE)
     if given is not None:
         store.set(FRONT_KEY, given)
+        publish_service(_store(place), json.loads(given), environment)
         return json.loads(given)  # type: ignore[no-any-return]
     return json.loads(store.get(FRONT_KEY))  # type: ignore[no-any-return]
 

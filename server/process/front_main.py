@@ -31,7 +31,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from expert_placement.survivors import surviving
-from scheduler.epochs.heartbeat import Heartbeat, Watch
+from scheduler.epochs.connections import break_silent
+from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat, Watch
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
 from scheduler.policy.request import RankStats, RequestOutput
@@ -39,9 +40,10 @@ from server.errors import ApiError
 from server.front.journal import Journal
 from server.front.leader import Leader
 from server.front.membership import Epochs
+from server.front.nodes import Nodes
 from server.http.logs import logging_to
 from server.http.metrics import Metrics
-from server.link.messages import Fault, PlacementWord, RankFacts, Served
+from server.link.messages import Claim, Claimed, Fault, PlacementWord, RankFacts, Served
 from server.link.ranks import Ranks
 from server.options.flag import OptionsError
 from server.options.table import Options
@@ -175,6 +177,7 @@ class _Front:
         self._http, self._ending = http, ending
         self._watch = Watch(options.heartbeat_timeout_s)
         self._watch.begin_epoch(0, range(ranks.num_ranks))
+        self._epochs, self._nodes = epochs, Nodes(ranks.num_ranks)
         self._fatal: str | None = None
         self._is_closing = False  # open requests have ended; answers may still be on their way
         self._leader = Leader(
@@ -196,6 +199,7 @@ class _Front:
         """
         if is_again:
             self._leader.resume()
+        self._look_at_links()
         await self._ranks.serve(self)
         serving = asyncio.create_task(self._http.serve(listener))
         serving.add_done_callback(self._on_http_end)
@@ -205,6 +209,11 @@ class _Front:
             await self._wait_for_ranks()
         await self._ranks.close()
         return _complain(self._fatal) if self._fatal else 0
+
+    def _look_at_links(self) -> None:
+        """Lose ranks whose host does not answer any more; clients may be away for as long as they like."""
+        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_at_links)
+        break_silent(self._options.heartbeat_timeout_s, port=self._ranks.port)
 
     def _on_http_end(self, serving: "asyncio.Task[None]") -> None:
         """A front that does not answer over HTTP is of no use: it ends, and says why."""
@@ -253,8 +262,14 @@ class _Front:
             ranks = ", ".join(map(str, self._ranks.attached))
             _LOG.error("did not hear goodbye from rank %s", ranks)
 
+    def claim(self, claim: Claim) -> Claimed:
+        """Give a worker of a node that joins its rank."""
+        missing = {rank: absence.since_s for rank, absence in self._epochs.missing.items()}
+        return self._nodes.claim(claim, missing, time.monotonic())
+
     def attached(self, facts: RankFacts) -> None:
         """Take a rank that is ready."""
+        self._nodes.note(facts.rank, facts.node, facts.num_restarts)
         self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
         self._http.experts_load.note_rank(facts.rank, facts.host)
         if facts.served is not None:

@@ -22,6 +22,7 @@ from scheduler.policy.request import RankStats, Request, RequestOutput
 from server.link.messages import RankFacts, Served
 from server.link.rank_link import LinkError, RankLink, RefusedError
 from server.process.children import FRONT_IS_GONE
+from server.process.rendezvous import NODE_VARIABLE
 
 FRONT_RETURN_S = 60.0  # that a front may take to be back, or a cable
 
@@ -61,6 +62,7 @@ class FrontStream:
             max_num_seqs=config.max_num_seqs,
             num_restarts=num_restarts_of(environment),
             restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
+            node=environment.get(NODE_VARIABLE, ""),
         )
         self.link = self._make_link(self._facts)
 

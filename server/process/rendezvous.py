@@ -8,12 +8,17 @@ cannot tell those two apart and fails behind NAT.
 """
 
 import contextlib
+import json
 import os
+import socket
+import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+NODE_VARIABLE = "WIDEEP_NODE"  # for engines: the same for all that one torchrun has started
+RESTARTS_VARIABLE = "WIDEEP_RESTARTS"  # for engines: how often this rank's was started again
 _C10D_PORT = 29400  # torchrun's default for an endpoint without a port
 _TORCHRUN = ("torchrun", "torch.distributed.run", "distributed/run.py", "torch.distributed.launch")
 _LISTEN = "0A"  # a TCP state in /proc/net/tcp
@@ -101,6 +106,60 @@ def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os
     endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
     host, port = endpoint or Endpoint(place.master_addr, place.master_port)
     return host if listens_on(agent_pid, port) else None
+
+
+def node_name(agent_pid: int, environment: Mapping[str, str] = os.environ) -> str:
+    """Name what is below one run of one torchrun."""
+    run_id, restarts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
+    return f"{run_id}/{restarts}@{socket.gethostname()}:{agent_pid}"
+
+
+class Joined(NamedTuple):
+    """A place that a running service gave to a worker of another torchrun."""
+
+    place: Place
+    variables: dict[str, str]  # in which the engine finds it, as torchrun would have said it
+
+
+def join_service(endpoint: str, place: Place, node: str, command: Sequence[str]) -> Joined:
+    """Ask the service whose rendezvous endpoint this is for a place.
+
+    Args:
+        place: what this worker's own torchrun says.
+        command: runs `server.process.claim`, which needs torch.
+
+    Raises:
+        PlaceError: there is none, and why.
+    """
+    if place.world_size != place.local_world_size:
+        raise PlaceError(
+            f"--join takes a torchrun of one node; this one has {place.world_size} workers, {place.local_world_size} of "
+            "them here: run one torchrun on each node that joins, with --nnodes 1"
+        )
+    words = [endpoint, node, str(place.local_rank), str(place.local_world_size)]
+    asked = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines()
+        raise PlaceError(said[-1] if said else f"cannot join the service at {endpoint}")
+    given = json.loads(asked.stdout)
+    host, _, port = endpoint.rpartition(":")
+    place = replace(
+        place,
+        rank=given["rank"],
+        world_size=given["world_size"],
+        master_addr=host.strip("[]"),
+        master_port=int(port),
+    )
+    variables = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": given["run_id"],
+        "TORCHELASTIC_RESTART_COUNT": given["restarts"],
+        RESTARTS_VARIABLE: str(given["num_restarts"]),
+    }
+    return Joined(place, variables)
 
 
 def store_variables(agent_pid: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

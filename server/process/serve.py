@@ -99,6 +99,8 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 def _prepare(options: Options) -> Options:
     """Find the model, fill in what the ranks share, and check that it can work."""
+    if options.join is not None:
+        raise OptionsError("--join is for `wideep worker` under a torchrun of its own")
     device = choose_device(options.device)
     ranks = options.data_parallel_size or device.ranks
     options = replace(

@@ -50,7 +50,7 @@ from server.process.children import (
     stop_children,
 )
 from server.process.error_file import ERROR_FILE, LAST, write_absence, write_failure
-from server.process.rendezvous import Place
+from server.process.rendezvous import RESTARTS_VARIABLE, Place
 from server.process.watchdog import Watchdog
 from server.roots import WIDEEP_COMMAND
 
@@ -193,8 +193,9 @@ class Supervisor:
     def _start_engine(self) -> None:
         pipe = MessagePipe()
         extra = {**self._told_to_engine, "WIDEEP_READY_FD": str(pipe.child_fd)}
-        if self._budget.num_taken:
-            extra["WIDEEP_RESTARTS"] = str(self._budget.num_taken)
+        num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._budget.num_taken
+        if num_restarts:
+            extra[RESTARTS_VARIABLE] = str(num_restarts)
         extra["WIDEEP_RESTARTABLE_IN_S"] = str(self._budget.allowed_in_s())
         name = f"rank {self._place.rank}'s engine"
         engine = self._start(name, self._commands.engine, (), extra, pipe)
@@ -259,7 +260,7 @@ class Supervisor:
             return self._on_end(self._front)  # the cause
         if status == FRONT_IS_GONE:
             self.has_lost_front = True
-            return self._fail(f"rank {self._place.rank} has lost the front, and so its service", follows=True)
+            return self._fail(self._describe_lost_front(), follows=True)
         if status == 0 or not self._has_served:
             return self._on_end(engine)
         self._selector.unregister(engine.pidfd)
@@ -269,6 +270,18 @@ class Supervisor:
             say(f"wideep: {ending}; the service is stopping", error=True)
             return None if self._front is not None else 0
         return self._restart(ending)
+
+    def _describe_lost_front(self) -> str:
+        """Say that this rank has lost its service, and on another node how to come back to it."""
+        text = f"rank {self._place.rank} has lost the front, and so its service"
+        if UNDER_SERVE in self._environment or self._place.world_size == self._place.local_world_size:
+            return text
+        return (
+            f"{text}; if that still runs and can be reached again, this node joins it with: torchrun --nnodes 1 "
+            f"--nproc-per-node {self._place.local_world_size} --rdzv-backend c10d --rdzv-endpoint localhost:0 "
+            f"--no-python wideep worker {self._options.model} --join {self._environment.get('MASTER_ADDR')}:"
+            f"{self._environment.get('MASTER_PORT')}"
+        )
 
     def _describe_end_of(self, engine: Child) -> str:
         if self._why_killed is None:

@@ -17,16 +17,21 @@ from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
 from server.process.preflight.model import PreflightError, resolve_model
 from server.process.rendezvous import (
+    NODE_VARIABLE,
     Place,
     PlaceError,
     find_agent,
     front_host,
     is_torchrun,
+    join_service,
+    node_name,
     place_from,
     store_variables,
 )
 from server.process.supervisor import UNDER_SERVE, Commands, Supervisor, report_failure
+from server.roots import WIDEEP_COMMAND
 
+CLAIM = (*WIDEEP_COMMAND, "claim")
 AGENT_GRACE_S = 10.0  # for a torchrun whose service is gone to end by itself
 
 
@@ -43,13 +48,18 @@ def run_worker(
     die_with_parent(signal.SIGTERM)  # ends us while there are no children; later it is one more stop signal
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        place = place_from(environment)
-        host = front_host(place, agent, environment) if place.local_rank == 0 else None
+        place, node = place_from(environment), node_name(agent, environment)
+        host = None
+        if options.join is not None:
+            place, variables = join_service(options.join, place, node, CLAIM)
+        else:
+            host = front_host(place, agent, environment) if place.local_rank == 0 else None
+            variables = store_variables(agent, environment)
         options = _prepare(options, place, environment, has_front=host is not None)
     except (OptionsError, PlaceError, PreflightError) as error:
         report_failure(str(error), environment)
         return 1
-    environment = {**environment, **store_variables(agent, environment)}
+    environment = {**environment, **variables, NODE_VARIABLE: node}
     with StopSignals() as stop_signals:
         supervisor = Supervisor(options, place, commands or Commands(), environment)
         status = supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd)

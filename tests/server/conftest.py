@@ -1,4 +1,4 @@
-"""One front with two scripted ranks for all test modules; two nodes in network namespaces per test."""
+"""One front with two scripted ranks for all test modules; nodes in network namespaces per test."""
 
 import os
 import shutil
@@ -45,22 +45,24 @@ def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def namespaces() -> Iterator[list[str]]:
-    """Make two network namespaces joined by a cable, 10.213.7.1 and 10.213.7.2."""
+def namespaces(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Make network namespaces on one switch, 10.213.7.1 and so on: two, or what a test parametrises this with."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and the `ip` program to make network namespaces")
-    names = [f"wideep-{os.getpid()}-{node}" for node in (1, 2)]
-    commands = [f"ip netns add {name}" for name in names]
-    commands += [f"ip -n {names[0]} link add veth0 type veth peer name veth0 netns {names[1]}"]
+    hub, *names = [f"wideep-{os.getpid()}-{node}" for node in range(getattr(request, "param", 2) + 1)]
+    commands = [f"ip netns add {name}" for name in (hub, *names)]
+    commands += [f"ip -n {hub} link add switch type bridge", f"ip -n {hub} link set switch up"]
     for node, name in enumerate(names, start=1):
+        commands += [f"ip -n {name} link add veth0 type veth peer name veth{node} netns {hub}"]
+        commands += [f"ip -n {hub} link set veth{node} master switch up"]
         commands += [f"ip -n {name} addr add 10.213.7.{node}/24 dev veth0"]
         commands += [f"ip -n {name} link set {device} up" for device in ("lo", "veth0")]
     try:
         for command in commands:
             answer = subprocess.run(command.split(), capture_output=True, text=True, timeout=10)
             if answer.returncode:
-                pytest.skip(f"cannot make network namespaces here: {answer.stderr.strip()}")
+                pytest.skip(f"cannot make network namespaces here: {command}: {answer.stderr.strip()}")
         yield names
     finally:
-        for name in names:
+        for name in (hub, *names):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)

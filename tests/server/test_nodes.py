@@ -1,13 +1,14 @@
 """A service over two nodes that share nothing but a network: real torchrun agents and engines in namespaces."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.real_service import START_S, WIDEEP, RealService, write_tiny_
 from tests.support.service_processes import wait_until
 
 OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # inside its namespace every port is free
+ENDPOINT = f"10.213.7.{ENDPOINT_NODE + 1}:29400"
 URL = f"http://10.213.7.{ENDPOINT_NODE + 1}:{HTTP_PORT}"
 ASK = """
 import sys, httpx
@@ -44,21 +46,69 @@ def ask(namespace: str, method: str, path: str, body: dict[str, Any] | None = No
 
 
 def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealService:
-    """Start a service of one rank on each of two nodes."""
-    model, wideep = write_tiny_model(directory / "tiny"), directory / "wideep"
+    """Start a service of one rank on each node."""
+    write_tiny_model(directory / "tiny")
+    wideep = directory / "wideep"
     wideep.write_text(f'#!/bin/sh\nGLOO_SOCKET_IFNAME=veth0 exec {" ".join(WIDEEP)} "$@"\n')
     wideep.chmod(0o755)
     commands = [
         [
             *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--local-addr=10.213.7.{node + 1}"),
-            *(f"--rdzv-endpoint=10.213.7.{ENDPOINT_NODE + 1}:29400", f"--rdzv-conf=is_host={node}"),
-            *("--no-python", str(wideep), "worker", str(model), "--host", f"10.213.7.{ENDPOINT_NODE + 1}"),
-            *("--kv-cache-memory", "16M", "--all2all-backend", "gloo", *flags),
+            *(f"--nnodes={len(namespaces)}", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+            *(f"--local-addr=10.213.7.{node + 1}", f"--rdzv-endpoint={ENDPOINT}"),
+            f"--rdzv-conf=is_host={int(node == ENDPOINT_NODE)}",
+            *worker(directory, *flags),
         ]
         for node, name in enumerate(namespaces)
     ]
     return RealService(HTTP_PORT, commands, directory / "output.txt")
+
+
+def worker(directory: Path, *flags: str) -> list[str]:
+    """What a torchrun is told to run."""
+    return [
+        *("--no-python", str(directory / "wideep"), "worker", str(directory / "tiny")),
+        *(
+            "--host",
+            f"10.213.7.{ENDPOINT_NODE + 1}",
+            "--kv-cache-memory",
+            "16M",
+            "--all2all-backend",
+            "gloo",
+            *flags,
+        ),
+    ]
+
+
+@contextlib.contextmanager
+def joining(namespace: str, directory: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a torchrun of a node's own, whose worker joins the service."""
+    command = [
+        *("ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
+        *worker(directory, "--join", ENDPOINT, *flags),
+    ]
+    with (directory / "joined.txt").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        finally:
+            process.kill()
+
+
+def end_node(service: RealService, node: int) -> None:
+    """Let a node be gone, as when its power is cut: its torchrun, and with it all below."""
+    for pid in [service.processes[node].pid, *service.descendants(node)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def set_link(namespace: str, state: str) -> None:
+    subprocess.run(["ip", "-n", namespace, "link", "set", "veth0", state], check=True, timeout=10)
 
 
 def wait_until_healthy(service: RealService, namespaces: Sequence[str]) -> None:
@@ -66,7 +116,9 @@ def wait_until_healthy(service: RealService, namespaces: Sequence[str]) -> None:
     wait_until(healthy, service.output, within_s=START_S)
 
 
-def stream_all(namespace: str, *, then: Callable[[], object] = lambda: None) -> list[str]:
+def stream_all(
+    namespace: str, *, pieces: int = PIECES, then: Callable[[], object] = lambda: None
+) -> list[str]:
     """Stream completions from inside a namespace; `then` is called when all are under way. Returns their texts."""
     fields = {"model": "tiny", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
     bodies = [{**fields, "prompt": f"{number} the cat"} for number in range(NUM_STREAMS)]
@@ -83,7 +135,7 @@ def stream_all(namespace: str, *, then: Callable[[], object] = lambda: None) -> 
             assert client.stdout is not None
             for line in client.stdout:
                 lines.append(line)
-                if sum(line.startswith("data: {") for line in lines) == PIECES and line.startswith("data: {"):
+                if sum(line.startswith("data: {") for line in lines) == pieces and line.startswith("data: {"):
                     are_under_way.wait(STREAMS_S)
         return lines
 
@@ -170,11 +222,75 @@ def test_a_node_that_is_cut_off_ends_and_the_other_goes_on(namespaces: list[str]
         here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
         expected = stream_all(here)
 
-        def cut() -> None:
-            subprocess.run(["ip", "-n", other, "link", "set", "veth0", "down"], check=True, timeout=10)
-
-        assert stream_all(here, then=cut) == expected
+        assert stream_all(here, then=lambda: set_link(other, "down")) == expected
         assert len(members(here)) == 1
         service.processes[OTHER_NODE].wait(END_S)
+        assert "this node joins it with: torchrun --nnodes 1" in service.output()
+        assert f"--join {ENDPOINT}" in service.output()
         assert stream_all(here) == expected, "the end of the other node's torchrun does not end this one's"
         assert service.processes[ENDPOINT_NODE].poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("namespaces", [3], indirect=True)
+def test_engines_of_three_nodes_die_and_hang_and_streams_go_on(namespaces: list[str], tmp_path: Path) -> None:
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
+        here = namespaces[ENDPOINT_NODE]
+        expected = stream_all(here)
+        for number, node in [*((signal.SIGKILL, name) for name in namespaces), (signal.SIGSTOP, here)]:
+            victim = engine_of(service, node)
+            assert stream_all(here, then=lambda: os.kill(victim, number)) == expected  # noqa: B023
+            wait_until(lambda: members(here) == [0, 1, 2], service.output, within_s=START_S)
+            assert engine_of(service, node) != victim
+        assert stream_all(namespaces[-1]) == expected
+        assert [process.poll() for process in service.processes] == [None] * 3
+
+
+@pytest.mark.slow
+def test_a_node_that_is_gone_comes_back_with_a_torchrun_of_its_own(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
+        here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
+        expected = stream_all(here)
+        assert stream_all(here, then=lambda: end_node(service, OTHER_NODE)) == expected
+        assert len(members(here)) == 1
+        with joining(other, tmp_path) as node:
+            said = (tmp_path / "joined.txt").read_text
+            assert stream_all(here, pieces=1) == expected, "while it loads, or joins"
+            wait_until(lambda: members(here) == [0, 1] or node.poll() is not None, said, within_s=START_S)
+            assert members(here) == [0, 1], said()
+            assert "serving on 2 ranks" in said()
+            assert stream_all(other) == expected
+            assert service.processes[ENDPOINT_NODE].poll() is None
+        wait_until(lambda: len(members(here)) == 1, service.output)
+        assert stream_all(here) == expected, "it leaves as it came"
+
+
+@pytest.mark.slow
+def test_a_link_that_is_healed_within_a_minute_brings_its_node_back(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
+        here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
+        expected = stream_all(here)
+        assert stream_all(here, then=lambda: set_link(other, "down")) == expected
+        wait_until(lambda: len(members(here)) == 1, service.output)
+        set_link(other, "up")
+        wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
+        assert stream_all(other) == expected
+        assert [process.poll() for process in service.processes] == [None, None]
+
+
+@pytest.mark.slow
+def test_nobody_joins_a_service_that_misses_nobody(namespaces: list[str], tmp_path: Path) -> None:
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
+        with joining(namespaces[OTHER_NODE], tmp_path) as node:
+            assert node.wait(END_S) != 0
+        said = (tmp_path / "joined.txt").read_text()
+        assert f"cannot join the service at {ENDPOINT}: no node is away" in said
+        assert members(namespaces[ENDPOINT_NODE]) == [0, 1]

@@ -77,8 +77,8 @@ class RealService:
         """What all commands have printed."""
         return self._log.read_text()
 
-    def descendants(self) -> list[int]:
-        """Pids of everything below the commands, from /proc."""
+    def descendants(self, number: int | None = None) -> list[int]:
+        """Pids of everything below the commands, or one of them, from /proc."""
         parents = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -87,7 +87,7 @@ class RealService:
                 except OSError:  # gone meanwhile
                     continue
                 parents[int(entry.name)] = int(found.group(1)) if found else 0
-        roots = {process.pid for process in self.processes}
+        roots = {process.pid for at, process in enumerate(self.processes) if number is None or at == number}
         below = [pid for pid in parents if pid not in roots and _is_below(pid, roots, parents)]
         return sorted(below)
 
