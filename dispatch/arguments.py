@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode, device: torch.device = CPU) -> str | None:
     """Check a dispatch, but for the values of `slots_TK`: these are looked at once, while they are counted."""
     x_shape, slots_shape = x_TH.shape, slots_TK.shape
-    if len(x_shape) != 2 or not x_TH.dtype.is_floating_point or x_TH.device != device:
+    if x_TH.ndim != 2 or not x_TH.dtype.is_floating_point or x_TH.device != device:
         return (
             f"x_TH is {describe(x_TH)}; it must be a 2-dimensional floating tensor on {name_device(device)}"
         )
-    if len(slots_shape) != 2 or slots_TK.dtype != torch.int64 or slots_TK.device != device:
+    if slots_TK.ndim != 2 or slots_TK.dtype != torch.int64 or slots_TK.device != device:
         where = name_device(device)
         return f"slots_TK is {describe(slots_TK)}; it must be a 2-dimensional int64 tensor on {where}"
     (T, H), (num_tokens, K) = x_shape, slots_shape
@@ -75,28 +75,8 @@ def answers_problem(
     """Check a combine against the dispatch that it answers, which must be the last one."""
     if handle.call != last_call:
         return "dispatched is not of the last dispatch; its buffers are overwritten"
-    return combine_problem(
-        y_PH,
-        weights_TK,
-        out_TH,
-        pairs_shape=(handle.num_pairs, handle.hidden),
-        tokens_shape=(handle.num_tokens, handle.num_choices),
-        dtype=handle.dtype,
-        device=device,
-    )
-
-
-def combine_problem(
-    y_PH: Tensor,
-    weights_TK: Tensor,
-    out_TH: Tensor | None,
-    *,
-    pairs_shape: tuple[int, int],
-    tokens_shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device = CPU,
-) -> str | None:
-    """Check a combine of a dispatch whose pairs are [P, H] and whose choices are [T, K]."""
+    pairs_shape, tokens_shape = (handle.num_pairs, handle.hidden), (handle.num_tokens, handle.num_choices)
+    dtype = handle.dtype
     if y_PH.shape != pairs_shape or y_PH.dtype != dtype or y_PH.device != device:
         return f"y_PH is {describe(y_PH)}; it must be {dtype} {list(pairs_shape)} on {name_device(device)}"
     if weights_TK.shape != tokens_shape or not weights_TK.dtype.is_floating_point:

@@ -110,6 +110,7 @@ class Exchange:
         self._words: Any = memoryview(self._header.numpy())  # type: ignore[arg-type]
         self._common: tuple[int, ...] = ()  # the header's words that a call shares with the last one
         self._rank_of_slot = torch.arange(R, dtype=torch.int32).repeat_interleave(slots_per_rank)
+        self.row_of_pair = torch.empty(0, dtype=torch.int64)
         self.slot_offsets = torch.zeros(slots_per_rank + 1, dtype=torch.int64)
         self._tables, self._header_at = int(self._counts.ctypes.data), self._header.data_ptr()
         self._offsets_at, self._homes_at = self.slot_offsets.data_ptr(), self._rank_of_slot.data_ptr()
@@ -119,7 +120,7 @@ class Exchange:
         self._own_tokens, self._note = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
         self.dispatch_clock, self.combine_clock = ExchangeClock(), ExchangeClock()
         self.num_begun = self.num_ended = 0
-        self._begun_ns = self._num_rows = self._num_pairs = 0
+        self._begun_ns = self._num_rows = self._entry_room = 0
         compile_all(*kernels.KERNELS)
 
     def make_room(self, like_TH: Tensor, num_choices: int, capacity: int, kept_bytes: int) -> None:
@@ -131,7 +132,7 @@ class Exchange:
             kept_bytes: for rows or answers that are kept.
         """
         self.rows.encode(like_TH, capacity)
-        self._reserve_tokens(capacity, num_choices)
+        self._reserve_entries(capacity * (1 + num_choices))
         self._reserve_pairs(self._shape[1] * capacity * num_choices)
         self._scratch.reserve(8 * like_TH.shape[1])
         self._kept.reserve(max(kept_bytes, capacity * self.rows.row_bytes(like_TH.shape[1], like_TH.dtype)))
@@ -167,21 +168,16 @@ class Exchange:
             -1; or the flat index of the first slot that is out of range, and then nothing has left.
         """
         (S, R, rank), (T, K), wire = self._shape, slots_TK.shape, self.wire
-        hidden, dtype, rows_format = x_TH.shape[1], x_TH.dtype, self.rows
+        hidden, dtype, rows_format, num_notes = x_TH.shape[1], x_TH.dtype, self.rows, len(note)
         slots, sizes, room = slots_TK.data_ptr(), self._send_bytes, capacity if capacity > T else T
         row_bytes = rows_format.row_bytes(hidden, dtype)
-        format_word = rows_format.code(dtype) | len(note) << message.NOTE_SHIFT
+        format_word = rows_format.code(dtype) | num_notes << message.NOTE_SHIFT
         rows = rows_format.encode(x_TH, room) if travelling is None else travelling
-        if keeps and rows == x_TH.data_ptr():
-            rows = self._kept.reserve(room * row_bytes)
-            self._kept.view(T * row_bytes).copy_(x_TH.view(torch.uint8).view(-1))
-        entries = room * (1 + K)
-        if (
-            entries > self._own_entries.capacity
-            or room > self._own_tokens.capacity
-            or 2 * room * K > self._choices.capacity
-        ):
-            self._reserve_tokens(room, K)
+        is_own = travelling is None and not rows_format.copies
+        if is_own and keeps:
+            rows, is_own = self._keep_rows(x_TH, room * row_bytes), False
+        if room * (1 + K) > self._entry_room:
+            self._reserve_entries(room * (1 + K))
         bad = kernels.plan(
             slots, T, K, S, R, rank, self._tables, row_bytes, format_word,
             self._homes_at, wire.mask.address, sizes.address, self._choices.address, int(is_unique),
@@ -190,16 +186,15 @@ class Exchange:
             return int(bad)
         self._write_header(call, row_bytes, K, S, capacity, format_word)
         if note:
-            self._note.reserve(len(note))
-            self._note.view(len(note)).copy_(torch.tensor(note, dtype=torch.int64))
+            self._note.reserve(num_notes)
+            self._note.view(num_notes).copy_(torch.tensor(note, dtype=torch.int64))
         wire.open_windows(sizes)
         kernels.pack(
             rows, slots, self._choices.address, 0 if origins_T is None else origins_T.data_ptr(), T, K, S, R, rank,
             self._tables, self._header_at, self._note.address, wire.mask.address, wire.send_addresses.address,
             self._own_tokens.address, self._own_entries.address,
         )  # fmt: skip
-        is_in_place = R == 1 and travelling is None and rows == x_TH.data_ptr()
-        self._sent = _Sent(x_TH, hidden, dtype, rows, T, K, capacity, len(note), is_in_place)
+        self._sent = _Sent(x_TH, hidden, dtype, rows, T, K, capacity, num_notes, R == 1 and is_own)
         self._begin(sizes, None)
         return -1
 
@@ -227,10 +222,9 @@ class Exchange:
             self._reserve_pairs(max(R * sent.capacity * sent.num_choices, num_pairs))
             rows.reserve(max(R * sent.capacity, num_rows), sent.hidden, sent.dtype)
             self._read(num_groups, in_place)
-        self._num_rows, self._num_pairs = num_rows, num_pairs
-        return sent.x_TH if num_rows == in_place else rows.decode(
-            num_rows, sent.hidden, sent.dtype
-        ), num_pairs
+        self._num_rows, self.row_of_pair = num_rows, self._row_of_pair.view(num_pairs)
+        x_NH = sent.x_TH if num_rows == in_place else rows.decode(num_rows, sent.hidden, sent.dtype)
+        return x_NH, num_pairs
 
     def receive_to_hand_on(self) -> tuple[int, Tensor, Tensor]:
         """Wait for rows that go on to other ranks. Collective; raises as `receive_rows`.
@@ -248,10 +242,8 @@ class Exchange:
         self.rows.reserve(num_rows, sent.hidden, sent.dtype)
         self._reserve_pairs(num_pairs)
         rows_at, _ = self.rows.room(sent.hidden, sent.dtype)
-        slots_NK, source_N = (
-            torch.empty(num_rows, K, dtype=torch.int64),
-            torch.empty(num_rows, dtype=torch.int32),
-        )
+        slots_NK = torch.empty(num_rows, K, dtype=torch.int64)
+        source_N = torch.empty(num_rows, dtype=torch.int32)
         kernels.unpack(
             sent.rows, self._header_at, K, R, rank, 1, self._tables, windows, self._own_tokens.address,
             self._own_entries.address, rows_at,
@@ -283,20 +275,19 @@ class Exchange:
             keeps: y may change before `receive_answers`.
         """
         wire, (_, R, rank) = self.wire, self._shape
-        row_bytes, sent, received = y.shape[-1] * y.element_size(), self._answer_send, self._answer_recv
+        row_bytes, sent, received = y.shape[-1] * y.dtype.itemsize, self._answer_send, self._answer_recv
+        own, pairs = y.data_ptr(), self._pair_of_answer.address
         kernels.size_answers(
             row_bytes, R, rank, self._tables, wire.mask.address, sent.address, received.address
         )
         wire.open_windows(sent)
         kernels.pack_answers(
-            y.data_ptr(), row_bytes, R, rank, self._tables, sent.address, wire.send_addresses.address,
-            self._pair_of_answer.address, call,
+            own, row_bytes, R, rank, self._tables, sent.address, wire.send_addresses.address, pairs, call,
         )  # fmt: skip
-        own, pairs = y.data_ptr(), self._pair_of_answer.address
         if keeps:
-            own_bytes = int(self._counts[message.RECV_PAIRS, rank]) * row_bytes
-            own = self._kept.reserve(own_bytes)
-            kernels.keep_own_answers(y.data_ptr(), row_bytes, R, rank, self._tables, pairs, own)
+            kept = self._kept.reserve(int(self._counts[message.RECV_PAIRS, rank]) * row_bytes)
+            kernels.keep_own_answers(own, row_bytes, R, rank, self._tables, pairs, kept)
+            own = kept
         self._answers = (own, 0 if keeps else pairs, row_bytes, call)
         self._begin(sent, received)
 
@@ -328,7 +319,8 @@ class Exchange:
             own, weights_TK.data_ptr(), choices, T, K, H, R, rank, self._tables, self.wire.recv_addresses.address,
             pairs, self._scratch.reserve(8 * H), out_TH.data_ptr(), call,
         )  # fmt: skip
-        self._check_answers(stranger)
+        if stranger >= 0:
+            self._disagree_on_answers(stranger)
 
     def gather_answers(self, dtype: torch.dtype) -> Tensor:
         """Return the answers that came, one row for each choice, [T*K, H]; undefined where there is no choice."""
@@ -340,11 +332,6 @@ class Exchange:
         return int(
             kernels.choose_again(chosen_TK.data_ptr(), sent_TK.data_ptr(), choices, chosen_TK.numel(), out)
         )
-
-    @property
-    def row_of_pair(self) -> Tensor:
-        """Of what was received last, until the next `receive_rows`."""
-        return self._row_of_pair.view(self._num_pairs)
 
     def counts(self) -> list[int]:
         """Count the rows received from each rank, in whose order they lie."""
@@ -414,13 +401,21 @@ class Exchange:
         )
         if stranger >= 0:
             self._disagree(stranger)
-        self._num_rows, self._num_pairs = num_rows, num_pairs
+        self._num_rows = num_rows
         return num_rows, num_pairs
 
-    def _reserve_tokens(self, num_tokens: int, num_choices: int) -> None:
-        self._choices.reserve(2 * num_tokens * num_choices)
-        self._own_entries.reserve(num_tokens * (1 + num_choices))
-        self._own_tokens.reserve(num_tokens)
+    def _keep_rows(self, x_TH: Tensor, room_bytes: int) -> int:
+        """Copy rows that may change before they are read; return where they are."""
+        address, taken = self._kept.reserve(room_bytes), x_TH.numel() * x_TH.element_size()
+        self._kept.view(taken).copy_(x_TH.view(torch.uint8).view(-1))
+        return address
+
+    def _reserve_entries(self, num_entries: int) -> None:
+        """Make room for what is said of each token and each of its choices."""
+        self._choices.reserve(2 * num_entries)
+        self._own_entries.reserve(num_entries)
+        self._own_tokens.reserve(num_entries)
+        self._entry_room = num_entries
 
     def _reserve_pairs(self, num_pairs: int) -> None:
         self._row_of_pair.reserve(num_pairs)
@@ -431,31 +426,20 @@ class Exchange:
         _, R, rank = self._shape
         own, pairs, row_bytes, call = self._answers
         T, K, windows = self._sent.num_tokens, self._sent.num_choices, self.wire.recv_addresses.address
-        self._check_answers(kernels.check_answers(row_bytes, R, rank, windows, call))
+        stranger = kernels.check_answers(row_bytes, R, rank, windows, call)
+        if stranger >= 0:
+            self._disagree_on_answers(stranger)
         gathered = self._scratch.reserve(T * K * row_bytes)
         has_choice_TK = torch.empty(T, K, dtype=torch.bool)
         kernels.gather_answers(
-            own,
-            row_bytes,
-            choices,
-            T,
-            K,
-            R,
-            rank,
-            self._tables,
-            windows,
-            pairs,
-            gathered,
-            has_choice_TK.data_ptr(),
-        )
-        return self._scratch.view(T * K * row_bytes).view(dtype).view(
-            T * K, row_bytes // dtype.itemsize
-        ), has_choice_TK
+            own, row_bytes, choices, T, K, R, rank, self._tables, windows, pairs, gathered, has_choice_TK.data_ptr()
+        )  # fmt: skip
+        answer_QH = self._scratch.view(T * K * row_bytes).view(dtype).view(T * K, row_bytes // dtype.itemsize)
+        return answer_QH, has_choice_TK
 
-    def _check_answers(self, stranger: int) -> None:
-        if stranger >= 0:
-            ours = f"rank {self._names[self.wire.rank]}'s combine with answers of {self._answers[2]} bytes"
-            raise RanksDisagree(f"rank {self._names[stranger]} made another call than {ours}")
+    def _disagree_on_answers(self, peer: int) -> NoReturn:
+        ours = f"rank {self._names[self.wire.rank]}'s combine with answers of {self._answers[2]} bytes"
+        raise RanksDisagree(f"rank {self._names[peer]} made another call than {ours}")
 
     def _disagree(self, peer: int) -> NoReturn:
         """Name what differs. Every rank gets here: where not all are equal, each has a peer that differs."""

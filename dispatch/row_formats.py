@@ -28,9 +28,11 @@ class RowFormat(Protocol):
 
     Attributes:
         name: how rows travel, in words.
+        copies: whether `encode` writes rows somewhere, or returns where they are.
     """
 
     name: str
+    copies: bool
 
     def code(self, dtype: torch.dtype) -> int:
         """A number for this format and the tokens' type; messages carry it, as it must be equal on all ranks."""
@@ -64,6 +66,7 @@ class PlainRows:
     """Rows as they are. See `RowFormat`."""
 
     name = "as they are"
+    copies = False
 
     def __init__(self) -> None:
         self._rows = GrowingRows()
@@ -101,6 +104,7 @@ class Fp8Rows:
     """
 
     name = "in FP8, with a scale per 128 channels"
+    copies = True
 
     def __init__(self) -> None:
         self._sent, self._received, self._restored = GrowingRows(), GrowingRows(), GrowingRows()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dispatch import fp8
-from dispatch.arguments import combine_problem, dispatch_problem, dtype_problem
+from dispatch.arguments import answers_problem, dispatch_problem, dtype_problem
 from dispatch.dispatched import Dispatched, Exchanges, Handle, Waits
 from dispatch.errors import DispatchError
 from dispatch.gpu.casts import STORED
@@ -165,12 +165,7 @@ class DeviceDispatcher:
     ) -> Tensor:
         """See `Dispatcher`. Answers behind the last pair are not read."""
         handle = dispatched.handle
-        problem = combine_problem(
-            y_PH, weights_TK, out, pairs_shape=(handle.num_pairs, handle.hidden),
-            tokens_shape=(handle.num_tokens, handle.num_choices), dtype=handle.dtype, device=self.device,
-        )  # fmt: skip
-        if handle.call != self._call:
-            problem = "dispatched is not of the last dispatch; its buffers are overwritten"
+        problem = answers_problem(y_PH, weights_TK, out, handle, last_call=self._call, device=self.device)
         if problem:
             self._refuse(problem, is_combine=True)
         if out is None:
