@@ -69,7 +69,7 @@ def options_from(
         OptionsError: naming the flag, the value seen and the values allowed.
     """
     if args.handed_on is not None:
-        return _from_json(args.handed_on, environment)
+        return options_from_json(args.handed_on, environment)
     return _read({**(defaults or {}), **said_in(args)}, environment)
 
 
@@ -152,7 +152,7 @@ def environment_from(options: Options) -> dict[str, str]:
     return {API_KEY_VARIABLE: " ".join(options.api_keys)}
 
 
-def _from_json(handed: str, environment: Mapping[str, str]) -> Options:
+def options_from_json(handed: str, environment: Mapping[str, str]) -> Options:
     """Read what `handed_on` wrote; it was checked by who wrote it."""
     try:
         said = json.loads(handed)

@@ -29,15 +29,56 @@ FRONT_VARIABLE = (
     "WIDEEP_FRONT"  # what a front announced, as JSON: for engines, and for the front that replaces it
 )
 ANSWERS_VARIABLE = "WIDEEP_ANSWERS"  # a folder: answers that a front keeps for one that replaces it
+READY_VARIABLE = "WIDEEP_READY_FD"  # the descriptor on which an engine tells its supervisor how far it is
 FRONT_IS_GONE = 3  # the exit status of an engine that has nobody left to serve for
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class AdoptedProcess:
+    """A child of ours that another process has started: what we need of `subprocess.Popen`."""
+
+    stderr = None  # no pipe of ours
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, or minus the signal's number; None: it runs."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int:
+        """Wait for the end; return what `poll` returns then."""
+        while (status := self._wait(0)) is None:
+            pass
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Make it end."""
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, flags: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, flags)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
 
 
 class Child(NamedTuple):
     """A started process."""
 
     name: str  # how messages call it, e.g. "rank 1's engine"
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | AdoptedProcess
     pidfd: int  # readable when the process has ended
     stop_signal: signal.Signals = signal.SIGTERM  # the one that makes it end at once
 

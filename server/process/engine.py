@@ -36,20 +36,22 @@ from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget, gpu_cache_budget
 from scheduler.structure.compiler import StructureError, Vocabulary
 from server.link.rank_link import LinkError, reach
+from server.options.reading import options_from_json
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE
+from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
 from server.process.claim import publish_service
 from server.process.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.process.rendezvous import Place, place_from
+from server.process.spare import leave_spare
 
 
 class SupervisorPipe:
     """The pipe on which this process tells its supervisor how far it is."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._fd = int(environment["WIDEEP_READY_FD"]) if "WIDEEP_READY_FD" in environment else None
+        self._fd = int(environment[READY_VARIABLE]) if READY_VARIABLE in environment else None
 
     def tell(self, **message: Any) -> None:
         """Write one JSON line."""
@@ -95,6 +97,8 @@ class FrontGoneError(ConnectionError):
 
 def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ) -> int:
     """Serve one rank until the front or the supervisor ends it; returns the exit status."""
+    while (order := leave_spare(environment)) is not None:  # in the copy, when it is to serve
+        options, environment = options_from_json(order.options, order.environment), order.environment
     die_with_parent()
     place = place_from(environment)
     try:

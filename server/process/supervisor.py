@@ -8,6 +8,8 @@ the others serve without it. An engine that never served ends the service: its c
 A front that is killed once ranks have served is started again too, with the ports and the token of the one before; one that
 ends by itself ends the service, and so does an engine that ends in order, which the front has asked for.
 
+An engine leaves a copy of itself that waits (`spare`) and takes its place: importing torch again would take seconds.
+
 What kills an engine once (the kernel short of memory, an operator, a cosmic ray) does not kill it again at once; what
 does, a broken device or a request that no rank survives, would otherwise cost the others a pause every half minute.
 Rejected: waiting longer before every further start, which leaves the service without a rank that would have worked.
@@ -40,9 +42,11 @@ from server.process.children import (
     DRAIN_SIGNAL,
     FRONT_IS_GONE,
     FRONT_VARIABLE,
+    READY_VARIABLE,
     Child,
     MessagePipe,
     StopSignals,
+    adopt_orphans,
     describe_end,
     has_ended,
     say,
@@ -51,6 +55,7 @@ from server.process.children import (
 )
 from server.process.error_file import ERROR_FILE, LAST, write_absence, write_failure
 from server.process.rendezvous import RESTARTS_VARIABLE, Place
+from server.process.spare import SPARE_VARIABLE, Order, Spare
 from server.process.watchdog import Watchdog
 from server.roots import WIDEEP_COMMAND
 
@@ -89,6 +94,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._front: Child | None = None
         self._engine: Child | None = None
+        self._spare: Spare | None = None  # of the present engine
         self._front_host = ""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._announced = ""  # by the front, as JSON
@@ -106,6 +112,7 @@ class Supervisor:
 
     def run(self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int) -> int:
         """Start the children, wait until the service ends, and stop them; return the exit status."""
+        adopt_orphans()  # the copies that engines leave
         self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
         self._watch(parent_fd, lambda: self._fail(f"the torchrun of rank {self._place.rank} is gone"))
         try:
@@ -116,6 +123,8 @@ class Supervisor:
             return self._wait(stop_signals.fd)
         finally:
             stop_children([each for each in (self._front, self._engine) if each], grace_s=STOP_GRACE_S)
+            if self._spare is not None:
+                self._spare.close()
             self._selector.close()
             if self._folder is not None:
                 self._folder.cleanup()
@@ -185,25 +194,43 @@ class Supervisor:
             "--ranks-host",
             host,
         )
-        front = self._start("the front", self._commands.front, flags, extra, pipe, stop_signal=signal.SIGINT)
+        front = self._start(
+            "the front", self._commands.front, flags, extra, (pipe.child_fd,), stop_signal=signal.SIGINT
+        )
+        pipe.close_child_end()
         self._front, self._front_host = front, host
         self._watch(front.pidfd, lambda: self._on_front_end(front))
         self._watch(pipe.fd, lambda: self._read(pipe, "the front", self._on_front_message))
 
     def _start_engine(self) -> None:
+        """Start the rank's engine: the copy that the last one has left, or a new process."""
         pipe = MessagePipe()
-        extra = {**self._told_to_engine, "WIDEEP_READY_FD": str(pipe.child_fd)}
+        extra = {**self._told_to_engine, "WIDEEP_RESTARTABLE_IN_S": str(self._budget.allowed_in_s())}
         num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._budget.num_taken
         if num_restarts:
             extra[RESTARTS_VARIABLE] = str(num_restarts)
-        extra["WIDEEP_RESTARTABLE_IN_S"] = str(self._budget.allowed_in_s())
         name = f"rank {self._place.rank}'s engine"
-        engine = self._start(name, self._commands.engine, (), extra, pipe)
-        self._engine, self._why_killed = engine, None
+        spare = Spare() if self._options.max_rank_restarts else None
+        fds = {READY_VARIABLE: pipe.child_fd} | ({SPARE_VARIABLE: spare.engines_fd} if spare else {})
+        engine = self._wake_spare(name, Order(handed_on(self._options)[1], extra), tuple(fds.values()))
+        if engine is None:
+            extra |= {variable: str(fd) for variable, fd in fds.items()}
+            engine = self._start(name, self._commands.engine, (), extra, tuple(fds.values()))
+        pipe.close_child_end()
+        if spare is not None:
+            spare.close_engines_end()
+        self._engine, self._spare, self._why_killed = engine, spare, None
         self._watchdog = Watchdog(engine.process.pid, self._options.heartbeat_timeout_s)
         read = partial(self._read, pipe, name, self._on_engine_message)
         self._watch(engine.pidfd, lambda: self._on_engine_end(engine, read))
         self._watch(pipe.fd, read)
+
+    def _wake_spare(self, name: str, order: Order, fds: tuple[int, ...]) -> Child | None:
+        if self._spare is None:
+            return None
+        engine = self._spare.start(name, order, fds)
+        self._spare.close()
+        return engine
 
     def _start(
         self,
@@ -211,19 +238,17 @@ class Supervisor:
         command: tuple[str, ...],
         flags: tuple[str, ...],
         extra: Mapping[str, str],
-        pipe: MessagePipe,
+        kept_fds: tuple[int, ...],
         *,
         stop_signal: signal.Signals = signal.SIGTERM,
     ) -> Child:
-        child = start_child(
+        return start_child(
             name,
             [*command, *handed_on(self._options), *flags],
             environment={**self._environment, **extra},
-            kept_fds=(pipe.child_fd,),
+            kept_fds=kept_fds,
             stop_signal=stop_signal,
         )
-        pipe.close_child_end()
-        return child
 
     def _on_end(self, child: Child) -> int:
         if child.process.wait() == 0:

@@ -3,7 +3,7 @@
 It writes ROLE-RANK.json with its pid, arguments and what it was told into $FAKE_DIRECTORY, reports what the real one
 reports, and waits for SIGTERM, or SIGINT for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS
 makes that one end with STATUS at once, FAKE_EXIT_AGAIN likewise but only when it is started again. SIGUSR2 ends an engine
-as the loss of its front does.
+as the loss of its front does. Engines leave copies as real ones do.
 """
 
 import argparse
@@ -15,6 +15,10 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from server.process.spare import leave_spare
 
 KV_CACHE_BYTES = 12345678  # what an engine says it took
 
@@ -60,6 +64,8 @@ def _end(name: str) -> Callable[..., None]:
 
 
 def main() -> None:
+    while sys.argv[1] == "engine" and (order := leave_spare(os.environ)):
+        sys.argv[2:] = ["--options", order.options]
     parser = argparse.ArgumentParser()
     parser.add_argument("role")
     parser.add_argument("--options", type=json.loads, default={})

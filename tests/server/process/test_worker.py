@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from server.process.children import children_of
 from server.process.supervisor import MAX_RESTARTS
 from tests.support.fake_checkpoint import write_checkpoint
 from tests.support.fake_child import KV_CACHE_BYTES
@@ -169,6 +170,65 @@ def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
         service.process.send_signal(signal.SIGINT)
         assert service.end()[0] == 0
         service.wait_for_nobody(within_s=0)
+
+
+def copies(service: Service) -> set[int]:
+    """The worker's children that wait to take an engine's place."""
+    commands = {
+        pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children_of(service.process.pid)
+    }
+    return {pid for pid, command in commands.items() if "backup" in command}
+
+
+def only_copy(service: Service) -> int:
+    wait_until(lambda: len(copies(service)) == 1, service.output)
+    return next(iter(copies(service)))
+
+
+def test_the_copy_that_an_engine_leaves_takes_its_place_and_leaves_the_next(model: Path) -> None:
+    with start_worker(model, place(), "--kv-cache-memory=1M") as service:
+        service.wait_for_output("serving on")
+        seen = [service.pid("engine-0")]
+        for restarts in (1, 2):
+            seen.append(only_copy(service))
+            os.kill(seen[-2], signal.SIGKILL)
+            successor = service.facts_after("engine-0", restarts)
+            assert successor["pid"] == seen[-1], "it was there before"
+            assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "what the first one took"
+            assert "engine" in Path(f"/proc/{seen[-1]}/cmdline").read_text().split("\0")
+            wait_until(lambda: service.output().count("serves again") == restarts, service.output)  # noqa: B023
+        last = only_copy(service)
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        assert has_ended(last, 0)
+        service.wait_for_nobody(within_s=0)
+
+
+def test_an_engine_whose_copy_is_gone_is_started_as_at_first(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        engine, copy = service.pid("engine-0"), only_copy(service)
+        os.kill(copy, signal.SIGKILL)
+        assert has_ended(copy, PROMISED_S)
+        os.kill(engine, signal.SIGKILL)
+        assert service.facts_after("engine-0", restarts=1)["pid"] not in (engine, copy)
+        service.wait_for_output("rank 0 serves again, after ")
+        assert only_copy(service) != copy
+
+
+def test_a_copy_ends_with_its_supervisor_however_that_ended(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        copy = only_copy(service)
+        service.process.kill()
+        assert has_ended(copy, PROMISED_S)
+
+
+def test_an_engine_that_is_not_started_again_leaves_no_copy(model: Path) -> None:
+    with start_worker(model, place(), "--max-rank-restarts=0") as service:
+        service.wait_for_output("serving on")
+        assert copies(service) == set()
+        assert len(children_of(service.process.pid)) == 2, "the front and the engine"
 
 
 def test_an_engine_that_is_stopped_is_killed_and_started_again(model: Path) -> None:
