@@ -127,20 +127,14 @@ def test_https_is_served_with_a_certificate(model_dir: Path, tmp_path: Path) -> 
         front.close()
 
 
-def test_a_page_elsewhere_can_change_nothing_on_a_front_without_keys(model_dir: Path) -> None:
-    front = FrontProcess(model_dir, num_ranks=1).attach_all()
-    try:
-        port = front.url.rpartition(":")[2]
-        for path in ("/experts/apply", "/experts/rollback", "/start_expert_distribution_record"):
-            for headers in (
-                {"Origin": "http://evil.example"},
-                {"Origin": f"http://evil.example:{port}", "Host": f"evil.example:{port}"},  # DNS rebinding
-            ):
-                refused = front.post(path, headers=headers)
-                assert (
-                    refused.status_code == 403 and "--allowed-origins" in refused.json()["error"]["message"]
-                )
-        own = front.post("/stop_expert_distribution_record", headers={"Origin": front.url})
-        assert "Nothing is being recorded" in own.json()["error"]["message"], "our own pages may ask"
-    finally:
-        front.close()
+def test_a_page_elsewhere_can_change_nothing_on_a_front_without_keys(shared_front: FrontProcess) -> None:
+    front, port = shared_front, shared_front.url.rpartition(":")[2]
+    for path in ("/experts/apply", "/experts/rollback", "/start_expert_distribution_record"):
+        for headers in (
+            {"Origin": "http://evil.example"},
+            {"Origin": f"http://evil.example:{port}", "Host": f"evil.example:{port}"},  # DNS rebinding
+        ):
+            refused = front.post(path, headers=headers)
+            assert refused.status_code == 403 and "--allowed-origins" in refused.json()["error"]["message"]
+    own = front.post("/stop_expert_distribution_record", headers={"Origin": front.url})
+    assert "Nothing is being recorded" in own.json()["error"]["message"], "our own pages may ask"

@@ -197,6 +197,7 @@ def test_a_static_rendezvous_has_the_front_on_node_rank_0(tmp_path: Path) -> Non
     assert {(line.node, line.host) for line in lines} == {("0", "None"), ("1", "127.0.0.1")}
 
 
+@pytest.mark.slow
 def test_of_two_nodes_the_one_with_the_endpoint_has_the_front(namespaces: list[str], tmp_path: Path) -> None:
     common = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=10.213.7.2:29400", "--rdzv-id=two"]
     common += [f"--log-dir={tmp_path}"]

@@ -63,8 +63,11 @@ def test_ctrl_c_ends_every_process_with_status_0(service: Service) -> None:
     assert output.rstrip().endswith("wideep: stopping")  # no last words of torchrun's
 
 
-def test_a_front_that_is_killed_too_often_ends_everything_and_is_named_once(tmp_path: Path) -> None:
-    with serving(tmp_path, "--max-rank-restarts=0") as service:
+@pytest.mark.parametrize("agent_is_fake", ["1", pytest.param("0", marks=pytest.mark.slow)])
+def test_a_front_that_is_killed_too_often_ends_everything_and_is_named_once(
+    tmp_path: Path, agent_is_fake: str
+) -> None:
+    with serving(tmp_path, "--max-rank-restarts=0", FAKE_TORCHRUN=agent_is_fake) as service:
         victim, agent = service.pid("front-0"), agent_pid(service)
         os.kill(victim, signal.SIGKILL)
         status, seconds = service.end()
