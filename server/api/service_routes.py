@@ -87,7 +87,7 @@ def service_routes(model: ServedModel, requests: Requests, *, version: str, num_
             "ep_size": num_ranks,
         }
 
-    @router.get("/health_generate", response_model=None)
+    @router.get("/health_generate", response_model=None, response_class=Response)
     async def check_generation() -> Response:
         """Answer 200 once a rank has made a token; many who ask at once share one."""
         await health.run()

@@ -244,8 +244,11 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
         return _json({"history": list(control.history.entries), "under_way": under_way, "serving": serving})
 
     router.add_api_route("/experts/plan", make_plan, methods=["POST"], response_model=None)
-    router.add_api_route("/experts/apply", apply, methods=["POST"], response_model=None)
-    router.add_api_route("/experts/rollback", rollback, methods=["POST"], response_model=None)
+    accepted: dict[int | str, dict[str, Any]] = {202: {"description": "It has begun; `wait` is false"}}
+    for path, change_placement in (("/experts/apply", apply), ("/experts/rollback", rollback)):
+        router.add_api_route(
+            path, change_placement, methods=["POST"], response_model=None, responses=accepted
+        )
     router.add_api_route("/experts/history", show_history, methods=["GET"], response_model=None)
     return router
 
