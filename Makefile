@@ -21,7 +21,7 @@ test: $(DEVELOP)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(ARGS)
 
 test-all: $(DEVELOP)
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" $(SIDE_BY_SIDE) $(ARGS)
 
 test-clients: $(CLIENTS)
 	$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(ARGS)

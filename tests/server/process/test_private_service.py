@@ -82,11 +82,12 @@ def test_it_answers_on_a_free_port_with_a_key_of_its_own_and_ends_with_all_proce
 
 
 @pytest.mark.slow
-def test_a_service_that_died_says_why(service: PrivateService, tmp_path: Path) -> None:
-    victim = pids(tmp_path)["front-0"]
-    os.kill(victim, signal.SIGKILL)
-    assert service.has_ended(within_s=TIME_OUT_S)
-    said = service.why_gone()
+def test_a_service_that_died_says_why(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    with start(model, environment, max_rank_restarts=0) as service:
+        victim = pids(tmp_path)["front-0"]
+        os.kill(victim, signal.SIGKILL)
+        assert service.has_ended(within_s=TIME_OUT_S)
+        said = service.why_gone()
     assert said is not None
     assert said.startswith(f"the service has ended: the front (pid {victim}) was killed by SIGKILL")
 
