@@ -2,12 +2,14 @@
 
 import functools
 import io
+import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -16,12 +18,14 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.support.real_service import WIDEEP, RealService, write_tiny_model
 from tests.support.service_processes import free_port, has_ended, wait_until
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-MoE with a tokenizer."""
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", chat_template=template)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +140,64 @@ def test_the_recorded_load_is_every_token_of_every_layer(client: OpenAI, service
     ranks = httpx.get(f"{service.url}/experts/load").json()["ranks"]
     assert all(rank["experts_s"] > 0 and rank["step_s"] > rank["dispatch_wait_s"] > 0 for rank in ranks)
     assert all(rank["dispatch_bytes"][1 - rank["rank"]] > 0 for rank in ranks)
+
+
+# Calls that must hold whatever a model with random weights would rather say.
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["red", "blue"]},
+    },
+    "required": ["count", "kind"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("pick", "drop")
+]
+
+
+def check(name: str, arguments: str) -> None:
+    assert name in ("pick", "drop")
+    values = json.loads(arguments)
+    assert (
+        set(values) == {"count", "kind"} and 0 <= values["count"] <= 99 and values["kind"] in ("red", "blue")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "drop"}}])
+def test_a_call_that_must_be_is_made_and_fits_its_schema(client: OpenAI, choice: Any) -> None:
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hello"}],
+            tools=TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            seed=seed,
+            temperature=1.5,
+        )
+        calls = answer.choices[0].message.tool_calls
+        assert calls is not None and len(calls) == 1
+        check(calls[0].function.name, calls[0].function.arguments)  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "drop"}}])
+def test_a_call_that_must_be_made_streams(client: OpenAI, choice: Any) -> None:
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        tools=TOOLS,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        stream=True,
+    )
+    calls = [call for chunk in stream for c in chunk.choices for call in c.delta.tool_calls or []]
+    names = [call.function.name for call in calls if call.function and call.function.name]
+    assert len(names) == 1 and len([call for call in calls if call.id]) == 1
+    check(names[0], "".join(call.function.arguments or "" for call in calls if call.function))
 
 
 @pytest.mark.slow

@@ -1,16 +1,26 @@
 """Bodies: what is too long or too deep is refused in bounded time and memory, all else arrives as it was sent."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message
 
 from server.http.app import build_app
-from server.http.bodies import LEAST_BYTES_PER_S, MAX_JSON_DEPTH, MAX_JSON_NODES, MAX_JSON_VALUES, BodyGuard
+from server.http.bodies import (
+    LEAST_BYTES_PER_S,
+    MAX_JSON_DEPTH,
+    MAX_JSON_NODES,
+    MAX_JSON_VALUES,
+    BodyGuard,
+    json_shape,
+)
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
@@ -200,3 +210,57 @@ def test_what_has_come_of_a_body_gives_it_more_time(monkeypatch: pytest.MonkeyPa
 
     call(BodyGuard(app, 100 * LEAST_BYTES_PER_S), [], receive)
     assert [round(limit - limits[0], 6) for limit in limits] == [0, 1, 2, 3]
+
+
+def depth_of(value: Any) -> int:
+    """The slow way."""
+    if isinstance(value, dict):
+        return 1 + max(map(depth_of, value.values()), default=0)
+    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
+
+
+TEXT = st.text(alphabet='[]{}"\\,:ab\n', max_size=6)
+JSON = st.recursive(
+    TEXT | st.none() | st.integers(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def nodes_in(value: Any) -> int:
+    """The slow way."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, dict | list) + sum(map(nodes_in, inner))
+
+
+def commas_in(value: Any) -> int:
+    """The slow way."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return max(0, len(inner) - 1) + sum(map(commas_in, inner))
+
+
+@given(JSON, st.sampled_from(["utf-8", "utf-16", "utf-16-le", "utf-32", "utf-8-sig"]))
+def test_a_shape_is_that_of_the_parsed_value(value: Any, encoding: str) -> None:
+    text = json.dumps({"": value}, ensure_ascii=False)
+    assert json_shape(text.encode(encoding)) == (
+        1 + depth_of(value),
+        1 + nodes_in(value),
+        commas_in(value),
+    )
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 10_000_000, b"[" * 5_000_000 + b"]" * 5_000_000, b'{"a":' * 200 + b"1" + b"}" * 200]
+)
+def test_what_nests_without_end_is_too_deep(body: bytes) -> None:
+    assert json_shape(body).depth > MAX_JSON_DEPTH
+
+
+@pytest.mark.parametrize("body", [b"", b"[]" * 10_000, b'"' + b"[" * 10_000 + b'"', b"]" * 10_000])
+def test_what_is_flat_is_not(body: bytes) -> None:
+    assert json_shape(body).depth <= 1
+
+
+def test_strings_are_followed_from_chunk_to_chunk() -> None:
+    value = ["[" * 700_000, ["]" * 700_000, [[]]], {"a\\": '"['}]
+    assert json_shape(json.dumps(value).encode()) == (4, 5, 3)

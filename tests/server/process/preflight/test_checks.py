@@ -1,6 +1,7 @@
 """What is found before any weight is read."""
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from server.process.preflight.checks import (
     check_backend,
     check_compiler,
     check_nodes,
+    check_port,
     check_start,
 )
 from server.process.preflight.memory import rank_experts, weight_bytes
@@ -120,3 +122,17 @@ def test_nodes_must_be_filled_by_the_ranks() -> None:
     check_nodes(0, 3)
     check_nodes(3, 6)
     assert "give one of [1, 2, 3, 6], or 0" in complaint_of(lambda: check_nodes(4, 6))
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"port {port} on 127.0.0.1 is in use" in complaint_of(lambda: check_port("127.0.0.1", port))
+    check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host.invalid"])
+def test_a_host_that_is_not_ours_is_named(host: str) -> None:
+    assert f"--host is {host!r}, which is no address of this machine" in complaint_of(
+        lambda: check_port(host, 0)
+    )

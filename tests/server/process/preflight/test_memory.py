@@ -1,4 +1,4 @@
-"""What ranks take in memory, from the headers of files."""
+"""What ranks take in memory, from the headers of files, and what the machine has, containers' limits included."""
 
 import json
 from dataclasses import replace
@@ -12,9 +12,11 @@ from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget
 from server.process.preflight.memory import (
     WeightBytes,
     attention_heads,
+    available_bytes,
     check_memory,
     rank_experts,
     spare_bytes,
+    usable_cores,
     weight_bytes,
 )
 from tests.support.fake_checkpoint import CONFIG, write_checkpoint, write_safetensors
@@ -125,3 +127,22 @@ def test_what_experts_need_that_move_is_not_promised_to_the_cache(tmp_path: Path
     assert cache_budget(1 << 20, spare_bytes(options, 2)) == (1 << 20) - 512
     with pytest.raises(KVMemoryError, match="experts that move while serving need 2 MiB"):
         cache_budget(1 << 20, 2 << 20)
+
+
+def test_a_containers_limits_cap_what_the_host_has(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 99 kB\nMemAvailable: 64 kB\n")
+    assert available_bytes(meminfo, tmp_path) == 64 << 10
+    for name, text in (
+        ("memory.max", "9000"),
+        ("memory.current", "5000"),
+        ("memory.stat", "inactive_file 1000\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    assert available_bytes(meminfo, tmp_path) == 5000
+    (tmp_path / "memory.max").write_text("max")
+    assert available_bytes(meminfo, tmp_path) == 64 << 10
+    (tmp_path / "cpu.max").write_text("50000 100000")
+    assert usable_cores(tmp_path) == 1
+    (tmp_path / "cpu.max").write_text("max 100000")
+    assert usable_cores(tmp_path) >= 1
