@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from expert_placement.placement import Placement
 from expert_placement.survivors import surviving
 from scheduler.assembly import Assembled, assemble
-from scheduler.epochs.heartbeat import Suspect, Watch
+from scheduler.epochs.heartbeat import MOVES_TO_LEARN, Suspect, Watch
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import PlacementReport
 from scheduler.policy.config import EngineConfig
@@ -64,7 +64,7 @@ class Doom(NamedTuple):
     steps: int = 0  # that it completes before
     layer: int = 1
     function: str = ""  # whose call it does not survive, with its module
-    is_stuck: bool = False  # its step never ends instead
+    is_stuck: bool = False  # its step never ends instead, once heartbeats know the machine's pace
 
 
 class Crew:
@@ -141,6 +141,12 @@ class Crew:
         self.processes[rank].kill()
         self.until(lambda: rank in self.lost)
 
+    def bring_back(self, *ranks: int) -> None:
+        """Start lost ranks again, and wait until they could serve."""
+        for rank in ranks:
+            self.start(rank, is_joining=True)
+        self.until(lambda: self.ready >= set(ranks))
+
     def order(self, members: Sequence[int], *, to: Sequence[int] | None = None) -> None:
         """Order the next epoch; `to`: told to these ranks only."""
         assert self.home is not None, "a rank says where experts are before it is ready"
@@ -177,6 +183,10 @@ class Crew:
         """Whether requests have ended; without keys all of them."""
         return all(key in self.ends for key in keys or self._requests)
 
+    def has_begun(self) -> bool:
+        """Whether every request has a token."""
+        return all(self.tokens.values())
+
     def serve_in(self, epoch: int) -> bool:
         """Whether all members serve in an epoch."""
         return all(self.serves.get(rank) == epoch for rank in self.members)
@@ -187,16 +197,16 @@ class Crew:
             self._send(rank, "stop", None)
         self.until(lambda: all(rank in self.left for rank in self.members))
 
-    def until(self, is_true: Callable[[], bool]) -> None:
-        """Take what ranks say until something is true; ranks that say nothing but heartbeats for TIMEOUT_S hang."""
+    def until(self, is_true: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        """Take what ranks say until something is true; ranks that say nothing but heartbeats for so long hang."""
         heard_s = time.monotonic()
         while not is_true():
             ranks = {pipe: rank for rank, pipe in self._pipes.items()}
-            ready = wait(list(ranks), timeout=TIMEOUT_S)
+            ready = wait(list(ranks), timeout=timeout_s)
             heard = [self._take(ranks[pipe]) for pipe in ready]  # type: ignore[index]
             if any(heard):
                 heard_s = time.monotonic()
-            assert time.monotonic() - heard_s < TIMEOUT_S, f"nothing came; {vars(self)}"
+            assert time.monotonic() - heard_s < timeout_s, f"nothing came; {vars(self)}"
 
     def close(self) -> None:
         """End every process."""
@@ -336,10 +346,12 @@ def _doom(built: Assembled, doom: Doom) -> None:
     layer: Any = built.model.layers[doom.layer]
     run = layer.run
 
+    heart = built.engine._heart
+
     def run_or_die(*arguments: Any) -> Any:
-        if built.runner.num_steps >= doom.steps and doom.is_stuck:
+        if doom.is_stuck and heart._num_moves >= MOVES_TO_LEARN:
             threading.Event().wait()
-        if built.runner.num_steps >= doom.steps:
+        if not doom.is_stuck and built.runner.num_steps >= doom.steps:
             os.kill(os.getpid(), signal.SIGKILL)
         return run(*arguments)
 

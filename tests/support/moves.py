@@ -1,17 +1,19 @@
 """Changes of placement in tests: engines that serve while experts move, on every rank of a pool."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from expert_placement.config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.placement import Placement
 from scheduler.assembly import Assembled
+from scheduler.moves.channel import PeerChannel
 from scheduler.moves.reports import MoveState, PlacementReport
 from scheduler.policy.request import RankStats, Request, RequestOutput
 from tests.support.placements import random_placement
@@ -31,6 +33,29 @@ class MovedRank:
     def states(self) -> list[tuple[int, MoveState]]:
         """Versions and what became of them, in order."""
         return [(report.version, report.state) for report in self.reports]
+
+
+class Intercepted:
+    """A channel between movers; a test changes what is sent, or does something before what is received."""
+
+    def __init__(
+        self,
+        channel: PeerChannel,
+        *,
+        sending: Callable[[Tensor], Tensor] = lambda data: data,
+        receiving: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.channel, self._sending, self._receiving = channel, sending, receiving
+
+    def send(self, data: Tensor, peer: int) -> None:
+        self.channel.send(self._sending(data), peer)
+
+    def receive(self, data: Tensor, peer: int) -> None:
+        self._receiving()
+        self.channel.receive(data, peer)
+
+    def close(self) -> None:
+        self.channel.close()
 
 
 def targets(placement: Placement, count: int) -> list[Placement]:

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from moe.expert_weights import read_slot
-from scheduler.moves.channel import PeerChannel
 from scheduler.moves.reports import Cause, MoveState
 from tests.conftest import PoolOf
 from tests.scheduler.moves.test_relocation import answers, moving, requests, slot_digests
-from tests.support.moves import MovedRank, Moves, build_with_copies, targets
+from tests.support.moves import Intercepted, MovedRank, Moves, build_with_copies, targets
 from tests.support.quantise import write_quantised
 from tests.support.serving import build, own_share, serve
 
@@ -36,36 +35,23 @@ def test_quantised_experts_move_whole_and_answers_keep_their_bits(checkpoint: Pa
         assert moved.states()[-1] == (2, MoveState.SERVING)
 
 
-class _FlippingScales:
-    """A channel in which one bit of the first scales that are sent turns over."""
-
-    def __init__(self, channel: PeerChannel, num_bytes: int) -> None:
-        self._channel, self._num_bytes, self.flipped = channel, num_bytes, 0
-
-    def send(self, data: torch.Tensor, peer: int) -> None:
-        if len(data) == self._num_bytes and not self.flipped:
-            self.flipped += 1
-            data = data.clone()
-            data[-1] ^= 1
-        self._channel.send(data, peer)
-
-    def receive(self, data: torch.Tensor, peer: int) -> None:
-        self._channel.receive(data, peer)
-
-    def close(self) -> None:
-        self._channel.close()
-
-
 def flipping(directory: Path) -> tuple[MovedRank, bool, int]:
     """Serve while a move begins in which rank 0's scales arrive with a flipped bit."""
     built = build_with_copies(directory, 6)
     before, start = slot_digests(built), built.relocation.placement
     scales = read_slot(built.model.layers[0], 0).tensors()["up_scales"]
-    channel = _FlippingScales(built.relocation._channel, scales.numel() * scales.element_size())
+    flipped: list[torch.Tensor] = []
+
+    def flip_the_first_scales(data: torch.Tensor) -> torch.Tensor:
+        if len(data) == scales.numel() * scales.element_size() and not flipped:
+            flipped.append(data := data.clone())
+            data[-1] ^= 1
+        return data
+
     if torch.distributed.get_rank() == 0:
-        built.relocation._channel = channel
+        built.relocation._channel = Intercepted(built.relocation._channel, sending=flip_the_first_scales)
     moved = Moves(built, targets(start, 1), doomed=[1]).serve(own_share(requests()))
-    return moved, slot_digests(built) == before and moved.digest == start.digest(), channel.flipped
+    return moved, slot_digests(built) == before and moved.digest == start.digest(), len(flipped)
 
 
 def test_a_flipped_bit_of_a_scale_never_serves(checkpoint: Path, pool_of: PoolOf) -> None:

@@ -4,6 +4,8 @@ import os
 import queue
 import signal
 import threading
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ from dispatch.errors import DispatchError
 from expert_placement.placement import Placement, linear_placement
 from moe.expert_weights import ExpertWeights, digest, read_slot, try_out
 from scheduler.moves import expert_transfer, relocation
-from scheduler.moves.channel import NoPeers, Pace, PeerChannel
+from scheduler.moves.channel import NoPeers, Pace
 from scheduler.moves.expert_transfer import MovableLayer
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from scheduler.policy.request import Request
 from tests.conftest import PoolOf
 from tests.support.families import VOCABULARY, write_checkpoint
-from tests.support.moves import MovedRank, Moves, build_with_copies, targets
+from tests.support.moves import Intercepted, MovedRank, Moves, build_with_copies, targets
 from tests.support.ranks import RankDied
 from tests.support.serving import build, own_share, request, serve
 
@@ -124,25 +126,14 @@ def own_ids(moved: MovedRank) -> set[str]:
     return {output.request_id for output in moved.served.outputs}
 
 
-class _Flipping:
-    """A channel in which one bit of the n-th message of more than 2 KiB turns over."""
-
-    def __init__(self, channel: PeerChannel, at: int) -> None:
-        self._channel, self._left = channel, at
-
-    def send(self, data: torch.Tensor, peer: int) -> None:
-        if len(data) > 2048:
-            self._left -= 1
-            if self._left == 0:
-                data = data.clone()
-                data[len(data) // 2] ^= 4
-        self._channel.send(data, peer)
-
-    def receive(self, data: torch.Tensor, peer: int) -> None:
-        self._channel.receive(data, peer)
-
-    def close(self) -> None:
-        self._channel.close()
+def flipping_second(data: torch.Tensor, sent: list[int]) -> torch.Tensor:
+    """Turn one bit over of the second message of more than 2 KiB."""
+    if len(data) > 2048:
+        sent.append(len(data))
+        if len(sent) == 2:
+            data = data.clone()
+            data[len(data) // 2] ^= 4
+    return data
 
 
 def spoil(built: Any, how: str, patch: pytest.MonkeyPatch) -> None:
@@ -150,7 +141,8 @@ def spoil(built: Any, how: str, patch: pytest.MonkeyPatch) -> None:
     if torch.distributed.get_rank() != 0:
         return
     if how == "flipped bit":
-        built.relocation._channel = _Flipping(built.relocation._channel, 2)
+        sending = partial(flipping_second, sent=[])
+        built.relocation._channel = Intercepted(built.relocation._channel, sending=sending)
         return
     true_send, true_read, true_try = expert_transfer.send_expert, read_slot, try_out
     true_tensors = ExpertWeights.tensors
@@ -186,7 +178,7 @@ def failing(directory: Path, how: str) -> tuple[MovedRank, bool, str]:
         spoil(built, how, patch)
         moved = Moves(built, [spoilt], doomed=[1]).serve(own_share(requests()))
     unchanged = slot_digests(built) == before and moved.digest == start.digest()
-    built.relocation._channel = getattr(built.relocation._channel, "_channel", built.relocation._channel)
+    built.relocation._channel = getattr(built.relocation._channel, "channel", built.relocation._channel)
     reason = next((r.reason for r in moved.reports if r.state is FAILED), "")
     built.engine._is_stopping = False
     again = Moves(built, [sound.with_version(2)]).serve(own_share(requests()))
@@ -285,31 +277,18 @@ def test_a_bug_beside_transfers_leaves_the_channel_as_it_is(pool_of: PoolOf) -> 
         assert second[:3] == (2, VERIFIED, Cause.NONE)
 
 
-class _Dying:
-    """A channel on which this process dies when the n-th message comes."""
-
-    def __init__(self, channel: PeerChannel, at: int) -> None:
-        self._channel, self._left = channel, at
-
-    def send(self, data: torch.Tensor, peer: int) -> None:
-        self._channel.send(data, peer)
-
-    def receive(self, data: torch.Tensor, peer: int) -> None:
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._channel.receive(data, peer)
-
-    def close(self) -> None:
-        self._channel.close()
-
-
 def dying(directory: Path) -> tuple[str, bool, list[tuple[int, MoveState]]]:
     """Serve, and begin a move in which rank 1 dies; the survivor says what became of its slots and placement."""
     built = build_with_copies(directory, 6, timeout_s=5.0)
     before, start = slot_digests(built), built.relocation.placement
+    received = count(1)
+
+    def die_at_the_ninth() -> None:
+        if next(received) == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     if torch.distributed.get_rank() == 1:
-        built.relocation._channel = _Dying(built.relocation._channel, 9)
+        built.relocation._channel = Intercepted(built.relocation._channel, receiving=die_at_the_ninth)
     moves = Moves(built, targets(start, 1))
     try:
         moves.serve(own_share(requests()))

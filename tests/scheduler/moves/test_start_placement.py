@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -83,9 +82,3 @@ def test_ranks_with_different_files_refuse_to_start(pool_of: PoolOf) -> None:
     assert pool_of(2).run(agreed, [1, 1]) == ["", ""]
     told = pool_of(2).run(agreed, [1, 2])
     assert all("give every node the same file" in text for text in told)
-
-
-def test_random_placements_have_copies_and_empty_slots() -> None:
-    placement = random_placement(3, 8, 4, 4, seed=5)
-    assert (placement.slot_expert == EMPTY).any() and (placement.num_copies > 1).any()
-    assert np.unique(placement.share).size > 4

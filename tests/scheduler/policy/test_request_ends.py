@@ -42,32 +42,6 @@ def test_a_stop_token_among_the_first_min_tokens_does_not_end_the_request() -> N
     assert ends[0] == index + 1 < ends[1]
 
 
-def test_without_stop_tokens_only_length_ends_a_request() -> None:
-    rank = rank_of(length=32)
-    rank.scheduler.add(request_of("a", 4, max_tokens=999))
-    rank.drain()
-    assert rank.end_of("a") is FinishReason.LENGTH and len(rank.tokens_of("a")) == 28
-
-
-def test_a_stop_token_wins_over_length() -> None:
-    prompt = (1, 2, 3, 4, 5)
-    token, index = position_of_first_new_token(prompt, 20)
-    rank = rank_of()
-    rank.scheduler.add(request_of("a", prompt, max_tokens=index + 1, stop_token_ids=(token,)))
-    rank.drain()
-    assert rank.end_of("a") is FinishReason.STOP
-
-
-def test_replayed_tokens_count_as_generated_and_are_not_delivered() -> None:
-    whole = request_of("a", 6, max_tokens=9)
-    tokens, _ = serve_alone(whole, 64)
-    rank = rank_of()
-    rank.scheduler.add(replace(whole, replayed_ids=tuple(tokens[:4])))
-    assert step(rank) == [("a", 0, 10, True)]
-    rank.drain()
-    assert rank.tokens_of("a") == tokens[4:]
-
-
 def test_cached_tokens_of_a_replayed_request_come_with_its_first_new_token() -> None:
     whole = request_of("a", 6, max_tokens=9)
     rank = rank_of()
@@ -165,15 +139,6 @@ def scoring(request: Request) -> Request:
     return replace(request, params=replace(request.params, num_prompt_logprobs=0))
 
 
-def test_a_prompt_s_logprobs_come_whole_with_the_first_token_however_it_is_cut() -> None:
-    rank = rank_of(batched=8)
-    request = scoring(request_of("a", 19, max_tokens=3))
-    rank.scheduler.add(request)
-    rank.drain()
-    assert [len(output.prompt_logprobs) for output in rank.outputs["a"]] == [18, 0, 0]
-    assert rank.outputs["a"][0].prompt_logprobs == prompt_logprobs_of(request)
-
-
 def test_a_prompt_whose_logprobs_are_wanted_is_computed_although_it_is_cached() -> None:
     rank = rank_of()
     rank.scheduler.add(request_of("a", 13, max_tokens=1))
@@ -190,13 +155,6 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_although_it_is_cached() 
     assert rank.outputs["c"][0].num_cached_tokens == 12, "others find it as before"
 
 
-def test_a_prompt_of_one_token_has_no_logprobs_to_tell() -> None:
-    rank = rank_of()
-    rank.scheduler.add(scoring(request_of("a", 1, max_tokens=2)))
-    rank.drain()
-    assert [output.prompt_logprobs for output in rank.outputs["a"]] == [[], []]
-
-
 def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
     rank = rank_of(num_blocks=7, batched=8, length=28)
     rank.scheduler.add(request_of("a", 3, max_tokens=22))
@@ -210,12 +168,3 @@ def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
     rank.drain()
     assert rank.outputs["b"][0].prompt_logprobs == prompt_logprobs_of(second)
     assert rank.num_scored == 13, "each once"
-
-
-def test_a_replay_delivers_no_prompt_logprobs_because_the_first_token_brought_them() -> None:
-    rank = rank_of()
-    tokens, _ = serve_alone(request_of("a", 6), 64)
-    rank.scheduler.add(scoring(request_of("a", 6, replayed_ids=tuple(tokens[:2]))))
-    rank.drain()
-    assert not any(output.prompt_logprobs for output in rank.outputs["a"])
-    assert rank.num_scored == 0

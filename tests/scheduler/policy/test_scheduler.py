@@ -9,11 +9,11 @@ import pytest
 
 from kvcache.blocks import BlockPool
 from kvcache.prefix import PrefixIndex
-from scheduler.policy.request import FinishReason, RequestOutput
+from scheduler.policy.request import FinishReason
 from scheduler.policy.scheduler import DuplicateRequestError, SchedulerLimitsError
 from scheduler.policy.sequence import Sequence
-from tests.support.fake_model import VOCABULARY, next_token, serve_alone
-from tests.support.policy_cases import rank_of, request_of, shape_of, step
+from tests.support.fake_model import VOCABULARY, serve_alone
+from tests.support.policy_cases import rank_of, request_of, step
 
 
 def test_a_prompt_runs_in_chunks_and_samples_with_its_last_token() -> None:
@@ -133,62 +133,6 @@ def test_an_idle_scheduler_plans_an_empty_batch_that_may_be_committed_or_dropped
     assert rank.scheduler.commit(batch, [], []) == []
 
 
-def test_the_same_calls_give_the_same_batches_and_outputs() -> None:
-    def history() -> list[object]:
-        rank = rank_of(8, length=24)
-        for request_id in "abcdef":
-            rank.scheduler.add(request_of(request_id, 7, max_tokens=11))
-        steps: list[object] = []
-        while rank.scheduler.has_work:
-            steps.append(step(rank))
-        outputs: list[RequestOutput] = [one for outputs in rank.outputs.values() for one in outputs]
-        return [*steps, *outputs]
-
-    assert history() == history()
-
-
-def test_the_next_step_can_be_planned_before_the_last_one_is_committed() -> None:
-    rank = rank_of()
-    request = request_of("a", 5, max_tokens=3)
-    rank.scheduler.add(request)
-    plans = [shape_of(rank.plan()) for _ in range(4)]
-    assert plans == [[("a", 0, 5, True)], [("a", 5, 1, True)], [("a", 6, 1, True)], []]
-    rank.drain()
-    assert rank.tokens_of("a") == serve_alone(request, 64)[0]
-
-
-def test_planning_ahead_preempts_one_sequence_at_a_time_and_loses_none_of_its_tokens() -> None:
-    rank = rank_of(12, length=40)
-    requests = [request_of(request_id, 6, max_tokens=30) for request_id in "abc"]
-    for request in requests:
-        rank.scheduler.add(request)
-    rank.plan()
-    while rank.scheduler.has_work:
-        num_preemptions = rank.scheduler.stats.num_preemptions
-        rank.plan()
-        assert rank.scheduler.stats.num_preemptions <= num_preemptions + 1
-        if rank.launched:
-            rank.finish()
-    assert rank.scheduler.stats.num_preemptions > 0
-    for request in requests:
-        assert (rank.tokens_of(request.request_id), rank.end_of(request.request_id)) == serve_alone(
-            request, 40
-        )
-
-
-def test_a_stop_found_late_drops_the_step_planned_ahead() -> None:
-    prompt = (1, 2, 3, 4, 5)
-    token = next_token(list(prompt))
-    rank = rank_of()
-    rank.scheduler.add(request_of("a", prompt, max_tokens=9, stop_token_ids=(token,)))
-    rank.plan()
-    rank.plan()
-    rank.finish()
-    assert rank.end_of("a") is FinishReason.STOP and rank.pool.num_free < rank.pool.num_blocks
-    rank.finish()
-    assert rank.tokens_of("a") == [token] and rank.pool.num_free == rank.pool.num_blocks
-
-
 def test_commit_refuses_a_wrong_number_of_tokens_and_a_wrong_order() -> None:
     rank = rank_of()
     rank.scheduler.add(request_of("a", 3))
@@ -227,15 +171,6 @@ def test_a_prefix_hit_skips_whole_blocks_and_is_reported_with_the_first_token() 
     stats = rank.scheduler.stats
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (20, 8)
     assert rank.tokens_of("b")[:1] == rank.tokens_of("a")
-
-
-def test_a_prefix_hit_never_covers_the_last_prompt_token() -> None:
-    rank = rank_of()
-    prompt = (1, 2, 3, 4, 5, 6, 1, 2)  # two blocks to the token
-    for request_id in "ab":
-        rank.scheduler.add(request_of(request_id, prompt, max_tokens=1))
-        items = step(rank)
-    assert items == [("b", 4, 4, True)]
 
 
 def test_generated_tokens_are_reused_by_the_next_turn_of_a_chat() -> None:
@@ -319,19 +254,6 @@ def test_admission_leaves_a_block_free_for_every_running_sequence() -> None:
     assert step(rank) == [("a", 0, 11, True)]
     rank.scheduler.abort("b")
     assert step(rank) == [("a", 11, 1, True), ("c", 0, 4, True)]
-
-
-def test_a_sequence_of_max_model_len_runs_alone_in_the_smallest_pool() -> None:
-    rank = rank_of(5, length=20, seqs=4)
-    requests = [request_of(request_id, 10, max_tokens=99) for request_id in "abc"]
-    for request in requests:
-        rank.scheduler.add(request)
-    rank.drain()
-    for request in requests:
-        assert (rank.tokens_of(request.request_id), rank.end_of(request.request_id)) == serve_alone(
-            request, 20
-        )
-        assert len(rank.tokens_of(request.request_id)) == 10
 
 
 def test_a_newcomer_is_not_starved_by_a_steady_stream_of_others() -> None:

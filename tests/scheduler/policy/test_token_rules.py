@@ -77,13 +77,6 @@ def test_what_may_be_sampled_is_what_the_definitions_say(
     assert left(params, output_ids) == oracle(params, output_ids)
 
 
-def test_a_bad_word_of_many_tokens_is_forbidden_at_its_last_one() -> None:
-    params = SamplingParams(max_tokens=9, bad_words=((3, 4, 5),))
-    everything = set(range(VOCABULARY))
-    assert left(params, (3,)) == left(params, (4,)) == left(params, (4, 3)) == everything
-    assert left(params, (3, 4)) == left(params, (9, 3, 4)) == everything - {5}
-
-
 def test_a_bad_word_that_the_prompt_begins_is_not_one() -> None:
     params = SamplingParams(max_tokens=9, bad_words=((3, 4),))
     assert 4 in left(params, (), prompt_ids=(1, 3)), "as in vLLM: words are made of generated tokens"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler.policy.request import Logprobs, Request, SamplingParams, TokenBias
+from scheduler.policy.request import Logprobs, TokenBias
 from scheduler.policy.sequence import Sequence
 from scheduler.sampling import plan
 from scheduler.sampling.device_sampler import (
@@ -19,6 +19,8 @@ from scheduler.sampling.device_sampler import (
 )
 from scheduler.sampling.plan import Asked, make_plan
 from scheduler.sampling.sampler import RowLogprobs, Sampled, prompt_logprobs, sample
+from tests.scheduler.sampling.test_sampler import logits
+from tests.scheduler.sampling.test_sampler import sequence as plain_sequence
 from tests.support.logprobs import close
 from tests.support.no_reads import CountedReads, NoReads
 
@@ -58,7 +60,7 @@ class EvenIds:
     """A structure that allows even ids only."""
 
     has_ended: bool = False
-    failure: str | None = None
+    failure: str = ""
     seen: list[int] = field(default_factory=list)
 
     def mask(self, logits_V: np.ndarray) -> None:
@@ -70,22 +72,9 @@ class EvenIds:
 
 def sequence(output_ids: tuple[int, ...] = (), *, is_structured: bool = False, **params: object) -> Sequence:
     """A request with prompt 1, 2, 3."""
-    made = Sequence.from_request(
-        Request(
-            request_id="r",
-            prompt_ids=(1, 2, 3),
-            params=SamplingParams(max_tokens=10, **params),  # type: ignore[arg-type]
-            arrival_s=0.0,
-        ),
-        EvenIds() if is_structured else None,
-    )
-    made.token_ids += output_ids
+    made = plain_sequence(output_ids, **params)
+    made.matcher = EvenIds() if is_structured else None
     return made
-
-
-def logits(rows: int, seed: int = 0) -> torch.Tensor:
-    """Seeded logits with a spread as models have."""
-    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
 
 
 def choose(rows: torch.Tensor, sequences: list[Sequence]) -> list[int]:
@@ -124,17 +113,6 @@ def test_drawn_tokens_are_those_of_the_cpu_for_all_ways_of_drawing(seed: int) ->
     sequences = [sequence((4,), seed=100 * seed + each, **params) for params in DRAWN for each in range(9)]
     rows = logits(len(sequences), seed)
     assert choose(rows, sequences) == sample(rows.clone(), sequences).token_ids
-
-
-def test_rules_structures_and_penalties_are_those_of_the_cpu() -> None:
-    sequences = [sequence((30, 30, 2, 17), seed=3, **params) for params in RULED]
-    structured = [{"temperature": 0.0}, {"temperature": 1.0, "logit_bias": (TokenBias(2, 8.0),)}]
-    sequences += [sequence(is_structured=True, **params) for params in structured]
-    rows = logits(len(sequences), seed=1)
-    wanted = sample(rows.clone(), sequences).token_ids
-    assert choose(rows, sequences) == wanted
-    plain = sample(rows.clone(), [sequence(seed=3, temperature=0.0)] * len(rows)).token_ids
-    assert wanted != plain  # the rules do matter here
 
 
 def test_a_row_is_sampled_and_measured_alike_alone_and_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,38 +155,6 @@ def test_odd_rows_get_the_tokens_that_they_get_on_the_cpu() -> None:
 def test_logits_of_another_kind_are_refused(rows: torch.Tensor, start: str) -> None:
     with pytest.raises(ValueError, match=start):
         choose_tokens(rows, make_plan([sequence(temperature=0.0)], 8, CPU))
-
-
-def test_masks_are_packed_by_the_bit_the_lowest_first() -> None:
-    made = make_plan([sequence(temperature=0.0), sequence(is_structured=True)], 40, CPU)
-    assert made.masked_rows == (1,)
-    bits = np.unpackbits(made.mask_MW.numpy().view(np.uint8), bitorder="little")[:40]
-    assert bits.tolist() == [1, 0] * 20
-
-
-def test_a_step_of_plain_rows_is_the_cpus_with_one_read() -> None:
-    both = sample_both(logits(3), [sequence(temperature=0.0, num_logprobs=count) for count in (2, None, 0)])
-    check_same(both)
-    assert both.reads == ["numpy of a tensor"]
-
-
-def test_logprobs_are_of_the_logits_before_anything_changed_them_with_one_read() -> None:
-    """Some rows with logprobs, some that are changed before they are sampled, some of both."""
-    sequences = [
-        sequence(temperature=0.0, num_logprobs=2),
-        sequence(temperature=0.0),
-        sequence((7,), temperature=1.0, num_logprobs=0, repetition_penalty=3.0, seed=1),
-        sequence(is_structured=True, temperature=0.0, num_logprobs=1),
-        sequence((9,), temperature=1.0, seed=2, num_logprobs=3, logprob_token_ids=(4, 2, 499)),
-        sequence((4, 4), temperature=0.9, seed=3, min_p=0.01, num_logprobs=5, frequency_penalty=1.0),
-        sequence(is_structured=True, temperature=1.0, seed=4, logit_bias=(TokenBias(2, 9.0),)),
-        sequence(
-            (5,), temperature=0.0, num_logprobs=4, bad_words=((5, 6), (7,)), allowed_token_ids=(6, 7, 8)
-        ),
-    ]
-    both = sample_both(logits(len(sequences), seed=4), sequences)
-    check_same(both)
-    assert both.reads == ["numpy of a tensor"] and both.num_host_rows == 0
 
 
 @pytest.mark.parametrize("seed", range(12))

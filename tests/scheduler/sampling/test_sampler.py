@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler.policy.request import Request, SamplingParams, TokenBias
 from scheduler.policy.sequence import Sequence
@@ -223,3 +225,55 @@ def test_prompt_logprobs_have_the_rank_among_all_tokens() -> None:
     assert entries[2].rank == 1
     assert [entry.top_ids for entry in prompt_logprobs(rows, [0, 499, best], 0)] == [[], [], []]
     assert prompt_logprobs(rows, [0, 499, best], 1)[0].top_ids == entries[0].top_ids[:1]
+
+
+# Whatever a client may ask for within the ranges that the front lets through, a row is sampled: one request's odd numbers
+# must not end the rank, and with it everybody's service.
+FEW = 64
+TINY = (5e-324, 1e-320, 1e-45, 1e-30, 1e-6)
+ROWS = {
+    "as models have them": torch.linspace(-8, 8, FEW),
+    "all equal": torch.zeros(FEW),
+    "one stands out": torch.nn.functional.one_hot(torch.tensor(7), FEW) * 1e4,
+    "huge": torch.linspace(-3e38, 3e38, FEW),
+    "most are excluded": torch.full((FEW,), -math.inf).index_fill(0, torch.tensor([3]), 1.0),
+    "all are excluded": torch.full((FEW,), -math.inf),
+}
+
+
+def values(low: float, high: float) -> st.SearchStrategy[float]:
+    """Anything in a range, its ends and the tiniest numbers above 0 often."""
+    tiny = [each for each in TINY if low <= each <= high]
+    return st.floats(low, high) | st.sampled_from([low, high, *tiny])
+
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": values(0, 100),
+        "top_p": values(5e-324, 1),
+        "top_k": st.sampled_from([0, 1, 5, FEW, 2**31 - 1]),
+        "min_p": values(0, 1),
+        "presence_penalty": values(-2, 2),
+        "frequency_penalty": values(-2, 2),
+        "repetition_penalty": values(5e-324, 100),
+        "min_tokens": st.integers(0, 3),
+        "stop_token_ids": st.sampled_from([(), (3,), tuple(range(FEW))]),
+        "num_logprobs": st.sampled_from([None, 0, 3, FEW + 1]),
+        "seed": st.sampled_from([0, 2**63, 2**64 - 1]),
+    }
+)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
+@settings(max_examples=120, deadline=None)
+@given(params=PARAMS)
+def test_every_row_is_sampled_whatever_is_asked(row: str, params: dict[str, object]) -> None:
+    sampled = sample(ROWS[row].clone().unsqueeze(0), [sequence((5, 5, 6), **params)])
+    assert 0 <= sampled.token_ids[0] < FEW
+
+
+@pytest.mark.parametrize("temperature", TINY)
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    row = ROWS["as models have them"].clone().unsqueeze(0)
+    assert sample(row, [sequence(temperature=temperature, top_p=0.9)]).token_ids == [FEW - 1]

@@ -4,21 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import Qwen3MoeConfig
 
 from dispatch.errors import WireUnavailable
 from moe.cpu.backend import CPU
 from scheduler.assembly import check_compiler
 from scheduler.policy.config import ConfigError, EngineConfig
-from scheduler.sampling.sampler import HostSampler
-from scheduler.step.parts import backend_of, open_device_dispatcher, open_forward, open_sampler
+from scheduler.step.parts import backend_of, open_device_dispatcher
 from tests.support.serving import build, request, serve
-
-
-def test_the_cpu_is_the_way_that_needs_nothing() -> None:
-    assert backend_of(EngineConfig(directory=Path(), kv_cache_bytes=0)) is CPU
-    assert CPU.device == torch.device("cpu") and CPU.model_dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["tpu", "", "gpu:0"])
@@ -31,26 +24,6 @@ def test_nodes_of_gpus_are_refused_with_what_to_give() -> None:
     config = EngineConfig(directory=Path(), kv_cache_bytes=0, device="cuda", dispatch_node_size=2)
     with pytest.raises(WireUnavailable, match="--dispatch-node-size is 2; between GPUs"):
         open_device_dispatcher(config, CPU, None, 4)
-
-
-class Model:
-    """On the CPU; runs nothing."""
-
-    device = torch.device("cpu")
-
-    def forward(self) -> None:
-        """Nothing."""
-
-
-def test_a_model_that_is_not_on_a_gpu_runs_its_steps_itself() -> None:
-    model: Any = Model()
-    forward = open_forward(model, None, replays=True, report=lambda _stage, _share: None)
-    assert forward == model.forward
-
-
-def test_on_the_cpu_tokens_are_chosen_there() -> None:
-    config = EngineConfig(directory=Path(), kv_cache_bytes=0)
-    assert isinstance(open_sampler(config, Model()), HostSampler)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

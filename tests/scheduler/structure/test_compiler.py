@@ -117,18 +117,6 @@ def test_a_request_that_was_forgotten_does_not_come_back() -> None:
     assert ready.empty() and not compiler.forget("2")
 
 
-def test_ignore_eos_is_told_from_the_stop_tokens() -> None:
-    compiler, _ = compiler_of()
-    ends, never = ready_of(
-        compiler,
-        request_of("1", Structure("regex", "a*")),
-        request_of("2", Structure("regex", "a*"), ends=(7,)),
-    )
-    assert isinstance(ends, Structured) and isinstance(never, Structured)
-    assert ends.matcher._ignore_eos is False  # type: ignore[attr-defined]
-    assert never.matcher._ignore_eos is True  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("error", [StructureError("no tokenizer"), TypeError("not iterable"), MemoryError()])
 def test_whatever_goes_wrong_the_request_ends(error: Exception) -> None:
     def load() -> Vocabulary:

@@ -60,14 +60,6 @@ def test_the_name_of_a_special_token_may_be_spelled_in_bytes_only() -> None:
     assert allowed_by(matcher) == {ord("<")}
 
 
-def test_an_end_token_ends_the_form() -> None:
-    for token_id in (END, OTHER_END):
-        matcher = follow(matcher_of(Structure("regex", "ab*")), "ab")
-        assert not matcher.has_ended
-        matcher.advance(token_id)
-        assert matcher.has_ended and not matcher.failure
-
-
 def test_a_form_that_cannot_go_on_has_ended_with_its_last_token() -> None:
     for form, text in (
         (Structure("choice", '["ab", "b"]'), "ab"),
@@ -127,14 +119,6 @@ def test_a_form_that_no_token_can_go_on_with_is_a_failure() -> None:
 def test_rows_wider_than_the_vocabulary_are_masked_to_their_end() -> None:
     allowed = allowed_by(matcher_of(Structure("regex", ".")), NUM_TOKENS + 100)
     assert allowed and max(allowed) < NUM_TOKENS
-
-
-def test_a_copy_does_not_follow_its_original() -> None:
-    compiled = matcher_of(Structure("regex", "ab"))._matcher
-    copies = [GrammarMatcher(compiled.deep_copy(), VOCABULARY, ignore_eos=False) for _ in range(2)]
-    copies[0].advance(ord("a"))
-    assert allowed_by(copies[0]) == {ord("b")}
-    assert ord("a") in allowed_by(copies[1])
 
 
 def test_a_vocabulary_survives_json() -> None:
