@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.closed_loop import Timing, closed_loop, percentile, summarise
+from benchmarks.closed_loop import Timing, closed_loop, summarise
 
 
 class Counter:
@@ -52,8 +52,3 @@ def test_summary_has_rates_and_gaps_in_milliseconds() -> None:
 def test_a_request_without_tokens_is_an_error() -> None:
     with pytest.raises(ValueError, match="no token"):
         summarise([Timing(0.0, [], 0)])
-
-
-def test_percentile_of_one_value_is_that_value() -> None:
-    assert percentile([7.0], 99) == 7.0
-    assert percentile([1.0, 3.0], 50) == 2.0

@@ -14,18 +14,6 @@ def test_defaults_are_the_whole_measurement() -> None:
     assert not options.static
 
 
-def test_quick_changes_defaults_and_flags_override_it() -> None:
-    options = parse_options(["--quick", "--rounds", "2", "--models", "demo"])
-    assert options.models == ("demo",)
-    assert options.rounds == 2
-    assert options.levels == ((1, 2), (4, 8))
-
-
-def test_requests_follow_the_concurrency_they_are_given_for() -> None:
-    options = parse_options(["--concurrency", "2,8", "--requests-per-level", "3,24"])
-    assert options.levels == ((2, 3), (8, 24))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

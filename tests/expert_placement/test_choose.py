@@ -58,10 +58,6 @@ def test_a_choice_has_the_shape_of_what_was_asked(dtype: type[np.signedinteger[A
     assert held.tolist() == asked.tolist()
 
 
-def test_no_tokens_are_no_choices() -> None:
-    assert ReplicaChoice(PLACEMENT, 0).choose(0, np.empty((0, 2), np.int64)).shape == (0, 2)
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 7, 64, 1000])
 def test_every_copy_gets_its_share_of_a_batch_to_within_one_token(tokens: int) -> None:
     for rank in range(5):

@@ -14,7 +14,6 @@ from expert_placement.moves import BUSY_PART, transfers_between
 from expert_placement.nodes import Cluster, Rules
 from expert_placement.placement import Placement, imbalance, linear_placement
 from expert_placement.plan import plan
-from tests.support.placements import random_placement
 
 SKEWED = np.random.default_rng(0).lognormal(0, 0.9, (4, 32)) * 100  # choices of a step
 COPIES = plan(np.ones((4, 32)), 9, Rules(cluster=Cluster(num_ranks=4))).placement
@@ -122,11 +121,6 @@ def test_the_shares_policy_never_moves() -> None:
     assert made.proposal is None or made.proposal.moves == 0
 
 
-def test_without_copies_shares_cannot_change_and_nothing_is_done() -> None:
-    made = decide(situation(current=linear_placement(4, 32, 4)), EplbConfig(policy="shares"))
-    assert made.proposal is None
-
-
 @pytest.mark.parametrize(("step_s", "said"), [(1e-4, "work"), (1.0, "bytes")])
 def test_moving_takes_as_long_as_bytes_or_work_beside_steps_allow(step_s: float, said: str) -> None:
     config = EplbConfig(max_bytes_per_step=1 << 19)
@@ -138,17 +132,6 @@ def test_moving_takes_as_long_as_bytes_or_work_beside_steps_allow(step_s: float,
     by_work = num_bytes * WORK_S_PER_BYTE / BUSY_PART
     assert made.moves and made.seconds == pytest.approx(by_work if said == "work" else by_bytes)
     assert (by_work > by_bytes) == (said == "work")
-
-
-def test_equal_numbers_give_equal_decisions() -> None:
-    one, other = (decide(situation(), EplbConfig()) for _ in range(2))
-    assert one.proposal is not None and other.proposal is not None
-    assert one.proposal.target.digest() == other.proposal.target.digest() and one.reason == other.reason
-
-
-def test_of_equals_the_first_is_taken() -> None:
-    start, other = linear_placement(2, 4, 2), random_placement(2, 4, 2, 2, seed=1)
-    assert cheapest([start, other], lambda _: np.ones(2)).digest() == start.digest()
 
 
 def test_a_budget_that_the_cheapest_layers_exceed_leaves_the_cheapest_whole() -> None:

@@ -3,7 +3,6 @@
 from itertools import combinations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,12 +75,3 @@ def test_an_expert_without_load_keeps_even_shares() -> None:
     placement = Placement(np.array([[0, 1, 0, 2]]), 3, 2)
     again = refresh(np.array([[0.0, 1.0, 2.0]]), placement)
     assert again.share.tolist() == [[0.5, 1, 0.5, 1]]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_refreshing_is_never_worse_than_even_shares(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    slots = np.array([[0, 1, 2, 3, 0, 2, 1, 4, 0]])
-    load = np.exp(rng.normal(0, 1, (1, 5)))
-    placement = Placement(slots, 5, 3)
-    assert imbalance(refresh(load, placement), load)[0] <= imbalance(placement, load)[0] + 1e-9

@@ -73,16 +73,6 @@ def test_figures_slide_too() -> None:
     assert not window.expert_tokens().any()
 
 
-def test_what_is_handed_out_is_a_copy() -> None:
-    window = LoadWindow(LAYERS, EXPERTS, RANKS)
-    window.expert_tokens("decode")[:] = 7
-    window.rank_tokens("decode")[:] = 7
-    window.figures.steps[:] = 7
-    assert not window.rank_tokens("decode").any()
-    assert not window.expert_tokens("decode").any()
-    assert not window.figures.steps.any()
-
-
 def test_a_window_of_no_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="window of 0 steps"):
         LoadWindow(LAYERS, EXPERTS, RANKS, 0)

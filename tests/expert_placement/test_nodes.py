@@ -36,11 +36,6 @@ def test_nodes_are_equal_blocks_of_hosts_or_one(hosts: tuple[str, ...], nodes: i
     assert num_nodes_of(hosts) == nodes
 
 
-def test_without_wishes_only_the_nodes_are_known() -> None:
-    rules, left_out = rules_for_plan(EplbConfig(), TWO, LOAD, 20)
-    assert rules.cluster.num_nodes == 2 and rules.home is None and left_out == ()
-
-
 def test_every_expert_is_on_two_nodes_after_a_plan_and_stays_so_after_a_repair() -> None:
     config = EplbConfig(min_nodes=2, spread=True)
     made = plan(LOAD, 10, rules_for_plan(config, TWO, LOAD, 40).rules).placement

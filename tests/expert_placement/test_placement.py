@@ -105,12 +105,3 @@ def test_imbalance_is_taken_over_the_ranks_of_each_layer() -> None:
     load = np.array([[3.0, 3, 1, 1], [1.0, 1, 3, 3]])
     assert rank_load(placement, load).tolist() == [[6, 2], [2, 6]]
     assert imbalance(placement, load).tolist() == [1.5, 1.5], "summed over layers the ranks would look even"
-
-
-def test_a_layer_without_load_is_level() -> None:
-    assert imbalance(linear_placement(1, 4, 2), np.zeros((1, 4))).tolist() == [1.0]
-
-
-def test_shares_divide_an_experts_load() -> None:
-    placement = Placement(np.array([[0, EMPTY, 0, 1]]), 2, 2, share=np.array([[0.75, 0, 0.25, 1]]))
-    assert rank_load(placement, np.array([[8.0, 1]])).tolist() == [[6, 3]]

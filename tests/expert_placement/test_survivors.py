@@ -63,17 +63,6 @@ def test_all_members_are_at_home() -> None:
     assert surviving(home, [0, 1, 2]) is home
 
 
-def test_who_comes_and_goes_in_whatever_order_only_who_is_there_counts() -> None:
-    home = random_placement(3, 9, 4, 4, seed=1)
-    assert surviving(home, [1, 3]).digest() == surviving(home, (1, 3)).digest()
-    assert surviving(home, [1, 3]).digest() != surviving(home, [1, 2]).digest()
-
-
-def test_one_of_three_is_lost_and_the_others_take_its_experts_in_turn() -> None:
-    found = surviving(linear_placement(1, 8, 3), [0, 2])
-    assert found.slot_expert.tolist() == [[0, 1, 2, 3, 5, 6, 7, EMPTY, 4, EMPTY]]
-
-
 def test_copies_whose_last_one_had_no_share_share_evenly() -> None:
     home = Placement(np.array([[0, 1, 0]]), 2, 3, share=np.array([[1.0, 1.0, 0.0]]))
     assert surviving(home, [1, 2]).share.tolist() == [[1.0, 1.0]]

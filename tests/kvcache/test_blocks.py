@@ -30,13 +30,6 @@ def fill(pool: BlockPool, token_ids: list[int], *, reuse: bool = True) -> list[i
     return table
 
 
-def test_acquire_hands_out_each_block_once_until_none_is_left() -> None:
-    pool = BlockPool(5, 4)
-    assert sorted(pool.acquire(2) + pool.acquire(3)) == [0, 1, 2, 3, 4]
-    assert pool.num_free == 0
-    assert pool.acquire(0) == []
-
-
 def test_acquire_is_all_or_nothing_and_says_what_was_wanted() -> None:
     pool = BlockPool(3, 4)
     pool.acquire(1)
@@ -51,16 +44,6 @@ def test_a_pool_without_blocks_or_tokens_is_refused(num_blocks: int, block_token
         BlockPool(num_blocks, block_tokens)
 
 
-def test_a_shared_block_is_free_only_after_its_last_holder_released_it() -> None:
-    pool = BlockPool(2, 2)
-    table = fill(pool, [1, 2])
-    pool.share(table)
-    pool.release(table)
-    assert (pool.num_holders(table[0]), pool.num_free) == (1, 1)
-    pool.release(table)
-    assert (pool.num_holders(table[0]), pool.num_free, pool.num_cached) == (0, 2, 1)
-
-
 def test_releasing_twice_and_sharing_unpublished_blocks_are_caught() -> None:
     pool = BlockPool(2, 2)
     table = pool.acquire(1)
@@ -71,17 +54,6 @@ def test_releasing_twice_and_sharing_unpublished_blocks_are_caught() -> None:
         pool.release(table)
     with pytest.raises(AssertionError, match="nobody holds it"):
         pool.publish(table[0], [1, 2], None)
-
-
-def test_released_blocks_stay_findable_and_come_back_shared() -> None:
-    pool = BlockPool(4, 2)
-    table = fill(pool, [1, 2, 3, 4])
-    pool.release(table)
-    assert pool.num_free == 4
-    assert pool.match([1, 2, 3, 4, 5]) == table
-    pool.share(table)
-    assert pool.num_free == 2
-    assert not set(pool.acquire(2)) & set(table)
 
 
 def test_match_stops_at_the_first_difference_and_ignores_a_partial_block() -> None:
@@ -145,16 +117,6 @@ def test_a_hash_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     table = fill(pool, [1, 2])
     assert pool.match([1, 2]) == table
     assert pool.match([1, 3]) == []
-
-
-def test_the_prefix_index_keeps_nothing_of_evicted_blocks() -> None:
-    index = PrefixIndex(1, SECRET)
-    index.insert(0, [1], None)
-    index.insert(1, [1], None)
-    index.remove(0)
-    assert 0 not in index and 1 in index and len(index) == 1
-    index.remove(1)
-    assert len(index) == 0
 
 
 @settings(max_examples=60, deadline=None)

@@ -36,13 +36,6 @@ def assert_describes(step: Step, spans: list[Span]) -> None:
         assert step.block_table_SM[index, : len(span.block_ids)].tolist() == list(span.block_ids)
 
 
-def test_prefill_chunks_and_decodes_share_a_step() -> None:
-    step = make_step()
-    spans = [Span(0, 20, [3, 1]), Span(37, 1, [0, 2, 5]), Span(16, 17, [7, 4, 6])]
-    step.fill(spans)
-    assert_describes(step, spans)
-
-
 def test_an_empty_step_is_all_padding() -> None:
     step = make_step()
     step.fill([Span(0, 20, [3, 1])])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from attention.gpu.tiles import device_names, read_table, shape_key, tile_of
+from attention.gpu.tiles import device_names, read_table, tile_of
 
 
 class Tile(NamedTuple):
@@ -20,10 +20,6 @@ TABLE = {
     "sm_90": {"paged_decode": {"bfloat16 D128": {"warps": 8}, "bfloat16 D64": {"warps": 2}}},
 }
 H200 = ("NVIDIA H200", "sm_90")
-
-
-def test_a_shapes_key_names_type_and_sizes() -> None:
-    assert shape_key(torch.bfloat16, D=128, GROUP=8) == "bfloat16 D128 GROUP8"
 
 
 def test_the_closest_device_counts_and_fields_it_lacks_come_from_the_fallback() -> None:

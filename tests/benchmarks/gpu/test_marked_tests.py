@@ -63,8 +63,3 @@ def test_the_suites_own_kernel_tests_are_units_and_what_is_slow_comes_last() -> 
     names = units(REAL)
     assert "tests/attention/gpu/test_decode.py" in names
     assert [name.endswith(", slow") for name in names] == sorted(name.endswith(", slow") for name in names)
-
-
-def test_a_suite_without_any_has_no_units(tmp_path: Path) -> None:
-    write(tmp_path, "test_a.py", "def test_a(): ...\n")
-    assert marked_files(tmp_path) == []

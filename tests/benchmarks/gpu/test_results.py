@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
-from benchmarks.gpu import device_card
 from benchmarks.gpu.day import Part, day_lines
-from benchmarks.gpu.device_card import NoDeviceError, day_card
+from benchmarks.gpu.device_card import day_card
 from benchmarks.gpu.results import DONE, Ledger, Row, Setting, file_name, source_digest
 
 SETTING = Setting(device="cuda", is_tiny=False)
@@ -54,28 +51,6 @@ def test_the_card_of_an_interpreted_day_says_that_times_mean_nothing() -> None:
     assert card["missing packages"] == "none"
 
 
-def test_without_a_driver_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoDeviceError, match=r"no GPU answers .*give --device interpreter --tiny"):
-        day_card(SETTING, "abc")
-
-
-def test_the_driver_is_asked_for_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    answer = "NVIDIA H200, 580.159.03, 143771 MiB, 345 MHz, 3201 MHz, 700.00 W, 31"
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(device_card, "NEEDED", ("torch", "no_such_package"))
-    card = day_card(SETTING, "abc")
-    assert (card["device"], card["driver_version"], card["clocks.mem"]) == (
-        "NVIDIA H200",
-        "580.159.03",
-        "3201 MHz",
-    )
-    assert card["missing packages"] == "no_such_package"
-
-
 PART = Part("kernels", "k", "Kernel times", 1.0)
 
 
@@ -105,11 +80,3 @@ def test_rows_failures_and_what_was_not_reached_are_lines() -> None:
         "  prefill: FAILED: ValueError: no such tile",
         "  not reached: rotary, write",
     ]
-
-
-def test_a_part_of_which_nothing_is_known_has_no_lines() -> None:
-    assert list(day_lines({}, [PART], {"kernels": []})) == []
-
-
-def test_a_figure_that_is_no_number_misses_no_goal() -> None:
-    assert Row(name="a", figures={"x": None}, goals={"x": 1.0, "y": 1.0}).missed() == []

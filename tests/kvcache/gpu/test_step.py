@@ -160,13 +160,6 @@ def test_blocks_of_prompts_lie_side_by_side_for_expansion_as_many_as_may_be(step
     assert step.expansions(3)[0].block_X.tolist() == [7]
 
 
-def test_block_tables_follow_the_batch(step: DeviceStep) -> None:
-    step.fill([Span(20, 1, [5, 3]), Span(40, 1, [8, 1, 2])], 2)
-    step.inputs([1, 2], [0, 1])
-    table = step.on_device.table_SM
-    assert table[0, :2].tolist() == [5, 3] and table[1, :3].tolist() == [8, 1, 2]
-
-
 @pytest.mark.parametrize(("most", "sizes"), [(3, (3,)), (8, (8,)), (20, (8, 16, 20)), (32, (8, 16, 32))])
 def test_where_ranks_agree_the_padded_size_follows_from_that(most: int, sizes: tuple[int, ...]) -> None:
     assert agreed_sizes(most) == sizes
