@@ -1,21 +1,38 @@
 """What ranks of a pool run: whole dispatches and combines through a wire, and the same bits they must give."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
+from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
+from dispatch.mode import NORMAL, Mode
 from dispatch.wires.open import open_wire
-from tests.dispatch.oracle import RankCase, RankResult, compute_pairs
+from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, simulate
 
 
-def run_layer(dispatcher: Dispatcher, case: RankCase) -> RankResult:
-    """Dispatch, compute, combine; the results are copied out of the dispatcher's buffers."""
-    dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK)
+def run_layer(dispatcher: TokenDispatcher, case: RankCase, mode: Mode = NORMAL) -> RankResult:
+    """Dispatch, compute, combine into memory of ours; the rest is copied out of the dispatcher's buffers."""
+    rank = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else 0
+    dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
     x_NH, row_P, offsets, _ = dispatched
     parts = (x_NH.clone(), row_P.clone(), offsets.clone())
-    y_PH = compute_pairs(x_NH, row_P, offsets, dispatcher.wire.rank)
-    combined = dispatcher.combine(y_PH, case.weights_TK, dispatched)
-    return RankResult(*parts, combined)
+    y_PH = compute_pairs(x_NH, row_P, offsets, rank)
+    out_TH = torch.full(case.x_TH.shape, float("nan"), dtype=case.x_TH.dtype)
+    assert dispatcher.combine(y_PH, case.weights_TK, dispatched, out=out_TH) is out_TH
+    return RankResult(*parts, out_TH)
+
+
+def check_bits(
+    results: Sequence[Sequence[RankResult]], layers: list[list[RankCase]], slots_per_rank: int
+) -> None:
+    """Every rank's results of every layer are the oracle's."""
+    for index, cases in enumerate(layers):
+        for rank, want in enumerate(simulate(cases, slots_per_rank)):
+            for field, ours, oracle in zip(want._fields, results[rank][index], want, strict=True):
+                assert ours.dtype == oracle.dtype, f"layer {index}, rank {rank}, {field}"
+                assert torch.equal(ours, oracle), f"layer {index}, rank {rank}, {field}"
 
 
 def run_layers(

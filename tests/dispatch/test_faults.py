@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
+from dispatch.errors import DispatchTimeout, PeerLost
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
+from tests.dispatch.caught import catch
 
 VICTIM = 2
 STOP_TIMEOUT_S = 3.0  # long enough that nobody times out on a busy machine before the victim stops
@@ -91,17 +92,13 @@ def leave_early() -> str:
     if dist.get_rank() == 1:
         dispatcher.close()
         return "closed"
-    try:
-        dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]]))
-    except PeerLost as error:
-        return str(error)
-    finally:
-        dispatcher.close()
-    return "no error"
+    said = catch(lambda: dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]])))
+    dispatcher.close()
+    return said
 
 
 def test_a_peer_that_closes_is_lost_at_once(pool_of: PoolOf) -> None:
-    assert pool_of(2).run(leave_early) == ["rank 1 is lost: it has closed its wire", "closed"]
+    assert pool_of(2).run(leave_early) == ["PeerLost: rank 1 is lost: it has closed its wire", "closed"]
 
 
 def wait_until_interrupted() -> tuple[str, list[tuple[int, ...]], float]:
@@ -118,10 +115,7 @@ def wait_until_interrupted() -> tuple[str, list[tuple[int, ...]], float]:
 
         thread = threading.Thread(target=interrupt)
         thread.start()
-        try:
-            dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]]))
-        except PeerLost as error:
-            said = str(error)
+        said = catch(lambda: dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]])))
         thread.join()
     begin = time.monotonic()
     dist.barrier()
@@ -131,24 +125,21 @@ def wait_until_interrupted() -> tuple[str, list[tuple[int, ...]], float]:
 
 def test_a_wait_is_interrupted_and_seen_from_another_thread(pool_of: PoolOf) -> None:
     (said, seen, _), (_, idle, waited_s) = pool_of(2).run(wait_until_interrupted)
-    assert said == "rank 1 is lost: its heart stopped"
+    assert said == "PeerLost: rank 1 is lost: its heart stopped"
     assert seen == [(0, 0), (1, 0)] and idle == [(0, 0)]
     assert waited_s < ENOUGH_S
 
 
-def use_after_close(name: str) -> str:
+def use_after_close(name: str) -> tuple[str, str]:
     dispatcher = Dispatcher(open_wire(name, dist.group.WORLD), slots_per_rank=2)
     dispatcher.close()
-    try:
-        dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]]))
-    except DispatchError as error:
-        return str(error)
-    return "no error"
+    x_TH, slots_TK = torch.ones(1, 4), torch.tensor([[3]])
+    return catch(lambda: dispatcher.dispatch(x_TH, slots_TK)), catch(lambda: dispatcher.wire.refuse("late"))
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo"])
 def test_a_closed_wire_says_so(pool_of: PoolOf, name: str) -> None:
-    assert pool_of(2).run(use_after_close, name) == ["the wire is closed"] * 2
+    assert pool_of(2).run(use_after_close, name) == [("DispatchError: the wire is closed",) * 2] * 2
 
 
 def count_mappings_after_use() -> tuple[int, int, int]:

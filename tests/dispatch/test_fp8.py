@@ -11,12 +11,6 @@ from dispatch import fp8
 MODES = [(False, False), (True, False), (True, True)]  # round_scale, ue8m0
 
 
-def calc_diff(x: Tensor, y: Tensor) -> float:
-    """One minus the cosine-like similarity that DeepSeek's code measures errors by."""
-    x, y = x.double() + 1, y.double() + 1
-    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
-
-
 def quantise_by_the_letter(x_TH: Tensor) -> tuple[Tensor, Tensor]:
     """Block by block, value by value."""
     out, scales = torch.empty(x_TH.shape, dtype=torch.float8_e4m3fn), []
@@ -56,18 +50,6 @@ def test_values_and_scales_follow_the_recipe(seed: int, tokens: int, hidden: int
 
 
 @pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
-@pytest.mark.parametrize("hidden", [512, 7168, 200])
-def test_the_error_is_within_deepseeks_bound(round_scale: bool, ue8m0: bool, hidden: int) -> None:
-    x_TH = random_rows(1, 64, hidden)
-    back = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH, round_scale=round_scale, ue8m0=ue8m0), torch.bfloat16)
-    assert back.dtype == torch.bfloat16
-    assert calc_diff(back, x_TH) < 9e-4
-    for token in range(64):  # and of every row, however small it is beside the others
-        scale = x_TH[token].abs().float().amax()
-        assert calc_diff(back[token].float() / scale, x_TH[token].float() / scale) < 9e-4
-
-
-@pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
 def test_no_value_is_off_by_more_than_half_a_step(round_scale: bool, ue8m0: bool) -> None:
     x_TH = random_rows(2, 16, 512, torch.float32)
     back = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH, round_scale=round_scale, ue8m0=ue8m0), torch.float32)
@@ -99,16 +81,6 @@ def test_ue8m0_holds_the_exponents_lowest_block_first() -> None:
     assert fp8.unpack_ue8m0(packed, 6).tolist() == [[1.0, 2.0, 4.0, 8.0, 16.0, 32.0]]
 
 
-def test_ue8m0_says_the_same_as_float_scales() -> None:
-    x_TH = random_rows(4, 8, 1024)
-    plain, packed = (
-        fp8.quantise_fp8(x_TH, round_scale=True),
-        fp8.quantise_fp8(x_TH, round_scale=True, ue8m0=True),
-    )
-    assert torch.equal(as_bytes(plain.x_TH), as_bytes(packed.x_TH))
-    assert torch.equal(fp8.unpack_ue8m0(packed.scales, 8), plain.scales)
-
-
 def test_column_major_scales_keep_values_and_shape() -> None:
     scales = torch.rand(2, 12, 4)
     turned = fp8.column_major(scales)
@@ -121,9 +93,13 @@ def test_column_major_scales_keep_values_and_shape() -> None:
 
 
 @pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
-def test_zeros_stay_zeros(round_scale: bool, ue8m0: bool) -> None:
-    quantised = fp8.quantise_fp8(torch.zeros(2, 300), round_scale=round_scale, ue8m0=ue8m0)
-    assert torch.equal(fp8.dequantise_fp8(*quantised, torch.float32), torch.zeros(2, 300))
+@pytest.mark.parametrize("shape", [(2, 300), (0, 512)])
+def test_zeros_stay_zeros_and_no_tokens_give_no_rows(
+    shape: tuple[int, int], round_scale: bool, ue8m0: bool
+) -> None:
+    quantised = fp8.quantise_fp8(torch.zeros(shape), round_scale=round_scale, ue8m0=ue8m0)
+    assert quantised.x_TH.shape == shape
+    assert torch.equal(fp8.dequantise_fp8(*quantised, torch.float32), torch.zeros(shape))
 
 
 @pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
@@ -136,13 +112,6 @@ def test_what_is_not_finite_spoils_its_block_and_no_other(
     back = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH, round_scale=round_scale, ue8m0=ue8m0), torch.float32)
     assert back[1, 128:256].isnan().all()
     assert back.isnan().sum() == 128
-
-
-@pytest.mark.parametrize(("round_scale", "ue8m0"), MODES)
-def test_no_tokens_give_no_rows(round_scale: bool, ue8m0: bool) -> None:
-    quantised = fp8.quantise_fp8(torch.zeros(0, 512), round_scale=round_scale, ue8m0=ue8m0)
-    assert quantised.x_TH.shape == (0, 512)
-    assert fp8.dequantise_fp8(*quantised, torch.bfloat16).shape == (0, 512)
 
 
 def test_the_largest_floats_survive() -> None:

@@ -7,29 +7,23 @@ import torch.distributed as dist
 from dispatch.dispatched import TokenDispatcher
 from dispatch.dispatcher import Dispatcher
 from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
-from dispatch.mode import low_latency
+from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
+from tests.dispatch.exchange import check_bits, run_layer
 from tests.dispatch.hierarchical_cases import S, open_here
-from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate
+from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
 
 SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, node size: 1 and all are flat dispatch
 
 
-def run_one(dispatcher: HierarchicalDispatcher, case: RankCase) -> RankResult:
-    """Dispatch, compute, combine."""
-    sent = dispatcher.dispatch(case.x_TH, case.slots_TK)
-    x_NH, row_P, offsets = [part.clone() for part in sent[:3]]
-    y_PH = compute_pairs(sent.x_NH, sent.row_P, sent.slot_offsets, dispatcher.rank)
-    combined = dispatcher.combine(y_PH, case.weights_TK, sent)
-    return RankResult(x_NH, row_P, offsets, combined)
-
-
-def run_layers(name: str, layers: list[list[RankCase]], node_size: int) -> list[RankResult]:
+def run_layers(
+    name: str, layers: list[list[RankCase]], node_size: int, mode: Mode = NORMAL
+) -> list[RankResult]:
     """Run several layers, each with one case per rank, through one dispatcher."""
     dispatcher = open_here(name, node_size)
-    results = [run_one(dispatcher, cases[dispatcher.rank]) for cases in layers]
+    results = [run_layer(dispatcher, cases[dispatcher.rank], mode) for cases in layers]
     dispatcher.close()
     return results
 
@@ -44,6 +38,8 @@ def edge_layers(ranks: int, dtype: torch.dtype = torch.float32) -> list[list[Ran
         make_cases(4, [4] * ranks, slots_per_rank=S, only_slot=ranks * S - 1, dtype=dtype),
         make_cases(5, [6] * ranks, choices=2 * ranks + 1, slots_per_rank=S, no_choice=0.0, dtype=dtype),
         make_cases(6, [2] * ranks, slots_per_rank=S, no_choice=1.0, dtype=dtype),
+        make_cases(7, uneven, slots_per_rank=S, dtype=torch.float16),
+        make_cases(8, uneven, slots_per_rank=S, dtype=torch.float64),
     ]
 
 
@@ -53,71 +49,33 @@ def test_rows_pairs_and_sums_have_the_flat_oracles_bits(
     pool_of: PoolOf, ranks: int, node_size: int, name: str
 ) -> None:
     layers = edge_layers(ranks)
-    results = pool_of(ranks).run(run_layers, name, layers, node_size)
-    for index, cases in enumerate(layers):
-        for rank, want in enumerate(simulate(cases, S)):
-            for got, oracle in zip(results[rank][index], want, strict=True):
-                assert got.dtype == oracle.dtype and torch.equal(got, oracle)
+    check_bits(pool_of(ranks).run(run_layers, name, layers, node_size), layers, S)
 
 
 def test_two_nodes_of_four_ranks_have_the_flat_oracles_bits(pool_of: PoolOf) -> None:
     layers = edge_layers(8, torch.bfloat16)
-    results = pool_of(8).run(run_layers, "auto", layers, 4)
-    for index, cases in enumerate(layers):
-        for rank, want in enumerate(simulate(cases, S)):
-            assert all(
-                torch.equal(got, oracle) for got, oracle in zip(results[rank][index], want, strict=True)
-            )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_every_float_type_travels(pool_of: PoolOf, dtype: torch.dtype) -> None:
-    cases = make_cases(7, [5, 0, 3, 2], slots_per_rank=S, dtype=dtype)
-    results = pool_of(4).run(run_layers, "auto", [cases], 2)
-    for rank, want in enumerate(simulate(cases, S)):
-        assert all(torch.equal(got, oracle) for got, oracle in zip(results[rank][0], want, strict=True))
-
-
-def run_low_latency(layers: list[list[RankCase]]) -> list[RankResult]:
-    """Layers of at most 8 tokens a rank: a rank hands on more rows than that."""
-    dispatcher = open_here("auto", 2)
-    results = []
-    for cases in layers:
-        case = cases[dispatcher.rank]
-        sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(8))
-        x_NH, row_P, offsets = [part.clone() for part in sent[:3]]
-        y_PH = compute_pairs(sent.x_NH, sent.row_P, sent.slot_offsets, dispatcher.rank)
-        results.append(RankResult(x_NH, row_P, offsets, dispatcher.combine(y_PH, case.weights_TK, sent)))
-    dispatcher.close()
-    return results
+    check_bits(pool_of(8).run(run_layers, "auto", layers, 4), layers, S)
 
 
 def test_low_latency_mode_has_the_flat_oracles_bits_where_ranks_hand_on_more_than_they_bring(
     pool_of: PoolOf,
 ) -> None:
+    """Of at most 8 tokens a rank."""
     shapes = [([8] * 4, 2), ([8] * 4, 9), ([8, 0, 8, 8], 5), ([8] * 4, 1)]
     layers = [
         make_cases(20 + index, tokens, choices=choices, slots_per_rank=S, no_choice=0.0)
         for index, (tokens, choices) in enumerate(shapes)
     ]
-    results = pool_of(4).run(run_low_latency, layers)
-    for index, cases in enumerate(layers):
-        for rank, want in enumerate(simulate(cases, S)):
-            for got, oracle in zip(results[rank][index], want, strict=True):
-                assert torch.equal(got, oracle)
+    check_bits(pool_of(4).run(run_layers, "auto", layers, 2, low_latency(8)), layers, S)
 
 
-def run_in_fp8(case_of_rank: list[RankCase]) -> list[list[torch.Tensor]]:
+def run_in_fp8(case_of_rank: list[RankCase]) -> list[RankResult]:
     """The same layer flat and by nodes, with rows in FP8."""
     flat = Dispatcher(open_wire("auto", dist.group.WORLD), slots_per_rank=S, rows=row_format("fp8"))
     by_node = open_here("auto", 2, rows="fp8")
     results = []
     for dispatcher in (flat, by_node):
-        case = case_of_rank[dist.get_rank()]
-        sent = dispatcher.dispatch(case.x_TH, case.slots_TK)
-        y_PH = compute_pairs(sent.x_NH, sent.row_P, sent.slot_offsets, dist.get_rank())
-        parts = [part.clone() for part in sent[:3]]
-        results.append([*parts, dispatcher.combine(y_PH, case.weights_TK, sent)])
+        results.append(run_layer(dispatcher, case_of_rank[dist.get_rank()]))
         dispatcher.close()
     return results
 
@@ -157,7 +115,6 @@ def test_one_rank_needs_no_group() -> None:
         and dispatcher.name == "local across 1 nodes and local inside"
     )
     case = make_cases(4, [5], slots_per_rank=S)[0]
-    for got, want in zip(run_one(dispatcher, case), simulate([case], S)[0], strict=True):
-        assert torch.equal(got, want)
+    check_bits([[run_layer(dispatcher, case)]], [[case]], S)
     with pytest.raises(ValueError, match=r"slots_TK\[0, 0\] is 3; it must be -1 or in \[0, 3\)"):
         dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]]))

@@ -9,7 +9,7 @@ from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer
-from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, make_cases, simulate
+from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
 
 S, LOST = 4, 2
 
@@ -22,11 +22,7 @@ def run_without(name: str, cases: list[RankCase], mode: Mode) -> tuple[RankResul
     rest = None
     if wire.rank != LOST:
         wire.mask.values[LOST] = 1
-        dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
-        x_NH, row_P, offsets, _ = dispatched
-        parts = (x_NH.clone(), row_P.clone(), offsets.clone())
-        y_PH = compute_pairs(x_NH, row_P, offsets, wire.rank)
-        rest = RankResult(*parts, dispatcher.combine(y_PH, case.weights_TK, dispatched))
+        rest = run_layer(dispatcher, case, mode)
     dist.barrier()
     dispatcher.close()
     return None if rest is None else (whole, rest)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree, WireUnavailable
+from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, RanksDisagree
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import RankTable, Wire
 from tests.conftest import PoolOf
@@ -256,17 +256,3 @@ def test_a_late_rank_of_an_old_epoch_cannot_reach_the_survivors(pool_of: PoolOf,
     assert any(error.startswith(("PeerLost: ", "DispatchTimeout: ")) for error in late)
     assert all(error == "no error []" or error.startswith(("PeerL", "DispatchT")) for error in late)
     assert not late[-1].startswith("no error")
-
-
-def ask_nccl_to_mask() -> str:
-    try:
-        open_wire("nccl", dist.group.WORLD, mask_lost=True)
-    except WireUnavailable as error:
-        return str(error)
-    return "no error"
-
-
-def test_nccl_is_refused_where_it_cannot_work(pool_of: PoolOf) -> None:
-    for text in pool_of(2).run(ask_nccl_to_mask):
-        assert text.startswith("nccl cannot be used: ")
-        assert text.endswith("; use auto, gloo or shm")

@@ -93,18 +93,3 @@ def test_one_rank_may_refuse() -> None:
     wire.refuse("nobody hears it")
     wire.exchange(RankTable(1), None)
     assert wire.received(0).numel() == 0
-
-
-def refuse_after_close(name: str) -> str:
-    wire = open_wires(name)
-    wire.close()
-    try:
-        wire.refuse("too late")
-    except DispatchError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("name", ["shm", "gloo"])
-def test_a_closed_wire_cannot_refuse(pool_of: PoolOf, name: str) -> None:
-    assert pool_of(2).run(refuse_after_close, name) == ["the wire is closed"] * 2

@@ -11,29 +11,21 @@ from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
-from tests.dispatch.oracle import RankCase, compute_pairs, make_cases, simulate
+from tests.dispatch.deep_ep_utils.math import calc_diff
+from tests.dispatch.exchange import run_layer
+from tests.dispatch.oracle import RankCase, make_cases, simulate
 
 S = 4
 BOUND = 9e-4  # DeepEP's own tests hold its FP8 dispatch to this
-
-
-def calc_diff(x: Tensor, y: Tensor) -> float:
-    """1 - cosine-like similarity, as DeepEP measures: 0 for equal tensors."""
-    x, y = x.double() + 1, y.double() + 1
-    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
 
 
 def run_fp8(name: str, cases: list[RankCase], mode: Mode) -> tuple[Tensor, Tensor, Traffic]:
     """What a rank receives and combines, and what it sent."""
     wire = open_wire(name, dist.group.WORLD if dist.is_initialized() else None, timeout_s=20.0)
     dispatcher = Dispatcher(wire, slots_per_rank=S, rows=row_format("fp8"))
-    case = cases[wire.rank]
-    dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
-    x_NH = dispatched.x_NH.clone()
-    y_PH = compute_pairs(x_NH, dispatched.row_P, dispatched.slot_offsets, wire.rank)
-    combined = dispatcher.combine(y_PH, case.weights_TK, dispatched)
+    result = run_layer(dispatcher, cases[wire.rank], mode)
     dispatcher.close()
-    return x_NH, combined, dispatcher.traffic
+    return result.x_NH, result.combined_TH, dispatcher.traffic
 
 
 def rounded(case: RankCase) -> RankCase:

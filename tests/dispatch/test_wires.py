@@ -4,15 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dispatch.dispatcher import Dispatcher
-from dispatch.errors import RanksDisagree, WireUnavailable
+from dispatch.errors import WireUnavailable
 from dispatch.wires import segment
 from dispatch.wires.gloo import INCOMING_BYTES, MAX_PART_BYTES, fitting_part_bytes
 from dispatch.wires.open import open_wire
 from dispatch.wires.shm import MAX_REGION_BYTES, SEGMENT_BYTES, fitting_region_bytes
 from tests.conftest import PoolOf
-from tests.dispatch.exchange import run_layers
-from tests.dispatch.oracle import RankCase, make_cases, simulate
+from tests.dispatch.exchange import check_bits, run_layers
+from tests.dispatch.oracle import RankCase, make_cases
 
 S = 4
 BACKENDS = [(name, world_size) for world_size in (2, 4, 8) for name in ("shm", "gloo")]
@@ -39,10 +38,7 @@ def edge_layers(R: int) -> list[list[RankCase]]:
 
 def check(pool_of: PoolOf, name: str, layers: list[list[RankCase]], region_bytes: int | None = None) -> None:
     results = pool_of(len(layers[0])).run(run_layers, name, layers, S, region_bytes)
-    for index, cases in enumerate(layers):
-        for rank, want in enumerate(simulate(cases, S)):
-            for field, ours, oracle in zip(want._fields, results[rank][index], want, strict=True):
-                assert torch.equal(ours, oracle), f"{name}: layer {index}, rank {rank}, {field}"
+    check_bits(results, layers, S)
 
 
 @pytest.mark.parametrize(("name", "world_size"), BACKENDS)
@@ -88,16 +84,12 @@ def open_on_two_hosts(name: str) -> tuple[str, str]:
     return wire.name, wire.reason
 
 
-def test_auto_takes_gloo_between_hosts_and_says_why(pool_of: PoolOf) -> None:
-    for name, reason in pool_of(2).run(open_on_two_hosts, "auto"):
-        assert name == "gloo"
-        assert "ranks [1] are not on the host of rank 0" in reason
-
-
-def test_shm_between_hosts_is_refused_on_every_rank(pool_of: PoolOf) -> None:
-    for name, reason in pool_of(2).run(open_on_two_hosts, "shm"):
-        assert name == "refused"
-        assert "ranks [1] are not on the host of rank 0" in reason
+@pytest.mark.parametrize(("asked", "taken"), [("auto", "gloo"), ("shm", "refused")])
+def test_between_hosts_auto_takes_gloo_and_shm_is_refused_on_every_rank(
+    pool_of: PoolOf, asked: str, taken: str
+) -> None:
+    for name, reason in pool_of(2).run(open_on_two_hosts, asked):
+        assert name == taken and "ranks [1] are not on the host of rank 0" in reason
 
 
 def open_with_little_memory(name: str) -> str:
@@ -112,37 +104,13 @@ def open_with_little_memory(name: str) -> str:
         segment.available_bytes = true_available
 
 
-def test_too_little_memory_is_refused_with_the_sizes(pool_of: PoolOf) -> None:
-    for message in pool_of(2).run(open_with_little_memory, "shm"):
-        assert message.startswith("refused: ")
+@pytest.mark.parametrize(("asked", "is_refused"), [("auto", False), ("shm", True)])
+def test_too_little_memory_is_refused_with_the_sizes_or_left_to_gloo(
+    pool_of: PoolOf, asked: str, is_refused: bool
+) -> None:
+    for message in pool_of(2).run(open_with_little_memory, asked):
+        assert message.startswith("refused: ") == is_refused
         assert "bytes are needed, more than half of the 1048576 that are available" in message
-
-
-def test_auto_takes_gloo_when_memory_is_short(pool_of: PoolOf) -> None:
-    for reason in pool_of(2).run(open_with_little_memory, "auto"):
-        assert "more than half of the 1048576" in reason
-
-
-def disagree(name: str, wrong: str) -> str:
-    wire = open_wire(name, dist.group.WORLD, timeout_s=5)
-    dispatcher = Dispatcher(wire, slots_per_rank=S + (wire.rank if wrong == "slots" else 0))
-    hidden = 8 + (wire.rank if wrong == "hidden" else 0)
-    choices = 2 + (wire.rank if wrong == "choices" else 0)
-    try:
-        dispatcher.dispatch(torch.zeros(3, hidden), torch.zeros(3, choices, dtype=torch.int64))
-    except RanksDisagree as error:
-        return str(error)
-    finally:
-        dispatcher.close()
-    return "no error"
-
-
-@pytest.mark.parametrize("name", ["shm", "gloo"])
-@pytest.mark.parametrize("wrong", ["hidden", "choices", "slots"])
-def test_ranks_that_disagree_get_a_named_error(pool_of: PoolOf, name: str, wrong: str) -> None:
-    first, second = pool_of(2).run(disagree, name, wrong)
-    assert "rank 1 made another call than rank 0's dispatch with H=8, K=2" in first
-    assert "rank 0 made another call than rank 1's dispatch" in second
 
 
 def test_an_unknown_wire_is_refused() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dispatch.gpu.ranks import interpret
+from tests.support.interpreted import interpret
 from tests.support.ranks import RankPool
 
 

@@ -1,6 +1,5 @@
 """What interpreting ranks run for the tests of dispatch between devices."""
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +11,9 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
-from tests.dispatch.oracle import RankCase, compute_pairs
+from tests.dispatch.oracle import RankCase, compute_pairs, simulate
 
 CPU, S = torch.device("cpu"), 3
-
-
-def interpret() -> None:
-    """Have kernels interpreted: before anything in a process imports triton."""
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 class Outcome(NamedTuple):
@@ -57,6 +51,14 @@ def run_layer(dispatcher: Any, case: RankCase, mode: Mode = NORMAL) -> Outcome:
     combined = dispatcher.combine(answer(sent, rank), weights_TK, sent)
     dispatcher.check()
     return Outcome(x_PH, offsets, combined.clone())
+
+
+def check_pairs(ours: Outcome, cases: list[RankCase], rank: int, where: str, slots: int = S) -> None:
+    """Rows, offsets and sums are the oracle's."""
+    want = simulate(cases, slots)[rank]
+    wanted = Outcome(want.x_NH[want.row_P], want.slot_offsets, want.combined_TH)
+    for field, got, oracle in zip(Outcome._fields, ours, wanted, strict=True):
+        assert got.dtype == oracle.dtype and torch.equal(got, oracle), f"{where}, rank {rank}, {field}"
 
 
 def run_on_cpu(layers: list[list[RankCase]], rows: str) -> list[Outcome]:

@@ -17,6 +17,7 @@ from tests.dispatch.gpu.ranks import (
     Outcome,
     S,
     answer,
+    check_pairs,
     open_wide,
     run_layer,
     run_on_cpu,
@@ -56,13 +57,6 @@ def run_layers(
     return results
 
 
-def check_pairs(ours: Outcome, cases: list[RankCase], rank: int, where: str) -> None:
-    want = simulate(cases, S)[rank]
-    assert torch.equal(ours.x_PH, want.x_NH[want.row_P]), where
-    assert torch.equal(ours.slot_offsets, want.slot_offsets), where
-    assert torch.equal(ours.combined_TH, want.combined_TH), where
-
-
 @pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_both_modes_have_the_oracles_bits(interpreting_pair: RankPool, backend: str) -> None:
     """By auto, low-latency steps go by kernels; through the hosts' memory they go the normal way."""
@@ -71,7 +65,7 @@ def test_both_modes_have_the_oracles_bits(interpreting_pair: RankPool, backend: 
     for index, (name, cases) in enumerate(LAYERS.items()):
         for rank in range(2):
             for mode, ours in zip(("normal", "low latency"), results[rank], strict=True):
-                check_pairs(ours[index], cases, rank, f"{name}, {mode}, rank {rank}")
+                check_pairs(ours[index], cases, rank, f"{name}, {mode}")
 
 
 def run_fp8(layers: list[list[RankCase]]) -> tuple[list[list[Outcome]], list[Outcome]]:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dispatch import layout
-from dispatch.dispatched import Dispatched
 from dispatch.mode import NORMAL, low_latency
-from tests.dispatch.oracle import RankCase, compute_pairs, make_cases, simulate
+from tests.dispatch.gpu.ranks import Outcome, answer, check_pairs
+from tests.dispatch.oracle import RankCase, make_cases
 from tests.support.graph_safe import graph_safe_launches
 from tests.support.ranks import RankPool
 
@@ -31,21 +31,13 @@ def open_local(slots: int = S) -> Any:
     return open_gpu_dispatcher("auto", None, device=CPU, slots_per_rank=slots)
 
 
-def answer(sent: Dispatched) -> Tensor:
-    """Answers to the pairs that there are; behind them what memory may hold."""
-    num_pairs = int(sent.slot_offsets[-1])
-    y_PH = torch.full((sent.handle.num_pairs, sent.handle.hidden), float("nan"), dtype=sent.handle.dtype)
-    y_PH[:num_pairs] = compute_pairs(sent.x_NH, sent.row_P[:num_pairs], sent.slot_offsets, 0)
-    return y_PH
-
-
 def run_all(layers: dict[str, list[RankCase]]) -> dict[str, list[Tensor]]:
     dispatcher, results = open_local(), {}
     for name, (case,) in layers.items():
         sent = dispatcher.dispatch(case.x_TH, case.slots_TK)
         weights_TK = torch.where(case.slots_TK < 0, float("nan"), case.weights_TK)
         pairs = sent.row_P[: int(sent.slot_offsets[-1])].clone()
-        combined = dispatcher.combine(answer(sent), weights_TK, sent)
+        combined = dispatcher.combine(answer(sent, 0), weights_TK, sent)
         results[name] = [sent.x_NH[pairs], sent.slot_offsets.clone(), combined]
     return results
 
@@ -53,11 +45,7 @@ def run_all(layers: dict[str, list[RankCase]]) -> dict[str, list[Tensor]]:
 def test_pairs_and_sums_have_the_oracles_bits(interpreter: RankPool) -> None:
     (results,) = interpreter.run(run_all, LAYERS)
     for name, cases in LAYERS.items():
-        (want,) = simulate(cases, S)
-        x_PH, offsets, combined = results[name]
-        assert torch.equal(x_PH, want.x_NH[want.row_P]), name
-        assert torch.equal(offsets, want.slot_offsets), name
-        assert combined.dtype == want.combined_TH.dtype and torch.equal(combined, want.combined_TH), name
+        check_pairs(Outcome(*results[name]), cases, 0, name, S)
 
 
 def order_many(num_tokens: int, programs: int) -> list[Tensor]:
@@ -90,7 +78,7 @@ def run_twice() -> tuple[list[int], list[int]]:
     dispatcher, (case,) = open_local(), make_cases(1, [5])
     out_TH, addresses = torch.empty_like(case.x_TH), []
     sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(8))
-    answers = answer(sent)
+    answers = answer(sent, 0)
     for (other,) in (make_cases(2, [2]), make_cases(3, [5])):
         dispatcher.dispatch(other.x_TH, other.slots_TK)
     for _ in range(2):
@@ -133,7 +121,7 @@ def complain(change: str) -> str:
         sent = dispatcher.dispatch(x_TH, slots_TK, mode)
         if change == "stale":
             dispatcher.dispatch(x_TH, slots_TK)
-        y_PH = answer(sent)
+        y_PH = answer(sent, 0)
         dispatcher.combine(y_PH[1:] if change == "answers" else y_PH, case.weights_TK, sent)
     except ValueError as error:
         return str(error)

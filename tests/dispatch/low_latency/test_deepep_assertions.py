@@ -14,8 +14,8 @@ from torch import Tensor
 from dispatch import fp8
 from dispatch.faces.low_latency import LowLatencyFace
 from tests.conftest import PoolOf
+from tests.dispatch.deep_ep_utils.math import calc_diff
 from tests.dispatch.low_latency.ranks import open_face
-from tests.dispatch.test_fp8 import calc_diff
 
 T, H, K, L = 8, 512, 4, 3
 RANK_OFFSET = 128
