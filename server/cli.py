@@ -2,7 +2,7 @@
 
 Each command's module is imported when the command is dispatched (the exception to rule 8 of the house style, for
 start-up time): `wideep --help` answers in a tenth of a second, and the supervisor never loads torch, fastapi or
-transformers. `engine`, `front`, `structure-checker`, `claim` and `torchrun` are for WideEP's own use and not shown.
+transformers. `engine`, `front`, `structure-checker`, `claim` and `launcher` are for WideEP's own use and not shown.
 """
 # ruff: noqa: PLC0415
 
@@ -59,8 +59,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `wideep` with these arguments (default: the process's) and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["torchrun"]:  # its flags are not ours to parse
-        _run_agent(words[1:])
+    if words[:1] == ["launcher"]:  # its flags are not ours to parse
+        _run_launcher(words[1:])
     if words == ["structure-checker"]:
         return _run_checker()
     if words[:1] == ["claim"]:
@@ -197,9 +197,9 @@ def _run_checker() -> int:
     return run_checker()
 
 
-def _run_agent(arguments: list[str]) -> NoReturn:
-    from server.process.agent import run_agent
+def _run_launcher(arguments: list[str]) -> NoReturn:
+    from server.process.launcher import run_launcher
 
-    status = run_agent(arguments)
+    status = run_launcher(arguments)
     sys.stdout.flush()
     os._exit(status)  # nothing is left to do, and taking torch down takes a busy machine seconds

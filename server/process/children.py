@@ -30,6 +30,9 @@ FRONT_VARIABLE = (
 )
 ANSWERS_VARIABLE = "WIDEEP_ANSWERS"  # a folder: answers that a front keeps for one that replaces it
 READY_VARIABLE = "WIDEEP_READY_FD"  # the descriptor on which an engine tells its supervisor how far it is
+SUPERVISOR_STATE_VARIABLE = (
+    "WIDEEP_SUPERVISOR_STATE"  # a file: what a supervisor knows, for one that replaces it
+)
 FRONT_IS_GONE = 3  # the exit status of an engine that has nobody left to serve for
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -256,7 +259,7 @@ def kill_orphans(*, spared: frozenset[int], grace_s: float) -> None:
 
 
 def signal_children_of(pid: int, number: signal.Signals) -> None:
-    """Send a signal to the direct children of a child of ours that lives: of torchrun, the workers."""
+    """Send a signal to the direct children of a child of ours that lives: of the launcher, the workers."""
     for child in sorted(children_of(pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)

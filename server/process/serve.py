@@ -1,9 +1,8 @@
-"""`wideep serve`: one command that runs torchrun, waits until the service answers, and ends all of it.
+"""`wideep serve`: one command that starts the workers, waits until the service answers, and ends all of it.
 
-Serve is the root of the process tree: serve > torchrun (server.process.agent) > worker per rank > engine, and the front.
-Each level ends when the one above does, however that ended. Serve adopts what a killed torchrun leaves behind, so
-that nothing is left when serve has ended. Rejected: starting the workers ourselves; one way of starting, torchrun's,
-serves a laptop and a cluster alike (DESIGN.md D7).
+Serve is the root of the process tree: serve > launcher > worker per rank > engine, and the front.
+Each level ends when the one above does, however that ended. Serve adopts what a killed launcher leaves behind, so
+that nothing is left when serve has ended. Rejected: torchrun as the launcher, which ends all workers when one is killed.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ from server.process.children import (
     start_child,
     stop_children,
 )
-from server.process.error_file import ERROR_FILE, absences, first_failure
+from server.process.error_file import absences, first_failure
 from server.process.preflight.checks import check_start
 from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
@@ -47,17 +46,17 @@ from server.process.preflight.model import PreflightError, resolve_model
 from server.process.supervisor import DRAIN_GRACE_S, UNDER_SERVE
 from server.roots import WIDEEP_COMMAND
 
-AGENT_GRACE_S = 3.2  # torchrun waits for workers, which kill their children after STOP_GRACE_S
+AGENT_GRACE_S = 3.2  # the launcher waits for workers, which kill their children after STOP_GRACE_S
 ORPHAN_GRACE_S = 0.5  # then all that is left is killed: together below the 5 s that the user is promised
-FAILURE_GRACE_S = 1.5  # torchrun's, to end by itself and name a supervisor that was killed
+FAILURE_GRACE_S = 1.5  # the launcher's, to end by itself and name a supervisor that was killed
 _POLL_S = 0.2  # how often /health is asked during the start, and failures are looked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCommands:
-    """How to start torchrun and, for it, a worker."""
+    """How to start the launcher and, for it, a worker."""
 
-    agent: tuple[str, ...] = (*WIDEEP_COMMAND, "torchrun")
+    agent: tuple[str, ...] = (*WIDEEP_COMMAND, "launcher")
     worker: tuple[str, ...] = (*WIDEEP_COMMAND, "worker")
 
 
@@ -127,24 +126,22 @@ def free_port(host: str) -> int:
 
 
 def _start_agent(options: Options, commands: ServeCommands, log_directory: str) -> Child:
-    torchrun_flags = [
-        "--standalone",
-        f"--nproc-per-node={options.data_parallel_size}",
-        f"--log-dir={log_directory}",
-        "--no-python",
+    flags = [
+        f"--workers={options.data_parallel_size}",
+        f"--directory={log_directory}",
+        f"--max-restarts={options.max_rank_restarts}",
     ]
     say(
         f"wideep: starting {', '.join(options.served_model_names)} on {count(options.data_parallel_size, 'rank')} with "
         f"{count(options.threads, 'thread')} each"
     )
     return start_child(
-        "torchrun",
-        [*commands.agent, *torchrun_flags, *commands.worker, *handed_on(options)],
+        "the launcher",
+        [*commands.agent, *flags, *commands.worker, *handed_on(options)],
         environment={
             **os.environ,
             **environment_from(options),
             UNDER_SERVE: f"{os.getpid()} {log_directory}",
-            ERROR_FILE: os.path.join(log_directory, "error.json"),
         },
     )
 
@@ -152,7 +149,7 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str) 
 class _Watch:
     """Waits for the service's end, or the wish for it; greets in between, once it answers.
 
-    torchrun may take long to end after a failure (it gives each worker 30 s), so failures are looked for here.
+    The launcher may take seconds to end after a failure, so failures are looked for here.
     """
 
     def __init__(
@@ -187,7 +184,7 @@ class _Watch:
         self._is_draining = True
         self._until_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
         say(f"wideep: finishing open requests, for up to {timeout_s:g} s; a second signal stops at once")
-        # To the workers themselves: torchrun would kill them 30 s after a signal that it passes on.
+        # To the workers themselves: the launcher takes every signal for the wish to end at once.
         signal_children_of(self._agent.process.pid, DRAIN_SIGNAL)
         return True
 
@@ -221,11 +218,11 @@ class _Watch:
 
 
 def _cause_of_end(agent: Child, failure: str | None) -> str:
-    """Say why the service ends: torchrun was killed, a process failed, or everything ended in order."""
+    """Say why the service ends: the launcher was killed, a process failed, or everything ended in order."""
     status = agent.process.poll()
     if failure is not None and (
         status is None or status >= 0
-    ):  # else the workers know only that torchrun is gone
+    ):  # else the workers know only that the launcher is gone
         return failure
     return "all ranks ended although nobody asked serve to stop" if status == 0 else describe_end(agent)
 

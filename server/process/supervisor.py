@@ -10,6 +10,9 @@ ends by itself ends the service, and so does an engine that ends in order, which
 
 An engine leaves a copy of itself that waits (`spare`) and takes its place: importing torch again would take seconds.
 
+A supervisor that is killed takes its children along. Where its launcher starts it again (`launcher`), it finds what it has to know
+in the file WIDEEP_SUPERVISOR_STATE, and starts them as it would have started them again.
+
 What kills an engine once (the kernel short of memory, an operator, a cosmic ray) does not kill it again at once; what
 does, a broken device or a request that no rank survives, would otherwise cost the others a pause every half minute.
 Rejected: waiting longer before every further start, which leaves the service without a rank that would have worked.
@@ -34,6 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
@@ -43,6 +47,7 @@ from server.process.children import (
     FRONT_IS_GONE,
     FRONT_VARIABLE,
     READY_VARIABLE,
+    SUPERVISOR_STATE_VARIABLE,
     Child,
     MessagePipe,
     StopSignals,
@@ -109,17 +114,58 @@ class Supervisor:
         self._watchdog: Watchdog | None = None  # of the present engine
         self._why_killed: str | None = None  # the present engine, by us
         self._drained_s: float | None = None  # when draining: until when, on time.monotonic()
+        path = environment.get(SUPERVISOR_STATE_VARIABLE)
+        self._state_path = Path(path) if path else None
+        if self._state_path is not None and self._state_path.exists():
+            self._take_over(json.loads(self._state_path.read_text()))
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        """Go on where a supervisor of this rank was killed, and its children with it."""
+        self._keep_port(state["port"])
+        self._keep_cache(state["kv_cache_bytes"])
+        self._has_served = True
+        if self._place.world_size == 1:  # nobody is left that a front could learn from: all begins anew
+            return
+        self._announced = state["announced"]
+        if self._announced:
+            self._told_to_engine = {FRONT_VARIABLE: self._announced}
+        self._budget.num_taken = state["num_restarts"] + 1
+        self._ended_s = time.monotonic()
+        self._write_state()  # the next one counts on
+
+    def _write_state(self) -> None:
+        """Leave what a supervisor that replaces this one has to know; whole or not at all."""
+        if self._state_path is None or not self._has_served:
+            return
+        state = {
+            "port": self._options.port,
+            "kv_cache_bytes": self._options.kv_cache_bytes,
+            "announced": self._announced,
+            "num_restarts": self._budget.num_taken,
+        }
+        partial_path = self._state_path.with_suffix(".partial")
+        partial_path.write_text(json.dumps(state))
+        partial_path.replace(self._state_path)
+
+    def _keep_port(self, port: int) -> None:
+        self._options = replace(self._options, port=port)
+
+    def _keep_cache(self, num_bytes: int | None) -> None:
+        if num_bytes is not None:
+            self._options = replace(self._options, kv_cache_bytes=num_bytes, gpu_memory_utilization=None)
 
     def run(self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int) -> int:
         """Start the children, wait until the service ends, and stop them; return the exit status."""
         adopt_orphans()  # the copies that engines leave
         self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
-        self._watch(parent_fd, lambda: self._fail(f"the torchrun of rank {self._place.rank} is gone"))
+        self._watch(parent_fd, lambda: self._fail(f"what started rank {self._place.rank} is gone"))
         try:
             if front_host is None:
                 self._start_engine()
             else:
                 self._start_front(front_host)
+                if self._announced:  # by a front that died with the supervisor before us
+                    self._start_engine()
             return self._wait(stop_signals.fd)
         finally:
             stop_children([each for each in (self._front, self._engine) if each], grace_s=STOP_GRACE_S)
@@ -130,10 +176,13 @@ class Supervisor:
                 self._folder.cleanup()
 
     def _make_folder(self) -> str:
-        """Return a folder for what a front leaves to the next one: below serve's, or our own."""
+        """Return a folder for what a front leaves to the next one: where our state is, or our own."""
+        if self._state_path is not None:
+            path = self._state_path.with_name("answers")
+            path.mkdir(exist_ok=True)
+            return str(path)
         if self._folder is None:
-            _, _, parent = self._environment.get(UNDER_SERVE, "").partition(" ")
-            self._folder = tempfile.TemporaryDirectory(prefix="wideep_", dir=parent or None)
+            self._folder = tempfile.TemporaryDirectory(prefix="wideep_")
         return self._folder.name
 
     def _wait(self, stop_fd: int) -> int:
@@ -163,7 +212,7 @@ class Supervisor:
     def _on_stop(self, numbers: Sequence[int]) -> int | None:
         """Take the wish to stop: gently, or (and when it is the second) at once.
 
-        Under serve, SIGTERM is torchrun's way of ending all when one has failed; serve itself sends another signal.
+        Under serve, SIGTERM is the launcher's way of ending all when one has failed; serve itself sends another signal.
         """
         gentle = [DRAIN_SIGNAL] if UNDER_SERVE in self._environment else [DRAIN_SIGNAL, signal.SIGTERM]
         timeout_s = self._options.http.shutdown_timeout_s
@@ -319,6 +368,7 @@ class Supervisor:
             return self._give_up(f"{ending}; it was started again {allowed} and is not started any more")
         say(f"wideep: {ending}; it is started again (at most {allowed})", error=True)
         self._ended_s = self._ended_s or time.monotonic()
+        self._write_state()
         self._start_engine()
         return None
 
@@ -353,8 +403,9 @@ class Supervisor:
             return  # the ports and the token of the one before
         self._announced = json.dumps(message)
         self._told_to_engine = {FRONT_VARIABLE: self._announced}
-        port = int(str(message["http"]).rpartition(":")[2])
-        self._options = replace(self._options, port=port)  # for a front that takes this one's place
+        self._keep_port(
+            int(str(message["http"]).rpartition(":")[2])
+        )  # for a front that takes this one's place
         self._start_engine()
 
     def _on_engine_message(self, message: dict[str, object]) -> None:
@@ -364,8 +415,7 @@ class Supervisor:
             self._watchdog.beat()
         self._http = str(message.get("http", self._http))
         if "kv_cache_bytes" in message:  # less memory is free when a successor starts; it gets as many blocks
-            num_bytes = int(str(message["kv_cache_bytes"]))
-            self._options = replace(self._options, kv_cache_bytes=num_bytes, gpu_memory_utilization=None)
+            self._keep_cache(int(str(message["kv_cache_bytes"])))
         if not message.get("ready"):
             return
         if self._ended_s is not None:
@@ -374,6 +424,7 @@ class Supervisor:
         elif self._place.local_rank == 0:
             self._say(f"serving on {self._place.world_size} ranks at {self._http}")
         self._has_served = self._is_serving = True
+        self._write_state()
 
     def _say(self, text: str) -> None:
         if UNDER_SERVE not in self._environment:

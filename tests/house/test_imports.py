@@ -121,7 +121,7 @@ WITHOUT_TORCH = [
 # Imports inside functions, by file, and why they are there.
 DEFERRED = {
     "server/cli.py": "each command loads what it needs: `wideep --help` and the supervisor load no torch",
-    "server/process/agent.py": "torchrun's own code is loaded in the process that becomes torchrun",
+    "server/process/launcher.py": "torch is imported while workers start",
     "server/process/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
     "server/process/preflight/device.py": "only the child process that looks for GPUs loads torch",
     "server/http/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",

@@ -246,6 +246,32 @@ def test_a_killed_front_is_back_soon_and_its_ranks_serve_on(model: Path, tmp_pat
         assert [each.said for each in stream_all(service.url, bodies())] == expected
 
 
+def test_a_killed_supervisor_is_started_again_and_the_others_serve_on(model: Path, tmp_path: Path) -> None:
+    with RealService.serve(model, tmp_path / "output.txt", "-dp=2") as service:
+        service.wait_ready()
+        expected = [each.said for each in stream_all(service.url, bodies())]
+        first = service.engines()
+
+        def kill_supervisor() -> None:
+            os.kill(supervisor_of(first[1]), signal.SIGKILL)
+
+        streams = stream_all(service.url, bodies(), pieces=PIECES, then=kill_supervisor)
+        assert [each.said for each in streams] == expected, "the other rank went on with all of them"
+        wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
+        second = service.engines()
+        assert second[0] == first[0] and second[1] != first[1]
+        os.kill(supervisor_of(first[0]), signal.SIGKILL)  # with the front
+        assert has_ended(first[0], END_S)
+        wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
+        assert [each.said for each in stream_all(service.url, bodies())] == expected
+        assert service.engines()[1] == second[1], "the other engine is the same"
+
+
+def supervisor_of(pid: int) -> int:
+    """The parent of an engine."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def cut_off_and_asked_again_with_keys(service: RealService) -> None:
     """Kill the front amid requests that bring no seed but a key; who asks again gets the rest of what had begun."""
     asked = {

@@ -1,6 +1,6 @@
 """`fake_service.py serve|worker MODEL FLAGS...`: the real serve or worker, with fake engines and fronts below it.
 
-FAKE_TORCHRUN=1 puts a fake torchrun in between, too.
+FAKE_LAUNCHER=1 leaves torch's store out.
 
 A worker leaves its pid in $FAKE_DIRECTORY/worker-RANK.json, as the fake children do.
 """
@@ -31,9 +31,9 @@ def main() -> int:
     options = options_from(build_parser().parse_args(sys.argv[1:]))
     if sys.argv[1] == "serve":
         commands = ServeCommands(worker=(sys.executable, __file__, "worker"))
-        if os.environ.get("FAKE_TORCHRUN") == "1":
+        if os.environ.get("FAKE_LAUNCHER") == "1":
             commands = replace(
-                commands, agent=(sys.executable, str(Path(__file__).with_name("fake_torchrun.py")))
+                commands, agent=(sys.executable, str(Path(__file__).with_name("fake_launcher.py")))
             )
         return run_serve(options, commands=commands)
     assert "torch" not in sys.modules, "a worker has imported torch"

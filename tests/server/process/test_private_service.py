@@ -33,9 +33,9 @@ threading.Event().wait()
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Where the fakes leave their pids, and a torchrun without torch."""
+    """Where the fakes leave their pids, and a launcher without torch."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("WIDEEP_", "FAKE_"))}
-    return {**clean, "FAKE_DIRECTORY": str(tmp_path), "FAKE_TORCHRUN": "1", "TMPDIR": str(tmp_path)}
+    return {**clean, "FAKE_DIRECTORY": str(tmp_path), "FAKE_LAUNCHER": "1", "TMPDIR": str(tmp_path)}
 
 
 @pytest.fixture

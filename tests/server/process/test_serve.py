@@ -30,20 +30,23 @@ def serving(directory: Path, *flags: str, **environment: str) -> Iterator[Servic
         running.wait_for_output("Ctrl-C stops everything")
         for name in ALL:
             running.facts(name)
+        for rank in (0, 1):
+            told = directory / f"engine-{rank}.told"
+            wait_until(told.exists, running.output)
         yield running
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    """Return a service under the real torchrun."""
+    """Return a service under the real launcher."""
     with serving(tmp_path) as running:
         yield running
 
 
 @pytest.fixture
 def quick_service(tmp_path: Path) -> Iterator[Service]:
-    """Return a service under a torchrun that loads no torch, for tests that are not about torchrun."""
-    with serving(tmp_path, FAKE_TORCHRUN="1") as running:
+    """Return a service under a launcher that loads no torch."""
+    with serving(tmp_path, FAKE_LAUNCHER="1") as running:
         yield running
 
 
@@ -60,7 +63,7 @@ def test_ctrl_c_ends_every_process_with_status_0(service: Service) -> None:
     assert has_ended(agent, 0)
     output = service.output()
     assert "serving tiny on 2 ranks at http://127.0.0.1:" in output
-    assert output.rstrip().endswith("wideep: stopping")  # no last words of torchrun's
+    assert output.rstrip().endswith("wideep: stopping")  # no last words of anybody else
 
 
 @pytest.mark.parametrize("agent_is_fake", ["1", pytest.param("0", marks=pytest.mark.slow)])
@@ -81,7 +84,7 @@ def test_a_front_that_is_killed_too_often_ends_everything_and_is_named_once(
 
 
 @pytest.mark.slow
-def test_a_killed_engine_is_started_again_below_the_same_torchrun(service: Service) -> None:
+def test_a_killed_engine_is_started_again_below_the_same_launcher(service: Service) -> None:
     victim, agent, front = service.pid("engine-1"), agent_pid(service), service.pid("front-0")
     os.kill(victim, signal.SIGKILL)
     service.wait_for_output("rank 1 serves again")
@@ -94,7 +97,7 @@ def test_a_killed_engine_is_started_again_below_the_same_torchrun(service: Servi
 
 @pytest.mark.slow
 def test_serve_ends_when_no_rank_is_left(tmp_path: Path) -> None:
-    again = {"FAKE_EXIT_AGAIN": "engine-1:7", "FAKE_TORCHRUN": "1"}
+    again = {"FAKE_EXIT_AGAIN": "engine-1:7", "FAKE_LAUNCHER": "1"}
     with serving(tmp_path, **again) as service:
         wait_until(
             lambda: (service.directory / "engine-1.told").exists(), lambda: "the second rank does not serve"
@@ -118,13 +121,13 @@ def test_serve_ends_when_no_rank_is_left(tmp_path: Path) -> None:
         service.wait_for_nobody(within_s=0)
 
 
-def test_nothing_is_left_when_torchrun_is_killed(quick_service: Service) -> None:
+def test_nothing_is_left_when_the_launcher_is_killed(quick_service: Service) -> None:
     agent = agent_pid(quick_service)
     os.kill(agent, signal.SIGKILL)
     status, seconds = quick_service.end()
     assert (status, seconds < PROMISED_S) == (1, True), quick_service.output()
     quick_service.wait_for_nobody(within_s=0)
-    assert f"wideep serve: torchrun (pid {agent}) was killed by SIGKILL" in quick_service.output()
+    assert f"wideep serve: the launcher (pid {agent}) was killed by SIGKILL" in quick_service.output()
 
 
 def test_nothing_is_left_when_serve_is_killed(quick_service: Service) -> None:
@@ -138,19 +141,39 @@ def test_nothing_is_left_when_serve_is_killed(quick_service: Service) -> None:
     )
 
 
-@pytest.mark.slow
-def test_nothing_is_left_when_a_worker_is_killed(service: Service) -> None:
+def test_a_killed_supervisor_is_started_again_and_its_sibling_lives(quick_service: Service) -> None:
+    service = quick_service
+    first, sibling = service.facts("front-0"), service.pid("engine-1")
+    announced = service.facts("engine-0")["env"]["WIDEEP_FRONT"]
     victim = service.pid("worker-0")
     os.kill(victim, signal.SIGKILL)
-    status, seconds = service.end()
-    assert (status, seconds < PROMISED_S) == (1, True), service.output()
+    service.wait_for_output("rank 0 serves again")
+    assert f"wideep: rank 0's supervisor (pid {victim}) was killed by SIGKILL" in service.output()
+    assert service.facts("engine-0")["env"]["WIDEEP_RESTARTS"] == "1"
+    front = service.facts("front-0")
+    assert front["pid"] != first["pid"] and front["env"]["WIDEEP_FRONT"] == announced
+    assert front["env"]["WIDEEP_ANSWERS"] == first["env"]["WIDEEP_ANSWERS"]
+    assert service.pid("engine-1") == sibling and not has_ended(sibling, 0)
+    os.kill(service.pid("engine-0"), signal.SIGKILL)
+    service.facts_after("engine-0", restarts=2)
+    service.process.send_signal(signal.SIGINT)
+    assert service.end()[0] == 0, service.output()
     service.wait_for_nobody(within_s=0)
-    assert f"wideep serve: rank 0's supervisor (pid {victim}) was killed by SIGKILL" in service.output()
+
+
+def test_a_supervisor_that_is_killed_too_often_ends_everything(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-rank-restarts=0", FAKE_LAUNCHER="1") as service:
+        victim = service.pid("worker-1")
+        os.kill(victim, signal.SIGKILL)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (1, True), service.output()
+        service.wait_for_nobody(within_s=0)
+        assert f"wideep serve: rank 1's supervisor (pid {victim}) was killed by SIGKILL" in service.output()
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_torchrun_that_hangs_and_children_that_are_deaf(tmp_path: Path) -> None:
-    with serving(tmp_path, "--shutdown-timeout-seconds=0", FAKE_TORCHRUN="1", FAKE_STUBBORN="1") as service:
+def test_sigterm_ends_a_launcher_that_hangs_and_children_that_are_deaf(tmp_path: Path) -> None:
+    with serving(tmp_path, "--shutdown-timeout-seconds=0", FAKE_LAUNCHER="1", FAKE_STUBBORN="1") as service:
         agent = agent_pid(service)
         os.kill(agent, signal.SIGSTOP)
         service.process.send_signal(signal.SIGTERM)
@@ -217,7 +240,7 @@ def test_sigterm_ends_the_front_gently_and_then_the_rest_with_status_0(quick_ser
 
 @pytest.mark.slow
 def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
-    with serving(tmp_path, FAKE_TORCHRUN="1", FAKE_STUBBORN="1") as service:
+    with serving(tmp_path, FAKE_LAUNCHER="1", FAKE_STUBBORN="1") as service:
         service.process.send_signal(signal.SIGTERM)
         service.wait_for_output("finishing open requests")
         service.process.send_signal(signal.SIGTERM)
@@ -229,7 +252,7 @@ def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_does_not_finish_in_time_is_ended(tmp_path: Path) -> None:
     flag = "--shutdown-timeout-seconds=0.2"
-    with serving(tmp_path, flag, FAKE_TORCHRUN="1", FAKE_STUBBORN="1") as service:
+    with serving(tmp_path, flag, FAKE_LAUNCHER="1", FAKE_STUBBORN="1") as service:
         service.process.send_signal(signal.SIGTERM)
         assert service.end()[0] == 0, service.output()
         service.wait_for_nobody(within_s=0)

@@ -1,0 +1,135 @@
+"""What `wideep serve` starts its workers with, in torchrun's place: the store, a worker per rank, and a killed one again.
+
+Where torchrun loses a worker it ends all of them, so that a supervisor that is killed would be the end of a service on one
+host. Here it is started again, as often as an engine may be: it finds what it knew in a file (`Supervisor`), its engine, and
+its front, which died with it, come back, and the other ranks serve meanwhile. Workers are told what torchrun would tell them, so
+that they are the same on one host and on many.
+
+The store needs torch, whose import takes seconds: it is hosted from a thread of its own, on a socket that workers may connect to
+before. The end of this process is the end of the service, whose store it holds.
+"""
+# ruff: noqa: PLC0415
+
+import argparse
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from server.process.children import (
+    SUPERVISOR_STATE_VARIABLE,
+    Child,
+    StopSignals,
+    describe_end,
+    say,
+    start_child,
+    stop_children,
+)
+from server.process.error_file import ERROR_FILE, FIRST, write_failure
+from server.process.supervisor import RestartBudget
+
+STOP_GRACE_S = 2.7  # workers kill their children after 2.2, and serve kills us after 3.2
+_HOST = "127.0.0.1"
+
+
+def host_store(listener: socket.socket) -> object:
+    """Serve torch's store on a socket until this process ends; returns what must be kept."""
+    from torch._C._distributed_c10d import TCPStore
+
+    port = listener.getsockname()[1]
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def run_launcher(
+    arguments: Sequence[str], *, host_store: Callable[[socket.socket], object] = host_store
+) -> int:
+    """Start the workers and wait until they have ended; 0 if all of them did with status 0, or were asked to."""
+    parser = argparse.ArgumentParser(prog="wideep launcher", allow_abbrev=False)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--max-restarts", type=int, required=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args(arguments)
+    listener = socket.create_server((_HOST, 0))
+    kept: list[object] = []
+
+    def host() -> None:
+        try:
+            kept.append(host_store(listener))
+        except Exception as error:  # noqa: BLE001 - else every worker would wait for it in vain
+            write_failure(args.directory / "error.json", f"the launcher cannot host the store: {error}")
+
+    launcher = _Launcher(
+        args.workers, args.directory, args.command, listener.getsockname()[1], args.max_restarts
+    )
+    with StopSignals() as stop_signals:
+        threading.Thread(target=host, daemon=True).start()
+        return launcher.run(stop_signals)
+
+
+class _Launcher:
+    """The workers of one host."""
+
+    def __init__(
+        self, num_workers: int, directory: Path, command: Sequence[str], port: int, max_restarts: int
+    ) -> None:
+        self._num_workers, self._directory, self._command = num_workers, directory, command
+        self._port = port
+        self._max_restarts = max_restarts
+        self._budgets = [RestartBudget(max_restarts=max_restarts) for _ in range(num_workers)]
+        self._workers: dict[int, Child] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, stop_signals: StopSignals) -> int:
+        """Return the exit status when no worker is left, or one has failed."""
+        self._selector.register(stop_signals.fd, selectors.EVENT_READ, lambda: 0)
+        try:
+            for rank in range(self._num_workers):
+                self._start(rank)
+            while self._workers:
+                for key, _ in self._selector.select():
+                    if (status := key.data()) is not None:
+                        return int(status)
+            return 0
+        finally:
+            stop_children(self._workers.values(), grace_s=STOP_GRACE_S)
+            self._selector.close()
+
+    def _start(self, rank: int) -> None:
+        directory = self._directory / f"rank_{rank}"
+        directory.mkdir(exist_ok=True)
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._num_workers),
+            "LOCAL_WORLD_SIZE": str(self._num_workers),
+            "MASTER_ADDR": _HOST,
+            "MASTER_PORT": str(self._port),
+            ERROR_FILE: str(directory / "error.json"),
+            SUPERVISOR_STATE_VARIABLE: str(directory / "state.json"),
+        }
+        worker = start_child(f"rank {rank}'s supervisor", list(self._command), environment=environment)
+        self._workers[rank] = worker
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._on_end, rank))
+
+    def _on_end(self, rank: int) -> int | None:
+        """Start a worker again that was killed after it had served; otherwise one that fails ends all."""
+        worker = self._workers.pop(rank)
+        self._selector.unregister(worker.pidfd)
+        os.close(worker.pidfd)
+        status = worker.process.wait()
+        if status == 0:
+            return None
+        directory = self._directory / f"rank_{rank}"
+        if status < 0:
+            ending, budget = describe_end(worker), self._budgets[rank]
+            if (directory / "state.json").exists() and budget.take():
+                say(f"wideep: {ending}; it is started again (at most {budget.describe()})", error=True)
+                self._start(rank)
+                return None
+            write_failure(directory / "error.json", ending, time_ns=FIRST)
+        return 1
