@@ -7,7 +7,6 @@ import asyncio
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 import tokenizers
 import torch
@@ -23,6 +22,7 @@ from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
 from server.http.guards import ApiKeys
 from server.http.metrics import Metrics
+from tests.support.asgi import ask
 from tests.support.families import write_checkpoint
 from tests.support.serving import build, serve
 
@@ -89,12 +89,7 @@ def answer(directory: Path, model_dir: Path, body: dict[str, Any]) -> dict[str, 
     )
     app = build_app([completion_routes(model, requests)], version="0", keys=ApiKeys())
 
-    async def post() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post("/v1/completions", json=body)
-
-    response = asyncio.run(asyncio.wait_for(post(), 60))
+    response = ask(app, "POST", "/v1/completions", json=body)
     assert response.status_code == 200, response.text
     content: dict[str, Any] = response.json()
     return content

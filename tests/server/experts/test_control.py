@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
@@ -28,6 +27,7 @@ from server.experts.routes import placement_routes
 from server.http.app import build_app
 from server.http.guards import ApiKeys
 from server.link.messages import PlacementWord
+from tests.support.asgi import client_of
 from tests.support.placements import held, random_placement
 
 START = random_placement(3, 8, 2, 6, seed=1)
@@ -277,9 +277,8 @@ def test_over_http_plans_change_nothing_and_applying_does() -> None:
         ranks = PlayedRanks()
         control, load = control_of(ranks)
         app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys(("k",)))
-        transport = httpx.ASGITransport(app=app)
         key = {"Authorization": "Bearer k"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+        async with client_of(app) as client:
 
             async def post(path: str, body: Any = None, headers: Any = key) -> tuple[int, Any]:
                 answer = await client.post(path, json=body, headers=headers)
@@ -310,9 +309,7 @@ def test_over_http_a_change_that_is_dropped_is_an_error_that_says_what_serves(
     async def test() -> None:
         control, _ = control_of(PlayedRanks(failing=(1,)))
         app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys())
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=app), base_url="http://front"
-        ) as client:
+        async with client_of(app) as client:
             answer = await client.post("/experts/apply", json={"placement": to_json(OTHER)})
         told = answer.json()
         assert answer.status_code == 500 and told["failed"] == "rank 1: a bit turned over"
@@ -329,9 +326,7 @@ def test_over_http_a_change_may_be_begun_and_looked_at_until_it_ends() -> None:
         ranks = SilentRanks()
         control, _ = control_of(ranks)
         app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys())
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=app), base_url="http://front"
-        ) as client:
+        async with client_of(app) as client:
             begun = await client.post("/experts/apply", json={"placement": to_json(OTHER), "wait": False})
             assert (begun.status_code, begun.json()) == (202, {"change": 1})
             under_way = (await client.get("/experts/history")).json()["under_way"]

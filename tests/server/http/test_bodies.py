@@ -24,11 +24,12 @@ from server.http.bodies import (
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
+from tests.support.asgi import ask
 
 MAX_BYTES = 1000
 
 
-def ask(content: Any, *, max_bytes: int = MAX_BYTES, **headers: str) -> httpx.Response:
+def length_of(content: Any, *, max_bytes: int = MAX_BYTES, **headers: str) -> httpx.Response:
     """Send a body to a route that answers its length."""
     router = new_router()
 
@@ -37,12 +38,7 @@ def ask(content: Any, *, max_bytes: int = MAX_BYTES, **headers: str) -> httpx.Re
         return len(await http.body())
 
     app = build_app([router], version="0", keys=ApiKeys(), http=HttpOptions(max_request_bytes=max_bytes))
-
-    async def send() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
-            return await client.post("/length", content=content, headers=headers)
-
-    return asyncio.run(send())
+    return ask(app, "POST", "/length", content=content, headers=headers)
 
 
 async def chunks(*sizes: int) -> Any:
@@ -52,14 +48,14 @@ async def chunks(*sizes: int) -> Any:
 
 @pytest.mark.parametrize("sizes", [(MAX_BYTES,), (MAX_BYTES - 1, 1), (0,)])
 def test_what_just_fits_arrives(sizes: tuple[int, ...]) -> None:
-    assert ask(b"x" * sum(sizes)).json() == sum(sizes)
-    assert ask(chunks(*sizes)).json() == sum(sizes)
+    assert length_of(b"x" * sum(sizes)).json() == sum(sizes)
+    assert length_of(chunks(*sizes)).json() == sum(sizes)
 
 
 @pytest.mark.parametrize("sizes", [(MAX_BYTES + 1,), (MAX_BYTES, 1), (600, 600, 10_000)])
 def test_what_is_too_long_is_a_413_that_names_the_flag(sizes: tuple[int, ...]) -> None:
     for content in (b"x" * sum(sizes), chunks(*sizes)):
-        response = ask(content)
+        response = length_of(content)
         assert response.status_code == 413
         error = response.json()["error"]
         assert error["type"] == "RequestTooLargeError" and error["code"] == 413
@@ -69,10 +65,12 @@ def test_what_is_too_long_is_a_413_that_names_the_flag(sizes: tuple[int, ...]) -
 
 def test_what_is_too_deep_is_a_400() -> None:
     deep = b"[" * (MAX_JSON_DEPTH + 1) + b"]" * (MAX_JSON_DEPTH + 1)
-    response = ask(deep, **{"content-type": "application/json"})
+    response = length_of(deep, **{"content-type": "application/json"})
     assert (response.status_code, response.json()["error"]["type"]) == (400, "BadRequestError")
     assert "nests deeper than 100" in response.json()["error"]["message"]
-    assert ask(deep, **{"content-type": "text/plain"}).status_code == 200, "brackets in a text nest nothing"
+    assert length_of(deep, **{"content-type": "text/plain"}).status_code == 200, (
+        "brackets in a text nest nothing"
+    )
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -92,20 +90,22 @@ def test_a_second_content_type_hides_no_json(order: int) -> None:
 
 def test_what_has_too_many_arrays_and_objects_is_a_400() -> None:
     many = b"[" + b"[]," * MAX_JSON_NODES + b"0]"
-    response = ask(many, max_bytes=len(many), **{"content-type": "application/json"})
+    response = length_of(many, max_bytes=len(many), **{"content-type": "application/json"})
     assert response.status_code == 400
     assert f"has {MAX_JSON_NODES + 1} arrays and objects" in response.json()["error"]["message"]
     fits = b"[" + b"[]," * (MAX_JSON_NODES - 1) + b"0]"
-    assert ask(fits, max_bytes=len(many), **{"content-type": "application/json"}).json() == len(fits)
+    assert length_of(fits, max_bytes=len(many), **{"content-type": "application/json"}).json() == len(fits)
 
 
 def test_what_has_too_many_values_is_a_400_and_commas_in_a_text_are_none() -> None:
     many, text = b"[0" + b",0" * (MAX_JSON_VALUES + 1) + b"]", b'["' + b"," * (MAX_JSON_VALUES + 1) + b'"]'
-    response = ask(many, max_bytes=len(many), **{"content-type": "application/json"})
+    response = length_of(many, max_bytes=len(many), **{"content-type": "application/json"})
     assert response.status_code == 400
     assert f"has {MAX_JSON_VALUES + 1} values and more" in response.json()["error"]["message"]
     for fits in (b"[0" + b",0" * MAX_JSON_VALUES + b"]", text):
-        assert ask(fits, max_bytes=len(many), **{"content-type": "application/json"}).json() == len(fits)
+        assert length_of(fits, max_bytes=len(many), **{"content-type": "application/json"}).json() == len(
+            fits
+        )
 
 
 def call(guard: BodyGuard, headers: list[tuple[bytes, bytes]], receive: Callable[[], Any]) -> list[Message]:

@@ -13,6 +13,7 @@ from server.http.exchanges import CLIENT_GONE, Exchange, ExchangeWatch, current_
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
+from tests.support.asgi import ask
 
 
 def routed() -> APIRouter:
@@ -37,18 +38,15 @@ def exchanges_of(
     """Make requests, in order; returns what the observer was told with the responses."""
     told: list[Exchange] = []
     app = build_app([routed()], version="0", keys=ApiKeys(), http=http, observers=[told.append])
-
-    async def ask() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return [await client.request(**{"method": "GET", **request}) for request in requests]
-
-    return list(zip(told, asyncio.run(ask()), strict=True))
+    answers = [ask(app, **{"method": "GET", **request}) for request in requests]
+    return list(zip(told, answers, strict=True))
 
 
 def test_a_client_s_id_comes_back_and_others_get_one_of_their_own() -> None:
     (first, given), (second, own), (third, other) = exchanges_of(
-        {"url": "/items/a", "headers": {"X-Request-Id": "mine-1"}}, {"url": "/items/a"}, {"url": "/items/a"}
+        {"path": "/items/a", "headers": {"X-Request-Id": "mine-1"}},
+        {"path": "/items/a"},
+        {"path": "/items/a"},
     )
     assert given.headers["x-request-id"] == given.json() == first.request_id == "mine-1"
     assert own.headers["x-request-id"] == own.json() == second.request_id
@@ -57,17 +55,17 @@ def test_a_client_s_id_comes_back_and_others_get_one_of_their_own() -> None:
 
 @pytest.mark.parametrize("given", [b"", b"two words", b"x" * 129, b"line\tfeed", "\u00e9".encode()])
 def test_an_id_that_could_break_a_log_is_replaced(given: bytes) -> None:
-    ((exchange, response),) = exchanges_of({"url": "/items/a", "headers": {b"X-Request-Id": given}})
+    ((exchange, response),) = exchanges_of({"path": "/items/a", "headers": {b"X-Request-Id": given}})
     assert response.headers["x-request-id"] == exchange.request_id != given.decode("latin-1")
     assert len(exchange.request_id) == 32
 
 
 def test_the_end_is_told_with_route_status_and_time() -> None:
     found = exchanges_of(
-        {"url": "/items/a%0Ab?key=secret"},
-        {"url": "/none"},
-        {"url": "/bug"},
-        {"url": "/items/a", "method": "POST"},
+        {"path": "/items/a%0Ab?key=secret"},
+        {"path": "/none"},
+        {"path": "/bug"},
+        {"path": "/items/a", "method": "POST"},
     )
     facts = [(exchange.handler, exchange.path, exchange.status) for exchange, _ in found]
     assert facts == [
@@ -83,15 +81,15 @@ def test_the_end_is_told_with_route_status_and_time() -> None:
 def test_browsers_of_allowed_origins_may_ask_and_read_the_id() -> None:
     preflight = {
         "method": "OPTIONS",
-        "url": "/items/a",
+        "path": "/items/a",
         "headers": {
             "Origin": "https://chat.example",
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization,content-type",
         },
     }
-    simple = {"url": "/items/a", "headers": {"Origin": "https://chat.example"}}
-    other = {"url": "/items/a", "headers": {"Origin": "https://evil.example"}}
+    simple = {"path": "/items/a", "headers": {"Origin": "https://chat.example"}}
+    other = {"path": "/items/a", "headers": {"Origin": "https://evil.example"}}
     options = HttpOptions(allowed_origins=("https://chat.example",))
     leave, answer, foreign = [
         response for _, response in exchanges_of(preflight, simple, other, http=options)

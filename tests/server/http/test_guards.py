@@ -1,11 +1,9 @@
 """Who may ask: which keys open the service, when a file's are read again, and which pages may change something."""
 
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import pytest
 
 from server.http.app import build_app
@@ -14,6 +12,7 @@ from server.http.routes import new_router
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 from server.options.table import HttpOptions
+from tests.support.asgi import ask
 
 
 class Clock:
@@ -86,26 +85,16 @@ def test_what_is_guarded_needs_a_key_also_under_a_root_path(
     router.add_api_route("/v1/models", answer, methods=["GET"])
     router.add_api_route("/work", answer, methods=["POST"])
     app = build_app([router], version="0", keys=ApiKeys(["sesame"]), http=HttpOptions(root_path="/llm"))
-
-    async def ask() -> int:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
-            method = "POST" if path.endswith("work") else "GET"
-            encoded = {name: value.encode() for name, value in headers.items()}
-            return (await client.request(method, path, headers=encoded)).status_code
-
-    assert asyncio.run(ask()) == status
+    encoded = {name: value.encode() for name, value in headers.items()}
+    method = "POST" if path.endswith("work") else "GET"
+    assert ask(app, method, path, headers=encoded).status_code == status
 
 
 def test_looking_at_health_needs_none() -> None:
     router = new_router()
     router.add_api_route("/health", answer, methods=["GET"])
     app = build_app([router], version="0", keys=ApiKeys(["sesame"]))
-
-    async def ask() -> int:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
-            return (await client.get("/health")).status_code
-
-    assert asyncio.run(ask()) == 200
+    assert ask(app, "GET", "/health").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -159,9 +148,4 @@ def change(
     router.add_api_route("/work", answer, methods=["GET"])
     http = HttpOptions(allowed_origins=allowed)
     app = build_app([router], version="0", keys=ApiKeys(keys), http=http, own_names=["gpu-box"])
-
-    async def ask() -> int:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
-            return (await client.request(method, path, headers=headers)).status_code
-
-    return asyncio.run(ask())
+    return ask(app, method, path, headers=headers).status_code

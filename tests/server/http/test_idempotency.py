@@ -1,7 +1,6 @@
 """Requests with an Idempotency-Key: answered once, whoever asks again, whatever becomes of connections and fronts."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import MAX_AGE_S, KeptAnswers, WholeAnswer
 from server.options.table import HttpOptions
+from tests.support.asgi import client_of
 
 PATH = "/v1/completions"
 KEY = {"Idempotency-Key": "k-1", "Content-Type": "application/json"}
@@ -77,13 +77,6 @@ def app_of(model: Model, folder: Path, *, hold_s: float = 60.0, keys: ApiKeys | 
         http=HttpOptions(),
         answer_once=lambda _: IdempotentAnswers(routes, KeptAnswers(folder), "secret", hold_s=hold_s),
     )
-
-
-@contextlib.asynccontextmanager
-async def client_of(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-        yield client
 
 
 async def ask(

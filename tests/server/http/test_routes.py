@@ -16,6 +16,7 @@ from server.http.exchanges import Exchange
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
+from tests.support.asgi import ask
 
 JSON = {"content-type": "application/json"}
 
@@ -26,7 +27,7 @@ class Body(BaseModel):
     number: int
 
 
-def ask(
+def asked(
     path: str = "/x",
     content: bytes = b'{"number": 3}',
     *,
@@ -62,13 +63,7 @@ def ask(
         http=HttpOptions(**options),
         observers=[exchanges.append],
     )
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-
-    async def send() -> httpx.Response:
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            return await client.request(method, path, content=content, headers=headers)
-
-    return asyncio.run(send()), exchanges[0]
+    return ask(app, method, path, content=content, headers=headers), exchanges[0]
 
 
 @pytest.mark.parametrize(
@@ -76,20 +71,20 @@ def ask(
     ["application/json", "application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"],
 )
 def test_json_by_any_name_reaches_its_endpoint(kind: str) -> None:
-    response, exchange = ask(headers={"content-type": kind})
+    response, exchange = asked(headers={"content-type": kind})
     assert (response.status_code, response.json()) == (200, {"doubled": 6, "by": "POST"})
     assert (exchange.handler, exchange.status) == ("/x", 200)
 
 
 def test_a_proxys_path_is_taken_off() -> None:
-    assert ask("/llm/x", root_path="/llm")[0].json()["doubled"] == 6
+    assert asked("/llm/x", root_path="/llm")[0].json()["doubled"] == 6
 
 
 @pytest.mark.parametrize(
     ("content", "number"), [(b'{"number": 3}', 3), (b"", None), (b"null", None), (b"{}", "missing")]
 )
 def test_a_body_that_may_be_left_out(content: bytes, number: Any) -> None:
-    response, _ = ask("/maybe", content)
+    response, _ = asked("/maybe", content)
     if number == "missing":
         assert response.json()["error"]["param"] == "number"
     else:
@@ -97,9 +92,9 @@ def test_a_body_that_may_be_left_out(content: bytes, number: Any) -> None:
 
 
 def test_parameters_of_path_and_query_come_too() -> None:
-    response, exchange = ask("/named/ab?times=2", b"", method="GET")
+    response, exchange = asked("/named/ab?times=2", b"", method="GET")
     assert (response.json(), exchange.handler) == ({"name": "abab"}, "/named/{name}")
-    assert ask("/named/ab?times=x", b"", method="GET")[0].json()["error"]["param"] == "times"
+    assert asked("/named/ab?times=x", b"", method="GET")[0].json()["error"]["param"] == "times"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +115,7 @@ def test_parameters_of_path_and_query_come_too() -> None:
     ],
 )
 def test_what_is_wrong_is_refused(change: dict[str, Any], status: int, words: str) -> None:
-    response, _ = ask(**change)
+    response, _ = asked(**change)
     assert response.status_code == status
     assert words in response.json()["error"]["message"]
 
@@ -129,8 +124,8 @@ def test_what_is_wrong_is_refused(change: dict[str, Any], status: int, words: st
     ("failure", "status"), [(ApiError(409, "no"), 409), (ClientGone(), 499), (ZeroDivisionError(), 500)]
 )
 def test_failures_are_answered_alike_whoever_calls_the_endpoint(failure: Exception, status: int) -> None:
-    short, _ = ask(failure=failure)
-    long, _ = ask("/named/ab", b"", method="GET", failure=failure)
+    short, _ = asked(failure=failure)
+    long, _ = asked("/named/ab", b"", method="GET", failure=failure)
     assert short.status_code == long.status_code == status and short.content == long.content
 
 
