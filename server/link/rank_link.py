@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Protocol
 
 import grpc
@@ -44,6 +45,7 @@ from server.link.messages import (
     decode,
     encode,
 )
+from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 
 MAX_PENDING_TOKENS = 1 << 20  # a front this far behind is not coming back
 CONNECT_TIMEOUT_S = 20.0  # the front listens before its address is known to anybody
@@ -92,8 +94,16 @@ class LinkListener(Protocol):
 class RankLink:
     """One rank's stream to the front. Opened once, closed once."""
 
-    def __init__(self, address: str, token: str, facts: RankFacts, listener: LinkListener) -> None:
-        self.address = address
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        facts: RankFacts,
+        listener: LinkListener,
+        *,
+        cluster_key: bytes | None = None,
+    ) -> None:
+        self.address, self._handshake = address, Handshake(cluster_key)
         self._token, self._facts, self._listener = token, facts, listener
         self._changed = threading.Condition()
         self._outputs: list[RequestOutput] = []
@@ -126,9 +136,8 @@ class RankLink:
         except grpc.FutureTimeoutError:
             self._channel.close()
             raise LinkError(f"no front answers at {self.address} within {timeout_s:g} s") from None
-        attach = self._channel.stream_stream(f"/{SERVICE}/{METHOD}", encode, decode)
-        metadata = ((TOKEN_KEY, bearer(self._token)), (DEFINITION_KEY, DEFINITION))
-        call = attach(self._messages(), metadata=metadata)
+        attach = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        call = attach(self._handshake.seal(self._messages()), metadata=self._handshake.metadata(self._token))
         self._reader = threading.Thread(target=self._read, args=(call,), name="rank-link", daemon=True)
         self._reader.start()
         if not self._welcome.wait(max(0.0, deadline_s - time.monotonic())):
@@ -236,14 +245,16 @@ class RankLink:
         queued = (self._outputs, self._stats, self._load, self._experts, self._in_order, self._heartbeat)
         return any(queued) or self._goodbye is not None or self._end_writer
 
-    def _read(self, call: Iterator[object]) -> None:
+    def _read(self, call: grpc.Call) -> None:
         """Hand the front's messages to the listener until the stream ends, or one cannot be taken."""
         reason, is_broken = "the front closed the stream", False
         try:
-            for message in call:
+            for message in self._handshake.open(call):
                 self._take(message)
         except grpc.RpcError as error:
             reason, is_broken = _explain(error), True
+        except SealError as error:
+            reason = str(error)
         except Exception as error:  # noqa: BLE001 - else the rank would look alive and take no requests
             reason = f"a message of the front could not be taken: {type(error).__name__}: {error}"
         self._lose(reason, is_broken=is_broken)
@@ -312,7 +323,52 @@ def reach(address: str, timeout_s: float) -> None:
         return
 
 
-def claim(address: str, token: str, claim: Claim, timeout_s: float) -> Claimed:
+class Handshake:
+    """A rank's end of a stream's seal: it waits for the front's nonce before it says anything."""
+
+    def __init__(self, cluster_key: bytes | None) -> None:
+        """`cluster_key`: None: nothing is sealed."""
+        self._key, self._nonce = cluster_key, make_nonce()
+        self._seal: Future[Seal | None] = Future()  # None: the front has refused this end
+
+    def metadata(self, token: str) -> tuple[tuple[str, str], ...]:
+        """What the stream begins with."""
+        said = ((TOKEN_KEY, bearer(token)), (DEFINITION_KEY, DEFINITION))
+        return said if self._key is None else (*said, (NONCE_KEY, self._nonce))
+
+    def seal(self, messages: Iterator[object]) -> Iterator[bytes]:
+        """Yield what gRPC writes; its thread waits here until `open` was called."""
+        seal = self._seal.result()
+        if seal is not None:
+            for message in messages:
+                yield seal.seal(encode(message))
+
+    def open(self, call: grpc.Call) -> Iterator[object]:
+        """Yield what the front says.
+
+        Raises:
+            grpc.RpcError: the stream broke, or was refused.
+            SealError: whoever answers has no cluster key, or another one.
+        """
+        nonce = ""
+        try:
+            if self._key is not None:
+                nonce = str(dict(call.initial_metadata() or ()).get(NONCE_KEY, ""))
+            is_refused = self._key is not None and not nonce
+            seal = Seal(self._key, is_front=False, rank_nonce=self._nonce, front_nonce=nonce)
+            self._seal.set_result(None if is_refused else seal)
+        finally:
+            if not self._seal.done():
+                self._seal.set_result(None)
+        for message in call:
+            if is_refused:
+                raise SealError(f"whoever answers as the front has no cluster key; {SAME_KEY}")
+            yield decode(seal.open(message))
+
+
+def claim(
+    address: str, token: str, claim: Claim, timeout_s: float, *, cluster_key: bytes | None = None
+) -> Claimed:
     """Ask the front which rank a worker of a node that joins is.
 
     Raises:
@@ -320,12 +376,16 @@ def claim(address: str, token: str, claim: Claim, timeout_s: float) -> Claimed:
     """
     reach(address, timeout_s)
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
-        attach = channel.stream_stream(f"/{SERVICE}/{METHOD}", encode, decode)
-        metadata = ((TOKEN_KEY, bearer(token)), (DEFINITION_KEY, DEFINITION))
+        attach, handshake = channel.stream_stream(f"/{SERVICE}/{METHOD}"), Handshake(cluster_key)
         try:
-            answer = next(iter(attach(iter([claim]), metadata=metadata, timeout=timeout_s)), None)
+            call = attach(
+                handshake.seal(iter([claim])), metadata=handshake.metadata(token), timeout=timeout_s
+            )
+            answer = next(handshake.open(call), None)
         except grpc.RpcError as error:
             raise RefusedError(f"the front at {address} refused this node: {_explain(error)}") from error
+        except SealError as error:
+            raise RefusedError(f"the front at {address} was not believed: {error}") from error
     if not isinstance(answer, Claimed):
         raise LinkError(f"the front at {address} gave no answer")
     return answer

@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import grpc
 import grpc.aio
@@ -45,6 +45,7 @@ from server.link.messages import (
     decode,
     encode,
 )
+from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 
 MAX_WRITE_S = 30.0  # that a message may wait for a rank to read; one that reads so little has stopped
 SILENCE_S = 1.0  # without a heartbeat, that is worth a word when a stream ends
@@ -54,6 +55,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 class RankListener(Protocol):
     """Told by `Ranks`, in the event loop, what ranks say."""
+
+    def refused(self, peer: str, reason: str) -> None:
+        """Somebody was refused that does not have the cluster key."""
 
     def claim(self, claim: Claim) -> Claimed:
         """Give a worker of a node that joins its rank."""
@@ -92,8 +96,8 @@ class RankListener(Protocol):
 class AttachedRank:
     """One rank's stream: its facts, its last stats and what is still to be sent to it."""
 
-    def __init__(self, facts: RankFacts, attached_s: float) -> None:
-        self.facts, self.attached_s = facts, attached_s
+    def __init__(self, facts: RankFacts, attached_s: float, seal: Seal) -> None:
+        self.facts, self.attached_s, self.seal = facts, attached_s, seal
         self.stats: RankStats | None = None
         self.asked_to_stop = False
         self.beat_s = math.inf  # when its last heartbeat came
@@ -115,15 +119,22 @@ class AttachedRank:
             self._posted.clear()
             while self._outbox:
                 self.write_begun_s = time.monotonic()
-                await context.write(self._outbox.popleft())
+                await context.write(self.seal.seal(encode(self._outbox.popleft())))
             self.write_begun_s = math.inf
 
 
 class Ranks:
     """The attached ranks, by number."""
 
-    def __init__(self, num_ranks: int, token: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_ranks = num_ranks
+    def __init__(
+        self,
+        num_ranks: int,
+        token: str,
+        *,
+        cluster_key: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_ranks, self._cluster_key = num_ranks, cluster_key
         self.attached: dict[int, AttachedRank] = {}
         self.port = 0  # once bound
         self._clock = clock
@@ -131,7 +142,7 @@ class Ranks:
         self._left = asyncio.Event()
         self._secret = bearer(token).encode()
         self._server = grpc.aio.server(options=OPTIONS)
-        attach = grpc.stream_stream_rpc_method_handler(self._attach, decode, encode)
+        attach = grpc.stream_stream_rpc_method_handler(self._attach)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {METHOD: attach}),)
         )
@@ -225,7 +236,7 @@ class Ranks:
         else:
             stream.post(message)
 
-    async def _attach(self, messages: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
+    async def _attach(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Serve one rank's stream until it ends."""
         stream = await self._greet(messages, context)
         if stream is None:
@@ -245,21 +256,23 @@ class Ranks:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._lose(stream, "its connection closed")
 
-    async def _read(self, stream: AttachedRank, messages: AsyncIterator[object]) -> None:
+    async def _read(self, stream: AttachedRank, messages: AsyncIterator[bytes]) -> None:
         """Take what a rank says until it has no more to say."""
         reason = "its connection closed"
         try:
             async for message in messages:
-                self._take(stream, message)
+                self._take(stream, decode(stream.seal.open(message)))
                 if stream.said_goodbye is not None:
                     reason = stream.said_goodbye or "it left without being asked"
                     break
         except grpc.RpcError as error:
             reason = f"its connection broke ({error})"
+        except SealError as error:
+            reason = str(error)
         self._lose(stream, reason)
 
     async def _greet(
-        self, messages: AsyncIterator[object], context: grpc.aio.ServicerContext
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AttachedRank | None:
         """Authenticate the stream, read what the rank is and attach it, or refuse with a reason.
 
@@ -273,9 +286,14 @@ class Ranks:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "it runs another version of WideEP; install the same one on every node",
             )
-        facts = await anext(aiter(messages), None)
+        seal = await self._agree_on_seal(str(metadata.get(NONCE_KEY, "")), context)
+        first = await anext(aiter(messages), None)
+        try:
+            facts = None if first is None else decode(seal.open(first))
+        except SealError as error:
+            await self._refuse(context, str(error))
         if isinstance(facts, Claim):
-            await context.write(self._told.claim(facts))
+            await context.write(seal.seal(encode(self._told.claim(facts))))
             return None
         if not isinstance(facts, RankFacts):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be RankFacts")
@@ -290,11 +308,28 @@ class Ranks:
             self._lose(before, "its engine was started again")
         elif before is not None:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {facts.rank} is already attached")
-        stream = AttachedRank(facts, self._clock())
+        stream = AttachedRank(facts, self._clock(), seal)
         stream.post(Welcome())
         self.attached[facts.rank] = stream
         self._told.attached(facts)
         return stream
+
+    async def _agree_on_seal(self, rank_nonce: str, context: grpc.aio.ServicerContext) -> Seal:
+        """Give this end's nonce, or refuse an end that has a key where this one has none, or none where it has one."""
+        if self._cluster_key is None and rank_nonce:
+            await self._refuse(context, f"it has a cluster key, and the front has none; {SAME_KEY}, or none")
+        if self._cluster_key is not None and not rank_nonce:
+            await self._refuse(context, f"the front has a cluster key, and it has none; {SAME_KEY}")
+        nonce = make_nonce()
+        if self._cluster_key is not None:
+            await context.send_initial_metadata(((NONCE_KEY, nonce),))
+        return Seal(self._cluster_key, is_front=True, rank_nonce=rank_nonce, front_nonce=nonce)
+
+    async def _refuse(self, context: grpc.aio.ServicerContext, reason: str) -> NoReturn:
+        """End a stream, and say so here as well: whoever sees this side may not see the other one."""
+        self._told.refused(context.peer(), reason)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+        raise AssertionError("abort raises")
 
     def _take(self, stream: AttachedRank, message: object) -> None:
         if stream.ended.is_set():

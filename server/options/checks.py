@@ -2,6 +2,7 @@
 
 import importlib.util
 import ssl
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,6 +37,31 @@ def read_keys(path: Path) -> tuple[str, ...]:
         if key.split() != [key]:
             raise OptionsError(f"--api-key-file {str(path)!r}: key {number} has white space in it")
     return tuple(keys)
+
+
+MIN_KEY_BYTES = 32
+
+
+def read_cluster_key(path: Path) -> bytes:
+    """Read the secret that all nodes of a service share.
+
+    Raises:
+        OptionsError: it cannot be read, is too short to be one, or others can read it too.
+    """
+    name = f"--cluster-key-file {str(path)!r}"
+    try:
+        key, status = path.read_bytes().strip(), path.stat()
+    except OSError as error:
+        raise OptionsError(f"{name} cannot be read: {error.strerror}") from error
+    if status.st_mode & 0o077:
+        raise OptionsError(
+            f"{name} can be used by others than its owner (mode {stat.S_IMODE(status.st_mode):o}); run chmod 600 on it"
+        )
+    if len(key) < MIN_KEY_BYTES:
+        raise OptionsError(
+            f"{name} has {len(key)} bytes; a key has {MIN_KEY_BYTES} or more: make one with `openssl rand -hex 32`"
+        )
+    return key
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:

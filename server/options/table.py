@@ -15,7 +15,7 @@ from typing import Any
 from dispatch.wires.availability import BACKENDS
 from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
 from server.api.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
-from server.options.checks import check_key, read_keys
+from server.options.checks import check_key, read_cluster_key, read_keys
 from server.options.flag import (
     Group,
     OptionsError,
@@ -87,6 +87,12 @@ def _template_file(name: str, given: Any) -> str:
     if not os.path.isfile(text(name, given)):
         raise OptionsError(f"{name} is {given!r}, which is not a file; give one with a Jinja template")
     return str(os.path.abspath(given))  # processes of a service need not share a directory
+
+
+def _cluster_key_file(name: str, given: Any) -> str:
+    path = os.path.abspath(text(name, given))
+    read_cluster_key(Path(path))
+    return path
 
 
 def _endpoint(name: str, given: Any) -> str:
@@ -256,6 +262,11 @@ class Options:
         help="for `wideep worker` under a torchrun of its own: take the place of a node that is away in the service "
         "whose --rdzv-endpoint this is",
     )  # fmt: skip
+    cluster_key_file: str | None = flag(
+        RANKS, "--cluster-key-file", read=_cluster_key_file, metavar="FILE",
+        help="a secret of 32 bytes or more, the same on all nodes, with which front and ranks authenticate each other and all "
+        "they say; only its owner may read it",
+    )  # fmt: skip
     device: str = flag(
         RANKS, "--device", read=one_of("auto", "cpu", "cuda"), metavar="{auto,cpu,cuda}", default="auto",
         help="what computes; auto is cuda where a GPU and all that it needs is found, else cpu, and says why",
@@ -370,6 +381,11 @@ class Options:
     )  # fmt: skip
 
     log: LogOptions = field(default=LogOptions())
+
+    @property
+    def cluster_key(self) -> bytes | None:
+        """The secret of front and ranks; None: there is none."""
+        return None if self.cluster_key_file is None else read_cluster_key(Path(self.cluster_key_file))
 
     @property
     def needs_key(self) -> bool:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,11 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from server.link.messages import Claim, Claimed
 from server.link.rank_link import LinkError, claim
+from server.link.seal import SAME_KEY
+from server.options.checks import read_cluster_key
+from server.options.flag import OptionsError
 from server.parent_death import die_with_parent
+from server.process.signed_store import SignedStore, UnsignedError
 
 SERVICE_KEY = "wideep/service"
 STORE_TIMEOUT_S = 20.0
@@ -30,15 +35,17 @@ class ClaimError(RuntimeError):
 
 
 def run_claim(words: Sequence[str]) -> int:
-    """Print the worker's place as JSON; the arguments are HOST:PORT of the service's store, and the claim's fields."""
+    """Print the worker's place as JSON; the arguments are HOST:PORT of the service's store, the claim's fields, and
+    the cluster key's file if there is one."""
     die_with_parent()
-    endpoint, node, local_rank, num_ranks = words
+    endpoint, node, local_rank, num_ranks, *key_file = words
     try:
-        service = find_service(endpoint)
+        key = read_cluster_key(Path(key_file[0])) if key_file else None
+        service = find_service(endpoint, key)
         asked = Claim(node, int(local_rank), int(num_ranks))
         address, token = service["front"]["ranks_address"], service["front"]["token"]
-        given = await_place(lambda: claim(address, token, asked, STORE_TIMEOUT_S))
-    except (ClaimError, LinkError) as error:
+        given = await_place(lambda: claim(address, token, asked, STORE_TIMEOUT_S, cluster_key=key))
+    except (ClaimError, LinkError, OptionsError) as error:
         print(f"cannot join the service at {endpoint}: {error}", file=sys.stderr)
         return 1
     print(json.dumps({**given._asdict(), "run_id": service["run_id"], "restarts": service["restarts"]}))
@@ -52,7 +59,7 @@ def publish_service(store: Store, front: Mapping[str, str], environment: Mapping
     store.set(SERVICE_KEY, json.dumps(said))
 
 
-def find_service(endpoint: str) -> dict[str, Any]:
+def find_service(endpoint: str, key: bytes | None) -> dict[str, Any]:
     """Read what a service's store says of it.
 
     Raises:
@@ -71,7 +78,12 @@ def find_service(endpoint: str) -> dict[str, Any]:
             raise ClaimError(
                 "a store answers there, but no service has begun in it; give its --rdzv-endpoint"
             )
-        return dict(json.loads(store.get(SERVICE_KEY)))
+        signed = store if key is None else SignedStore(store, key)
+        return dict(json.loads(signed.get(SERVICE_KEY)))
+    except UnsignedError as error:
+        raise ClaimError(str(error)) from error
+    except ValueError as error:  # what a signature begins with
+        raise ClaimError(f"the service has a cluster key, and this node has none; {SAME_KEY}") from error
     except dist.DistError as error:
         said = str(error).splitlines()[0]
         raise ClaimError(f"nothing answers there within {STORE_TIMEOUT_S:g} s ({said})") from error

@@ -36,6 +36,7 @@ from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget, gpu_cache_budget
 from scheduler.structure.compiler import StructureError, Vocabulary
 from server.link.rank_link import LinkError, reach
+from server.options.flag import OptionsError
 from server.options.reading import options_from_json
 from server.options.table import Options
 from server.parent_death import die_with_parent
@@ -44,6 +45,7 @@ from server.process.claim import publish_service
 from server.process.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.process.rendezvous import Place, place_from
+from server.process.signed_store import SignedStore
 from server.process.spare import leave_spare
 
 
@@ -86,8 +88,8 @@ JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
 STATS_EVERY = 50  # steps without outputs between reports
 FRONT_KEY = "front"
 FAILURES = (
-    CheckpointError, ConfigError, DispatchError, KVMemoryError, LinkError, LockStepError, SchedulerLimitsError,
-    UnsupportedModelError, dist.DistError,
+    CheckpointError, ConfigError, DispatchError, KVMemoryError, LinkError, LockStepError, OptionsError,
+    SchedulerLimitsError, UnsupportedModelError, dist.DistError,
 )  # fmt: skip
 
 
@@ -113,8 +115,9 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
 
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
     num_restarts = num_restarts_of(environment)
-    store = _own_store(place, environment)
-    front = _front(place, store, environment)
+    key = options.cluster_key
+    store = _own_store(place, environment, key)
+    front = _front(place, store, environment, key)
     supervisor = SupervisorPipe(environment)
     supervisor.tell(http=front["http"])
     if num_restarts:
@@ -125,17 +128,17 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
     built = assemble(
         config,
-        StoreDoorbell(*(PrefixStore("doorbell", _own_store(place, environment)) for _ in range(2))),
+        StoreDoorbell(*(PrefixStore("doorbell", _own_store(place, environment, key)) for _ in range(2))),
         Progress() if place.rank == 0 and not num_restarts else silent,
         lambda: _load_vocabulary(options.model),
-        store=PrefixStore("membership", _own_store(place, environment)),
+        store=PrefixStore("membership", _own_store(place, environment, key)),
         is_joining=num_restarts > 0,
         available=available_bytes,
     )
     if place.rank == 0 and not num_restarts:
         print(f"Dispatch: {built.wire}; {built.dispatch}", file=sys.stderr, flush=True)
     try:
-        _walk(built, config, front, supervisor, environment)
+        _walk(built, config, front, supervisor, environment, key)
     finally:
         built.engine.close()
 
@@ -174,10 +177,11 @@ def _walk(
     front: dict[str, str],
     supervisor: SupervisorPipe,
     environment: Mapping[str, str],
+    key: bytes | None,
 ) -> None:
     """Attach to the front, then walk steps until somebody ends it."""
     num_restarts = num_restarts_of(environment)
-    stream = FrontStream(built, config, front, environment)
+    stream = FrontStream(built, config, front, environment, cluster_key=key)
     is_ready = num_restarts == 0
 
     def on_regrouped(epoch: int) -> None:
@@ -244,29 +248,30 @@ def _load_vocabulary(model: str) -> Vocabulary:
     return vocabulary
 
 
-def _own_store(place: Place, environment: Mapping[str, str]) -> Store:
+def _own_store(place: Place, environment: Mapping[str, str], key: bytes | None) -> Store:
     """A connection of its own to the store, below what this job and round of torchrun's workers has in it."""
     names = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
-    return PrefixStore("/".join(("wideep", *names)), _store(place))
+    return PrefixStore("/".join(("wideep", *names)), _store(place, key))
 
 
-def _store(place: Place) -> Store:
+def _store(place: Place, key: bytes | None) -> Store:
     """A connection of its own to the store that torchrun's agent hosts."""
-    return TCPStore(
+    store = TCPStore(
         place.master_addr,
         place.master_port,
         is_master=False,
         wait_for_workers=False,
         timeout=timedelta(seconds=JOIN_TIMEOUT_S),
     )
+    return store if key is None else SignedStore(store, key)
 
 
-def _front(place: Place, store: Store, environment: Mapping[str, str]) -> dict[str, str]:
+def _front(place: Place, store: Store, environment: Mapping[str, str], key: bytes | None) -> dict[str, str]:
     """The front's addresses: given by our supervisor and published, or read from the store."""
     given = environment.get(FRONT_VARIABLE)
     if given is not None:
         store.set(FRONT_KEY, given)
-        publish_service(_store(place), json.loads(given), environment)
+        publish_service(_store(place, key), json.loads(given), environment)
         return json.loads(given)  # type: ignore[no-any-return]
     return json.loads(store.get(FRONT_KEY))  # type: ignore[no-any-return]
 

@@ -109,9 +109,11 @@ async def _run(
         environment.get(FRONT_VARIABLE, "null")
     )  # announced by the front that this one replaces
     token = before["token"] if before else secrets.token_urlsafe(32)
-    ranks = Ranks(num_ranks, token)
     try:
+        ranks = Ranks(num_ranks, token, cluster_key=options.cluster_key)
         ranks_address = ranks.bind(ranks_host, _port_of(before["ranks_address"]) if before else 0)
+    except OptionsError as error:
+        return _complain(str(error))
     except RuntimeError as error:
         return _complain(f"cannot listen for ranks on --ranks-host {ranks_host}: {error}")
     if ready_fd is not None:
@@ -261,6 +263,10 @@ class _Front:
         except TimeoutError:
             ranks = ", ".join(map(str, self._ranks.attached))
             _LOG.error("did not hear goodbye from rank %s", ranks)
+
+    def refused(self, peer: str, reason: str) -> None:
+        """Say that somebody may not be a rank."""
+        _LOG.warning("refused a rank at %s: %s", peer, reason)
 
     def claim(self, claim: Claim) -> Claimed:
         """Give a worker of a node that joins its rank."""

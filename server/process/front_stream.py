@@ -39,7 +39,13 @@ class FrontStream:
     """
 
     def __init__(
-        self, built: Assembled, config: EngineConfig, front: dict[str, str], environment: Mapping[str, str]
+        self,
+        built: Assembled,
+        config: EngineConfig,
+        front: dict[str, str],
+        environment: Mapping[str, str],
+        *,
+        cluster_key: bytes | None = None,
     ) -> None:
         """Prepare; `open` attaches.
 
@@ -47,7 +53,7 @@ class FrontStream:
             front: its addresses and its token.
             environment: in which the supervisor says how often it started this rank's engine again.
         """
-        self._built, self._config, self._front = built, config, front
+        self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
         self._epoch = 0
         self._home = None if num_restarts_of(environment) else built.relocation.placement
         self._open_ids: set[str] = set()  # requests that the front waits for
@@ -67,7 +73,9 @@ class FrontStream:
         self.link = self._make_link(self._facts)
 
     def _make_link(self, facts: RankFacts) -> RankLink:
-        return RankLink(self._front["ranks_address"], self._front["token"], facts, self)
+        return RankLink(
+            self._front["ranks_address"], self._front["token"], facts, self, cluster_key=self._cluster_key
+        )
 
     def send_start(self) -> None:
         """Tell what serves at the start."""

@@ -121,7 +121,9 @@ class Joined(NamedTuple):
     variables: dict[str, str]  # in which the engine finds it, as torchrun would have said it
 
 
-def join_service(endpoint: str, place: Place, node: str, command: Sequence[str]) -> Joined:
+def join_service(
+    endpoint: str, place: Place, node: str, command: Sequence[str], key_file: str | None
+) -> Joined:
     """Ask the service whose rendezvous endpoint this is for a place.
 
     Args:
@@ -137,6 +139,7 @@ def join_service(endpoint: str, place: Place, node: str, command: Sequence[str])
             "them here: run one torchrun on each node that joins, with --nnodes 1"
         )
     words = [endpoint, node, str(place.local_rank), str(place.local_world_size)]
+    words += [key_file] if key_file else []
     asked = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
     if asked.returncode:
         said = asked.stderr.strip().splitlines()

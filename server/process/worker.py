@@ -51,7 +51,7 @@ def run_worker(
         place, node = place_from(environment), node_name(agent, environment)
         host = None
         if options.join is not None:
-            place, variables = join_service(options.join, place, node, CLAIM)
+            place, variables = join_service(options.join, place, node, CLAIM, options.cluster_key_file)
         else:
             host = front_host(place, agent, environment) if place.local_rank == 0 else None
             variables = store_variables(agent, environment)

@@ -1,6 +1,8 @@
 """The stream between a rank and the front, both ends real, without HTTP."""
 
 import asyncio
+import concurrent.futures
+import contextlib
 import socket
 import threading
 import time
@@ -9,6 +11,7 @@ from dataclasses import replace
 from queue import Queue
 from typing import Any
 
+import grpc
 import pytest
 
 from expert_placement.placement import linear_placement
@@ -25,9 +28,10 @@ from scheduler.policy.request import (
     TokenBias,
 )
 from server.link import rank_link
-from server.link.messages import Fault, RankFacts
-from server.link.rank_link import LinkError, RankLink
+from server.link.messages import METHOD, SERVICE, Claim, Fault, RankFacts, Welcome, encode
+from server.link.rank_link import LinkError, RankLink, claim
 from server.link.ranks import Ranks
+from server.link.seal import MAC_BYTES, NONCE_KEY
 
 FACTS = RankFacts(
     rank=0, world_size=2, host="h", pid=7, max_model_len=128, num_blocks=9, block_tokens=16, max_num_seqs=4
@@ -79,8 +83,8 @@ class Told:
 class FrontEnd:
     """`Ranks` in an event loop of its own thread; everything it says lands in `events`."""
 
-    def __init__(self) -> None:
-        told = Told()
+    def __init__(self, cluster_key: bytes | None = None) -> None:
+        told, self._cluster_key = Told(), cluster_key
         self.events = told.events
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -98,7 +102,7 @@ class FrontEnd:
         return link, heard
 
     async def _open(self, told: Told) -> tuple[Ranks, str]:
-        ranks = Ranks(2, "secret")
+        ranks = Ranks(2, "secret", cluster_key=self._cluster_key)
         address = ranks.bind("127.0.0.1")
         await ranks.serve(told)
         return ranks, address
@@ -386,3 +390,81 @@ def test_a_heartbeat_comes_and_a_stream_that_ends_long_after_one_says_so(
     front.say(front.ranks.give_up, 0, "its connection closed")
     lost = front.events.get(timeout=30)
     assert lost == ("lost", 0, "its connection closed, 2.2 s after its last heartbeat")
+
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+
+
+@contextlib.contextmanager
+def front_with(cluster_key: bytes | None) -> Iterator[FrontEnd]:
+    end = FrontEnd(cluster_key)
+    try:
+        yield end
+    finally:
+        end.close()
+
+
+def test_with_a_cluster_key_messages_come_in_both_directions() -> None:
+    with front_with(KEY) as front:
+        told = Told()
+        link = RankLink(front.address, "secret", FACTS, told, cluster_key=KEY)
+        link.open(30)
+        assert front.events.get(timeout=30) == ("attached", FACTS)
+        for number in range(3):
+            front.say(front.ranks.abort, 0, f"r{number}")
+            link.send_regrouped(number)
+        assert [told.events.get(timeout=30) for _ in range(3)] == [
+            ("abort", f"r{number}") for number in range(3)
+        ]
+        assert [front.events.get(timeout=30) for _ in range(3)] == [
+            ("regrouped", 0, number) for number in range(3)
+        ]
+        link.close()
+
+
+@pytest.mark.parametrize(
+    ("fronts", "ranks", "reason"),
+    [
+        (KEY, OTHER_KEY, "the cluster key is another one"),
+        (KEY, None, "the front has a cluster key, and it has none"),
+        (None, KEY, "it has a cluster key, and the front has none"),
+    ],
+)
+def test_a_rank_without_the_fronts_cluster_key_is_refused_and_both_sides_say_why(
+    fronts: bytes | None, ranks: bytes | None, reason: str
+) -> None:
+    with front_with(fronts) as front:
+        link = RankLink(front.address, "secret", FACTS, Told(), cluster_key=ranks)
+        with pytest.raises(LinkError, match=f"{reason}.*same --cluster-key-file"):
+            link.open(30)
+        kind, _, said = front.events.get(timeout=30)
+        assert (kind, str(said).startswith(reason)) == ("refused", True)
+        assert not front.ranks.attached
+
+
+def test_a_front_that_does_not_know_the_cluster_key_is_not_believed() -> None:
+    """It copies what a real one would say, but cannot seal it."""
+
+    def attach(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        context.send_initial_metadata(((NONCE_KEY, "c" * 64),))
+        next(messages)
+        yield bytes(MAC_BYTES) + encode(Welcome())
+
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+    handler = grpc.stream_stream_rpc_method_handler(attach)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with pytest.raises(LinkError, match="the cluster key is another one"):
+            RankLink(address, "secret", FACTS, Told(), cluster_key=KEY).open(30)
+    finally:
+        server.stop(0)
+
+
+def test_a_claim_is_answered_under_the_cluster_key_only() -> None:
+    with front_with(KEY) as front:
+        with pytest.raises(LinkError, match="the front has a cluster key, and it has none"):
+            claim(front.address, "secret", Claim("new", 0, 1), 30)
+        with pytest.raises(LinkError, match="the cluster key is another one"):
+            claim(front.address, "secret", Claim("new", 0, 1), 30, cluster_key=OTHER_KEY)

@@ -213,6 +213,9 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--shutdown-timeout-seconds=inf"], "--shutdown-timeout-seconds is inf"),
         (["--root-path=llm"], "--root-path is 'llm'; it must begin with /"),
         (["--api-key-file=/no/such/file"], "--api-key-file '/no/such/file' cannot be read"),
+        (["--cluster-key-file=/no/such/file"], "--cluster-key-file '/no/such/file' cannot be read"),
+        (["--join=head"], "--join is 'head'; give HOST:PORT"),
+        (["--join=head:0"], "--join is 'head:0'; give HOST:PORT"),
         (["--ssl-keyfile=x"], "--ssl-keyfile needs a certificate"),
         (["--ssl-certfile=/no/cert"], "--ssl-certfile is '/no/cert', which is not a file"),
         (["--disable-access-log-for-endpoints=health"], "has 'health'; give paths such as"),
@@ -289,3 +292,22 @@ def test_a_wrong_keyword_is_a_sentence_and_not_the_end_of_the_script(
     with pytest.raises(OptionsError) as caught:
         options_from_keywords("m", keywords, {})
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "complaint"),
+    [
+        ("k" * 64, 0o640, r"others than its owner \(mode 640\); run chmod 600"),
+        ("k" * 64, 0o604, r"mode 604"),
+        ("k" * 31 + "\n", 0o600, "has 31 bytes; a key has 32 or more"),
+    ],
+)
+def test_a_cluster_key_is_a_secret(tmp_path: Path, content: str, mode: int, complaint: str) -> None:
+    file = tmp_path / "key"
+    file.write_text(content)
+    file.chmod(mode)
+    with pytest.raises(OptionsError, match=complaint):
+        parse(f"--cluster-key-file={file}")
+    file.write_text("k" * 32 + "\n")
+    file.chmod(0o600)
+    assert parse(f"--cluster-key-file={file}").cluster_key == b"k" * 32

@@ -31,7 +31,15 @@ class Link:
     facts: ClassVar[list[RankFacts]] = []
     order: ClassVar[Order | None] = None  # that comes with the front's welcome
 
-    def __init__(self, _address: str, _token: str, facts: RankFacts, listener: FrontStream) -> None:
+    def __init__(
+        self,
+        _address: str,
+        _token: str,
+        facts: RankFacts,
+        listener: FrontStream,
+        *,
+        cluster_key: bytes | None,
+    ) -> None:
         self.facts.append(facts)
         self.send, self.send_regrouped = Mock(), Mock()
         self._listener = listener

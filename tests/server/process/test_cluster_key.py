@@ -1,0 +1,72 @@
+"""The cluster key between real processes, and in the job's store."""
+
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from server.process.signed_store import SignedStore, UnsignedError
+from tests.support.real_service import START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service_processes import free_port
+
+KEY = b"k" * 32
+
+
+def test_a_value_is_read_under_its_own_name_and_key_only() -> None:
+    plain = HashStore()
+    store = PrefixStore("epoch/1", SignedStore(plain, KEY))
+    store.set("a", "one")
+    assert store.get("a") == b"one"
+    assert store.check(["a"])
+    plain.set("epoch/2/a", plain.get("epoch/1/a"))
+    plain.set("epoch/1/b", "one")
+    for name in ("epoch/2/a", "epoch/1/b"):
+        with pytest.raises(UnsignedError, match=r"is not signed with this cluster key; give all nodes"):
+            SignedStore(plain, KEY).get(name)
+    with pytest.raises(dist.DistError, match="not signed"):
+        PrefixStore("epoch/1", SignedStore(plain, b"o" * 32)).get("a")
+    store.delete_key("a")
+    assert not plain.check(["epoch/1/a"])
+
+
+def key_file(path: Path, key: str) -> Path:
+    path.write_text(key + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_a_rank_with_another_cluster_key_is_refused(tmp_path: Path) -> None:
+    model, port = write_tiny_model(tmp_path / "tiny"), free_port()
+    for rank in range(2):
+        key_file(tmp_path / f"key-{rank}", f"{rank}" * 64)
+    wideep = tmp_path / "wideep"
+    wideep.write_text(
+        f'#!/bin/sh\nexec {" ".join(WIDEEP)} "$@" --cluster-key-file {tmp_path}/key-$LOCAL_RANK\n'
+    )
+    wideep.chmod(0o755)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
+        *(str(wideep), "worker", str(model), f"--port={port}", "--kv-cache-memory=16M"),
+    ]
+    with RealService(port, [command], tmp_path / "output.txt") as service:
+        assert service.processes[0].wait(START_S) != 0
+        assert "rank 1: UnsignedError:" in service.output()
+        assert (
+            "is not signed with this cluster key; give all nodes the same --cluster-key-file"
+            in service.output()
+        )
+
+
+@pytest.mark.slow
+def test_ranks_with_the_same_cluster_key_serve(tmp_path: Path) -> None:
+    key = key_file(tmp_path / "key", "k" * 64)
+    model = write_tiny_model(tmp_path / "tiny")
+    flags = ("-dp=2", f"--cluster-key-file={key}", "--all2all-backend=gloo")
+    with RealService.serve(model, tmp_path / "output.txt", *flags) as service:
+        service.wait_ready()
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8}
+        answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 8
