@@ -28,7 +28,7 @@ from attention.cpu_tiles import (
     I32V,
     I64,
     LANES,
-    Rows,
+    TileRows,
     add_rows_times_panel_f32,
     constant,
     emit_products,
@@ -126,7 +126,13 @@ def _tile(kind: _Kind, rows: int) -> Any:
 
             steps = builder.sdiv(k, ir.Constant(I64, kind.inputs_per_byte))
             emit_products(
-                builder, Rows(x, x_stride), weights, steps, Rows(out, out_stride), rows, accumulate=True
+                builder,
+                TileRows(x, x_stride),
+                weights,
+                steps,
+                TileRows(out, out_stride),
+                rows,
+                accumulate=True,
             )
             return context.get_dummy_value()
 

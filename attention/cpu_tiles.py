@@ -78,7 +78,7 @@ def _load_weights(builder: ir.IRBuilder, address: ir.Value, bf16: bool) -> ir.Va
     return builder.bitcast(builder.shl(wide, ir.Constant(I32V, [16] * LANES)), F32V)
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """Rows of float32 in memory: the address of the first and the bytes from one to the next."""
 
     address: ir.Value
@@ -91,10 +91,10 @@ class Rows(NamedTuple):
 
 def emit_products(
     builder: ir.IRBuilder,
-    x: Rows,
+    x: TileRows,
     weights: Callable[[ir.Value], list[ir.Value]],
     steps: ir.Value,
-    out: Rows,
+    out: TileRows,
     rows: int,
     *,
     accumulate: bool,
@@ -145,7 +145,13 @@ def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
                 return [_load_weights(builder, builder.add(w, builder.mul(index, w_stride)), bf16)]
 
             emit_products(
-                builder, Rows(x, x_stride), weights, k, Rows(out, out_stride), rows, accumulate=accumulate
+                builder,
+                TileRows(x, x_stride),
+                weights,
+                k,
+                TileRows(out, out_stride),
+                rows,
+                accumulate=accumulate,
             )
             return context.get_dummy_value()
 

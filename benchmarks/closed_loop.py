@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Timing(NamedTuple):
+class RequestTiming(NamedTuple):
     """One request, in seconds of one process's clock."""
 
     start_s: float
@@ -21,13 +21,15 @@ class Timing(NamedTuple):
     num_tokens: int
 
 
-Complete = Callable[[list[int]], Awaitable[Timing]]
+Complete = Callable[[list[int]], Awaitable[RequestTiming]]
 
 
-async def closed_loop(complete: Complete, prompts: Sequence[list[int]], concurrency: int) -> list[Timing]:
+async def closed_loop(
+    complete: Complete, prompts: Sequence[list[int]], concurrency: int
+) -> list[RequestTiming]:
     """Complete all prompts with at most `concurrency` at once; timings are in the order of the ends."""
     waiting = iter(prompts)
-    timings: list[Timing] = []
+    timings: list[RequestTiming] = []
 
     async def client() -> None:
         for prompt in waiting:
@@ -49,7 +51,7 @@ class Latency:
     itl_p99_ms: float
 
 
-def summarise(timings: Sequence[Timing]) -> Latency:
+def summarise(timings: Sequence[RequestTiming]) -> Latency:
     """Reduce timings, of which there is at least one.
 
     Raises:

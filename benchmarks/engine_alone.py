@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Self
 
-from benchmarks.closed_loop import Timing
+from benchmarks.closed_loop import RequestTiming
 from scheduler.assembly import assemble
 from scheduler.engine import Engine
 from scheduler.policy.config import EngineConfig
@@ -54,10 +54,10 @@ class EngineAlone:
         self._process.join(STOP_TIMEOUT_S)
         self._process.kill()
 
-    def run(self, prompts: Sequence[list[int]], num_tokens: int, concurrency: int) -> list[Timing]:
+    def run(self, prompts: Sequence[list[int]], num_tokens: int, concurrency: int) -> list[RequestTiming]:
         """Complete prompts with greedy tokens."""
         self._pipe.send(Job(list(prompts), num_tokens, concurrency))
-        timings: list[Timing] = self._pipe.recv()
+        timings: list[RequestTiming] = self._pipe.recv()
         return timings
 
 
@@ -69,8 +69,8 @@ class _Loop:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._waiting: deque[tuple[str, list[int]]] = deque()
-        self._open: dict[str, Timing] = {}
-        self._ended: list[Timing] = []
+        self._open: dict[str, RequestTiming] = {}
+        self._ended: list[RequestTiming] = []
         self._num_tokens = 0
 
     def ring(self, step: int) -> None:
@@ -105,7 +105,7 @@ class _Loop:
     def _submit_next(self) -> None:
         request_id, prompt = self._waiting.popleft()
         params = SamplingParams(max_tokens=self._num_tokens, temperature=0.0)
-        self._open[request_id] = Timing(time.perf_counter(), [], self._num_tokens)
+        self._open[request_id] = RequestTiming(time.perf_counter(), [], self._num_tokens)
         self.engine.submit(
             Request(
                 request_id=request_id, prompt_ids=tuple(prompt), params=params, arrival_s=time.monotonic()

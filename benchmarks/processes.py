@@ -70,7 +70,7 @@ class Usage:
         return self.other_cores > QUIET_CORES
 
 
-class Watch:
+class ProcessWatch:
     """A context that samples a tree's memory from a thread; `usage` is there when it ends."""
 
     usage: Usage

@@ -24,13 +24,13 @@ from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.closed_loop import summarise
-from benchmarks.processes import Watch
+from benchmarks.processes import ProcessWatch
 from benchmarks.prompts import Prompts
 from benchmarks.random_model import ensure_random_model
-from benchmarks.serve_options import BenchOptions, Layout, OptionsError, parse_options
+from benchmarks.serve_options import BenchOptions, OptionsError, ServedLayout, parse_options
 from benchmarks.serve_table import print_level, print_summary, summary_of
 from benchmarks.service import Service, ServiceError
-from benchmarks.transformers_peer import PeerError, Setting, TransformersPeer, fastest
+from benchmarks.transformers_peer import PeerError, PeerSetting, TransformersPeer, fastest
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ class CheckError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class ServeBench:
     """One model, loaded by everybody."""
 
     services: dict[str, Service]  # by the layout's name
@@ -93,7 +93,7 @@ def measure_model(name: str, options: BenchOptions) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def everything_running(directory: Path, options: BenchOptions) -> Iterator[Bench]:
+def everything_running(directory: Path, options: BenchOptions) -> Iterator[ServeBench]:
     """Start the services and the peer, one after the other, and end them."""
     tokenizer = Tokenizer(str(directory))
     with contextlib.ExitStack() as stack:
@@ -114,14 +114,14 @@ def everything_running(directory: Path, options: BenchOptions) -> Iterator[Bench
         prompts = Prompts(
             lambda text: tokenizer.encode(text, add_special_tokens=False), options.prompt_tokens
         )
-        yield Bench(services=services, peer=peer, prompts=prompts, tokenizer=tokenizer, options=options)
+        yield ServeBench(services=services, peer=peer, prompts=prompts, tokenizer=tokenizer, options=options)
 
 
 def _log() -> Any:
     return tempfile.NamedTemporaryFile(prefix="wideep_bench_", suffix=".log")
 
 
-def _service_flags(layout: Layout, options: BenchOptions) -> list[str]:
+def _service_flags(layout: ServedLayout, options: BenchOptions) -> list[str]:
     return [
         f"--data-parallel-size={layout.ranks}",
         f"--threads={layout.threads}",
@@ -131,7 +131,7 @@ def _service_flags(layout: Layout, options: BenchOptions) -> list[str]:
     ]
 
 
-def check_tokens(bench: Bench) -> None:
+def check_tokens(bench: ServeBench) -> None:
     """Compare every service's greedy tokens with the peer's.
 
     Raises:
@@ -150,7 +150,7 @@ def check_tokens(bench: Bench) -> None:
                     )
 
 
-def measure_level(bench: Bench, concurrency: int, num_requests: int) -> dict[str, Any]:
+def measure_level(bench: ServeBench, concurrency: int, num_requests: int) -> dict[str, Any]:
     """Warm up, then let everybody take turns at one concurrency."""
     options = bench.options
     setting, tried = warm_up(bench, concurrency)
@@ -174,10 +174,10 @@ def measure_level(bench: Bench, concurrency: int, num_requests: int) -> dict[str
     return level
 
 
-def measure_static(bench: Bench, concurrency: int) -> dict[str, Any]:
+def measure_static(bench: ServeBench, concurrency: int) -> dict[str, Any]:
     """Measure one `generate` call of the peer on a batch of this size."""
     prompts = bench.prompts.take(concurrency)
-    with Watch(bench.peer.process.pid) as watch:
+    with ProcessWatch(bench.peer.process.pid) as watch:
         tokens_per_s = bench.peer.static(prompts, bench.options.output_tokens)
     return {
         "tokens_per_s": round(tokens_per_s, 1),
@@ -186,7 +186,7 @@ def measure_static(bench: Bench, concurrency: int) -> dict[str, Any]:
     }
 
 
-def warm_up(bench: Bench, concurrency: int) -> tuple[Setting, dict[str, float]]:
+def warm_up(bench: ServeBench, concurrency: int) -> tuple[PeerSetting, dict[str, float]]:
     """Run some requests everywhere, and find the peer's fastest setting for this concurrency."""
     settings = bench.options.peer_settings
     lots = [bench.prompts.take(concurrency) for _ in settings]
@@ -195,10 +195,12 @@ def warm_up(bench: Bench, concurrency: int) -> tuple[Setting, dict[str, float]]:
     return fastest(bench.peer, settings, lots, WARM_UP_TOKENS, concurrency)
 
 
-def measure_row(bench: Bench, name: str, prompts: Sequence[list[int]], concurrency: int) -> dict[str, Any]:
+def measure_row(
+    bench: ServeBench, name: str, prompts: Sequence[list[int]], concurrency: int
+) -> dict[str, Any]:
     """Measure one program once."""
     program = bench.peer if name == PEER else bench.services[name]
-    with Watch(program.process.pid) as watch:
+    with ProcessWatch(program.process.pid) as watch:
         timings = program.run(prompts, bench.options.output_tokens, concurrency)
     usage = watch.usage
     return {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.transformers_peer import Setting
+from benchmarks.transformers_peer import PeerSetting
 
 MODELS = ("demo", "random")
 REQUESTS_PER_CLIENT = 2
@@ -18,7 +18,7 @@ class OptionsError(ValueError):
     """A value that cannot be measured; the message says what was wrong and what is allowed."""
 
 
-class Layout(NamedTuple):
+class ServedLayout(NamedTuple):
     """How many ranks, with how many threads each."""
 
     ranks: int
@@ -35,10 +35,10 @@ class BenchOptions:
     models: tuple[str, ...]
     levels: tuple[tuple[int, int], ...]  # (concurrency, requests per round)
     rounds: int
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ServedLayout, ...]
     prompt_tokens: int
     output_tokens: int
-    peer_settings: tuple[Setting, ...]  # those that are tried
+    peer_settings: tuple[PeerSetting, ...]  # those that are tried
     peer_threads: int
     static: bool  # also the peer's plain `generate`, once per level
     save: bool
@@ -87,7 +87,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> BenchOptions:
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         peer_settings=tuple(
-            Setting(attention=a, experts=e, batch_tokens=b)
+            PeerSetting(attention=a, experts=e, batch_tokens=b)
             for a in attention
             for e in experts
             for b in batch_tokens
@@ -170,8 +170,8 @@ def _default_requests(concurrency: int) -> int:
     return max(LEAST_REQUESTS, concurrency, min(REQUESTS_PER_CLIENT * concurrency, MOST_REQUESTS))
 
 
-def _layout(text: str) -> Layout:
+def _layout(text: str) -> ServedLayout:
     ranks, cross, threads = text.partition("x")
     if not (cross and ranks.isdecimal() and threads.isdecimal() and int(ranks) > 0 and int(threads) > 0):
         raise OptionsError(f"--ranks has {text!r}; give ranks x threads such as 1x2, separated by commas")
-    return Layout(int(ranks), int(threads))
+    return ServedLayout(int(ranks), int(threads))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
-from benchmarks.closed_loop import Timing, closed_loop
+from benchmarks.closed_loop import RequestTiming, closed_loop
 from server.parent_death import die_with_parent
 from server.process.serve import is_healthy
 
@@ -75,7 +75,7 @@ class Service:
             self.process.kill()  # what it started dies with it
             self.process.wait()
 
-    def run(self, prompts: Sequence[list[int]], num_tokens: int, concurrency: int) -> list[Timing]:
+    def run(self, prompts: Sequence[list[int]], num_tokens: int, concurrency: int) -> list[RequestTiming]:
         """Stream a completion of `num_tokens` greedy tokens for each prompt, in a closed loop.
 
         Raises:
@@ -120,7 +120,7 @@ def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
     return [int(token.removeprefix("token_id:")) for token in spelled]
 
 
-async def stream_completion(port: int, prompt: list[int], *, num_tokens: int) -> Timing:
+async def stream_completion(port: int, prompt: list[int], *, num_tokens: int) -> RequestTiming:
     """Stream one completion and note when each piece came.
 
     Raises:
@@ -137,7 +137,7 @@ async def stream_completion(port: int, prompt: list[int], *, num_tokens: int) ->
     if failure or usage is None or usage["completion_tokens"] != num_tokens:
         raise ServiceError(f"a stream of {num_tokens} tokens ended with {failure or usage}")
     arrivals_s = [at_s for at_s, event in events if event["choices"]]
-    return Timing(start_s, arrivals_s, num_tokens)
+    return RequestTiming(start_s, arrivals_s, num_tokens)
 
 
 def _body(prompt: list[int], num_tokens: int, **fields: Any) -> bytes:

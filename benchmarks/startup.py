@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.closed_loop import summarise
-from benchmarks.processes import Watch, command_of, peak_rss_bytes, pss_bytes, tree
+from benchmarks.processes import ProcessWatch, command_of, peak_rss_bytes, pss_bytes, tree
 from benchmarks.prompts import Prompts
 from benchmarks.service import Service, ServiceError
 from moe.demo_model import ensure_demo_model
@@ -68,7 +68,7 @@ def measure_start(ranks: int, tokenizer: Tokenizer) -> dict[str, Any]:
     flags = [f"--data-parallel-size={ranks}"]
     with tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log, Service("demo", flags, log) as service:
         clients = LOAD_CLIENTS * ranks
-        with Watch(service.process.pid) as watch:
+        with ProcessWatch(service.process.pid) as watch:
             timings = service.run(prompts.take(2 * clients), LOAD_OUTPUT_TOKENS, clients)
         engines = [pid for pid in tree(service.process.pid) if "engine" in command_of(pid)]
         return {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
-from benchmarks.closed_loop import Timing, summarise
+from benchmarks.closed_loop import RequestTiming, summarise
 from server.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 20.0
@@ -19,7 +19,7 @@ class PeerError(RuntimeError):
     """The peer's process ended; the message quotes its last words."""
 
 
-class Setting(NamedTuple):
+class PeerSetting(NamedTuple):
     """How transformers computes; the names are its own."""
 
     attention: str
@@ -81,14 +81,14 @@ class TransformersPeer:
             self.process.kill()
             self.process.wait()
 
-    def configure(self, setting: Setting) -> None:
+    def configure(self, setting: PeerSetting) -> None:
         """Use these settings from now on."""
         self._do("configure", **setting._asdict())
 
-    def run(self, prompts: Sequence[list[int]], num_tokens: int, concurrency: int) -> list[Timing]:
+    def run(self, prompts: Sequence[list[int]], num_tokens: int, concurrency: int) -> list[RequestTiming]:
         """Complete prompts in a closed loop."""
         timings = self._do("run", prompts=prompts, num_tokens=num_tokens, concurrency=concurrency)
-        return [Timing(*timing) for timing in timings]
+        return [RequestTiming(*timing) for timing in timings]
 
     def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Return the greedy token ids after a prompt."""
@@ -119,16 +119,16 @@ class TransformersPeer:
 
 def fastest(
     peer: TransformersPeer,
-    settings: Sequence[Setting],
+    settings: Sequence[PeerSetting],
     prompts: Sequence[Sequence[list[int]]],
     num_tokens: int,
     concurrency: int,
-) -> tuple[Setting, dict[str, float]]:
+) -> tuple[PeerSetting, dict[str, float]]:
     """Try settings, one lot of prompts for each; leave the peer at the fastest, and return it and all rates.
 
     One prompt is run before, so that the first setting does not pay for everybody's cold caches.
     """
-    rates: dict[Setting, float] = {}
+    rates: dict[PeerSetting, float] = {}
     peer.configure(settings[0])
     peer.run(prompts[0][:1], num_tokens, 1)
     for setting, lot in zip(settings, prompts, strict=True):

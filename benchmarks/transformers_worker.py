@@ -24,7 +24,7 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
-from benchmarks.closed_loop import Timing, closed_loop
+from benchmarks.closed_loop import RequestTiming, closed_loop
 
 NO_EOS = -1
 PAGE_TOKENS = 32
@@ -57,7 +57,7 @@ class Peer:
         )
         self._manager.start()
 
-    def run(self, prompts: list[list[int]], num_tokens: int, concurrency: int) -> list[Timing]:
+    def run(self, prompts: list[list[int]], num_tokens: int, concurrency: int) -> list[RequestTiming]:
         """Complete prompts in a closed loop."""
         complete = functools.partial(self._complete, num_tokens=num_tokens)
         return asyncio.run(closed_loop(complete, prompts, concurrency))
@@ -104,10 +104,10 @@ class Peer:
             self._manager.destroy()
             self._manager = None
 
-    async def _complete(self, prompt: list[int], num_tokens: int) -> Timing:
+    async def _complete(self, prompt: list[int], num_tokens: int) -> RequestTiming:
         start_s = time.perf_counter()
         ids, arrivals_s = await self._stream(prompt, num_tokens)
-        return Timing(start_s, arrivals_s, len(ids))
+        return RequestTiming(start_s, arrivals_s, len(ids))
 
     async def _stream(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
         outputs: asyncio.Queue[Any] = asyncio.Queue()

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dispatch.dispatched import Handle
+from dispatch.dispatched import DispatchHandle
 from dispatch.mode import Mode
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def answers_problem(
     y_PH: Tensor,
     weights_TK: Tensor,
     out_TH: Tensor | None,
-    handle: Handle,
+    handle: DispatchHandle,
     *,
     last_call: int,
     device: torch.device = CPU,

@@ -12,7 +12,7 @@ from dispatch.errors import DispatchError
 from dispatch.mode import NORMAL, Mode
 
 
-class Handle(NamedTuple):
+class DispatchHandle(NamedTuple):
     """What combine needs of its dispatch. Valid until the next dispatch of the same Dispatcher."""
 
     call: int
@@ -33,7 +33,7 @@ class Dispatched(NamedTuple):
     x_NH: Tensor  # received rows, contiguous, one per (token, this rank), ordered by source rank, then source token
     row_P: Tensor  # int64: the row of each pair, pairs ordered by local slot, then source rank, token, choice
     slot_offsets: Tensor  # int64 [S+1]: the pairs of local slot s are [offsets[s], offsets[s+1])
-    handle: Handle
+    handle: DispatchHandle
 
 
 class Waits(NamedTuple):

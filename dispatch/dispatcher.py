@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from dispatch.arguments import answers_problem, dispatch_problem, slot_problem
-from dispatch.dispatched import Dispatched, Exchanges, Handle, TokenDispatcher, Traffic, Waits
+from dispatch.dispatched import Dispatched, DispatchHandle, Exchanges, TokenDispatcher, Traffic, Waits
 from dispatch.errors import DispatchError
 from dispatch.exchange import Exchange
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import RowFormat
 from dispatch.wires.wire import Wire
 
-__all__ = ["Dispatched", "Dispatcher", "Handle", "TokenDispatcher", "Traffic"]
+__all__ = ["DispatchHandle", "Dispatched", "Dispatcher", "TokenDispatcher", "Traffic"]
 
 
 class Dispatcher:
@@ -100,7 +100,7 @@ class Dispatcher:
             self._refuse(slot_problem(slots_TK, bad, self.world_size, self.slots_per_rank))
         x_NH, num_pairs = exchange.receive_rows()
         (T, H), K = x_TH.shape, slots_TK.shape[1]
-        handle = Handle(self._call, T, K, H, x_TH.dtype, num_pairs)
+        handle = DispatchHandle(self._call, T, K, H, x_TH.dtype, num_pairs)
         return Dispatched(x_NH, exchange.row_of_pair, exchange.slot_offsets, handle)
 
     def combine(

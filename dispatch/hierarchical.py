@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.arguments import answers_problem, dispatch_problem, slot_problem
-from dispatch.dispatched import Dispatched, Exchanges, Handle, Traffic, Waits
+from dispatch.dispatched import Dispatched, DispatchHandle, Exchanges, Traffic, Waits
 from dispatch.errors import (
     DispatchError,
     DispatchTimeout,
@@ -221,7 +221,7 @@ class HierarchicalDispatcher:
             assert bad < 0, "slots were looked at on their way here"
             x_NH, num_pairs = inner.receive_rows(self.num_nodes)
         (T, H), K = x_TH.shape, slots_TK.shape[1]
-        handle = Handle(call, T, K, H, x_TH.dtype, num_pairs)
+        handle = DispatchHandle(call, T, K, H, x_TH.dtype, num_pairs)
         return Dispatched(x_NH, inner.row_of_pair, inner.slot_offsets, handle)
 
     def combine(

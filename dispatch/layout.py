@@ -20,7 +20,7 @@ from torch import Tensor
 NO_CHOICE = -1
 
 
-class Route(NamedTuple):
+class RowsToSend(NamedTuple):
     """What a rank sends: one row per (token, rank), ordered by rank, then token."""
 
     token_N: Tensor  # int64: the token of each row
@@ -37,7 +37,7 @@ class PairOrder(NamedTuple):
     pair_of_answer: Tensor  # int64 [P]: answers leave in order of (row, choice); which pair each is
 
 
-def route(slots_TK: Tensor, slots_per_rank: int, world_size: int) -> Route:
+def route(slots_TK: Tensor, slots_per_rank: int, world_size: int) -> RowsToSend:
     """Find each rank's rows and their choices. `slots_TK` int64, -1 for no choice."""
     rank_TK = torch.div(slots_TK, slots_per_rank, rounding_mode="floor")  # -1 stays negative
     tokens, locals_, row_counts, pair_counts = [], [], [], []
@@ -49,7 +49,9 @@ def route(slots_TK: Tensor, slots_per_rank: int, world_size: int) -> Route:
         locals_.append(local_TK[token_n])
         row_counts.append(token_n.numel())
         pair_counts.append(int(here_TK.sum()))
-    return Route(torch.cat(tokens), torch.cat(locals_), torch.tensor(row_counts), torch.tensor(pair_counts))
+    return RowsToSend(
+        torch.cat(tokens), torch.cat(locals_), torch.tensor(row_counts), torch.tensor(pair_counts)
+    )
 
 
 def order_pairs(local_slots_NK: Tensor, slots_per_rank: int) -> PairOrder:

@@ -102,31 +102,31 @@ class Proposal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class PlacementDecision:
     """What to do, and why, in words with numbers."""
 
     proposal: Proposal | None  # None: nothing
     reason: str
 
 
-def decide(situation: Situation, config: EplbConfig) -> Decision:
+def decide(situation: Situation, config: EplbConfig) -> PlacementDecision:
     """Decide by what was seen; deterministic."""
     if situation.num_steps < config.window_size:
-        return Decision(
+        return PlacementDecision(
             proposal=None,
             reason=f"only {situation.num_steps} steps of the {config.window_size} of a window ran under placement "
             f"{situation.current.version}",
         )
     if not situation.experts_s:
-        return Decision(proposal=None, reason="no token was served in the window")
+        return PlacementDecision(proposal=None, reason="no token was served in the window")
     found = [propose("shares", situation, config)]
     if config.policy != "shares":
         found.append(propose("repair", situation, config))
     paying = [each for each in found if _pays(each, situation, config)]
     if not paying:
-        return Decision(proposal=None, reason=_nothing_pays(found, situation, config))
+        return PlacementDecision(proposal=None, reason=_nothing_pays(found, situation, config))
     best = max(paying, key=lambda each: (each.horizon_saved_s(config) - each.cost_s, -each.moves))
-    return Decision(proposal=best, reason=f"{best.describe()}; {_balance(best, config)}")
+    return PlacementDecision(proposal=best, reason=f"{best.describe()}; {_balance(best, config)}")
 
 
 def propose(kind: str, situation: Situation, config: EplbConfig) -> Proposal:

@@ -15,7 +15,7 @@ import numpy as np
 
 from expert_placement.kernels.construct import construct, count_copies
 from expert_placement.kernels.fill import fill_layer
-from expert_placement.kernels.layer import Layer, LayerRules, new_layer
+from expert_placement.kernels.layer import LayerDraft, LayerRules, new_layer
 from expert_placement.kernels.search import improve
 from expert_placement.moves import align, num_moved
 from expert_placement.nodes import Rules
@@ -197,7 +197,7 @@ def _construct(
     return _improve(layer, rules, TARGET, MOST_STEPS)
 
 
-def _improve(layer: Layer, rules: LayerRules, target: float, most_steps: int) -> LayerPlan:
+def _improve(layer: LayerDraft, rules: LayerRules, target: float, most_steps: int) -> LayerPlan:
     moved_T, top_T = np.zeros(most_steps + 1, np.int64), np.zeros(most_steps + 1)
     steps = improve(layer, rules, float(target), most_steps, moved_T, top_T)
     shape = (len(rules.node_R), layer.slots_per_rank)

@@ -20,7 +20,7 @@ from expert_placement.plan import plan, refresh, repair
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class SimulationSetting:
     """What all policies of a simulation are given.
 
     Attributes:
@@ -49,7 +49,7 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(Figures):
+class PolicyResult(Figures):
     """What a policy did with a trace."""
 
     policy: str
@@ -66,41 +66,43 @@ class Outcome(Figures):
 
 
 class _Policy(NamedTuple):
-    start: Callable[[np.ndarray, Setting], Placement]
-    update: Callable[[np.ndarray, Placement, Setting], Placement]
+    start: Callable[[np.ndarray, SimulationSetting], Placement]
+    update: Callable[[np.ndarray, Placement, SimulationSetting], Placement]
 
 
-def _plan(load: np.ndarray, setting: Setting, even: bool = False, pinned: bool = False) -> Placement:
+def _plan(
+    load: np.ndarray, setting: SimulationSetting, even: bool = False, pinned: bool = False
+) -> Placement:
     return plan(load, setting.slots_per_rank, _rules(setting, load, even, pinned)).placement
 
 
-def _rules(setting: Setting, load: np.ndarray, even: bool, pinned: bool) -> Rules:
+def _rules(setting: SimulationSetting, load: np.ndarray, even: bool, pinned: bool) -> Rules:
     home = group_homes(load, setting.num_groups, setting.rules.cluster.num_nodes) if pinned else None
     return replace(setting.rules, home=home, even=even)
 
 
-def _linear(load: np.ndarray, setting: Setting) -> Placement:
+def _linear(load: np.ndarray, setting: SimulationSetting) -> Placement:
     layers, experts = load.shape
     return linear_placement(layers, experts, setting.rules.cluster.num_ranks)
 
 
-def _keep(_load: np.ndarray, current: Placement, _setting: Setting) -> Placement:
+def _keep(_load: np.ndarray, current: Placement, _setting: SimulationSetting) -> Placement:
     return current
 
 
-def _refresh(load: np.ndarray, current: Placement, _setting: Setting) -> Placement:
+def _refresh(load: np.ndarray, current: Placement, _setting: SimulationSetting) -> Placement:
     return refresh(load, current)
 
 
-def _repair(load: np.ndarray, current: Placement, setting: Setting) -> Placement:
+def _repair(load: np.ndarray, current: Placement, setting: SimulationSetting) -> Placement:
     budget = int(setting.max_moved * current.slot_expert.size)
     rules = _rules(setting, load, even=False, pinned=False)
     return repair(load, current, rules, target=setting.target, max_moves=budget).placement
 
 
 def _anew(
-    make: Callable[[np.ndarray, Setting], Placement],
-) -> Callable[[np.ndarray, Placement, Setting], Placement]:
+    make: Callable[[np.ndarray, SimulationSetting], Placement],
+) -> Callable[[np.ndarray, Placement, SimulationSetting], Placement]:
     return lambda load, _current, setting: make(load, setting)
 
 
@@ -139,8 +141,8 @@ class _Judge:
 
 
 def simulate(
-    policy: str, load: np.ndarray, setting: Setting, phases: Mapping[str, np.ndarray] | None = None
-) -> Outcome:
+    policy: str, load: np.ndarray, setting: SimulationSetting, phases: Mapping[str, np.ndarray] | None = None
+) -> PolicyResult:
     """Run one policy over a trace. Windows without any load are left out.
 
     Args:
@@ -170,7 +172,7 @@ def simulate(
         for each in (judge, *by_phase.values()):
             each.judge(current, window)
     assert current is not None, "a trace has a window"
-    return Outcome(
+    return PolicyResult(
         policy=policy,
         ranks=current.num_ranks,
         slots=current.slot_expert.shape[1],
@@ -182,7 +184,7 @@ def simulate(
     )
 
 
-def _away(placement: Placement, load: np.ndarray, setting: Setting) -> float:
+def _away(placement: Placement, load: np.ndarray, setting: SimulationSetting) -> float:
     cluster = setting.rules.cluster
     if setting.num_groups % cluster.num_nodes or cluster.num_nodes == 1:
         return 0.0

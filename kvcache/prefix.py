@@ -23,7 +23,7 @@ ROOT_KEY = bytes(KEY_BYTES)
 
 
 @dataclass(slots=True)
-class Entry:
+class CachedBlock:
     """One cached full block: its key, its token ids (uint32, packed) and the blocks that hold it."""
 
     key: bytes
@@ -38,8 +38,8 @@ class PrefixIndex:
         """Make an empty index; `secret` (16 to 64 bytes) keys the hash, None draws one."""
         self._block_tokens = block_tokens
         self._secret = os.urandom(KEY_BYTES) if secret is None else secret
-        self._entries: dict[bytes, Entry] = {}
-        self._entry_of: dict[int, Entry] = {}
+        self._entries: dict[bytes, CachedBlock] = {}
+        self._entry_of: dict[int, CachedBlock] = {}
 
     def __contains__(self, block_id: int) -> bool:
         """Whether the block is findable (or is a copy of one that is)."""
@@ -71,7 +71,7 @@ class PrefixIndex:
         parent_key = ROOT_KEY if parent_id is None else self._entry_of[parent_id].key
         packed_ids = array("I", token_ids).tobytes()
         key = self._key(parent_key, packed_ids)
-        entry = self._entries.setdefault(key, Entry(key, packed_ids, []))
+        entry = self._entries.setdefault(key, CachedBlock(key, packed_ids, []))
         entry.block_ids.append(block_id)
         self._entry_of[block_id] = entry
 

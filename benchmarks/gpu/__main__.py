@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.card import RESULTS, print_card, print_tail
-from benchmarks.gpu.day import PARTS, Day, Part, day_lines
+from benchmarks.gpu.day import PARTS, Day, DayPart, day_lines
 from benchmarks.gpu.device_card import NoDeviceError, day_card
 from benchmarks.gpu.results import Ledger, Setting, file_name, source_digest
 from benchmarks.gpu.worker import Worker
@@ -71,7 +71,7 @@ def _parse() -> argparse.Namespace:
     return args
 
 
-def _parts(text: str) -> list[Part]:
+def _parts(text: str) -> list[DayPart]:
     by_name = {part.name: part for part in PARTS}
     names = text.split(",")
     unknown = [name for name in names if name not in by_name]

@@ -12,7 +12,7 @@ from benchmarks.gpu.results import DONE, FAILED, TIMED_OUT, Ledger, Row, Setting
 from benchmarks.gpu.worker import DeadWorkerError, FailedUnitError, LateWorkerError
 
 
-class Part(NamedTuple):
+class DayPart(NamedTuple):
     """Where a part's code is and what time it may take."""
 
     name: str
@@ -26,22 +26,22 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part(
+    DayPart(
         "ceilings", "benchmarks.gpu.ceilings", "Ceilings of this device, measured in this run", 120.0, is_repeated=True
     ),
-    Part("compile", "benchmarks.gpu.precompiled", "Kernels compiled side by side, for what follows", 120.0, 0.2),
-    Part("correctness", "benchmarks.gpu.correctness", "Kernels against float32 in plain torch", 90.0, 0.3),
-    Part(
+    DayPart("compile", "benchmarks.gpu.precompiled", "Kernels compiled side by side, for what follows", 120.0, 0.2),
+    DayPart("correctness", "benchmarks.gpu.correctness", "Kernels against float32 in plain torch", 90.0, 0.3),
+    DayPart(
         "parity", "benchmarks.gpu.parity", "Whole models: answers, of two layers", 300.0, 0.5, 40.0, is_fresh=True
     ),
-    Part("kernels", "benchmarks.gpu.kernel_times", "Kernel times, medians, inputs not in L2", 120.0, 0.4),
-    Part("step", "benchmarks.gpu.decode_steps", "Whole models: decode steps", 300.0, 0.5, 60.0, is_fresh=True),
-    Part(
+    DayPart("kernels", "benchmarks.gpu.kernel_times", "Kernel times, medians, inputs not in L2", 120.0, 0.4),
+    DayPart("step", "benchmarks.gpu.decode_steps", "Whole models: decode steps", 300.0, 0.5, 60.0, is_fresh=True),
+    DayPart(
         "throughput", "benchmarks.gpu.throughput", "End to end on one rank, output tokens/s", 300.0, 0.7, 60.0, is_fresh=True
     ),
-    Part("ranks", "benchmarks.gpu.two_ranks", "Two ranks on this device: the same bits as on CPUs", 520.0, 1.0, 40.0),
-    Part("tests", "benchmarks.gpu.marked_tests", "Tests of the suite that need a GPU", 300.0),
-    Part("tiles", "benchmarks.gpu.tile_times", "Tile configurations against the kernels' choice", 180.0),
+    DayPart("ranks", "benchmarks.gpu.two_ranks", "Two ranks on this device: the same bits as on CPUs", 520.0, 1.0, 40.0),
+    DayPart("tests", "benchmarks.gpu.marked_tests", "Tests of the suite that need a GPU", 300.0),
+    DayPart("tiles", "benchmarks.gpu.tile_times", "Tile configurations against the kernels' choice", 180.0),
 )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class Day:
         self._tried: set[tuple[str, str]] = set()
         self.not_reached: dict[str, list[str]] = {}
 
-    def run(self, parts: Iterable[Part]) -> None:
+    def run(self, parts: Iterable[DayPart]) -> None:
         """Run what has not been done yet, twice over: by share, then without."""
         parts = list(parts)
         for part in parts:
@@ -91,7 +91,7 @@ class Day:
             if self.not_reached.get(part.name) and self._left_s() > LEAST_S:
                 self._run_part(part, self._deadline_s)
 
-    def _run_part(self, part: Part, end_s: float) -> None:
+    def _run_part(self, part: DayPart, end_s: float) -> None:
         known = self._ledger.names(part.name)
         left = [name for name in known if not self._is_over(part, name)]
         if known and not left:
@@ -116,7 +116,7 @@ class Day:
         if todo is not None:
             self.not_reached[part.name] = todo
 
-    def _names(self, worker: RunningWorker, part: Part) -> list[str]:
+    def _names(self, worker: RunningWorker, part: DayPart) -> list[str]:
         """Ask for the units; a part that cannot say is one failed line."""
         begun_s = self._clock()
         try:
@@ -132,7 +132,7 @@ class Day:
             return names
         return []
 
-    def _run_units(self, worker: RunningWorker, part: Part, names: list[str], end_s: float) -> list[str]:
+    def _run_units(self, worker: RunningWorker, part: DayPart, names: list[str], end_s: float) -> list[str]:
         """Run units until they end, time does, or the worker is of no more use; returns what was not begun."""
         for at, name in enumerate(names):
             if not self._may_begin(part, end_s):
@@ -157,7 +157,9 @@ class Day:
                 return names[at + 1 :]
         return []
 
-    def _enter(self, part: Part, unit: str, status: str, rows: list[Row], begun_s: float, note: str) -> None:
+    def _enter(
+        self, part: DayPart, unit: str, status: str, rows: list[Row], begun_s: float, note: str
+    ) -> None:
         seconds = self._clock() - begun_s
         self._tried.add((part.name, unit))
         self._ledger.write(part.name, unit, status, rows, seconds=seconds, note=note)
@@ -165,12 +167,12 @@ class Day:
         words = note or (f"{wrong} of {len(rows)} rows wrong" if wrong else f"{len(rows)} rows")
         self._say(f"{part.name}/{unit}: {status} after {seconds:.1f} s, {words}")
 
-    def _is_over(self, part: Part, unit: str) -> bool:
+    def _is_over(self, part: DayPart, unit: str) -> bool:
         if (part.name, unit) in self._tried:
             return True
         return not part.is_repeated and self._ledger.is_done(part.name, unit)
 
-    def _may_begin(self, part: Part, end_s: float) -> bool:
+    def _may_begin(self, part: DayPart, end_s: float) -> bool:
         """Whether there is time for one more unit, in its part's share and in the day."""
         return end_s - self._clock() >= LEAST_S and self._left_s() >= part.least_s
 
@@ -179,7 +181,7 @@ class Day:
 
 
 def day_lines(
-    units: Mapping[str, Mapping[str, Any]], parts: Iterable[Part], not_reached: Mapping[str, Sequence[str]]
+    units: Mapping[str, Mapping[str, Any]], parts: Iterable[DayPart], not_reached: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
     """Yield the lines of all parts."""
     for part in parts:

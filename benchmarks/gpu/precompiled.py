@@ -22,7 +22,7 @@ from server.parent_death import die_with_parent
 _MOST_PROCESSES = 8  # each has a context on the device, and some gigabytes of inputs there
 
 
-class Outcome(NamedTuple):
+class CompileOutcome(NamedTuple):
     """What came of one launch; "" for nothing bad."""
 
     name: str
@@ -56,12 +56,14 @@ def launch(setting: Setting, name: str) -> None:
     torch.cuda.empty_cache()
 
 
-def side_by_side(function: Callable[[str], None], names: Sequence[str], processes: int) -> list[Outcome]:
+def side_by_side(
+    function: Callable[[str], None], names: Sequence[str], processes: int
+) -> list[CompileOutcome]:
     """Call a function with each name, in some processes at a time, which die with this one."""
     begin = functools.partial(die_with_parent, parent_pid=os.getpid())
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=begin) as pool:
         coming = {name: pool.submit(function, name) for name in names}
-        return [Outcome(name, _words(future.exception())) for name, future in coming.items()]
+        return [CompileOutcome(name, _words(future.exception())) for name, future in coming.items()]
 
 
 def _words(error: BaseException | None) -> str:

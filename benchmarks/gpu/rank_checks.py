@@ -22,7 +22,7 @@ from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.gpu.dispatcher import DeviceDispatcher
 from dispatch.gpu.exchange import LowLatencyBlocks, LowLatencyPairs
 from dispatch.gpu.normal import NormalPairs
-from dispatch.gpu.pairs import PairOrder, PairOrders, combine_pairs
+from dispatch.gpu.pairs import PairOrders, PairsOnDevice, combine_pairs
 from dispatch.gpu.symmetric import OpenMemory, open_memory_for
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.mode import NORMAL, Mode
@@ -36,7 +36,7 @@ def permute_call(bench: Bench, seed: int, *, rows: int, choices: int, slots: int
     slots_TK = _choices(bench, seed, rows, choices, slots)
     orders = PairOrders(slots, bench.device)
 
-    def checked(order: PairOrder) -> Tensor:
+    def checked(order: PairsOnDevice) -> Tensor:
         """All three results behind each other; rows behind the last pair are not defined."""
         is_pair = torch.arange(len(order.row_P), device=bench.device) < order.slot_offsets[-1]
         row_P = torch.where(is_pair, order.row_P, 0)
@@ -103,19 +103,19 @@ _SHAPES = {"qwen3": Shape(128, 2048, 8, 64), "deepseek fp8": Shape(128, 7168, 8,
 _TINY_SHAPES = {"tiny": Shape(4, 128, 2, 2), "tiny fp8": Shape(4, 128, 2, 2, True)}
 
 
-class Inputs(NamedTuple):
+class CallInputs(NamedTuple):
     """What a rank brings to one layer."""
 
     x_TH: Tensor
     topk_TK: Tensor
     weights_TK: Tensor
 
-    def to(self, device: torch.device) -> "Inputs":
+    def to(self, device: torch.device) -> "CallInputs":
         """Copy to a device."""
-        return Inputs(*(part.to(device) for part in self))
+        return CallInputs(*(part.to(device) for part in self))
 
 
-Layer = Callable[[Inputs], tuple[Tensor, ...]]
+Layer = Callable[[CallInputs], tuple[Tensor, ...]]
 
 
 def low_latency(setting: Setting, bench: Bench) -> Iterator[Row]:
@@ -197,7 +197,7 @@ def _replaying(bench: Bench, shape: Shape, layer: Layer) -> Layer:
         def replay() -> None:
             held[:] = [layer(own)]
 
-    def run(inputs: Inputs) -> tuple[Tensor, ...]:
+    def run(inputs: CallInputs) -> tuple[Tensor, ...]:
         for part, new in zip(own, inputs, strict=True):
             part.copy_(new)
         replay()
@@ -210,7 +210,7 @@ def _note(bench: Bench) -> str:
     return "" if bench.device.type == "cuda" else "no graphs in the interpreter: eager"
 
 
-def _face_layer(face: LowLatencyFace, shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
+def _face_layer(face: LowLatencyFace, shape: Shape, inputs: CallInputs) -> tuple[Tensor, ...]:
     """One layer; returns what arrived (undefined rows zeroed) and the sums, in the memory of the exchange."""
     experts = 2 * shape.experts_per_rank
     received, count_L, handle, _, _ = face.low_latency_dispatch(
@@ -229,7 +229,7 @@ def _face_layer(face: LowLatencyFace, shape: Shape, inputs: Inputs) -> tuple[Ten
 
 
 def _service_layer(
-    dispatcher: TokenDispatcher, inputs: Inputs, *, shape: Shape, mode: Mode, shows_rows: bool = True
+    dispatcher: TokenDispatcher, inputs: CallInputs, *, shape: Shape, mode: Mode, shows_rows: bool = True
 ) -> tuple[Tensor, ...]:
     """One layer of the service; returns offsets and sums, and the pairs' rows where the host may look."""
     sent = dispatcher.dispatch(inputs.x_TH, inputs.topk_TK, mode)
@@ -248,14 +248,14 @@ def _equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(left.cpu(), right.cpu()) for left, right in zip(ours, theirs, strict=True))
 
 
-def _draw(shape: Shape, seed: int) -> Inputs:
+def _draw(shape: Shape, seed: int) -> CallInputs:
     """Draw on the CPU, in bfloat16; a token's choices differ, as a router's do, and a fifth of them is none."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     T, K = shape.max_tokens, shape.choices
     topk_TK = torch.rand(T, 2 * shape.experts_per_rank, generator=generator).argsort(1)[:, :K].contiguous()
     topk_TK[torch.rand(T, K, generator=generator) < 0.2] = -1
     x_TH = torch.randn(T, shape.hidden, generator=generator).bfloat16()
-    return Inputs(x_TH, topk_TK, torch.rand(T, K, generator=generator))
+    return CallInputs(x_TH, topk_TK, torch.rand(T, K, generator=generator))
 
 
 def _shapes(setting: Setting) -> dict[str, Shape]:

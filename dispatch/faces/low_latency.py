@@ -34,7 +34,7 @@ from dispatch.faces.rules import (
 )
 from dispatch.low_latency.calls import HeldDispatch, LowLatencyExchange, LowLatencyShape, size_hint
 
-Handle = tuple[Tensor, Tensor, int, int, int]
+LowLatencyHandle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
 
 
@@ -71,11 +71,11 @@ class HeldCalls:
         self.exchange.refuse(problem)
         raise ValueError(problem)
 
-    def _held_of(self, handle: Handle) -> HeldDispatch:
+    def _held_of(self, handle: LowLatencyHandle) -> HeldDispatch:
         held = self._find_held(handle)
         return self._refuse(held) if isinstance(held, str) else held
 
-    def _find_held(self, handle: Handle) -> HeldDispatch | str:
+    def _find_held(self, handle: LowLatencyHandle) -> HeldDispatch | str:
         """Return the dispatch that a handle is of, or what is wrong with it."""
         problem = first_problem(checks.low_latency_handle(handle))
         if problem:
@@ -175,7 +175,7 @@ class LowLatencyMode(HeldCalls):
         async_finish: bool = False,
         return_recv_hook: bool = False,
         **forks: Any,
-    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Handle, EventOverlap, Hook | None]:
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Send each token to the experts that it chose. Collective.
 
         With M = num_max_dispatch_tokens_per_rank, R ranks, L = num_experts / R:
@@ -232,7 +232,7 @@ class LowLatencyMode(HeldCalls):
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        handle: Handle,
+        handle: LowLatencyHandle,
         use_logfmt: bool = False,
         zero_copy: bool = False,
         async_finish: bool = False,
@@ -284,7 +284,7 @@ class LowLatencyMode(HeldCalls):
             posted()
         return combined_x, finished(async_finish), posted if return_recv_hook else None
 
-    def get_next_low_latency_combine_buffer(self, handle: Handle) -> Tensor:
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return [L, R*M, H] to write answers to, for `zero_copy=True`. Local; one per shape and dtype.
 
         In the dtype of the dispatched tokens; for another dtype of answers use `zero_copy=False`.

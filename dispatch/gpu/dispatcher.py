@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dispatch import fp8
 from dispatch.arguments import answers_problem, dispatch_problem, dtype_problem
-from dispatch.dispatched import Dispatched, Exchanges, Handle, Waits
+from dispatch.dispatched import Dispatched, DispatchHandle, Exchanges, Waits
 from dispatch.errors import DispatchError
 from dispatch.gpu.casts import STORED
 from dispatch.gpu.pairs import PairOrders, combine_pairs
@@ -157,7 +157,7 @@ class DeviceDispatcher:
             self._refuse(problem)
         received = self._last.dispatch(x_TH.contiguous(), slots_TK.contiguous(), mode.capacity)
         (T, H), K = x_TH.shape, slots_TK.shape[1]
-        handle = Handle(self._call, T, K, H, x_TH.dtype, received.num_pairs)
+        handle = DispatchHandle(self._call, T, K, H, x_TH.dtype, received.num_pairs)
         return Dispatched(received.x_NH, received.row_P, received.slot_offsets, handle)
 
     def combine(

@@ -36,7 +36,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class RankFacts(NamedTuple):
+class RankDevice(NamedTuple):
     """What one rank has."""
 
     host: tuple[str, ...]
@@ -45,7 +45,7 @@ class RankFacts(NamedTuple):
     has_nvshmem: bool
 
 
-class Choice(NamedTuple):
+class WireChoice(NamedTuple):
     """What all ranks take."""
 
     wire: str  # nccl, gloo, shm or auto
@@ -108,27 +108,27 @@ def open_gpu_dispatcher(
     )  # fmt: skip
 
 
-def decide(backend: str, facts: list[RankFacts]) -> Choice:
+def decide(backend: str, facts: list[RankDevice]) -> WireChoice:
     """Decide for all ranks; the same on each.
 
     Raises:
         WireUnavailable: what was asked for cannot work between these.
     """
     if backend in _HOST_WIRES:
-        return Choice(
+        return WireChoice(
             backend, "", f"{_ASKED}; rows go through the hosts' memory, and every step waits for it"
         )
     if all(rank.gpu == _INTERPRETER for rank in facts):
-        return Choice("auto", "shared", "kernels are interpreted on the CPU")
+        return WireChoice("auto", "shared", "kernels are interpreted on the CPU")
     problem = _why_no_nccl(facts)
     if problem and backend == "auto":
-        return Choice("auto", "", f"{problem}; rows go through the hosts' memory")
+        return WireChoice("auto", "", f"{problem}; rows go through the hosts' memory")
     if problem:
         raise WireUnavailable(f"{backend} cannot be used: {problem}; use auto, gloo or shm")
     return _decide_memory(backend, facts)
 
 
-def _why_no_nccl(facts: list[RankFacts]) -> str:
+def _why_no_nccl(facts: list[RankDevice]) -> str:
     without = [rank for rank, own in enumerate(facts) if not own.has_nccl]
     if without:
         return f"ranks {without} have no NCCL"
@@ -137,35 +137,35 @@ def _why_no_nccl(facts: list[RankFacts]) -> str:
     return f"ranks {shared} share a GPU, which NCCL refuses" if shared else ""
 
 
-def _decide_memory(backend: str, facts: list[RankFacts]) -> Choice:
+def _decide_memory(backend: str, facts: list[RankDevice]) -> WireChoice:
     """What decode steps go by, where NCCL serves the others."""
     without = [rank for rank, own in enumerate(facts) if not own.has_nvshmem]
     is_one_host = len({own.host for own in facts}) == 1
     if backend == "nvshmem":
         if without:
             raise WireUnavailable(f"nvshmem cannot be used: ranks {without} do not have it; use auto")
-        return Choice("nccl", "NVSHMEM", f"{_ASKED}; decode steps go by its memory, others by NCCL")
+        return WireChoice("nccl", "NVSHMEM", f"{_ASKED}; decode steps go by its memory, others by NCCL")
     if is_one_host:
         asked = f"{_ASKED}, and " if backend == "nccl" else ""
-        return Choice(
+        return WireChoice(
             "nccl", "CUDA", f"{asked}all GPUs are of one host: decode steps write to each other's memory"
         )
     if backend == "auto" and not without:
-        return Choice(
+        return WireChoice(
             "nccl", "NVSHMEM", "there are several hosts: decode steps go by NVSHMEM, others by NCCL"
         )
     missing = "" if backend == "nccl" else f", and ranks {without} have no NVSHMEM"
-    return Choice(
+    return WireChoice(
         "nccl", "", f"there are several hosts{missing}: NCCL serves every step, which waits for the host"
     )
 
 
-def _own_facts(device: torch.device) -> RankFacts:
+def _own_facts(device: torch.device) -> RankDevice:
     host = identify_process().host
     if device.type == "cpu":
-        return RankFacts(host, _INTERPRETER, has_nccl=False, has_nvshmem=False)
+        return RankDevice(host, _INTERPRETER, has_nccl=False, has_nvshmem=False)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return RankFacts(host, gpu, dist.is_nccl_available(), why_unavailable("nvshmem") is None)
+    return RankDevice(host, gpu, dist.is_nccl_available(), why_unavailable("nvshmem") is None)
 
 
 def _gather(own: T, group: dist.ProcessGroup) -> list[T]:

@@ -52,7 +52,7 @@ class DeviceRoom:
         return room[:size].view(shape)
 
 
-class PairOrder(NamedTuple):
+class PairsOnDevice(NamedTuple):
     """Pairs by slot; overwritten by the next order in the same room."""
 
     row_P: Tensor  # int64 [N*K]: the row of each pair; undefined behind the last one
@@ -134,10 +134,10 @@ class PairOrders:
         self._rows, self._pairs = DeviceRoom(torch.int64, device), DeviceRoom(torch.int32, device)
         self._offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
 
-    def order(self, slots_NK: Tensor) -> PairOrder:
+    def order(self, slots_NK: Tensor) -> PairsOnDevice:
         """Order the choices int64 [N, K], contiguous; what is not in [0, S) is no choice. Allocates where it grows."""
         (N, K), S = slots_NK.shape, self.num_slots
-        order = PairOrder(self._rows.take(N * K), self._offsets, self._pairs.take(N, K))
+        order = PairsOnDevice(self._rows.take(N * K), self._offsets, self._pairs.take(N, K))
         chunk, tile = chunk_of(N * K, S)
         order_pairs[(S, max(1, triton.cdiv(N * K, chunk)))](
             slots_NK, None, None, 0, order.row_P, order.pair_of_choice_NK, order.slot_offsets, N * K, chunk,

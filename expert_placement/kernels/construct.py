@@ -13,7 +13,7 @@ import numpy as np
 
 from expert_placement.kernels.compiled import entry, inner
 from expert_placement.kernels.fill import copy_into, highest
-from expert_placement.kernels.layer import EMPTY, Layer, LayerRules, may_enter, put
+from expert_placement.kernels.layer import EMPTY, LayerDraft, LayerRules, may_enter, put
 
 
 @entry
@@ -54,7 +54,7 @@ def root(parent_R: np.ndarray, rank: int) -> int:
 
 
 @inner
-def _place(layer: Layer, rules: LayerRules, expert: int, rank: int, each: float) -> None:
+def _place(layer: LayerDraft, rules: LayerRules, expert: int, rank: int, each: float) -> None:
     begin = rank * layer.slots_per_rank
     for slot in range(begin, begin + layer.slots_per_rank):
         if layer.slot_S[slot] == EMPTY:
@@ -64,7 +64,7 @@ def _place(layer: Layer, rules: LayerRules, expert: int, rank: int, each: float)
 
 
 @inner
-def _emptiest(layer: Layer, rules: LayerRules, expert: int, free_R: np.ndarray, node: int) -> int:
+def _emptiest(layer: LayerDraft, rules: LayerRules, expert: int, free_R: np.ndarray, node: int) -> int:
     """The rank with the least load that has room for the expert, on a node (-1: any); -1 when there is none."""
     best = -1
     for rank in range(free_R.shape[0]):
@@ -76,7 +76,7 @@ def _emptiest(layer: Layer, rules: LayerRules, expert: int, free_R: np.ndarray, 
 
 
 @inner
-def _roomiest_node(layer: Layer, rules: LayerRules, expert: int, free_R: np.ndarray) -> int:
+def _roomiest_node(layer: LayerDraft, rules: LayerRules, expert: int, free_R: np.ndarray) -> int:
     """The node without the expert that has most free slots; then the one with the least load."""
     free_N = np.zeros(rules.num_nodes, np.int64)
     level_N = np.zeros(rules.num_nodes)
@@ -98,7 +98,7 @@ def _roomiest_node(layer: Layer, rules: LayerRules, expert: int, free_R: np.ndar
 
 @inner
 def _place_required(
-    layer: Layer, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, free_R: np.ndarray
+    layer: LayerDraft, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, free_R: np.ndarray
 ) -> None:
     """Place the copies that have no choice of node: one at home, and `min_nodes` on different nodes."""
     num_ranks = free_R.shape[0]
@@ -131,7 +131,7 @@ def _place_required(
 
 @inner
 def _joining_rank(
-    layer: Layer,
+    layer: LayerDraft,
     rules: LayerRules,
     expert: int,
     free_R: np.ndarray,
@@ -156,7 +156,9 @@ def _joining_rank(
 
 
 @inner
-def _place_all(layer: Layer, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, join: bool) -> None:
+def _place_all(
+    layer: LayerDraft, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, join: bool
+) -> None:
     """Fill the empty layer with `wanted_E` copies of each expert; what finds no place is left out.
 
     Args:
@@ -198,7 +200,7 @@ def _place_all(layer: Layer, rules: LayerRules, wanted_E: np.ndarray, order: np.
 
 
 @inner
-def _complete(layer: Layer, rules: LayerRules) -> None:
+def _complete(layer: LayerDraft, rules: LayerRules) -> None:
     """Fill slots that are still empty with further copies, the largest share first."""
     for slot in range(layer.slot_S.shape[0]):
         if layer.slot_S[slot] != EMPTY:
@@ -218,7 +220,7 @@ def _complete(layer: Layer, rules: LayerRules) -> None:
 
 
 @inner
-def _missing(layer: Layer, rules: LayerRules) -> int:
+def _missing(layer: LayerDraft, rules: LayerRules) -> int:
     """The first expert that the rules still want copies of, or -1."""
     for expert in range(layer.load_E.shape[0]):
         span = 0
@@ -231,7 +233,9 @@ def _missing(layer: Layer, rules: LayerRules) -> int:
 
 
 @entry
-def construct(layer: Layer, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, join: bool) -> int:
+def construct(
+    layer: LayerDraft, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, join: bool
+) -> int:
     """Fill an empty layer, see `_place_all`; returns -1, or an expert for which the rules cannot be kept."""
     _place_all(layer, rules, wanted_E, order, join)
     _complete(layer, rules)

@@ -27,7 +27,7 @@ class LayerRules(NamedTuple):
     even: bool  # copies share evenly, by their number; else by pouring
 
 
-class Layer(NamedTuple):
+class LayerDraft(NamedTuple):
     """A plan in the making; all arrays are changed in place."""
 
     load_E: np.ndarray  # [E] float64
@@ -42,7 +42,7 @@ class Layer(NamedTuple):
     mean: float  # load per rank
 
 
-def new_layer(load_E: np.ndarray, slot_RW: np.ndarray, x_RW: np.ndarray, rules: LayerRules) -> Layer:
+def new_layer(load_E: np.ndarray, slot_RW: np.ndarray, x_RW: np.ndarray, rules: LayerRules) -> LayerDraft:
     """Return a layer that holds what is placed now; runs in Python.
 
     Args:
@@ -57,7 +57,7 @@ def new_layer(load_E: np.ndarray, slot_RW: np.ndarray, x_RW: np.ndarray, rules: 
     on_RE[rank, expert] = 1
     on_NE = np.zeros((rules.num_nodes, num_experts), np.int16)
     np.add.at(on_NE, (rules.node_R[rank], expert), 1)
-    return Layer(
+    return LayerDraft(
         load_E,
         np.array(slot_RW.reshape(-1)),
         np.array(x_RW.reshape(-1)),
@@ -72,7 +72,7 @@ def new_layer(load_E: np.ndarray, slot_RW: np.ndarray, x_RW: np.ndarray, rules: 
 
 
 @inner
-def put(layer: Layer, rules: LayerRules, slot: int, expert: int) -> None:
+def put(layer: LayerDraft, rules: LayerRules, slot: int, expert: int) -> None:
     """Let a slot hold an expert, or nothing; its load is left to `refill`."""
     rank = slot // layer.slots_per_rank
     node = rules.node_R[rank]
@@ -89,7 +89,7 @@ def put(layer: Layer, rules: LayerRules, slot: int, expert: int) -> None:
 
 
 @inner
-def refill(layer: Layer, rules: LayerRules, sweeps: int, tolerance: float) -> None:
+def refill(layer: LayerDraft, rules: LayerRules, sweeps: int, tolerance: float) -> None:
     """Divide the loads between the copies anew."""
     first_E, at_S = index_copies(layer.slot_S, layer.load_E.shape[0])
     if rules.even:
@@ -100,7 +100,7 @@ def refill(layer: Layer, rules: LayerRules, sweeps: int, tolerance: float) -> No
 
 
 @inner
-def may_leave(layer: Layer, rules: LayerRules, expert: int, rank: int, to_rank: int) -> bool:
+def may_leave(layer: LayerDraft, rules: LayerRules, expert: int, rank: int, to_rank: int) -> bool:
     """Whether a copy may go from `rank` to `to_rank`, or to nowhere (-1), by the rules about nodes."""
     node = rules.node_R[rank]
     to_node = rules.node_R[to_rank] if to_rank >= 0 else -1
@@ -120,7 +120,7 @@ def _least_span(rules: LayerRules, copies: int) -> int:
 
 
 @inner
-def _span_after(layer: Layer, rules: LayerRules, expert: int, left: int, entered: int) -> int:
+def _span_after(layer: LayerDraft, rules: LayerRules, expert: int, left: int, entered: int) -> int:
     """The nodes that have a copy once the last one on `left` has gone to `entered` (-1: nowhere)."""
     span = 0
     for node in range(rules.num_nodes):
@@ -129,7 +129,7 @@ def _span_after(layer: Layer, rules: LayerRules, expert: int, left: int, entered
 
 
 @inner
-def may_enter(layer: Layer, rules: LayerRules, expert: int, rank: int) -> bool:
+def may_enter(layer: LayerDraft, rules: LayerRules, expert: int, rank: int) -> bool:
     """Whether one more copy may be made on a rank."""
     if layer.on_RE[rank, expert]:
         return False

@@ -23,7 +23,7 @@ from expert_placement.kernels.fill import (
     index_copies,
     pour,
 )
-from expert_placement.kernels.layer import EMPTY, Layer, LayerRules, may_enter, may_leave, put, refill
+from expert_placement.kernels.layer import EMPTY, LayerDraft, LayerRules, may_enter, may_leave, put, refill
 
 SWEEPS, TRIAL_SWEEPS = 120, 40
 TOLERANCE, TRIAL_TOLERANCE = 1e-5, 1e-4  # of the mean
@@ -34,7 +34,7 @@ SWAP, COPY = 0, 1
 
 
 @inner
-def excess(layer: Layer, level_R: np.ndarray) -> float:
+def excess(layer: LayerDraft, level_R: np.ndarray) -> float:
     """The fourth power of how far ranks lie above the mean, summed."""
     total = 0.0
     for rank in range(level_R.shape[0]):
@@ -44,7 +44,7 @@ def excess(layer: Layer, level_R: np.ndarray) -> float:
 
 
 @inner
-def _find_pools(layer: Layer, rules: LayerRules) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _find_pools(layer: LayerDraft, rules: LayerRules) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return `(pool_R, size_R, height_R)`: a rank's pool, and by pool its ranks and its mean level."""
     num_ranks = layer.level_R.shape[0]
     parent_R = np.empty(num_ranks, np.int64)
@@ -73,7 +73,7 @@ def _find_pools(layer: Layer, rules: LayerRules) -> tuple[np.ndarray, np.ndarray
 
 
 @inner
-def _cost(layer: Layer, expert: int, replaced: int, rank: int) -> int:
+def _cost(layer: LayerDraft, expert: int, replaced: int, rank: int) -> int:
     """Slots that have to be filled anew when a rank's slot changes; -1 when it goes back to what the rank had."""
     added = 0 if layer.held_RE[rank, expert] else 1
     return added if replaced < 0 or layer.held_RE[rank, replaced] else added - 1
@@ -87,7 +87,7 @@ def _swap_gain(high: float, high_size: float, low: float, low_size: float, moved
 
 @inner
 def _copy_gain(
-    layer: Layer,
+    layer: LayerDraft,
     rules: LayerRules,
     pools: tuple[np.ndarray, np.ndarray, np.ndarray],
     at: tuple[np.ndarray, np.ndarray],
@@ -150,7 +150,7 @@ def _keep_best(
 
 
 @inner
-def _propose(layer: Layer, rules: LayerRules) -> tuple[np.ndarray, np.ndarray]:
+def _propose(layer: LayerDraft, rules: LayerRules) -> tuple[np.ndarray, np.ndarray]:
     """Return the most promising steps `[kind, here, there, cost]` and their scores (0: none)."""
     pools = _find_pools(layer, rules)
     pool_R, size_R, height_R = pools
@@ -200,7 +200,9 @@ def _propose(layer: Layer, rules: LayerRules) -> tuple[np.ndarray, np.ndarray]:
 
 
 @inner
-def _try(layer: Layer, rules: LayerRules, step: np.ndarray, x_S: np.ndarray, level_R: np.ndarray) -> None:
+def _try(
+    layer: LayerDraft, rules: LayerRules, step: np.ndarray, x_S: np.ndarray, level_R: np.ndarray
+) -> None:
     """Write into x_S and level_R what the slots and ranks would carry after a step; the layer is left as it was."""
     here, there = step[1], step[2]
     expert, other = layer.slot_S[here], layer.slot_S[there]
@@ -222,7 +224,7 @@ def _try(layer: Layer, rules: LayerRules, step: np.ndarray, x_S: np.ndarray, lev
 
 @inner
 def _best_step(
-    layer: Layer, rules: LayerRules, best_x_S: np.ndarray, best_level_R: np.ndarray
+    layer: LayerDraft, rules: LayerRules, best_x_S: np.ndarray, best_level_R: np.ndarray
 ) -> tuple[int, int, int, int]:
     """Return `(kind, here, there, cost)` of the best step that helps, kind -1 when there is none."""
     found_C, score_C = _propose(layer, rules)
@@ -250,7 +252,7 @@ def _best_step(
 
 @entry
 def improve(
-    layer: Layer,
+    layer: LayerDraft,
     rules: LayerRules,
     target: float,
     most_steps: int,

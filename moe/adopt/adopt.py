@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 FOREIGN_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
-class Rows(NamedTuple):
+class SampleRows(NamedTuple):
     """What modules are given: their type, and where they are."""
 
     dtype: torch.dtype
@@ -44,11 +44,11 @@ class Candidate(NamedTuple):
 
 
 Propose = Callable[
-    [nn.Module, Rows], Iterator[Candidate]
+    [nn.Module, SampleRows], Iterator[Candidate]
 ]  # the likeliest first; nothing for a module of another kind
 
 
-def adopt(modules: Iterable[nn.Module], proposals: Iterable[Propose], rows: Rows) -> Counter[str]:
+def adopt(modules: Iterable[nn.Module], proposals: Iterable[Propose], rows: SampleRows) -> Counter[str]:
     """Let modules run the first candidate that agrees with them; returns how many do, by the name of the proposal.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.adopt.adopt import Candidate, Rows, first_agreeing
+from moe.adopt.adopt import Candidate, SampleRows, first_agreeing
 
 _ROWS, _COLUMNS = 16, 32
 _TOLERANCE = 1e-6
@@ -62,7 +62,7 @@ def gate_of(module: Any) -> Gate:
 
 def _gates(module: Any, found: list[Gate]) -> Iterator[Candidate]:
     """Propose all gates; an adopted one is put in `found`."""
-    rows = Rows(torch.float32, torch.device("cpu"))
+    rows = SampleRows(torch.float32, torch.device("cpu"))
     for gate in (Gate(name, is_interleaved) for is_interleaved in (False, True) for name in KNOWN):
         yield Candidate(
             own=module._apply_gate,

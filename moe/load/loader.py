@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe.load.plan import LoadPlan, Source
+from moe.load.plan import LoadPlan, ParameterSource
 from moe.load.quantised_weight import QuantisedWeight
 from moe.load.stored_tensors import StoredTensors
 
@@ -98,7 +98,7 @@ class Loader:
         source = plan.fused.get(target) or next(iter(plan.experts[target].values()))
         return plan.is_quantised(source)
 
-    def _convert(self, target: str, source: Source, row: int | None = None) -> Mapping[str, Weight]:
+    def _convert(self, target: str, source: ParameterSource, row: int | None = None) -> Mapping[str, Weight]:
         """Read a source and run its conversion, over codes and scales alike; returns parameters by name."""
         plan, stored = self._plan, self._checkpoint
         if not plan.is_quantised(source):

@@ -34,7 +34,7 @@ LISTED = 50  # names an error lists before it counts the rest
 
 
 @dataclass
-class Source:
+class ParameterSource:
     """The checkpoint tensors that become one parameter (of one expert, for per-expert layouts)."""
 
     converter: WeightConverter | None = None
@@ -47,11 +47,11 @@ class Source:
         return sorted(set(self.converter.source_patterns) - {pattern for _, pattern in self.names})
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """A source, what it makes, and the shape that this must have."""
 
     target: str
-    source: Source
+    source: ParameterSource
     expert: int | None
     wanted: tuple[int, ...]
 
@@ -72,9 +72,11 @@ class LoadPlan:
         Raises:
             CheckpointError: listing missing, unexpected and wrong-shaped tensors.
         """
-        self.plain: dict[str, Source] = defaultdict(Source)
-        self.experts: dict[str, dict[int, Source]] = defaultdict(lambda: defaultdict(Source))
-        self.fused: dict[str, Source] = {}
+        self.plain: dict[str, ParameterSource] = defaultdict(ParameterSource)
+        self.experts: dict[str, dict[int, ParameterSource]] = defaultdict(
+            lambda: defaultdict(ParameterSource)
+        )
+        self.fused: dict[str, ParameterSource] = {}
         self._model, self._checkpoint, self._num_experts = model, checkpoint, num_experts
         self._meta = dict(model.state_dict())
         transforms = get_model_conversion_mapping(model)
@@ -97,7 +99,9 @@ class LoadPlan:
         """A parameter's shape in the model."""
         return tuple(self._meta[target].shape)
 
-    def convert(self, target: str, source: Source, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def convert(
+        self, target: str, source: ParameterSource, read: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
         """Read a source's tensors and run its conversion; returns the parameters it makes, by name."""
         if source.converter is None:
             return {target: read(source.names[0][0])}
@@ -108,7 +112,7 @@ class LoadPlan:
         made = converter.convert(target, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def is_quantised(self, source: Source) -> bool:
+    def is_quantised(self, source: ParameterSource) -> bool:
         """Whether a source is codes and scales, to be converted one after the other."""
         return any(self._checkpoint.is_quantised(name) for name, _ in source.names)
 
@@ -128,10 +132,10 @@ class LoadPlan:
         source.names.append((name, pattern or name))
         return True
 
-    def _expert_source(self, target: str, name: str) -> Source | None:
+    def _expert_source(self, target: str, name: str) -> ParameterSource | None:
         index = EXPERT_INDEX.search(name)
         if index is None:
-            return self.fused.setdefault(target, Source())
+            return self.fused.setdefault(target, ParameterSource())
         expert = int(index.group(1))
         return self.experts[target][expert] if expert < self._num_experts[target] else None
 
@@ -173,20 +177,20 @@ class LoadPlan:
                 missing.append(f"{', '.join(absent)} for {target} of expert {expert}")
         return missing
 
-    def _outputs(self, source: Source) -> list[str]:
+    def _outputs(self, source: ParameterSource) -> list[str]:
         """All parameters of a one-to-many conversion; the plan is keyed by the first."""
         if source.converter is None or len(source.converter.target_patterns) < 2:
             return []
         name, pattern = source.names[0]
         return [name.replace(pattern, target, 1) for target in source.converter.target_patterns]
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[ParameterPart]:
         for target, source in (*self.plain.items(), *self.fused.items()):
-            yield Part(target, source, None, self.shape(target))
+            yield ParameterPart(target, source, None, self.shape(target))
         for target, sources in self.experts.items():
             for expert, source in sources.items():
                 if not source.absent():
-                    yield Part(target, source, expert, (1, *self.shape(target)[1:]))
+                    yield ParameterPart(target, source, expert, (1, *self.shape(target)[1:]))
 
     def _mismatched(self) -> list[str]:
         """What does not make its parameter; equal shapes under equal conversions are tried once."""
@@ -205,7 +209,7 @@ class LoadPlan:
                 wrong.append(_mismatch(part, shapes))
         return wrong
 
-    def _fits(self, part: Part) -> bool:
+    def _fits(self, part: ParameterPart) -> bool:
         """Try a conversion on meta tensors."""
 
         def read(name: str) -> Tensor:
@@ -246,7 +250,7 @@ class LoadPlan:
         return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
-def _mismatch(part: Part, shapes: list[tuple[int, ...]]) -> str:
+def _mismatch(part: ParameterPart, shapes: list[tuple[int, ...]]) -> str:
     if part.source.converter is None:
         return f"{part.source.names[0][0]}: {list(shapes[0])} instead of {list(part.wanted)}"
     seen = [f"{name} {list(shape)}" for (name, _), shape in zip(part.source.names, shapes, strict=True)]

@@ -43,7 +43,7 @@ class Heartbeat(NamedTuple):
     patience_s: float  # how long it may compute without moving
 
 
-class Progress:
+class StepProgress:
     """Where the step loop is. It alone writes; plain numbers, so that any thread may read them."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Heart:
             look: called by the thread about once a second, for what else is to be looked at all the time.
             processor: seconds of processor time that the step loop has used; None: those of the thread that starts.
         """
-        self._rank, self.progress, self._clock = rank, Progress(), clock
+        self._rank, self.progress, self._clock = rank, StepProgress(), clock
         self._timeout_s, self._most_patience_s = timeout_s, most_patience_s
         self._look = look
         self._seen = (-1, -1)  # epoch and position

@@ -34,8 +34,8 @@ class StructureMatcher(Protocol):
         """Whether the form is complete and nothing can follow."""
 
     @property
-    def failure(self) -> str:
-        """Why the request cannot go on; empty while it can."""
+    def failure(self) -> str | None:
+        """Why the request cannot go on; None while it can."""
 
     def mask(self, logits_V: Row) -> None:
         """Set what may not come next to -inf, in place. A matcher that fails leaves the row and says why."""

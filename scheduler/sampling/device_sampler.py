@@ -28,7 +28,7 @@ from torch import Tensor
 
 from scheduler.policy.request import Logprobs, Request, SamplingParams
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling.plan import MOST_ROWS, Asked, Plan, make_plan, send
+from scheduler.sampling.plan import MOST_ROWS, Asked, SamplingPlan, make_plan, send
 from scheduler.sampling.sampler import Sampled, make_logprobs, sample
 
 _WEIGHT_UNITS = 2.0**40  # of the top's weight; what is lighter than one is never drawn
@@ -95,7 +95,7 @@ class DeviceSampler:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def _launch(logits_RV: Tensor, kept_KV: Tensor, plan: Plan) -> list[Tensor]:
+def _launch(logits_RV: Tensor, kept_KV: Tensor, plan: SamplingPlan) -> list[Tensor]:
     """Return token ids [R]; of masked rows, whether nothing is left [M]; and what makes logprobs. All int64."""
     id_R = choose_tokens(logits_RV, plan)
     parts = [id_R]
@@ -107,7 +107,7 @@ def _launch(logits_RV: Tensor, kept_KV: Tensor, plan: Plan) -> list[Tensor]:
     return parts
 
 
-def choose_tokens(logits_RV: Tensor, plan: Plan) -> Tensor:
+def choose_tokens(logits_RV: Tensor, plan: SamplingPlan) -> Tensor:
     """Choose a token per row; nothing waits for the device.
 
     Args:
@@ -131,7 +131,7 @@ def choose_tokens(logits_RV: Tensor, plan: Plan) -> Tensor:
     return id_R
 
 
-def _edit(logits_RV: Tensor, plan: Plan) -> None:
+def _edit(logits_RV: Tensor, plan: SamplingPlan) -> None:
     """Bias, repetition penalty, then frequency and presence, of the few logits that have them."""
     if not plan.edited_E.numel():
         return
@@ -141,7 +141,7 @@ def _edit(logits_RV: Tensor, plan: Plan) -> None:
     flat.index_copy_(0, plan.edited_E, x_E - plan.subtracted_E)
 
 
-def _mask(logits_RV: Tensor, plan: Plan) -> None:
+def _mask(logits_RV: Tensor, plan: SamplingPlan) -> None:
     """Forbid what a row's mask does not allow."""
     if not plan.masked_rows:
         return
@@ -152,7 +152,7 @@ def _mask(logits_RV: Tensor, plan: Plan) -> None:
     logits_RV.index_copy_(0, plan.masked_row_M, masked_MV)
 
 
-def _draw(logits_RV: Tensor, plan: Plan, of_draw: slice, id_R: Tensor, *, is_filtered: bool) -> None:
+def _draw(logits_RV: Tensor, plan: SamplingPlan, of_draw: slice, id_R: Tensor, *, is_filtered: bool) -> None:
     """Draw some rows' tokens in the place of their tops, unless nothing is left to draw, or NaN."""
     row_D = plan.row_D[of_draw]
     x_DV = logits_RV.index_select(0, row_D)

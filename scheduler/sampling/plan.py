@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SamplingPlan:
     """How a step's rows are sampled. Tensors are on the device, and what has a D is of the draws' rows in turn."""
 
     draws: tuple[Draw, ...]
@@ -61,7 +61,7 @@ class Plan:
     kept_rows: tuple[int, ...]  # the same on the host; empty: no logit is changed before a token is chosen
 
 
-def make_plan(sequences: Rows[Sequence], vocabulary: int, device: torch.device) -> Plan:
+def make_plan(sequences: Rows[Sequence], vocabulary: int, device: torch.device) -> SamplingPlan:
     """Say how a step's rows are sampled; nothing waits for the device.
 
     Args:
@@ -92,7 +92,7 @@ def make_plan(sequences: Rows[Sequence], vocabulary: int, device: torch.device) 
     for name, own in (("edited_E", "ids"), ("bias_E", "biases"), ("penalty_E", "penalties"), ("subtracted_E", "subtracted")):  # fmt: skip
         arrays[name] = np.concatenate([getattr(each, own) for each in of_edits])
     asked = [(row, sequences[row].request.params) for row in asking]
-    return Plan(
+    return SamplingPlan(
         **send(arrays, device),
         draws=draws,
         masked_rows=tuple(masks),

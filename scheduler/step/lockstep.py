@@ -21,7 +21,7 @@ class LockStepError(RuntimeError):
     """Ranks disagree on where they are; the service must end rather than answer wrongly."""
 
 
-class Mailbox(Protocol):
+class HeaderExchange(Protocol):
     """An all-gather of small integer rows, split in two; see `dispatch.wires.mailbox`."""
 
     def post(self, values: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class LockStep:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        mailbox: HeaderExchange,
         *,
         epoch: int,
         timeout_s: float,

@@ -69,8 +69,8 @@ class Structured(NamedTuple):
     matcher: StructureMatcher
 
 
-class Forms(Protocol):
-    """See `structure_forms.Forms`."""
+class MatcherSource(Protocol):
+    """See `grammar.Forms`."""
 
     def matcher_for(self, request: Request) -> StructureMatcher:
         """Raises: StructureError."""
@@ -105,7 +105,7 @@ class StructureCompiler:
         self._lock = threading.Lock()
         self._waiting: set[str] = set()  # ids of requests whose forms are being compiled
         self._thread = _thread_with_stack(STACK_BYTES)
-        self._forms: Forms | None = None  # the thread's alone
+        self._forms: MatcherSource | None = None  # the thread's alone
 
     def submit(self, request: Request, on_ready: OnReady) -> None:
         """Compile what a request asks for; `on_ready` is called in the thread, with the request or with its end."""
@@ -145,10 +145,10 @@ class StructureCompiler:
         return self._forms.matcher_for(request)
 
 
-def _open_forms(vocabulary: Vocabulary) -> Forms:
+def _open_forms(vocabulary: Vocabulary) -> MatcherSource:
     try:
         module = importlib.import_module("scheduler.structure.grammar")
     except ImportError as error:
         raise StructureError(f"this rank cannot import llguidance ({error}); install it there") from error
-    forms: Forms = module.Forms(vocabulary)
+    forms: MatcherSource = module.Forms(vocabulary)
     return forms

@@ -63,12 +63,12 @@ def compile_structure(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher
     return matcher
 
 
-def error_of(matcher: LLMatcher) -> str:
-    """What went wrong in a matcher, empty if nothing did; llguidance's methods do not raise."""
+def error_of(matcher: LLMatcher) -> str | None:
+    """What went wrong in a matcher, None if nothing did; llguidance's methods do not raise."""
     error = matcher.get_error().replace("<non-verbose/>", "").strip()
     if error == "NoExtensionBias":
         return "no token of this model can go on with the structure"
-    return _in_one_line(error) if error else ""
+    return _in_one_line(error) if error else None
 
 
 def grammar_of(structure: Structure) -> str:
@@ -163,7 +163,7 @@ class GrammarMatcher:
         self._end_place = len(vocabulary.tokens)  # of the token that stands for the end
         self._ignore_eos = ignore_eos
         self.has_ended = matcher.is_stopped()
-        self.failure = ""
+        self.failure: str | None = None
 
     def mask(self, logits_V: Row) -> None:
         """Set what may not come next to -inf, in place. A matcher that fails leaves the row and says why."""

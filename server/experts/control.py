@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from expert_placement.config import EplbConfig
-from expert_placement.control import Decision, Proposal, Situation, decide, propose
+from expert_placement.control import PlacementDecision, Proposal, Situation, decide, propose
 from expert_placement.forecast import calibrated, step_kinds
 from expert_placement.history import History
 from expert_placement.moves import align, stages
@@ -25,7 +25,7 @@ from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from server.errors import ApiError, bad_request, not_ready
 from server.experts.load import ExpertsLoad
-from server.link.messages import PlacementWord
+from server.link.messages import PlacementUpdate
 
 POLL_S = 0.5  # between looks at whether a decision is due
 _NO_CHANGE = ("nothing", "measured")  # kinds of entries that change no placement
@@ -145,14 +145,16 @@ class PlacementControl:
         self.num_changes = max((entry.get("change", 0) for entry in history.entries), default=0)
         self._why_no_change = why_no_change
 
-    def take_word(self, word: PlacementWord) -> None:
+    def take_update(self, update: PlacementUpdate) -> None:
         """Take what a rank says."""
-        if word.placement is not None and self.home is None:  # a rank that came back says what it began with
-            self._go_on_from(word.placement)
-            self.current = self.home = word.placement
-            self._last_version = word.placement.version
-            self.expert_bytes = word.expert_bytes
-        self._stages.take_report(word.report)
+        if (
+            update.placement is not None and self.home is None
+        ):  # a rank that came back says what it began with
+            self._go_on_from(update.placement)
+            self.current = self.home = update.placement
+            self._last_version = update.placement.version
+            self.expert_bytes = update.expert_bytes
+        self._stages.take_report(update.report)
 
     def skip_versions(self, newest: int) -> None:
         """Take that ranks know of versions up to this one, from a front that is gone."""
@@ -295,7 +297,7 @@ class PlacementControl:
     async def _decide(self) -> None:
         situation = self.situation()
         self._say_left_out(situation)
-        decision: Decision = await asyncio.to_thread(decide, situation, self._config)
+        decision: PlacementDecision = await asyncio.to_thread(decide, situation, self._config)
         self._load.changes.decisions["nothing" if decision.proposal is None else decision.proposal.kind] += 1
         _log(decision.reason if decision.proposal else f"did nothing, because {decision.reason}")
         measured = self._measured_imbalance()

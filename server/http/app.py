@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from server.http.bodies import BodyGuard
 from server.http.errors import ERROR_HANDLERS
-from server.http.exchanges import Exchange, ExchangeWatch
+from server.http.exchanges import ExchangeWatch, HttpExchange
 from server.http.guards import ApiKeys, KeyGuard, OriginGuard
 from server.options.table import HttpOptions
 
@@ -27,7 +27,7 @@ def build_app(
     keys: ApiKeys,
     http: HttpOptions | None = None,
     own_names: Collection[str] = (),
-    observers: Sequence[Callable[[Exchange], None]] = (),
+    observers: Sequence[Callable[[HttpExchange], None]] = (),
     answer_once: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> ASGIApp:
     """Put the application together.

@@ -21,11 +21,11 @@ from server.front.generations import Answer
 CLIENT_GONE = 499  # nginx's number for a client that left before it was sent anything
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _PATH_CHARS = 200  # of a path, in logs
-_current: ContextVar["Exchange | None"] = ContextVar("exchange", default=None)
+_current: ContextVar["HttpExchange | None"] = ContextVar("exchange", default=None)
 
 
 @dataclass(slots=True, kw_only=True)
-class Exchange:
+class HttpExchange:
     """What is known about an exchange when it ends."""
 
     request_id: str  # the client's X-Request-Id, or ours
@@ -67,7 +67,7 @@ def note_answer(answer: Answer) -> None:
         exchange.answers.append(answer)
 
 
-def current_exchange() -> Exchange | None:
+def current_exchange() -> HttpExchange | None:
     """Return the exchange that the running task answers, if it answers one."""
     return _current.get()
 
@@ -82,7 +82,7 @@ class ExchangeWatch:
     """The outermost layer: opens an exchange, gives its answer the id, and tells the observers when it has ended."""
 
     def __init__(
-        self, app: ASGIApp, observers: Sequence[Callable[[Exchange], None]], *, root_path: str = ""
+        self, app: ASGIApp, observers: Sequence[Callable[[HttpExchange], None]], *, root_path: str = ""
     ) -> None:
         """Args: root_path is where a proxy shows the application, empty or such as "/llm"."""
         self._app, self._observers, self._root_path = app, observers, root_path
@@ -112,11 +112,11 @@ class ExchangeWatch:
                 observer(exchange)
 
 
-def _open(scope: Scope) -> Exchange:
+def _open(scope: Scope) -> HttpExchange:
     headers = dict(scope["headers"])
     given = headers.get(b"x-request-id", b"")
     host, port = scope.get("client") or ("unknown", 0)
-    return Exchange(
+    return HttpExchange(
         request_id=given.decode("ascii") if _ID.fullmatch(given) else os.urandom(16).hex(),
         method=scope["method"],
         path=scope.get("raw_path", b"").decode("latin-1")[:_PATH_CHARS],

@@ -16,7 +16,7 @@ from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
 
 
-class OpenRequests(Protocol):
+class OpenCount(Protocol):
     """What is read of `server.front.requests.Requests`."""
 
     @property
@@ -35,7 +35,7 @@ class Loads(Protocol):
 class FrontMetrics(Collector):  # type: ignore[misc]
     """Reads requests and router."""
 
-    def __init__(self, requests: OpenRequests, router: Loads, model_name: str) -> None:
+    def __init__(self, requests: OpenCount, router: Loads, model_name: str) -> None:
         self._requests, self._router, self._model_name = requests, router, model_name
 
     def describe(self) -> list[Metric]:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from scheduler.policy.request import SamplingParams
 from server.front.detokenizer import Decoder
 from server.front.generations import Ask
-from server.http.exchanges import Exchange, current_exchange
+from server.http.exchanges import HttpExchange, current_exchange
 from server.options.table import LogOptions
 
 ACCESS = "wideep.access"
@@ -153,7 +153,7 @@ class AccessLog:
         self._quiet = frozenset(quiet_paths)
         self._log = logging.getLogger(ACCESS)
 
-    def note(self, exchange: Exchange) -> None:
+    def note(self, exchange: HttpExchange) -> None:
         """Log an exchange that has ended."""
         if exchange.path in self._quiet or exchange.handler in self._quiet:
             return

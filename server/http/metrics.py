@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from scheduler.policy.request import FinishReason, RankStats
 from server.front.timing import Timing
-from server.http.exchanges import Exchange
+from server.http.exchanges import HttpExchange
 from server.link.messages import RankFacts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -101,7 +101,7 @@ class HttpMetrics:
             registry=registry,
         )
 
-    def note(self, exchange: Exchange) -> None:
+    def note(self, exchange: HttpExchange) -> None:
         """Take an exchange that has ended. Its handler is a route's pattern: raw paths are without bound."""
         if exchange.handler in PROBES:
             return

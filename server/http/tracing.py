@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from server.front.generations import Generation
 from server.front.timing import timing_of
-from server.http.exchanges import Exchange
+from server.http.exchanges import HttpExchange
 from server.options.checks import check_traces
 
 if TYPE_CHECKING:  # optional
@@ -54,7 +54,7 @@ class Traces:
 
         return cls(BatchSpanProcessor(_exporter(endpoint, protocol)), service_version=service_version)
 
-    def note(self, exchange: Exchange) -> None:
+    def note(self, exchange: HttpExchange) -> None:
         """Make an ended exchange's span, if it asked anything of ranks."""
         choices = [choice for answer in exchange.answers for choice in answer.generations]
         if self._provider is None or not choices:
@@ -110,7 +110,7 @@ def _parent(headers: dict[bytes, bytes]) -> Any:
     return TraceContextTextMapPropagator().extract(carrier)
 
 
-def _attributes(exchange: Exchange, choices: list[Generation]) -> dict[str, str | int | float]:
+def _attributes(exchange: HttpExchange, choices: list[Generation]) -> dict[str, str | int | float]:
     """Return vLLM's attributes; latencies are the first choice's, tokens those of all."""
     first = choices[0]
     params, timing = first.ask.request.params, timing_of(first, now_s=first.last_token_s)

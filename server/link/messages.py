@@ -109,7 +109,7 @@ class StepOutput(NamedTuple):
     stats: RankStats | None
 
 
-class PlacementWord(NamedTuple):
+class PlacementUpdate(NamedTuple):
     """What became of a placement; the first from rank 0 says what serves at the start."""
 
     report: PlacementReport
@@ -196,7 +196,7 @@ FROM_RANK = (
     StepOutput,
     LoadReport,
     ExpertMap,
-    PlacementWord,
+    PlacementUpdate,
     Regrouped,
     Fault,
     Goodbye,

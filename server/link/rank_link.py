@@ -33,7 +33,7 @@ from server.link.messages import (
     DropPlacement,
     Fault,
     Goodbye,
-    PlacementWord,
+    PlacementUpdate,
     Prepare,
     RankFacts,
     Regrouped,
@@ -109,7 +109,7 @@ class RankLink:
         self._outputs: list[RequestOutput] = []
         self._num_pending_tokens = 0
         self._stats: RankStats | None = None
-        self._in_order: list[Regrouped | Fault | PlacementWord] = []  # behind the outputs queued so far
+        self._in_order: list[Regrouped | Fault | PlacementUpdate] = []  # behind the outputs queued so far
         self._load: LoadReport | None = None
         self._experts: ExpertMap | None = None
         self._heartbeat: Heartbeat | None = None
@@ -185,7 +185,7 @@ class RankLink:
         self, report: PlacementReport, placement: Placement | None = None, expert_bytes: int = 0
     ) -> None:
         """Queue what became of a placement, in order; never blocks. The first report says what serves at the start."""
-        self._send_in_order(PlacementWord(report, placement, expert_bytes))
+        self._send_in_order(PlacementUpdate(report, placement, expert_bytes))
 
     def send_regrouped(self, epoch: int) -> None:
         """Queue that this rank serves in an epoch, behind the outputs queued so far; never blocks."""
@@ -199,7 +199,7 @@ class RankLink:
         """
         self._send_in_order(Fault(epoch, reason, is_final))
 
-    def _send_in_order(self, message: Regrouped | Fault | PlacementWord) -> None:
+    def _send_in_order(self, message: Regrouped | Fault | PlacementUpdate) -> None:
         with self._changed:
             self._in_order.append(message)
             self._changed.notify()

@@ -33,7 +33,7 @@ from server.link.messages import (
     DropPlacement,
     Fault,
     Goodbye,
-    PlacementWord,
+    PlacementUpdate,
     Prepare,
     RankFacts,
     Regrouped,
@@ -83,7 +83,7 @@ class RankListener(Protocol):
     def experts(self, experts: ExpertMap) -> None:
         """Which experts there are, and where."""
 
-    def placement(self, word: PlacementWord) -> None:
+    def placement(self, update: PlacementUpdate) -> None:
         """What became of a placement."""
 
     def regrouped(self, rank: int, epoch: int) -> None:
@@ -349,7 +349,7 @@ class Ranks:
                 listener.load(message)
             case ExpertMap():
                 listener.experts(message)
-            case PlacementWord():
+            case PlacementUpdate():
                 listener.placement(message)
             case Regrouped(epoch):
                 listener.regrouped(rank, epoch)

@@ -43,7 +43,7 @@ from server.front.membership import Epochs
 from server.front.nodes import Nodes
 from server.http.logs import logging_to
 from server.http.metrics import Metrics
-from server.link.messages import Claim, Claimed, Fault, PlacementWord, RankFacts, Served
+from server.link.messages import Claim, Claimed, Fault, PlacementUpdate, RankFacts, Served
 from server.link.ranks import Ranks
 from server.options.flag import OptionsError
 from server.options.table import Options
@@ -290,7 +290,7 @@ class _Front:
         placement = self._http.placement
         if placement.home is None and served.home is not None:
             report = PlacementReport(rank=rank, version=served.home.version, state=MoveState.SERVING)
-            placement.take_word(PlacementWord(report, served.home, served.expert_bytes))
+            placement.take_update(PlacementUpdate(report, served.home, served.expert_bytes))
             self._http.experts_load.take_experts(served.experts)
         placement.skip_versions(served.version)
 
@@ -329,9 +329,9 @@ class _Front:
         """Note which experts there are, and where."""
         self._http.experts_load.take_experts(experts)
 
-    def placement(self, word: PlacementWord) -> None:
+    def placement(self, update: PlacementUpdate) -> None:
         """Note what became of a placement."""
-        self._http.placement.take_word(word)
+        self._http.placement.take_update(update)
 
     def regrouped(self, rank: int, epoch: int) -> None:
         """Note that a rank serves in an epoch."""

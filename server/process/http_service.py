@@ -45,7 +45,7 @@ from server.front.router import Router
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
-from server.http.exchanges import Exchange, note_answer
+from server.http.exchanges import HttpExchange, note_answer
 from server.http.gauges import FrontMetrics, MembershipMetrics
 from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
@@ -232,9 +232,9 @@ def _own_names(host: str) -> tuple[str, ...]:
     return (host, name, f"{name}.local")  # the last is multicast DNS's
 
 
-def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Callable[[Exchange], None]]:
+def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Callable[[HttpExchange], None]]:
     """Who is told of every exchange."""
-    observers: list[Callable[[Exchange], None]] = [metrics.http.note, traces.note]
+    observers: list[Callable[[HttpExchange], None]] = [metrics.http.note, traces.note]
     return [*observers, AccessLog(options.log.quiet_paths).note] if options.log.access else observers
 
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.closed_loop import Timing, closed_loop, summarise
+from benchmarks.closed_loop import RequestTiming, closed_loop, summarise
 
 
 class Counter:
@@ -12,13 +12,13 @@ class Counter:
         self.running = self.most = 0
         self.seen: list[list[int]] = []
 
-    async def complete(self, prompt: list[int]) -> Timing:
+    async def complete(self, prompt: list[int]) -> RequestTiming:
         self.running += 1
         self.most = max(self.most, self.running)
         self.seen.append(prompt)
         await asyncio.sleep(0)
         self.running -= 1
-        return Timing(0.0, [1.0], 1)
+        return RequestTiming(0.0, [1.0], 1)
 
 
 @pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (3, 3), (9, 5)])
@@ -32,7 +32,7 @@ def test_clients_send_every_prompt_once_and_never_more_at_once(concurrency: int,
 
 
 def test_a_failure_is_raised_as_it_is() -> None:
-    async def fail(_: list[int]) -> Timing:
+    async def fail(_: list[int]) -> RequestTiming:
         raise KeyError("gone")
 
     with pytest.raises(KeyError, match="gone"):
@@ -40,7 +40,7 @@ def test_a_failure_is_raised_as_it_is() -> None:
 
 
 def test_summary_has_rates_and_gaps_in_milliseconds() -> None:
-    timings = [Timing(0.0, [0.1, 0.2, 0.5], 3), Timing(1.0, [1.3, 1.4, 2.0], 3)]
+    timings = [RequestTiming(0.0, [0.1, 0.2, 0.5], 3), RequestTiming(1.0, [1.3, 1.4, 2.0], 3)]
     latency = summarise(timings)
     assert latency.tokens_per_s == 3.0  # 6 tokens in 2 s
     assert latency.ttft_p50_ms == 200.0
@@ -51,4 +51,4 @@ def test_summary_has_rates_and_gaps_in_milliseconds() -> None:
 
 def test_a_request_without_tokens_is_an_error() -> None:
     with pytest.raises(ValueError, match="no token"):
-        summarise([Timing(0.0, [], 0)])
+        summarise([RequestTiming(0.0, [], 0)])

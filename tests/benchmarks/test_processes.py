@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 
-from benchmarks.processes import Watch, command_of, cpu_s, peak_rss_bytes, pss_bytes, tree
+from benchmarks.processes import ProcessWatch, command_of, cpu_s, peak_rss_bytes, pss_bytes, tree
 
 _PARENT = """
 import subprocess, sys
@@ -31,7 +31,7 @@ def test_what_has_ended_costs_nothing() -> None:
 
 
 def test_a_watch_counts_our_work_as_own() -> None:
-    with Watch(os.getpid()) as watch:
+    with ProcessWatch(os.getpid()) as watch:
         before = cpu_s(os.getpid())
         while cpu_s(os.getpid()) < before + 0.2:
             pass

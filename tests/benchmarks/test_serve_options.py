@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.serve_options import Layout, OptionsError, parse_options
+from benchmarks.serve_options import OptionsError, ServedLayout, parse_options
 
 
 def test_defaults_are_the_whole_measurement() -> None:
@@ -8,7 +8,7 @@ def test_defaults_are_the_whole_measurement() -> None:
     assert options.models == ("demo", "random")
     assert options.levels == ((1, 2), (4, 8), (16, 16), (32, 32))
     assert (options.rounds, options.prompt_tokens, options.output_tokens) == (3, 128, 64)
-    assert options.layouts == (Layout(1, 2), Layout(2, 1))
+    assert options.layouts == (ServedLayout(1, 2), ServedLayout(2, 1))
     assert options.max_model_len == 192
     assert options.max_num_seqs == 32
     assert not options.static

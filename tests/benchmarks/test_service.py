@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks.closed_loop import Timing
+from benchmarks.closed_loop import RequestTiming
 from benchmarks.service import ServiceError, stream_completion
 
 OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -25,7 +25,7 @@ def _stream(pieces: int, tokens: int) -> bytes:
     return OK + piece * pieces + _chunk(usage + b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
-def _ask(answer: bytes, num_tokens: int) -> tuple[Timing, dict[str, object]]:
+def _ask(answer: bytes, num_tokens: int) -> tuple[RequestTiming, dict[str, object]]:
     """Let a stub answer one request; return the timing and the body that it got."""
     bodies = []
 
@@ -37,7 +37,7 @@ def _ask(answer: bytes, num_tokens: int) -> tuple[Timing, dict[str, object]]:
         writer.close()
         await writer.wait_closed()
 
-    async def run() -> Timing:
+    async def run() -> RequestTiming:
         server = await asyncio.start_server(stub, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]

@@ -78,7 +78,7 @@ def simulate(cases: list[RankCase], slots_per_rank: int) -> list[RankResult]:
     return results
 
 
-def _part(route: layout.Route, rank: int) -> tuple[Tensor, Tensor]:
+def _part(route: layout.RowsToSend, rank: int) -> tuple[Tensor, Tensor]:
     """The rows of `route` for one rank."""
     counts = route.row_counts_R.tolist()
     return route.token_N.split(counts)[rank], route.local_slots_NK.split(counts)[rank]

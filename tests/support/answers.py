@@ -7,7 +7,7 @@ from typing import Any
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from server.errors import ApiError
 from server.front.generations import Answer, Ask
-from server.http.exchanges import Exchange
+from server.http.exchanges import HttpExchange
 
 
 class ByteDecoder:
@@ -40,7 +40,7 @@ def ended_answer(
     return answer
 
 
-def ended_exchange(*answers: Answer, **how: Any) -> Exchange:
+def ended_exchange(*answers: Answer, **how: Any) -> HttpExchange:
     """An exchange that took 3.5 s."""
     known = {
         "request_id": "req-1",
@@ -55,4 +55,4 @@ def ended_exchange(*answers: Answer, **how: Any) -> Exchange:
         "duration_s": 3.5,
         "answers": list(answers),
     }
-    return Exchange(**{**known, **how})
+    return HttpExchange(**{**known, **how})

@@ -30,7 +30,7 @@ _GENERIC = "hermes"  # also what models are told to write whose template knows n
 
 
 @dataclass(frozen=True, kw_only=True)
-class Thinking:
+class ThinkingStyle:
     """How a family thinks."""
 
     assumes_opened: bool = False  # where the prompt's end does not tell
@@ -61,15 +61,15 @@ _TOOLS |= {  # other names that users know
     "glm47": _TOOLS["glm45"],
     "llama4_json": _TOOLS["llama3_json"],
 }
-_REASONING: dict[str, Thinking] = {
-    "qwen3": Thinking(),
-    "deepseek_r1": Thinking(assumes_opened=True),
-    "deepseek_v3": Thinking(),
-    "glm45": Thinking(ends_before=("<tool_call>",)),
-    "kimi_k2": Thinking(ends_before=(KIMI.section[0],)),
-    "minimax_m2": Thinking(assumes_opened=True),
-    "hunyuan_a13b": Thinking(answer_tags=("<answer>", "</answer>")),
-    "ernie45": Thinking(answer_tags=("<response>", "</response>")),
+_REASONING: dict[str, ThinkingStyle] = {
+    "qwen3": ThinkingStyle(),
+    "deepseek_r1": ThinkingStyle(assumes_opened=True),
+    "deepseek_v3": ThinkingStyle(),
+    "glm45": ThinkingStyle(ends_before=("<tool_call>",)),
+    "kimi_k2": ThinkingStyle(ends_before=(KIMI.section[0],)),
+    "minimax_m2": ThinkingStyle(assumes_opened=True),
+    "hunyuan_a13b": ThinkingStyle(answer_tags=("<answer>", "</answer>")),
+    "ernie45": ThinkingStyle(answer_tags=("<response>", "</response>")),
 }
 _GPT_OSS_NAMES = (GPT_OSS, "openai_gptoss", "gpt-oss", "gpt_oss")
 TOOL_PARSERS = tuple(sorted([*_TOOLS, *_GPT_OSS_NAMES, NONE]))

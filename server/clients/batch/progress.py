@@ -10,7 +10,7 @@ from tqdm import tqdm
 LINE_EVERY_S = 10.0
 
 
-class Progress:
+class BatchProgress:
     """Counts requests that ended. A context manager: leaving ends the bar."""
 
     def __init__(

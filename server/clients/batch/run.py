@@ -17,7 +17,7 @@ from pathlib import Path
 from server.clients.batch.bulk_client import BulkClient, ServiceLostError, for_each
 from server.clients.batch.input_lines import BadLine, BatchFileError, BatchLine, read_batch
 from server.clients.batch.output_lines import BatchOutput, answer_entry, refusal_entry
-from server.clients.batch.progress import Progress
+from server.clients.batch.progress import BatchProgress
 from server.options.reading import API_KEY_VARIABLE, said_in
 from server.options.table import Options
 from server.process.private_service import PrivateService, ServiceEndedError
@@ -89,11 +89,13 @@ def _answer(
 
 
 def _run(input_file: Path, output: BatchOutput, client: BulkClient, num_open: int) -> None:
-    with Progress(num_open, "wideep run-batch", lines=True) as progress:
+    with BatchProgress(num_open, "wideep run-batch", lines=True) as progress:
         asyncio.run(_answer_all(input_file, output, client, progress))
 
 
-async def _answer_all(input_file: Path, output: BatchOutput, client: BulkClient, progress: Progress) -> None:
+async def _answer_all(
+    input_file: Path, output: BatchOutput, client: BulkClient, progress: BatchProgress
+) -> None:
     # SIGTERM becomes Ctrl-C, which asyncio turns into an end in order: open requests hang up and free their places.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
 

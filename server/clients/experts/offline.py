@@ -22,7 +22,7 @@ from expert_placement.files import (
 from expert_placement.nodes import Cluster, Rules, group_homes, present_homes
 from expert_placement.placement import imbalance
 from expert_placement.plan import Plan, plan, repair
-from expert_placement.simulate import Figures, Outcome, Setting, simulate
+from expert_placement.simulate import Figures, PolicyResult, SimulationSetting, simulate
 
 
 def run_experts(args: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def _run_simulate(args: argparse.Namespace) -> int:
     outcomes = []
     for ranks in args.ranks:
         for slots in args.slots:
-            setting = Setting(
+            setting = SimulationSetting(
                 rules=_rules(args, ranks),
                 slots_per_rank=_slots_per_rank(slots, ranks),
                 target=args.target,
@@ -63,7 +63,7 @@ def _run_simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(outcome: Outcome) -> str:
+def _row(outcome: PolicyResult) -> str:
     return (
         f"{outcome.ranks:6} {outcome.slots:6} {outcome.policy:8}{_figures(outcome)} {outcome.moved:7.1%} "
         f"{outcome.away:8.1%} {outcome.plan_ms:8.1f}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from server.clients.batch.bulk_client import BulkClient, for_each
-from server.clients.batch.progress import Progress
+from server.clients.batch.progress import BatchProgress
 from server.clients.llm.results import RequestOutput, SamplingParams, output_from
 
 
@@ -47,7 +47,7 @@ async def complete_all(
 
     async with client:
         max_model_len = (await client.get("/v1/models")).body["data"][0]["max_model_len"]
-        with Progress(len(questions), "wideep") if shows_bar else contextlib.nullcontext() as progress:
+        with BatchProgress(len(questions), "wideep") if shows_bar else contextlib.nullcontext() as progress:
             await for_each(questions, complete, concurrency=client.concurrency)
     return [results[place] for place in range(len(questions))]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.day import PARTS, Day, Part
+from benchmarks.gpu.day import PARTS, Day, DayPart
 from benchmarks.gpu.results import Ledger, Row, Setting
 from benchmarks.gpu.worker import DeadWorkerError, FailedUnitError, LateWorkerError
 
 SETTING = Setting(device="interpreter", is_tiny=True)
-CEILINGS = Part("ceilings", "c", "Ceilings", 100.0, is_repeated=True)
-FIRST, LAST = Part("first", "f", "First", 100.0, share=0.5), Part("last", "l", "Last", 100.0)
+CEILINGS = DayPart("ceilings", "c", "Ceilings", 100.0, is_repeated=True)
+FIRST, LAST = DayPart("first", "f", "First", 100.0, share=0.5), DayPart("last", "l", "Last", 100.0)
 ROW = Row(name="row", figures={"x": 1.0})
 
 
@@ -69,7 +69,7 @@ def raising(error: Exception) -> Callable[[], Any]:
 
 
 def run_day(
-    script: Script, path: Path, parts: list[Part], *, minutes: float = 60.0, resumes: bool = False
+    script: Script, path: Path, parts: list[DayPart], *, minutes: float = 60.0, resumes: bool = False
 ) -> tuple[Ledger, Day]:
     ledger = Ledger(path, {}, resumes=resumes)
     day = Day(ledger, SETTING, script.start, minutes=minutes, clock=lambda: script.now_s, say=lambda _: None)
@@ -150,7 +150,7 @@ def test_a_part_has_its_share_first_and_the_rest_when_all_had_theirs(tmp_path: P
 
 def test_a_unit_that_would_be_cut_leaves_its_time_to_others(tmp_path: Path) -> None:
     script = Script({"h": ["big", "huge"], "l": ["z", "y"]}, unit_s=50.0)
-    heavy = Part("heavy", "h", "Heavy", 100.0, least_s=100.0)
+    heavy = DayPart("heavy", "h", "Heavy", 100.0, least_s=100.0)
     ledger, day = run_day(script, tmp_path / "day.json", [heavy, LAST], minutes=1.7)
     assert script.ran == ["big", "z"], "52 s are left after big, which is too little for huge"
     assert day.not_reached == {"heavy": ["huge"], "last": ["y"]}

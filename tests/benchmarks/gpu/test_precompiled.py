@@ -6,12 +6,12 @@ from benchmarks.gpu.results import Setting
 from tests.benchmarks.gpu.sample_part import launched
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from benchmarks.gpu.precompiled import Outcome, run, side_by_side
+from benchmarks.gpu.precompiled import CompileOutcome, run, side_by_side
 
 
 def test_what_fails_is_told_and_the_others_are_launched() -> None:
     assert side_by_side(launched, ["a", "bad", "c"], 1) == [
-        Outcome("a", ""), Outcome("bad", "ValueError: no such shape"), Outcome("c", ""),
+        CompileOutcome("a", ""), CompileOutcome("bad", "ValueError: no such shape"), CompileOutcome("c", ""),
     ]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.gpu.day import Part, day_lines
+from benchmarks.gpu.day import DayPart, day_lines
 from benchmarks.gpu.device_card import day_card
 from benchmarks.gpu.results import DONE, Ledger, Row, Setting, file_name, source_digest
 
@@ -51,7 +51,7 @@ def test_the_card_of_an_interpreted_day_says_that_times_mean_nothing() -> None:
     assert card["missing packages"] == "none"
 
 
-PART = Part("kernels", "k", "Kernel times", 1.0)
+PART = DayPart("kernels", "k", "Kernel times", 1.0)
 
 
 def entry(*rows: Row, status: str = "done", note: str = "") -> dict[str, object]:

@@ -8,16 +8,16 @@ import torch
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from dispatch.errors import WireUnavailable
 from dispatch.faces.wires import load_triton
-from dispatch.gpu.open import RankFacts, decide
+from dispatch.gpu.open import RankDevice, decide
 from dispatch.gpu.symmetric import TorchSymmetricMemory, check_addresses
 
-ONE = RankFacts(("host",), "gpu-0", has_nccl=True, has_nvshmem=False)
+ONE = RankDevice(("host",), "gpu-0", has_nccl=True, has_nvshmem=False)
 TWO = ONE._replace(gpu="gpu-1")
 FAR = ONE._replace(host=("other",))
 INTERPRETED = ONE._replace(gpu="interpreter", has_nccl=False)
 
 
-def with_nvshmem(*facts: RankFacts) -> list[RankFacts]:
+def with_nvshmem(*facts: RankDevice) -> list[RankDevice]:
     return [own._replace(has_nvshmem=True) for own in facts]
 
 
@@ -38,7 +38,7 @@ def with_nvshmem(*facts: RankFacts) -> list[RankFacts]:
     ],
 )
 def test_what_is_taken_follows_from_what_all_ranks_have(
-    backend: str, facts: list[RankFacts], wire: str, memory: str, says: str
+    backend: str, facts: list[RankDevice], wire: str, memory: str, says: str
 ) -> None:
     choice = decide(backend, facts)
     assert (choice.wire, choice.memory) == (wire, memory)
@@ -56,7 +56,7 @@ def test_what_is_taken_follows_from_what_all_ranks_have(
         ("nvshmem", [*with_nvshmem(ONE), TWO], "nvshmem cannot be used: ranks [1] do not have it; use auto"),
     ],
 )
-def test_what_cannot_work_is_refused(backend: str, facts: list[RankFacts], text: str) -> None:
+def test_what_cannot_work_is_refused(backend: str, facts: list[RankDevice], text: str) -> None:
     with pytest.raises(WireUnavailable) as raised:
         decide(backend, facts)
     assert str(raised.value) == text

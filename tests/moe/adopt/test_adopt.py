@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.adopt.adopt import Candidate, Rows, adopt
+from moe.adopt.adopt import Candidate, SampleRows, adopt
 from moe.adopt.gates import Gate, apply, arranged, gate_of, gelu_tanh, silu, swiglu_oai
 from tests.support.families import make_model
 from tests.support.ranks import RankPool
 
-ROWS = Rows(torch.float32, torch.device("cpu"))
+ROWS = SampleRows(torch.float32, torch.device("cpu"))
 
 
 class Doubling(nn.Module):
@@ -36,7 +36,7 @@ def candidate(module: nn.Module, ours: Callable[[Tensor], Tensor], tolerance: fl
 def is_adopted(ours: Callable[[Tensor], Tensor], tolerance: float = 0.0) -> bool:
     module = Doubling()
 
-    def proposal(each: nn.Module, _rows: Rows) -> Iterator[Candidate]:
+    def proposal(each: nn.Module, _rows: SampleRows) -> Iterator[Candidate]:
         yield candidate(each, ours, tolerance)
 
     count = adopt([module], (proposal,), ROWS)["proposal"]
@@ -79,7 +79,7 @@ def test_the_first_candidate_that_agrees_is_taken_and_a_kind_is_tried_once() -> 
         tried.append(name)
         return x * factor
 
-    def proposals(module: nn.Module, _rows: Rows) -> Iterator[Candidate]:
+    def proposals(module: nn.Module, _rows: SampleRows) -> Iterator[Candidate]:
         for name, factor in (("wrong", 3.0), ("right", 2.0), ("late", 2.0)):
             yield candidate(module, partial(ours, name, factor))._replace(kind=name)
 
@@ -161,7 +161,7 @@ class CentredRMSNorm(PlainRMSNorm):
 
 def exchange_norms() -> tuple[int, list[bool], float]:
     """Exchange the norms of a small model; how many, which, and how far the exchanged one is from its own."""
-    from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415 - in the interpreter
     from moe.adopt.norms import norms  # noqa: PLC0415
 
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def exchange_norms() -> tuple[int, list[bool], float]:
     )
     x = torch.randn(1, 3, 2, 16).transpose(1, 2)
     wanted = net[0](x)
-    count = adopt(net.modules(), (norms,), Rows(torch.float32, torch.device("cpu")))["norms"]
+    count = adopt(net.modules(), (norms,), SampleRows(torch.float32, torch.device("cpu")))["norms"]
     exchanged = ["forward" in vars(module) for module in net]
     return count, exchanged, float((net[0](x) - wanted).abs().max())
 
@@ -191,7 +191,7 @@ class Rotated(NamedTuple):
 
 
 def exchange_rotary(family: str) -> Rotated:
-    from moe.adopt.adopt import Rows, adopt  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415 - in the interpreter
     from moe.adopt.rotary import rotary  # noqa: PLC0415
 
     model = make_model(family)
@@ -200,7 +200,9 @@ def exchange_rotary(family: str) -> Rotated:
     tokens = torch.randint(3, 200, (1, 3), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         wanted = model(tokens).logits
-        exchanged = adopt(model.modules(), (rotary,), Rows(torch.float32, torch.device("cpu")))["rotary"]
+        exchanged = adopt(model.modules(), (rotary,), SampleRows(torch.float32, torch.device("cpu")))[
+            "rotary"
+        ]
         found = model(tokens).logits
     untouched = file.apply_rotary_pos_emb is before
     return Rotated(exchanged, len(model.model.layers), float((found - wanted).abs().max()), untouched)

@@ -21,7 +21,7 @@ from moe.demo_model.cache import (
     is_complete,
     make_once,
 )
-from moe.demo_model.source import DemoModelError, Report, Source
+from moe.demo_model.source import DemoModelError, Report, SourceFiles
 
 TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).parents[3]
@@ -188,7 +188,7 @@ def test_a_failing_child_is_a_named_error_with_its_last_words(
 ) -> None:
     garbage = tmp_path / "weights.gguf"
     garbage.write_bytes(b"not a GGUF file, but long enough to be opened as one" * 10)
-    monkeypatch.setattr(cache, "fetch_source", lambda *_: Source(gguf=garbage, licence=garbage))
+    monkeypatch.setattr(cache, "fetch_source", lambda *_: SourceFiles(gguf=garbage, licence=garbage))
     with pytest.raises(DemoModelError, match=r"failed with status 1 .*\n[\s\S]*GGUF magic invalid"):
         ensure_demo_model(tmp_path / "cache", report=ignore)
 
@@ -196,7 +196,7 @@ def test_a_failing_child_is_a_named_error_with_its_last_words(
 def test_a_child_that_is_no_longer_listened_to_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "fetch_source", lambda *_: Source(gguf=tmp_path, licence=tmp_path))
+    monkeypatch.setattr(cache, "fetch_source", lambda *_: SourceFiles(gguf=tmp_path, licence=tmp_path))
     started: list[subprocess.Popen[str]] = []
 
     class Recorded(subprocess.Popen[str]):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from moe.demo_model.build import layer_mlp
 from moe.demo_model.checkpoint import SAMPLING, build_tokenizer, write_checkpoint, write_tokenizer
 from moe.demo_model.conversion import MoeMlp, Recipe, convert_mlp
-from moe.demo_model.gguf_weights import Vocabulary
+from moe.demo_model.gguf_weights import GgufVocabulary
 from tests.moe.demo_model import tiny
 
 IDS = torch.arange(40)[None] + 3
@@ -77,10 +77,10 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 
 
-def vocabulary() -> Vocabulary:
+def vocabulary() -> GgufVocabulary:
     """All bytes, and three merges; one of them would join two digits."""
     tokens = [*SPECIAL, *sorted(ByteLevel.alphabet()), "12", "ab", "\u0120\u0120"]
-    return Vocabulary(
+    return GgufVocabulary(
         tokens=tokens,
         merges=["1 2", "a b", "\u0120 \u0120"],
         control_ids=[0, 1, 2],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from moe.gpu.backend import Device, backend_on, warm_up, why_no_fp8
+from moe.gpu.backend import GpuDevice, backend_on, warm_up, why_no_fp8
 from moe.load.quantisation import Quantisation
 
 BLOCKS = Quantisation(method="fp8", block_rows=128, block=128)
@@ -44,7 +44,7 @@ def test_a_gpu_runs_the_largest_prompts_before_it_serves_and_waits_for_every_ste
     monkeypatch: pytest.MonkeyPatch, device: str, steps: list[tuple[int, int]]
 ) -> None:
     """Many rows take another tile of the experts' kernel, which would be compiled amid the first such step."""
-    on = Device(device=torch.device("cpu"), dtype=torch.float32)
+    on = GpuDevice(device=torch.device("cpu"), dtype=torch.float32)
     step = backend_on(on).make_step(max_tokens=32, max_sequences=2, max_blocks=2, block_tokens=16, threads=1)
     ran: list[tuple[int, int] | str] = []
     head = SimpleNamespace(weight=torch.empty(50, 8))

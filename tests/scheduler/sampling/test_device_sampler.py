@@ -199,7 +199,7 @@ def test_a_step_that_samples_nothing_is_waited_for_all_the_same(monkeypatch: pyt
 def test_a_warm_up_samples_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def note(rows: torch.Tensor, made: plan.Plan) -> torch.Tensor:
+    def note(rows: torch.Tensor, made: plan.SamplingPlan) -> torch.Tensor:
         seen.append((bool(made.draws), bool(made.masked_rows), bool(made.edited_E.numel()), bool(made.asked)))
         return choose_tokens(rows, made)
 

@@ -135,7 +135,7 @@ def test_rules_hold_in_greedy_and_in_drawn_tokens() -> None:
 class OneWay:
     """A structure in which only token 5 may come."""
 
-    has_ended, failure = False, ""
+    has_ended, failure = False, None
 
     def mask(self, logits_V: np.ndarray) -> None:
         kept = logits_V[5]

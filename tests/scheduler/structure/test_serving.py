@@ -161,7 +161,8 @@ class Broken:
     has_ended = False
 
     def __init__(self, num_tokens: int) -> None:
-        self.failure, self._num_left = "", num_tokens
+        self.failure: str | None = None
+        self._num_left = num_tokens
 
     def mask(self, logits_V: Any) -> None:
         """Allow all."""
@@ -169,7 +170,7 @@ class Broken:
     def advance(self, token_id: int) -> None:
         """Count down to the failure."""
         self._num_left -= 1
-        self.failure = "" if self._num_left else "this matcher is broken"
+        self.failure = None if self._num_left else "this matcher is broken"
 
 
 def test_a_matcher_that_fails_ends_its_request_with_an_error_and_no_other(

@@ -26,7 +26,7 @@ from server.experts.load import ExpertsLoad
 from server.experts.routes import placement_routes
 from server.http.app import build_app
 from server.http.guards import ApiKeys
-from server.link.messages import PlacementWord
+from server.link.messages import PlacementUpdate
 from tests.support.asgi import client_of
 from tests.support.placements import held, random_placement
 
@@ -65,7 +65,7 @@ class PlayedRanks:
         report = PlacementReport(
             rank=rank, version=version, state=state, reason=reason, num_moves=2, num_bytes=10
         )
-        asyncio.get_running_loop().call_soon(self.control.take_word, PlacementWord(report, None, 0))
+        asyncio.get_running_loop().call_soon(self.control.take_update, PlacementUpdate(report, None, 0))
 
 
 def control_of(
@@ -81,7 +81,7 @@ def control_of(
     )
     load.take_experts(ExpertMap(start.version, 8, 2, (0, 1, 2), 3, start.slot_expert))
     report = PlacementReport(rank=0, version=start.version, state=MoveState.SERVING)
-    control.take_word(PlacementWord(report, start, 1000))
+    control.take_update(PlacementUpdate(report, start, 1000))
     return control, load
 
 
@@ -254,7 +254,7 @@ def test_a_change_whose_epoch_ends_before_its_first_stage_asks_no_rank() -> None
 def test_a_rank_that_came_back_does_not_say_what_serves() -> None:
     control, _ = control_of(PlayedRanks())
     report = PlacementReport(rank=0, version=0, state=MoveState.SERVING)
-    control.take_word(PlacementWord(report, OTHER, 1000))
+    control.take_update(PlacementUpdate(report, OTHER, 1000))
     assert control.serving() is START and control.home is START
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.types import Message
 
 from server.http.app import build_app
-from server.http.exchanges import CLIENT_GONE, Exchange, ExchangeWatch, current_exchange
+from server.http.exchanges import CLIENT_GONE, ExchangeWatch, HttpExchange, current_exchange
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
@@ -34,9 +34,9 @@ def routed() -> APIRouter:
 
 def exchanges_of(
     *requests: dict[str, Any], http: HttpOptions | None = None
-) -> list[tuple[Exchange, httpx.Response]]:
+) -> list[tuple[HttpExchange, httpx.Response]]:
     """Make requests, in order; returns what the observer was told with the responses."""
-    told: list[Exchange] = []
+    told: list[HttpExchange] = []
     app = build_app([routed()], version="0", keys=ApiKeys(), http=http, observers=[told.append])
     answers = [ask(app, **{"method": "GET", **request}) for request in requests]
     return list(zip(told, answers, strict=True))
@@ -106,7 +106,7 @@ def test_browsers_of_allowed_origins_may_ask_and_read_the_id() -> None:
 
 
 def test_a_client_that_was_sent_nothing_is_499_and_the_header_list_is_not_shared() -> None:
-    told: list[Exchange] = []
+    told: list[HttpExchange] = []
     shared: list[tuple[bytes, bytes]] = []
     sent: list[Message] = []
     answers = [lambda: {"type": "http.response.start", "status": 200, "headers": shared}, lambda: None]

@@ -12,7 +12,7 @@ from scheduler.policy.request import Request, SamplingParams
 from server.errors import ApiError
 from server.front.generations import Ask
 from server.http import logs
-from server.http.exchanges import Exchange
+from server.http.exchanges import HttpExchange
 from server.http.logs import AccessLog, RequestLog, logging_to
 from server.options.table import LogOptions
 from tests.support.answers import ByteDecoder, ended_answer, ended_exchange
@@ -20,7 +20,7 @@ from tests.support.answers import ByteDecoder, ended_answer, ended_exchange
 QUIET = LogOptions().quiet_paths
 
 
-def access_lines(*exchanges: Exchange, **options: Any) -> list[str]:
+def access_lines(*exchanges: HttpExchange, **options: Any) -> list[str]:
     out, error = io.StringIO(), io.StringIO()
     with logging_to(LogOptions(**options), out=out, error=error):
         for exchange in exchanges:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from server.errors import ApiError
 from server.front.generations import ClientGone
 from server.http.app import build_app
-from server.http.exchanges import Exchange
+from server.http.exchanges import HttpExchange
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
@@ -35,9 +35,9 @@ def asked(
     headers: Any = JSON,
     failure: Exception | None = None,
     **options: Any,
-) -> tuple[httpx.Response, Exchange]:
+) -> tuple[httpx.Response, HttpExchange]:
     """Ask an application; returns the answer and the exchange."""
-    exchanges: list[Exchange] = []
+    exchanges: list[HttpExchange] = []
     router = new_router()
 
     @router.post("/x")

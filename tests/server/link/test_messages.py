@@ -17,7 +17,7 @@ from server.link.messages import (
     DropPlacement,
     Fault,
     Goodbye,
-    PlacementWord,
+    PlacementUpdate,
     Prepare,
     RankFacts,
     Regrouped,
@@ -70,7 +70,7 @@ def test_every_combination_of_empty_parts_comes_back() -> None:
         Stop(),
         Abort("a"),
         DropPlacement(2),
-        PlacementWord(REPORT, None, 0),
+        PlacementUpdate(REPORT, None, 0),
     ],
 )
 def test_a_message_comes_back(message: Any) -> None:
@@ -79,7 +79,7 @@ def test_a_message_comes_back(message: Any) -> None:
 
 
 def test_placements_keep_their_digest_and_version() -> None:
-    sent = (Prepare(PLACEMENT), PlacementWord(REPORT, PLACEMENT, 5), Order(4, (0, 2), PLACEMENT))
+    sent = (Prepare(PLACEMENT), PlacementUpdate(REPORT, PLACEMENT, 5), Order(4, (0, 2), PLACEMENT))
     for back in (decode(encode(each)) for each in sent):
         assert (back.placement.digest(), back.placement.version) == (PLACEMENT.digest(), 9)
     assert decode(encode(sent[2]))[:2] == (4, (0, 2))
