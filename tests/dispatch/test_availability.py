@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dispatch.errors import WireUnavailable
 from dispatch.wires import availability
 from dispatch.wires.availability import BACKENDS, why_not_served_by, why_unavailable
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
+from tests.dispatch.caught import catch
 
 
 def open_by_name(name: str) -> str:
-    try:
-        open_wire(name, dist.group.WORLD)
-    except WireUnavailable as error:
-        return str(error)
-    return "no error"
+    return catch(lambda: open_wire(name, dist.group.WORLD))
 
 
 @pytest.fixture
@@ -71,7 +67,7 @@ def test_local_serves_one_rank() -> None:
 @pytest.mark.parametrize("name", ["nvshmem", "deep_ep"])
 def test_what_is_no_wire_is_refused_on_every_rank(pool_of: PoolOf, name: str) -> None:
     for text in pool_of(2).run(open_by_name, name):
-        assert text.startswith(f"{name} cannot be used: ")
+        assert text.startswith(f"WireUnavailable: {name} cannot be used: ")
         assert text.endswith("; use auto, gloo or shm")
 
 

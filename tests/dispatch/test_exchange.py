@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.errors import RanksDisagree
 from dispatch.exchange import CLOCK_BLOCK as BLOCK
 from dispatch.exchange import Exchange, ExchangeClock
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
+from tests.dispatch.caught import catch
 
 
 def test_total_is_the_sum_and_wires_come_in_whole_blocks() -> None:
@@ -93,13 +93,9 @@ def send_notes_of_other_lengths() -> str:
     wire = open_wire("shm", dist.group.WORLD, timeout_s=20.0)
     exchange = Exchange(wire, slots_per_rank=1)
     exchange.send_rows(torch.ones(1, 2), torch.tensor([[0]]), call=1, note=(1,) * (1 + wire.rank))
-    try:
-        exchange.receive_rows()
-    except RanksDisagree as error:
-        return str(error)
-    finally:
-        wire.close()
-    return "no error"
+    said = catch(exchange.receive_rows)
+    wire.close()
+    return said
 
 
 def test_notes_of_other_lengths_are_another_call(pool_of: PoolOf) -> None:

@@ -10,6 +10,7 @@ from dispatch.errors import DispatchError, PeerLost
 from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
 from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
+from tests.dispatch.caught import catch
 from tests.dispatch.hierarchical_cases import S, open_here
 
 
@@ -125,13 +126,9 @@ def leave_early(name: str) -> str:
     if dispatcher.rank == 3:
         dispatcher.close()
         return "closed"
-    try:
-        dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[0]]))
-        return "no error"
-    except DispatchError as error:
-        return type(error).__name__
-    finally:
-        dispatcher.close()
+    said = catch(lambda: dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[0]])))
+    dispatcher.close()
+    return said.partition(":")[0]
 
 
 @pytest.mark.parametrize("name", ["auto", "gloo"])
@@ -145,10 +142,7 @@ def give_up_a_rank() -> str:
     dispatcher, said = open_here("shm", 2), ""
     if dispatcher.rank == 0:
         dispatcher.interrupt(PeerLost(3, "the front has given it up"))
-        try:
-            dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[0]]))
-        except PeerLost as error:
-            said = str(error)
+        said = catch(lambda: dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[0]])))
     dist.barrier()
     dispatcher.close()
     return said
@@ -156,15 +150,13 @@ def give_up_a_rank() -> str:
 
 def test_an_interruption_ends_a_wait_with_the_rank_that_it_names(pool_of: PoolOf) -> None:
     answers = pool_of(4).run(give_up_a_rank)
-    assert answers == ["rank 3 is lost: the front has given it up", "", "", ""]
+    assert answers == ["PeerLost: rank 3 is lost: the front has given it up", "", "", ""]
 
 
 def open_with(node_size: int, slots: int) -> str:
-    try:
-        open_hierarchical("auto", dist.group.WORLD, node_size=node_size, slots_per_rank=slots).close()
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return catch(
+        lambda: open_hierarchical("auto", dist.group.WORLD, node_size=node_size, slots_per_rank=slots)
+    )
 
 
 def open_unequal() -> str:
@@ -174,7 +166,7 @@ def open_unequal() -> str:
 def test_a_bad_node_size_is_refused_on_every_rank(pool_of: PoolOf) -> None:
     pool = pool_of(4)
     for bad in (0, 3, 8):
-        wanted = f"node_size is {bad} for 4 ranks; it must be one of [1, 2, 4]"
+        wanted = f"ValueError: node_size is {bad} for 4 ranks; it must be one of [1, 2, 4]"
         assert pool.run(open_with, bad, S) == [wanted] * 4
     assert all("rank 1 asks for" in text for text in pool.run(open_unequal))
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.dispatcher import Dispatcher
-from dispatch.errors import RanksDisagree
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
+from tests.dispatch.caught import catch
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
 
@@ -47,15 +47,6 @@ def open_dispatcher(name: str, **settings: int) -> Dispatcher:
     return Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=20.0), slots_per_rank=S, **settings)
 
 
-def error_of(call: Callable[[], object]) -> str:
-    """Type and text of what a call raises."""
-    try:
-        call()
-    except (ValueError, RanksDisagree) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def dispatch_badly(
     name: str, bad_ranks: list[int], cases: list[RankCase], good_tokens: int
 ) -> tuple[dict[str, str], RankResult]:
@@ -69,7 +60,7 @@ def dispatch_badly(
             x_TH, slots_TK = bad.spoil(x_TH, slots_TK)
         elif bad.mode.capacity:
             x_TH, slots_TK = x_TH[:good_tokens], slots_TK[:good_tokens]
-        errors[kind] = error_of(lambda x=x_TH, s=slots_TK, m=bad.mode: dispatcher.dispatch(x, s, m))
+        errors[kind] = catch(lambda x=x_TH, s=slots_TK, m=bad.mode: dispatcher.dispatch(x, s, m))
     result = run_layer(dispatcher, cases[rank])
     dispatcher.close()
     return errors, result
@@ -115,11 +106,11 @@ def combine_badly(name: str, bad_rank: int) -> tuple[list[str], bool]:
             y_PH, weights_TK, dispatched, out=torch.zeros(3, 16)[:, ::2] if is_bad else torch.zeros(3, 8)
         ),
     ]
-    errors = [error_of(call) for call in spoilt]
+    errors = [catch(call) for call in spoilt]
     combined = dispatcher.combine(y_PH, weights_TK, dispatched)  # the same dispatch is still good
     older, dispatched = dispatched, dispatcher.dispatch(x_TH, slots_TK)
     y_PH = dispatched.x_NH[dispatched.row_P]
-    errors.append(error_of(lambda: dispatcher.combine(y_PH, weights_TK, older if is_bad else dispatched)))
+    errors.append(catch(lambda: dispatcher.combine(y_PH, weights_TK, older if is_bad else dispatched)))
     again = dispatcher.combine(y_PH, weights_TK, dispatched)
     dispatcher.close()
     return errors, torch.equal(combined, again) and bool((combined == 2).all())
@@ -163,9 +154,9 @@ def disagree(name: str, kind: str, odd_rank: int) -> tuple[str, str]:
     if kind == "dtype":  # types of one size, which bytes alone do not tell apart
         x_TH = x_TH.to(torch.float16 if is_odd else torch.bfloat16)
     mode = low_latency(8 if is_odd else 16) if kind == "capacity" else NORMAL
-    first = error_of(lambda: dispatcher.dispatch(x_TH, slots_TK, mode))
+    first = catch(lambda: dispatcher.dispatch(x_TH, slots_TK, mode))
     good = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64)
-    second = error_of(lambda: dispatcher.dispatch(*good))
+    second = catch(lambda: dispatcher.dispatch(*good))
     dispatcher.close()
     return first, second
 

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.errors import PeerLost, PeerRefused, RanksDisagree
+from dispatch.errors import PeerRefused
 from dispatch.gpu.nccl import NcclRows
 from dispatch.rows import HostRows, Received, RowExchange, RowMover
 from dispatch.wires.local import LocalWire
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
+from tests.dispatch.caught import catch
 
 BACKENDS = [("auto", 1), ("shm", 2), ("gloo", 2), ("nccl", 2), ("shm", 4), ("gloo", 4), ("nccl", 4)]
 CPU = torch.device("cpu")
@@ -189,11 +190,7 @@ def bad_calls(name: str) -> list[str]:
     ]
     raised = []
     for call in calls:
-        try:
-            call()
-            raised.append("nothing")
-        except (RanksDisagree, ValueError) as error:
-            raised.append(f"{type(error).__name__}: {error}")
+        raised.append(catch(call))
         back = exchange.give_back([torch.full((2 * R, 3), float(rank))], good.route)
         assert torch.equal(back.planes[0][:, 0], torch.arange(R).repeat_interleave(2).float())
     mover.close()
@@ -227,13 +224,10 @@ def test_a_masked_rank_is_an_error(pool_of: PoolOf) -> None:
 def send_with_a_masked_peer() -> str:
     wire = open_wire("shm", dist.group.WORLD, timeout_s=20.0, mask_lost=True)
     wire.mask.values[1 - wire.rank] = 1
-    try:
-        RowExchange(HostRows(wire, CPU)).send([torch.ones(1, 4)], torch.ones(1, 2, dtype=torch.bool))
-    except PeerLost as error:
-        return str(error)
-    finally:
-        wire.close()
-    return "nothing"
+    exchange = RowExchange(HostRows(wire, CPU))
+    said = catch(lambda: exchange.send([torch.ones(1, 4)], torch.ones(1, 2, dtype=torch.bool)))
+    wire.close()
+    return said
 
 
 def test_received_planes_are_new_memory() -> None:

@@ -3,7 +3,6 @@
 The kernels' module is imported in here: the interpreter must be chosen before, and only in these processes.
 """
 
-import os
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from dispatch.gpu.symmetric import SharedMemory
 
 def open_interpreted(num_bytes: int = 1 << 18, **kwargs: Any) -> Any:
     """An exchange whose kernels are interpreted. Opening is collective."""
-    os.environ["TRITON_INTERPRET"] = "1"
     from dispatch.gpu.exchange import LowLatencyBlocks  # noqa: PLC0415
 
     def open_memory(size: int) -> SharedMemory:

@@ -3,8 +3,6 @@
 The interpreter is slow, so there are two ranks, and sizes are small.
 """
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,23 +14,14 @@ from dispatch.faces.low_latency import LowLatencyFace
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.interpreted import open_interpreted
 from tests.dispatch.low_latency import test_deepep_assertions as deepep
-from tests.dispatch.low_latency import test_face as faces
-from tests.dispatch.low_latency import test_face_refusals as refusals
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, assert_same, make_cases, simulate
-from tests.dispatch.low_latency.ranks import one_rank_wrong, open_face, run_layer
+from tests.dispatch.low_latency.ranks import open_face, run_layer
 from tests.support.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
 pytestmark = needs_triton
 
 BF16, F16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(scope="module")
-def fresh_pool() -> Iterator[RankPool]:
-    """Two ranks of their own: the interpreter must be chosen before anything in a process imports triton."""
-    with RankPool(2, timeout_s=120.0) as pool:
-        yield pool
 
 
 def small_layers() -> list[Layer]:
@@ -51,10 +40,10 @@ def small_layers() -> list[Layer]:
     ]
 
 
-def test_interpreted_kernels_give_the_oracles_bits_across_processes(fresh_pool: RankPool) -> None:
+def test_interpreted_kernels_give_the_oracles_bits_across_processes(interpreting_pair: RankPool) -> None:
     """Every other layer with hooks, and what was sent overwritten before they run."""
     layers = small_layers()
-    results = fresh_pool.run(run_alternating, layers)
+    results = interpreting_pair.run(run_alternating, layers)
     for index, layer in enumerate(layers):
         for rank, want in enumerate(simulate(layer)):
             assert_same(results[rank][index], want, f"layer {index}, rank {rank}")
@@ -88,63 +77,10 @@ def answer_in_another_type() -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_answers_may_have_another_type_and_leave_choices_out(fresh_pool: RankPool) -> None:
-    for ours32, ours16, cpu32, cpu16 in fresh_pool.run(answer_in_another_type):
+def test_answers_may_have_another_type_and_leave_choices_out(interpreting_pair: RankPool) -> None:
+    for ours32, ours16, cpu32, cpu16 in interpreting_pair.run(answer_in_another_type):
         assert torch.equal(ours32, cpu32) and ours32.dtype == torch.float32
         assert torch.equal(ours16, cpu16) and ours16.dtype == F16
-
-
-@pytest.mark.parametrize(
-    ("call", "change", "message"),
-    [
-        ("dispatch", {"topk_idx": torch.full((3, 3), 99)}, "topk_idx[0, 0] is 99"),
-        (
-            "dispatch",
-            {"x": torch.zeros(3, 16, dtype=torch.float64)},
-            "x is torch.float64 [3, 16] on cpu; the kernels",
-        ),
-        ("combine", {"topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, "topk_idx["),
-    ],
-)
-@pytest.mark.slow
-def test_a_refusal_reaches_every_rank_and_the_next_call_works(
-    fresh_pool: RankPool, call: str, change: dict[str, Any], message: str
-) -> None:
-    results = fresh_pool.run(one_rank_wrong, "triton", 1, call, change)
-    wants = simulate(Layer(make_cases(1, [3] * 2, dtype=BF16), 4, 2))
-    for rank, (text, result) in enumerate(results):
-        who = "ValueError: " if rank == 1 else "PeerRefused: rank 1 refused the call: "
-        assert text.startswith(who + message), text
-        assert_same(result, wants[rank], f"rank {rank}")
-
-
-@pytest.mark.slow
-def test_a_refusal_is_raised_by_the_hook_it_belongs_to(fresh_pool: RankPool) -> None:
-    (posted, hooked), (refused, _) = fresh_pool.run(refusals.refused_while_hook_waits, "triton")
-    assert posted == "no error"
-    assert hooked.startswith("PeerRefused: rank 1 refused the call: topk_idx[0, 0] is 77")
-    assert refused.startswith("ValueError: topk_idx[0, 0] is 77")
-
-
-@pytest.mark.parametrize("wrong", ["hidden", "tokens"])
-@pytest.mark.slow
-def test_ranks_that_disagree_get_a_named_error(fresh_pool: RankPool, wrong: str) -> None:
-    for text in fresh_pool.run(refusals.disagree, "triton", wrong):
-        assert text.startswith("RanksDisagree: rank ")
-
-
-def test_two_calls_may_be_under_way_and_posting_does_not_wait(fresh_pool: RankPool) -> None:
-    layers = [Layer(make_cases(seed, [3, 5], dtype=BF16), 9, 2) for seed in (1, 2)]
-    ours, cpus = (fresh_pool.run(faces.overlap_two, name, layers) for name in ("triton", "gloo"))
-    assert all(torch.equal(a, b) for rank in (0, 1) for a, b in zip(ours[rank], cpus[rank], strict=True))
-    assert all(elapsed < 20 for elapsed in fresh_pool.run(faces.send_before_the_peer, "triton"))
-
-
-@pytest.mark.slow
-def test_waits_are_noted_for_peers(fresh_pool: RankPool) -> None:
-    for rank, (waits, table) in enumerate(fresh_pool.run(faces.count_waits, "triton")):
-        assert 0 < waits[1 - rank] < 20e9
-        assert 0 < table[rank][1 - rank] < 20e9
 
 
 def grow_and_reuse() -> list[str]:
@@ -172,8 +108,8 @@ def grow_and_reuse() -> list[str]:
 
 
 @pytest.mark.slow
-def test_memory_grows_and_a_refusal_meets_a_rank_that_would_grow(fresh_pool: RankPool) -> None:
-    first, second = fresh_pool.run(grow_and_reuse)
+def test_memory_grows_and_a_refusal_meets_a_rank_that_would_grow(interpreting_pair: RankPool) -> None:
+    first, second = interpreting_pair.run(grow_and_reuse)
     assert first[2].startswith("PeerRefused: rank 1 refused the call: topk_idx[0, 0] is 99")
     assert second[2].startswith("ValueError: topk_idx[0, 0] is 99")
     assert [*first[:2], *first[3:], *second[:2], *second[3:]] == ["same"] * 8
@@ -199,14 +135,14 @@ def come_late(absent: int, enable_shrink: bool) -> tuple[str, list[int], Any] | 
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_a_named_error(fresh_pool: RankPool) -> None:
-    text, mask, _ = fresh_pool.run(come_late, 1, False)[0]
+def test_a_rank_that_does_not_come_is_a_named_error(interpreting_pair: RankPool) -> None:
+    text, mask, _ = interpreting_pair.run(come_late, 1, False)[0]
     assert text.startswith("DispatchTimeout: ") and "rank 1" in text
     assert mask == [0, 0]
 
 
-def test_a_rank_that_does_not_come_is_masked_and_adds_nothing(fresh_pool: RankPool) -> None:
-    text, mask, results = fresh_pool.run(come_late, 1, True)[0]
+def test_a_rank_that_does_not_come_is_masked_and_adds_nothing(interpreting_pair: RankPool) -> None:
+    text, mask, results = interpreting_pair.run(come_late, 1, True)[0]
     present, absent = make_cases(6, [3, 2], hidden=16)
     cases = [
         present._replace(topk_TK=torch.where(present.topk_TK // 2 == 1, -1, present.topk_TK)),
@@ -246,9 +182,9 @@ def call_without_looking() -> tuple[list[str], list[torch.Tensor]]:
 
 @pytest.mark.slow
 def test_where_the_host_does_not_look_nothing_is_delivered_and_the_barrier_says_why(
-    fresh_pool: RankPool,
+    interpreting_pair: RankPool,
 ) -> None:
-    (first, counts), (second, _) = fresh_pool.run(call_without_looking)
+    (first, counts), (second, _) = interpreting_pair.run(call_without_looking)
     refused = "PeerRefused: rank 1 refused the call: topk_idx is torch.float32"
     assert [text[: len(refused)] for text in first] == ["no error", "no error", refused, "no error"]
     assert second[0].startswith("ValueError: topk_idx is torch.float32")
@@ -257,15 +193,14 @@ def test_where_the_host_does_not_look_nothing_is_delivered_and_the_barrier_says_
 
 
 @pytest.mark.slow
-def test_what_deepep_asserts_holds(fresh_pool: RankPool) -> None:
+def test_what_deepep_asserts_holds(interpreting_pair: RankPool) -> None:
     """Each form once: the interpreter takes its time over hidden size 512."""
     combinations = [(form, index % 2 == 0, index < 3) for index, form in enumerate(deepep.FORMS)]
-    assert fresh_pool.run(deepep.check_all, "triton", combinations, timeout_s=300.0) == [4, 4]
+    assert interpreting_pair.run(deepep.check_all, "triton", combinations, timeout_s=300.0) == [4, 4]
 
 
 def use_a_buffer() -> tuple[torch.Tensor, torch.Tensor, str]:
     """`Buffer` whose low-latency calls are the interpreted kernels', between two calls of normal mode."""
-    os.environ["TRITON_INTERPRET"] = "1"
     layer = Layer(make_cases(1, [3, 3], dtype=BF16), 4, 2)
     case = layer.cases[dist.get_rank()]
     results = []
@@ -294,7 +229,7 @@ def use_a_buffer() -> tuple[torch.Tensor, torch.Tensor, str]:
 
 
 @pytest.mark.slow
-def test_a_buffer_takes_the_kernels_when_asked_to(fresh_pool: RankPool) -> None:
-    for ours, cpu, text in fresh_pool.run(use_a_buffer):
+def test_a_buffer_takes_the_kernels_when_asked_to(interpreting_pair: RankPool) -> None:
+    for ours, cpu, text in interpreting_pair.run(use_a_buffer):
         assert torch.equal(ours, cpu)
         assert text.startswith("TypeError: low_latency_dispatch got use_nvfp4")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dispatch import layout
 from dispatch.mode import NORMAL, low_latency
+from tests.dispatch.caught import catch
 from tests.dispatch.gpu.ranks import Outcome, answer, check_pairs
 from tests.dispatch.oracle import RankCase, make_cases
 from tests.support.graph_safe import graph_safe_launches
@@ -117,15 +118,15 @@ def complain(change: str) -> str:
         slots_TK = slots_TK.int()
     if change == "tokens":
         mode = low_latency(3)
-    try:
+
+    def call() -> None:
         sent = dispatcher.dispatch(x_TH, slots_TK, mode)
         if change == "stale":
             dispatcher.dispatch(x_TH, slots_TK)
         y_PH = answer(sent, 0)
         dispatcher.combine(y_PH[1:] if change == "answers" else y_PH, case.weights_TK, sent)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+
+    return catch(call)
 
 
 @pytest.mark.parametrize(
@@ -143,4 +144,4 @@ def complain(change: str) -> str:
 )
 def test_bad_arguments_are_named(interpreter: RankPool, change: str, text: str) -> None:
     (said,) = interpreter.run(complain, change)
-    assert said.startswith(text), said
+    assert said.startswith(f"ValueError: {text}"), said

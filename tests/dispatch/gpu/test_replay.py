@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from dispatch.faces.low_latency import LowLatencyFace
 from tests.dispatch.gpu.interpreted import open_interpreted
-from tests.dispatch.gpu.test_face import fresh_pool  # noqa: F401 - a fixture
 from tests.dispatch.low_latency.cases import Layer, RankCase, answer, make_cases, simulate
 from tests.support.interpreted import needs_triton
 from tests.support.ranks import RankPool
@@ -78,11 +77,11 @@ def replay_layers(is_fp8: bool, counts_on_host: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("is_fp8", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_recorded_launches_serve_other_contents(fresh_pool: RankPool, is_fp8: bool) -> None:  # noqa: F811
-    assert fresh_pool.run(replay_layers, is_fp8, False) == [[True] * 3] * 2
+def test_recorded_launches_serve_other_contents(interpreting_pair: RankPool, is_fp8: bool) -> None:
+    assert interpreting_pair.run(replay_layers, is_fp8, False) == [[True] * 3] * 2
 
 
 @pytest.mark.slow
-def test_the_control_fails_where_the_number_of_calls_stands_still(fresh_pool: RankPool) -> None:  # noqa: F811
-    for results in fresh_pool.run(replay_layers, False, True):
+def test_the_control_fails_where_the_number_of_calls_stands_still(interpreting_pair: RankPool) -> None:
+    for results in interpreting_pair.run(replay_layers, False, True):
         assert not all(results)

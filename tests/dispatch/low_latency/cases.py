@@ -1,7 +1,7 @@
 """Low-latency calls for tests: what the ranks bring, what stands in for experts, and what one rank must get."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from dispatch import fp8
 from dispatch.low_latency.calls import LowLatencyShape
 from tests.dispatch.low_latency import oracle
+from tests.dispatch.oracle import make_cases as draw
 
 
 class RankCase(NamedTuple):
@@ -58,24 +59,13 @@ def make_cases(
     seed: int,
     tokens: Sequence[int],
     *,
-    hidden: int = 16,
-    choices: int = 3,
     experts_per_rank: int = 2,
-    no_choice: float = 0.2,
-    dtype: torch.dtype = torch.float32,
     only_expert: int | None = None,
+    **options: Any,
 ) -> list[RankCase]:
-    """Draw random cases, one rank per entry of `tokens`; a share of the choices is -1; repeated experts happen."""
-    generator = torch.Generator().manual_seed(seed)
-    cases = []
-    for T in tokens:
-        topk_TK = torch.randint(0, len(tokens) * experts_per_rank, (T, choices), generator=generator)
-        if only_expert is not None:
-            topk_TK.fill_(only_expert)
-        topk_TK[torch.rand(T, choices, generator=generator) < no_choice] = -1
-        x_TH = torch.randn(T, hidden, generator=generator).to(dtype)
-        cases.append(RankCase(x_TH, topk_TK, torch.randn(T, choices, generator=generator)))
-    return cases
+    """Draw random cases as for the dispatcher, whose slots are experts here."""
+    drawn = draw(seed, list(tokens), slots_per_rank=experts_per_rank, only_slot=only_expert, **options)
+    return [RankCase(*case) for case in drawn]
 
 
 def answer(x_LNH: Tensor, scales: Tensor | None, rank: int, dtype: torch.dtype) -> Tensor:

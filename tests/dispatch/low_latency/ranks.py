@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,6 +14,9 @@ from dispatch.wires.open import open_wire
 from tests.dispatch.caught import catch
 from tests.dispatch.gpu.interpreted import open_interpreted
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, make_cases, zero_undefined
+from tests.support.interpreted import needs_triton
+
+INTERPRETED = [pytest.mark.slow, needs_triton]
 
 
 @contextmanager

@@ -11,9 +11,11 @@ from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
+from tests.dispatch.conftest import RanksOf
 from tests.dispatch.low_latency.cases import Layer, RankResult, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.face_inputs import BF16, bring
-from tests.dispatch.low_latency.ranks import open_face, run_layer
+from tests.dispatch.low_latency.ranks import INTERPRETED, open_face, run_layer
+from tests.support.interpreted import needs_triton
 
 
 def test_shapes_and_types_are_deepeps(face: LowLatencyFace) -> None:
@@ -124,10 +126,10 @@ def overlap_two(name: str, layers: list[Layer]) -> list[torch.Tensor]:
         return [x_TH.clone() for x_TH, _, _ in combined]
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo"])
-def test_two_calls_may_be_under_way(pool_of: PoolOf, name: str) -> None:
+@pytest.mark.parametrize("name", ["shm", "gloo", pytest.param("triton", marks=needs_triton)])
+def test_two_calls_may_be_under_way(ranks_of: RanksOf, name: str) -> None:
     layers = [Layer(make_cases(seed, [3, 5], dtype=BF16), 9, 2) for seed in (1, 2)]
-    results = pool_of(2).run(overlap_two, name, layers)
+    results = ranks_of(name, 2).run(overlap_two, name, layers)
     for index, layer in enumerate(layers):
         topks = [case.topk_TK for case in layer.cases]
         for rank, case in enumerate(layer.cases):
@@ -157,10 +159,10 @@ def send_before_the_peer(name: str) -> float:
         return elapsed
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo"])
-def test_posting_does_not_wait_for_peers(pool_of: PoolOf, name: str) -> None:
+@pytest.mark.parametrize("name", ["shm", "gloo", pytest.param("triton", marks=needs_triton)])
+def test_posting_does_not_wait_for_peers(ranks_of: RanksOf, name: str) -> None:
     """If it did, this would never end: rank 1 posts only after rank 0 has returned from posting."""
-    assert all(elapsed < 10 for elapsed in pool_of(2).run(send_before_the_peer, name))
+    assert all(elapsed < 30 for elapsed in ranks_of(name, 2).run(send_before_the_peer, name))
 
 
 def count_waits(name: str) -> tuple[list[int], list[list[int]]]:
@@ -174,8 +176,9 @@ def count_waits(name: str) -> tuple[list[int], list[list[int]]]:
         return waits.tolist(), table.tolist()
 
 
-def test_waits_are_noted_for_peers(pool_of: PoolOf) -> None:
-    for rank, (waits, table) in enumerate(pool_of(2).run(count_waits, "shm")):
+@pytest.mark.parametrize("name", ["shm", pytest.param("triton", marks=INTERPRETED)])
+def test_waits_are_noted_for_peers(ranks_of: RanksOf, name: str) -> None:
+    for rank, (waits, table) in enumerate(ranks_of(name, 2).run(count_waits, name)):
         assert 0 < waits[1 - rank] < 20e9
         assert 0 < table[rank][1 - rank] < 20e9
 

@@ -8,11 +8,11 @@ import torch
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.local import LocalWire
-from tests.conftest import PoolOf
 from tests.dispatch.caught import catch
+from tests.dispatch.conftest import RanksOf
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.face_inputs import BF16, bring
-from tests.dispatch.low_latency.ranks import one_rank_wrong, open_face, run_layer
+from tests.dispatch.low_latency.ranks import INTERPRETED, one_rank_wrong, open_face, run_layer
 
 X, TOPK = bring()
 
@@ -116,7 +116,9 @@ def test_strict_mode_has_deepeps_limits(change: dict[str, Any], message: str) ->
     face.low_latency_dispatch(**good)
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("gloo", 2), ("shm", 4)])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("gloo", 2), ("shm", 4), pytest.param("triton", 2, marks=INTERPRETED)]
+)
 @pytest.mark.parametrize(
     ("call", "change", "message"),
     [
@@ -126,10 +128,10 @@ def test_strict_mode_has_deepeps_limits(change: dict[str, Any], message: str) ->
     ],
 )
 def test_a_refusal_reaches_every_rank_and_the_next_call_works(
-    pool_of: PoolOf, name: str, world_size: int, call: str, change: dict[str, Any], message: str
+    ranks_of: RanksOf, name: str, world_size: int, call: str, change: dict[str, Any], message: str
 ) -> None:
     wrong = world_size - 1
-    results = pool_of(world_size).run(one_rank_wrong, name, wrong, call, change)
+    results = ranks_of(name, world_size).run(one_rank_wrong, name, wrong, call, change)
     wants = simulate(Layer(make_cases(1, [3] * world_size, dtype=BF16), 4, 2))
     for rank, (text, result) in enumerate(results):
         who = (
@@ -150,10 +152,10 @@ def disagree(name: str, wrong: str) -> str:
         return catch(lambda: face.low_latency_dispatch(x, topk, max_tokens, experts, use_fp8=False))
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo"])
+@pytest.mark.parametrize("name", ["shm", "gloo", pytest.param("triton", marks=INTERPRETED)])
 @pytest.mark.parametrize("wrong", ["hidden", "choices", "tokens", "experts"])
-def test_ranks_that_disagree_get_a_named_error(pool_of: PoolOf, name: str, wrong: str) -> None:
-    for text in pool_of(2).run(disagree, name, wrong):
+def test_ranks_that_disagree_get_a_named_error(ranks_of: RanksOf, name: str, wrong: str) -> None:
+    for text in ranks_of(name, 2).run(disagree, name, wrong):
         assert text.startswith("RanksDisagree: rank ")
 
 
@@ -174,9 +176,9 @@ def refused_while_hook_waits(name: str) -> tuple[str, str]:
         return text, catch(kept[0]) if kept else ""
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo"])
-def test_a_refusal_is_raised_by_the_hook_it_belongs_to(pool_of: PoolOf, name: str) -> None:
-    (posted, hooked), (refused, _) = pool_of(2).run(refused_while_hook_waits, name)
+@pytest.mark.parametrize("name", ["shm", "gloo", pytest.param("triton", marks=INTERPRETED)])
+def test_a_refusal_is_raised_by_the_hook_it_belongs_to(ranks_of: RanksOf, name: str) -> None:
+    (posted, hooked), (refused, _) = ranks_of(name, 2).run(refused_while_hook_waits, name)
     assert posted == "no error"
     assert hooked.startswith("PeerRefused: rank 1 refused the call: topk_idx[0, 0] is 77")
     assert refused.startswith("ValueError: topk_idx[0, 0] is 77")

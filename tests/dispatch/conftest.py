@@ -1,0 +1,27 @@
+"""Ranks whose kernels are interpreted, beside those of the pools."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.conftest import PoolOf
+from tests.support.interpreted import interpret
+from tests.support.ranks import RankPool
+
+RanksOf = Callable[[str, int], RankPool]
+
+
+@pytest.fixture(scope="package")
+def interpreting_pair() -> Iterator[RankPool]:
+    """Two ranks of their own: the interpreter must be chosen before anything in a process imports triton."""
+    with RankPool(2, timeout_s=120.0) as pool:
+        pool.run(interpret)
+        yield pool
+
+
+@pytest.fixture
+def ranks_of(request: pytest.FixtureRequest, pool_of: PoolOf) -> RanksOf:
+    """Return `ranks_of(name, world_size)`: the ranks for a wire; by the name triton two whose kernels are interpreted."""
+    return lambda name, world_size: (
+        request.getfixturevalue("interpreting_pair") if name == "triton" else pool_of(world_size)
+    )
