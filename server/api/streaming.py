@@ -119,6 +119,7 @@ class EventStream(Response):
                 if sender.has_begun:
                     await sender.end(self.failing(with_way_on(failure)))
                 else:
+                    sender.stop()
                     await ErrorResponse(failure)(scope, receive, send)
                 return
             await self._send_all(pieces, sender)
@@ -161,6 +162,10 @@ class EventSender:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Send no more comments: nothing of the stream may follow."""
         assert self._watch is not None, "it was entered"
         self._watch.cancel()
 
@@ -173,8 +178,7 @@ class EventSender:
     async def end(self, events: bytes) -> None:
         """Send the last events."""
         await self._begin()
-        assert self._watch is not None, "it was entered"
-        self._watch.cancel()  # nothing may follow
+        self.stop()
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
     async def _begin(self) -> None:

@@ -116,6 +116,17 @@ class LoadRecorder:
         """Forget what was recorded."""
         self._rows, self._every_s = [], 1.0
 
+    def forget(self, record: Record) -> None:
+        """Forget what was taken; what was recorded since stays. Nothing has been cleared in between."""
+        by_second = {row.second: row for row in self._rows}
+        for old in record.rows:
+            row = by_second[int(old.time_s / self._every_s)]
+            row.counts = row.counts - old.counts  # records may hold the old ones
+        last_s = record.rows[-1].time_s
+        self._rows = [row for row in self._rows if row.time_s > last_s or row.counts.any()]
+        if not self._rows:
+            self.clear()
+
     def add(self, time_s: float, step: int, version: int, counts: np.ndarray) -> None:
         """Add one rank's counts since its last report; ignored while off."""
         if not self.is_on:

@@ -73,8 +73,9 @@ def expert_load_routes(
     async def start_record() -> Response:
         """Forget what was recorded, and record."""
         _known(load)
-        await load.settle(rank_steps(), SETTLE_S)  # what happened before the start is not recorded
-        load.recorder.start()
+        async with writing:  # which forgets what it has written
+            await load.settle(rank_steps(), SETTLE_S)  # what happened before the start is not recorded
+            load.recorder.start()
         return PlainTextResponse("Start recording expert distribution.\n")
 
     async def stop_record() -> Response:
@@ -86,13 +87,13 @@ def expert_load_routes(
         return PlainTextResponse("Stop recording expert distribution.\n")
 
     async def dump_record() -> Response:
-        """Write the files, and forget what was recorded; who asks meanwhile waits, and finds nothing."""
+        """Write the files, and forget what is in them; who asks meanwhile waits, and finds nothing."""
         async with writing:
             if load.recorder.is_on:
                 await load.settle(rank_steps(), SETTLE_S)
             record = _recorded(load)
             paths = await asyncio.get_running_loop().run_in_executor(writer, _dump, record, record_directory)
-            load.recorder.clear()
+            load.recorder.forget(record)
         lines = "".join(f"{path}\n" for path in paths)
         return PlainTextResponse(f"Dump expert distribution record.\n{lines}")
 

@@ -117,10 +117,16 @@ class Requests:
             raise errors.not_ready(reason)
         answer = Answer(request_id, self._close)
         self._on_answer(answer)
-        for ask in asks:
-            if self._closed is not None:  # the service ended while a rank was given a choice
-                raise self._closed
-            self._start(answer, ask)
+        try:
+            for ask in asks:
+                if self._closed is not None:  # the service ended while a rank was given a choice
+                    raise self._closed
+                self._start(answer, ask)
+        except BaseException:  # nobody will read the choices before it
+            for generation in answer.generations:
+                if generation.ask.request.request_id in self._open:
+                    self._abort(generation, FinishReason.ABORT)
+            raise
         self._num_answers += 1
         self._metrics.note_request(len(asks), max(ask.request.params.max_tokens for ask in asks))
         return answer
@@ -181,11 +187,11 @@ class Requests:
         now_s = time.monotonic()
         deadline_s = now_s + self._timeout_s if self._timeout_s else None
         request = replace(ask.request, arrival_s=now_s, deadline_s=deadline_s)
+        self._on_ask(ask)
+        self._journal.accept(request, _NO_RANK_YET, now_s=now_s)
         generation = answer.add(replace(ask, request=request), _NO_RANK_YET, self._decoder)
         self._open[request.request_id] = generation
         self._is_empty.clear()
-        self._on_ask(ask)
-        self._journal.accept(request, _NO_RANK_YET, now_s=now_s)
         if deadline_s is not None:
             self._timers[request.request_id] = asyncio.get_running_loop().call_later(
                 self._timeout_s + RANK_GRACE_S,

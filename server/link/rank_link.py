@@ -50,6 +50,12 @@ from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 MAX_PENDING_TOKENS = 1 << 20  # a front this far behind is not coming back
 CONNECT_TIMEOUT_S = 20.0  # the front listens before its address is known to anybody
 RETRY_S = 0.2
+_REFUSALS = (  # with which a front answers that it does not take this rank; all else may be better the next time
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.ALREADY_EXISTS,
+)
 CLOSE_TIMEOUT_S = 2.0  # how long the last message may take
 
 
@@ -117,6 +123,8 @@ class RankLink:
         self._end_writer = False
         self._end_expected = False  # by either side
         self._refusal: str | None = None  # why the stream ended, once it has
+        self._is_refused = False  # and that was the front's will
+        self._is_taken = False  # by the front; from then on the listener is told of a loss
         self._welcome = threading.Event()
         self._channel: grpc.Channel | None = None
         self._reader: threading.Thread | None = None
@@ -143,8 +151,12 @@ class RankLink:
         if not self._welcome.wait(max(0.0, deadline_s - time.monotonic())):
             self._shut()
             raise LinkError(f"the front at {self.address} did not take this rank within {timeout_s:g} s")
-        if self._refusal is not None:
+        if self._refusal is not None and not self._is_taken:
             self._shut()
+            if not self._is_refused:
+                raise LinkError(
+                    f"the front at {self.address} was lost before it took rank {self._facts.rank}: {self._refusal}"
+                )
             raise RefusedError(
                 f"the front at {self.address} refused rank {self._facts.rank}: {self._refusal}"
             )
@@ -248,15 +260,20 @@ class RankLink:
     def _read(self, call: grpc.Call) -> None:
         """Hand the front's messages to the listener until the stream ends, or one cannot be taken."""
         reason, is_broken = "the front closed the stream", False
+        assert self._channel is not None, "it is read from"
+        is_refused = True
         try:
             for message in self._handshake.open(call):
                 self._take(message)
         except grpc.RpcError as error:
             reason, is_broken = _explain(error), True
+            is_refused = isinstance(error, grpc.Call) and error.code() in _REFUSALS
         except SealError as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - else the rank would look alive and take no requests
             reason = f"a message of the front could not be taken: {type(error).__name__}: {error}"
+        self._is_refused = is_refused
+        self._channel.close()  # before the listener opens the next one
         self._lose(reason, is_broken=is_broken)
 
     def _take(self, message: object) -> None:
@@ -276,6 +293,7 @@ class RankLink:
             case Order():
                 listener.regroup(message)
             case Welcome():
+                self._is_taken = True
                 self._welcome.set()
 
     def _lose(self, reason: str, *, is_broken: bool = False) -> None:

@@ -306,12 +306,18 @@ class Ranks:
         before = self.attached.get(facts.rank)
         if before is not None and before.facts.num_restarts < facts.num_restarts:
             self._lose(before, "its engine was started again")
+        elif before is not None and facts.served is not None:  # it has noticed the broken connection first
+            self._lose(before, "it came back over another connection")
         elif before is not None:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {facts.rank} is already attached")
         stream = AttachedRank(facts, self._clock(), seal)
         stream.post(Welcome())
         self.attached[facts.rank] = stream
-        self._told.attached(facts)
+        try:
+            self._told.attached(facts)
+        except Exception:
+            self._lose(stream, "the front could not take it")
+            raise
         return stream
 
     async def _agree_on_seal(self, rank_nonce: str, context: grpc.aio.ServicerContext) -> Seal:

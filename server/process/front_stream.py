@@ -20,7 +20,7 @@ from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, Request, RequestOutput
 from server.link.messages import RankFacts, Served
-from server.link.rank_link import LinkError, RankLink, RefusedError
+from server.link.rank_link import RETRY_S, LinkError, RankLink, RefusedError
 from server.process.children import FRONT_IS_GONE
 from server.process.rendezvous import NODE_VARIABLE
 
@@ -153,6 +153,7 @@ class FrontStream:
                 print(f"rank {self._config.rank}: {error}", file=sys.stderr, flush=True)
                 return 1
             except LinkError:
+                time.sleep(min(left_s, RETRY_S))
                 continue
             return 0
         return FRONT_IS_GONE

@@ -10,10 +10,11 @@ drains, runs are open requests like others.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,19 +164,26 @@ class BackgroundRuns:
         self._max_running, self._max_bytes = max_running, max_bytes
         self._runs: OrderedDict[str, BackgroundRun] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_coming = 0
 
-    def check_room(self) -> None:
-        """Refuse one run too many.
+    @contextlib.contextmanager
+    def room(self) -> Iterator[None]:
+        """Keep room for one run while it is prepared and started.
 
         Raises:
-            ApiError: 429.
+            ApiError: 429, it would be one too many.
         """
-        if len(self._tasks) >= self._max_running:
+        if len(self._tasks) + self._num_coming >= self._max_running:
             raise ApiError(
                 429,
                 f"{self._max_running} background responses are being made; wait for one to end, or cancel it.",
                 param="background",
             )
+        self._num_coming += 1
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
 
     def start(self, run: BackgroundRun, on_end: Callable[[], None]) -> None:
         """Let a run go on by itself; `on_end` is called when it has ended."""

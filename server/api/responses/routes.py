@@ -83,11 +83,15 @@ def responses_routes(model: ServedModel, requests: Requests) -> APIRouter:
 
 
 async def _create(body: ResponsesRequest, http: HttpRequest, parts: _Parts) -> Response:
-    model, store = parts.model, parts.store
-    name = model.check_name(body.model)
+    name = parts.model.check_name(body.model)
     refuse_unserved_responses(body)
-    if body.background:
-        parts.runs.check_room()
+    room = parts.runs.room() if body.background else contextlib.nullcontext()
+    with room:
+        return await _create_in(body, name, http, parts)
+
+
+async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts: _Parts) -> Response:
+    model, store = parts.model, parts.store
     history = _history(body, store)
     request_id = f"resp_{uuid.uuid4().hex}"
     with _in_own_words():

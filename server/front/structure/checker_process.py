@@ -5,7 +5,7 @@ word. This process loads the tokens once and forks a child for each structure. T
 processor time than it was given or more than MEMORY_BYTES of address space, and a crash (a chain of 3,000 references
 overflows its stack) ends one child: the next structure waits milliseconds, not for a new process with its libraries. What
 compiles here within these bounds compiles on a rank as well: it is the same code over the same tokens, on a stack of a
-sixteenth.
+sixteenth. What the machine ends (it is short of memory, or of time) says nothing of a structure, and is told apart.
 
 On stdin: the vocabulary as one line of JSON, then one structure per line, with a number and its limit of processor time.
 On stdout: "ready", then one object per structure, with its number, in any order.
@@ -32,7 +32,7 @@ MOST_SECONDS = 30  # for one structure, by the clock: on a busy machine the limi
 STACK_BYTES = 4 << 20
 MEMORY_BYTES = 2 << 30  # of address space, of which the libraries and the tokens take a quarter
 _DIED = "it needs more memory or deeper nesting than is allowed"
-_TIMED_OUT = (signal.SIGPROF, signal.SIGALRM)
+_BY_MACHINE = (signal.SIGALRM, signal.SIGKILL)  # no turn on a processor for so long, or short of memory
 
 
 def run_checker(structures: TextIO = sys.stdin) -> int:
@@ -97,8 +97,10 @@ def _reap(children: dict[int, int]) -> None:
                 return
             number = children.pop(pid)
             if status:
-                is_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) in _TIMED_OUT
-                _write({"number": number, "why_not": None if is_slow else _DIED, "is_slow": is_slow})
+                ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+                is_slow, is_unknown = ended_by == signal.SIGPROF, ended_by in _BY_MACHINE
+                why_not = None if is_slow or is_unknown else _DIED
+                _write({"number": number, "why_not": why_not, "is_slow": is_slow, "is_unknown": is_unknown})
 
 
 def _write(answer: object) -> None:

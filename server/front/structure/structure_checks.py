@@ -27,6 +27,7 @@ MAX_KNOWN = 4096  # answers that are remembered
 START_S = 60.0  # for the process to be ready
 TURN_S = 60.0  # that a structure may wait for those before it
 _SLOW = "it takes too long"
+_UNKNOWN = "The machine is short of time or memory, so that the structure could not be checked; try again."
 _NOT_STARTED = "The process that checks structures does not start."
 
 
@@ -58,7 +59,7 @@ class StructureChecks:
             param: the field that errors name.
 
         Raises:
-            ApiError: 429, too many structures that take long are waiting; 503, no process can be started.
+            ApiError: 429, too many structures that take long are waiting; 503, no process can be started, or the machine ended it.
         """
         key = hashlib.sha256("\0".join((structure.kind, structure.after, structure.text)).encode()).digest()
         if key not in self._known:
@@ -140,7 +141,11 @@ class StructureChecks:
         while line := await answers.readline():
             told = json.loads(line)
             waiting = self._waiting.pop(told["number"], None)
-            if waiting is not None and not waiting.done():
+            if waiting is None or waiting.done():
+                continue
+            if told.get("is_unknown"):  # remembered by nobody: it may be valid
+                waiting.set_exception(ApiError(503, _UNKNOWN, headers={"Retry-After": "1"}))
+            else:
                 waiting.set_result(_Answer(told["why_not"], told["is_slow"]))
         for waiting in self._waiting.values():
             if not waiting.done():

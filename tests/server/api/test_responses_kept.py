@@ -94,11 +94,14 @@ def test_one_run_too_many_is_refused_until_one_has_ended() -> None:
         ends: list[str] = []
         runs.start(run, lambda: ends.append("resp_1"))
         with pytest.raises(ApiError, match="1 background responses are being made") as caught:
-            runs.check_room()
+            runs.room().__enter__()
         assert (caught.value.status, caught.value.param) == (429, "background")
         await run.cancel()
         await asyncio.sleep(0)  # the task's callbacks
-        runs.check_room()
+        with runs.room(), pytest.raises(ApiError, match="1 background"), runs.room():
+            pytest.fail("two that are prepared at once have both got the last place")
+        with runs.room():
+            pass
         assert ends == ["resp_1"] and run.draft.response["status"] == "cancelled"
 
     asyncio.run(scenario())

@@ -96,3 +96,25 @@ def test_an_error_is_a_status_until_something_was_said() -> None:
     assert start["status"] == 503 and json.loads(body["body"])["error"]["message"] == "out of luck"
     said = bodies(stream(1, ApiError(503, "out of luck")))
     assert said[0] == COMMENT and said[-1].endswith(DONE) and b"out of luck" in said[-1]
+
+
+def test_no_comment_comes_while_an_error_is_being_sent() -> None:
+    sent: list[Message] = []
+
+    async def scenario() -> None:
+        async def send(message: Message) -> None:
+            await asyncio.sleep(0.02)  # a client that reads slowly
+            sent.append(message)
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError("the client stays")
+
+        begun = asyncio.Event()
+        begun.set()
+        answer = cast(Answer, Scripted(cast(Any, begun.wait()), ApiError(503, "out of luck")))
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await EventStream(answer, Words(), keep_alive_s=0.005)(scope, receive, send)
+
+    asyncio.run(scenario())
+    assert [each.get("status", "body") for each in sent] == [503, "body"]

@@ -73,6 +73,23 @@ def test_later_reports_and_merges_change_nothing_of_a_record_that_was_taken() ->
     np.testing.assert_array_equal([row.counts for row in record.rows], before)
 
 
+@pytest.mark.parametrize("num_later", [0, 1, 3, 37])
+def test_what_is_recorded_while_a_record_is_written_is_not_forgotten_with_it(num_later: int) -> None:
+    recorder = LoadRecorder(max_bytes=4 * counts(0).nbytes)
+    recorder.start()
+    for index in range(4):
+        recorder.add(1000.1 + index, index, 0, counts(index))
+    record = recorder.take("m", expert_map())
+    later = [counts(index) for index in range(50, 50 + num_later)]
+    for index, each in enumerate(later):
+        recorder.add(1003.2 + index, index, 0, each)  # the first within the last second
+    recorder.forget(record)
+    assert bool(recorder.num_rows) is bool(num_later)
+    if num_later:
+        rows = recorder.take("m", expert_map()).rows
+        np.testing.assert_array_equal(sum(row.counts for row in rows), np.sum(later, axis=0))
+
+
 def npz(recorder: LoadRecorder) -> bytes:
     """A record as our file has it."""
     file = io.BytesIO()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from scheduler.policy.request import FinishReason
+from scheduler.policy.request import FinishReason, Request
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone
 from tests.support.desk import Desk, in_loop
@@ -146,3 +146,20 @@ async def test_nothing_is_accepted_while_nobody_can_serve() -> None:
 async def _drain(answer: Answer) -> None:
     while await answer.next():
         pass
+
+
+@in_loop
+async def test_choices_whose_sibling_cannot_be_started_are_ended_with_it() -> None:
+    desk = Desk()
+    submit = desk.ranks.submit
+
+    def fail_at_the_second(rank: int, request: Request, *, now_s: float) -> None:
+        if request.request_id == "b":
+            raise ValueError("no such message")
+        submit(rank, request, now_s=now_s)
+
+    desk.ranks.submit = fail_at_the_second  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no such message"):
+        desk.open("a", "b")
+    assert desk.requests.num_open == 0 and desk.requests.num_answers == 0
+    assert ("a" in [name for _, name in desk.ranks.aborted]) and len(desk.reasons()) == 2

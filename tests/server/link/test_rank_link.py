@@ -17,6 +17,7 @@ import pytest
 from expert_placement.placement import linear_placement
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap
 from scheduler.policy.request import (
     FinishReason,
     Logprobs,
@@ -28,8 +29,8 @@ from scheduler.policy.request import (
     TokenBias,
 )
 from server.link import rank_link
-from server.link.messages import METHOD, SERVICE, Claim, Fault, RankFacts, Welcome, encode
-from server.link.rank_link import LinkError, RankLink, claim
+from server.link.messages import METHOD, SERVICE, Claim, Fault, RankFacts, Served, Welcome, encode
+from server.link.rank_link import LinkError, RankLink, RefusedError, claim
 from server.link.ranks import Ranks
 from server.link.seal import MAC_BYTES, NONCE_KEY
 
@@ -269,6 +270,56 @@ def test_a_rank_number_attaches_once(front: FrontEnd) -> None:
     front.attach()
     with pytest.raises(LinkError, match="already attached"):
         link_to(front, Queue()).open(30)
+
+
+def test_a_rank_that_comes_back_before_its_broken_connection_is_noticed_takes_its_place(
+    front: FrontEnd,
+) -> None:
+    front.attach()
+    served = Served(3, 7, None, 10, ExpertMap(7, 2, 2, (0,), 1, linear_placement(1, 2, 2).slot_expert))
+    back = replace(FACTS, served=served)
+    link = link_to(front, Queue(), facts=back)
+    link.open(30)
+    assert front.events.get(timeout=30)[:2] == ("lost", 0)
+    assert front.events.get(timeout=30)[0] == "attached"
+    link.close()
+
+
+def test_a_rank_that_the_front_fails_to_take_may_attach_again(front: FrontEnd) -> None:
+    told = front.ranks._told
+    attached, told.attached = told.attached, lambda _facts: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(LinkError, match="was lost before it took rank 0") as caught:
+        link_to(front, Queue()).open(30)
+    assert not isinstance(caught.value, RefusedError), "the front has not refused it"
+    assert front.events.get(timeout=30)[:2] == ("lost", 0) and not front.ranks.attached
+    told.attached = attached  # type: ignore[method-assign]
+    front.attach()
+
+
+def test_a_front_that_dies_before_its_welcome_has_not_refused_the_rank(front: FrontEnd) -> None:
+    greeted = threading.Event()
+
+    async def greet(*_: object) -> None:
+        greeted.set()
+        await asyncio.Event().wait()
+
+    front.ranks._greet = greet  # type: ignore[method-assign, assignment]
+    closing = threading.Thread(target=lambda: greeted.wait(30) and front.run(front.ranks.close()))
+    closing.start()
+    link = link_to(front, Queue())
+    with pytest.raises(LinkError, match="was lost before it took rank 0") as caught:
+        link.open(30)
+    assert not isinstance(caught.value, RefusedError)
+    closing.join(30)
+
+
+def test_a_link_that_is_lost_closes_its_channel(front: FrontEnd) -> None:
+    link, heard = front.attach()
+    front.say(front.ranks.give_up, 0, "a reason")
+    assert heard.get(timeout=30)[0] == "lost"
+    assert link._channel is not None
+    with pytest.raises(ValueError, match="Channel closed"):
+        link._channel.stream_stream("/x/y")(iter(()))
 
 
 def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:

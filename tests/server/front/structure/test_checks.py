@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import queue
+import signal
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from scheduler.policy.request import Request, SamplingParams, Structure
 from scheduler.structure.compiler import StructureCompiler, Structured, Vocabulary
 from server.errors import ApiError
+from server.front.structure import checker_process
 from server.front.structure.structure_checks import StructureChecks
 from tests.support.structures import VOCABULARY
 
@@ -132,6 +135,55 @@ def test_a_checker_that_died_is_replaced() -> None:
         assert await checks.why_not(Structure("regex", "b")) is None
 
     with_checks(work)
+
+
+SHORT_OF_MEMORY = """
+import json, sys
+sys.stdin.readline()
+print('"ready"', flush=True)
+for number, line in enumerate(sys.stdin):
+    answer = {"number": json.loads(line)["number"], "why_not": None, "is_slow": False, "is_unknown": number == 0}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def test_what_the_machine_ends_is_a_503_and_not_remembered() -> None:
+    async def work(checks: StructureChecks) -> None:
+        with pytest.raises(ApiError, match="try again") as caught:
+            await checks.why_not(Structure("regex", "a"))
+        assert caught.value.status == 503 and caught.value.headers["Retry-After"]
+        assert await checks.why_not(Structure("regex", "a")) is None
+
+    with_checks(work, command=(sys.executable, "-c", SHORT_OF_MEMORY))
+
+
+@pytest.mark.parametrize(
+    "number, told",
+    [
+        (signal.SIGALRM, (None, False, True)),  # 30 s by the clock, and little of them on a processor
+        (signal.SIGKILL, (None, False, True)),  # the kernel, short of memory
+        (signal.SIGPROF, (None, True, False)),
+        (signal.SIGSEGV, ("it needs more memory or deeper nesting than is allowed", False, False)),
+    ],
+)
+def test_what_ended_a_child_says_whose_fault_it_is(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, told: tuple[object, ...]
+) -> None:
+    written: list[dict[str, object]] = []
+    monkeypatch.setattr(checker_process, "_write", written.append)
+    child = subprocess.Popen(["sleep", "60"])
+    child.send_signal(number)
+    monkeypatch.setattr(os, "waitpid", _waiting_first(os.waitpid))
+    checker_process._reap({child.pid: 5})
+    child.returncode = 0  # it is reaped
+    [answer] = written
+    assert (answer["why_not"], answer["is_slow"], answer["is_unknown"]) == told
+
+
+def _waiting_first(waitpid: Callable[[int, int], tuple[int, int]]) -> Callable[[int, int], tuple[int, int]]:
+    """The first child's end is waited for."""
+    flags = iter((0,))
+    return lambda pid, given: waitpid(pid, next(flags, given))
 
 
 def test_forms_asked_for_at_once_get_their_own_answers() -> None:
