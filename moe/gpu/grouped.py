@@ -18,8 +18,7 @@ import triton
 from torch import Tensor
 
 from moe.gpu.formats import FP8, MICRO_BLOCK, MXFP4, PLAIN, SCALE_BLOCK, format_of
-from moe.gpu.gated import GATES
-from moe.gpu.grouped_kernel import grouped_rows
+from moe.gpu.grouped_kernel import GATES, grouped_rows
 from moe.gpu.tiles import GroupedTile, tile_of_launch
 
 ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,7 +11,28 @@ import triton
 import triton.language as tl
 
 from moe.gpu.formats import load_scales, load_tile, scale_stride
-from moe.gpu.gated import gated
+
+# What the two halves of an expert's first product become, in registers: all gates but GELU's exact form are
+# `up * gate * sigmoid(something of gate)`.
+GATES = {"none": 0, "silu": 1, "swiglu_oai": 2, "gelu": 3, "gelu_tanh": 4}
+_OAI_LIMIT, _OAI_ALPHA = tl.constexpr(7.0), tl.constexpr(1.702)  # gpt-oss
+_TANH_OUTER, _TANH_INNER = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)  # 2 * sqrt(2 / pi)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+
+
+@triton.jit
+def gated(gate, up, GATE: tl.constexpr):
+    """Apply a gate of `GATES` to float32 tiles."""
+    if GATE == 2:
+        gate = tl.minimum(gate, _OAI_LIMIT)
+        up = tl.minimum(tl.maximum(up, -_OAI_LIMIT), _OAI_LIMIT)
+        return (up + 1) * gate / (1 + tl.exp(-_OAI_ALPHA * gate))
+    elif GATE == 3:
+        return up * gate * 0.5 * (1 + tl.erf(gate * _SQRT_HALF))
+    elif GATE == 4:
+        return up * gate / (1 + tl.exp(-_TANH_OUTER * (gate + _TANH_INNER * gate * gate * gate)))
+    else:
+        return up * gate / (1 + tl.exp(-gate))
 
 
 @triton.jit
