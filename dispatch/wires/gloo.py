@@ -14,7 +14,7 @@ from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
 from dispatch.native import compile_all
 from dispatch.wires import gloo_parts as parts
 from dispatch.wires.gloo_sends import PeerByPeer, Together
-from dispatch.wires.wire import RankTable, decode_refusal, encode_refusal
+from dispatch.wires.wire import HostWire, RankTable, decode_refusal, encode_refusal, fitting_share
 
 MAX_PART_BYTES = 16 << 20
 MIN_PART_BYTES = 1 << 20
@@ -23,11 +23,10 @@ INCOMING_BYTES = 256 << 20  # address space of all parts together stays within i
 _NO_REFUSAL = -1
 
 
-class GlooWire:
+class GlooWire(HostWire):
     """See `Wire`. `group` is a gloo group that runs nothing else meanwhile."""
 
     name = "gloo"
-    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -39,14 +38,9 @@ class GlooWire:
         region_bytes: int | None = None,
         mask_lost: bool = False,
     ) -> None:
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.epoch, self.reason = epoch, reason
-        self._number = 0  # of the last exchange begun
+        super().__init__(group, epoch=epoch, reason=reason)
         self._part_bytes = region_bytes or fitting_part_bytes(self.world_size)
-        self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
-        self.mask = RankTable(self.world_size)
-        self._sent, self._found, self._lengths = (RankTable(self.world_size) for _ in range(3))
-        self._outgoing, self._incoming = AlignedBytes(), AlignedBytes()
+        self._lengths = RankTable(self.world_size)
         incoming_bytes = (self.world_size - 1) * self._part_bytes
         self._incoming.reserve(incoming_bytes)
         self._large = {peer: AlignedBytes() for peer in range(self.world_size)}  # longer than a part
@@ -68,11 +62,6 @@ class GlooWire:
             return self._outgoing.memory[:0]
         first = int(self.send_addresses.values[rank]) - self._outgoing.address
         return self._outgoing.memory[first : first + int(self._sent.values[rank])]
-
-    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Wire`."""
-        self.begin_exchange(send_bytes, recv_bytes)
-        self.finish_exchange()
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Wire`."""
@@ -185,19 +174,15 @@ class GlooWire:
     def _raise_for(self, problem: int) -> None:
         """Raise what a negative result of `find_messages` stands for."""
         kind, peer = divmod(-1 - problem, self.world_size)
-        found = int(self._found.values[peer])
         if kind == parts.REFUSAL:
             raise PeerRefused(peer, decode_refusal(self.received(peer).numpy().tobytes()))
         if kind == parts.OUT_OF_STEP:
-            epoch = int(self.recv_addresses.values[peer])
+            found, epoch = int(self._found.values[peer]), int(self.recv_addresses.values[peer])
             here = f"rank {self.rank} at {self._number} of {self.epoch}"
             raise RanksDisagree(f"rank {peer} is at exchange {found} of epoch {epoch}, {here}")
-        assert self._expected is not None, "sizes were checked against none"
-        expected = int(self._expected.values[peer])
-        raise RanksDisagree(f"rank {peer} sent {found} bytes where rank {self.rank} expects {expected}")
+        self._refuse_size(peer)
 
 
 def fitting_part_bytes(world_size: int) -> int:
     """Return the largest part with which all of a rank's stay within INCOMING_BYTES, within the limits."""
-    share = INCOMING_BYTES // max(1, world_size - 1) // parts.ALIGNMENT * parts.ALIGNMENT
-    return max(MIN_PART_BYTES, min(MAX_PART_BYTES, share))
+    return fitting_share(INCOMING_BYTES, world_size - 1, MIN_PART_BYTES, MAX_PART_BYTES)

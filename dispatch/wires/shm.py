@@ -9,7 +9,6 @@ nobody else maps any more.
 """
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,19 +17,17 @@ from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
 from dispatch.native import compile_all
 from dispatch.wires import shm_regions as regions
 from dispatch.wires.segment import SharedSegment
-from dispatch.wires.wire import RankTable, decode_refusal, encode_refusal
+from dispatch.wires.wire import HostWire, RankTable, decode_refusal, encode_refusal, fitting_share
 
 MAX_REGION_BYTES = 4 << 20
 MIN_REGION_BYTES = 64 << 10
 SEGMENT_BYTES = 64 << 20  # all regions together stay within it, down to MIN_REGION_BYTES each
-_ALIGNMENT = 64
 
 
-class ShmWire:
+class ShmWire(HostWire):
     """See `Wire`. Opening is collective over `group`, which must be of one host."""
 
     name = "shm"
-    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -42,18 +39,13 @@ class ShmWire:
         region_bytes: int | None = None,
         mask_lost: bool = False,
     ) -> None:
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.epoch, self.reason = epoch, reason
+        super().__init__(group, epoch=epoch, reason=reason)
         pairs = self.world_size * (self.world_size - 1)
         self._region_bytes = region_bytes or fitting_region_bytes(self.world_size)
         compile_all(*regions.KERNELS)
         self._segment = SharedSegment(group, 2 * pairs * self._region_bytes, timeout_s=timeout_s)
-        self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
-        self.mask = RankTable(self.world_size)
         self._mask_lost = self.mask if mask_lost else None
         self._numbers, self._rounds = RankTable(self.world_size), RankTable(self.world_size)
-        self._sent, self._found = RankTable(self.world_size), RankTable(self.world_size)
-        self._outgoing, self._incoming = AlignedBytes(), AlignedBytes()
         self._place = (
             self._segment.base,
             self._segment.start,
@@ -63,13 +55,12 @@ class ShmWire:
             self._numbers.address,
             self.mask.address,
         )
-        self._exchange = 0  # number of the last one begun
         self._is_open = True
 
     def open_windows(self, send_bytes: RankTable) -> None:
         """See `Wire`."""
         self._check_open()
-        sizes, table, exchange = send_bytes.address, self.send_addresses.address, self._exchange + 1
+        sizes, table, exchange = send_bytes.address, self.send_addresses.address, self._number + 1
         staged = regions.place_windows(*self._place, exchange, sizes, self._outgoing.address, table)
         if staged > self._outgoing.capacity:
             self._outgoing.reserve(staged)
@@ -81,25 +72,18 @@ class ShmWire:
         size = 0 if rank == self.rank else int(self._sent.values[rank])
         return self._bytes_at(int(self.send_addresses.values[rank]), size, self._outgoing)
 
-    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Wire`."""
-        self.begin_exchange(send_bytes, recv_bytes)
-        self.finish_exchange()
-
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Wire`."""
-        self._exchange += 1
+        self._number += 1
         self._sent, self._expected = send_bytes, recv_bytes
-        regions.post_first_round(
-            *self._place, self._exchange, send_bytes.address, self.send_addresses.address
-        )
+        regions.post_first_round(*self._place, self._number, send_bytes.address, self.send_addresses.address)
 
     def finish_exchange(self) -> None:
         """See `Wire`."""
         self._segment.wait(self._numbers, "an exchange", mask=self._mask_lost)
         expected = 0 if self._expected is None else self._expected.address
         rounds = regions.find_windows(
-            *self._place, self._exchange, self._sent.address, expected,
+            *self._place, self._number, self._sent.address, expected,
             self._found.address, self._rounds.address, self.recv_addresses.address,
         )  # fmt: skip
         if rounds < 0:
@@ -117,8 +101,8 @@ class ShmWire:
         """See `Wire`."""
         self._check_open()
         content = np.frombuffer(encode_refusal(text, self._region_bytes), dtype=np.uint8)
-        self._exchange += 1
-        regions.post_refusal(*self._place, self._exchange, content.ctypes.data, content.size)
+        self._number += 1
+        regions.post_refusal(*self._place, self._number, content.ctypes.data, content.size)
         self._segment.wait(self._numbers, "a refused exchange", mask=self._mask_lost)
 
     def interrupt(self, error: DispatchError) -> None:
@@ -139,7 +123,7 @@ class ShmWire:
         regions.take_chunks(*place, 0, found, table)
         sent, send_table, pair_rounds = self._sent.address, self.send_addresses.address, self._rounds.address
         for index in range(1, rounds):
-            regions.post_next_round(*place, self._exchange, index, pair_rounds, sent, send_table)
+            regions.post_next_round(*place, self._number, index, pair_rounds, sent, send_table)
             doing = f"round {index + 1} of {rounds} of an exchange"
             self._segment.wait(self._numbers, doing, mask=self._mask_lost)
             regions.take_chunks(*place, index, found, table)
@@ -153,10 +137,8 @@ class ShmWire:
             content = self._bytes_at(address, size, self._incoming).numpy().tobytes()
             raise PeerRefused(peer, decode_refusal(content))
         if kind == regions.OUT_OF_STEP:
-            raise RanksDisagree(f"rank {peer} is past exchange {self._exchange}, where rank {self.rank} is")
-        assert self._expected is not None, "sizes were checked against none"
-        found, expected = int(self._found.values[peer]), int(self._expected.values[peer])
-        raise RanksDisagree(f"rank {peer} sent {found} bytes where rank {self.rank} expects {expected}")
+            raise RanksDisagree(f"rank {peer} is past exchange {self._number}, where rank {self.rank} is")
+        self._refuse_size(peer)
 
     def _bytes_at(self, address: int, size: int, staging: AlignedBytes) -> Tensor:
         """View bytes that lie in a region or in `staging`."""
@@ -172,6 +154,4 @@ class ShmWire:
 
 def fitting_region_bytes(world_size: int) -> int:
     """Return the largest region with which all of them stay within SEGMENT_BYTES, within the limits."""
-    pairs = max(1, 2 * world_size * (world_size - 1))
-    share = SEGMENT_BYTES // pairs // _ALIGNMENT * _ALIGNMENT
-    return max(MIN_REGION_BYTES, min(MAX_REGION_BYTES, share))
+    return fitting_share(SEGMENT_BYTES, 2 * world_size * (world_size - 1), MIN_REGION_BYTES, MAX_REGION_BYTES)

@@ -13,14 +13,18 @@ A rank whose caller's arguments are bad still meets the others: it sends a refus
 same exchange, so that every rank gets a named error without a round trip more, and nobody waits.
 """
 
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.errors import DispatchError
+from dispatch.buffers import AlignedBytes
+from dispatch.errors import DispatchError, RanksDisagree
 
+ALIGNMENT = 64
+"""Of messages, in bytes."""
 REFUSED = -1
 """Stands where a message's size is expected."""
 MAX_REFUSAL_BYTES = 896
@@ -138,6 +142,38 @@ class Wire(Protocol):
         A tensor that was handed out keeps its memory alive, but is not to be read any more.
         """
         ...
+
+
+class HostWire(Wire):
+    """What wires between processes have alike on a CPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, group: dist.ProcessGroup, *, epoch: int, reason: str) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.epoch, self.reason = epoch, reason
+        self._number = 0  # of the last exchange begun
+        self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
+        self.mask = RankTable(self.world_size)
+        self._sent, self._found = RankTable(self.world_size), RankTable(self.world_size)
+        self._expected: RankTable | None = None
+        self._outgoing, self._incoming = AlignedBytes(), AlignedBytes()
+
+    def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
+        """See `Wire`."""
+        self.begin_exchange(send_bytes, recv_bytes)
+        self.finish_exchange()
+
+    def _refuse_size(self, peer: int) -> NoReturn:
+        assert self._expected is not None, "sizes were checked against none"
+        found, expected = int(self._found.values[peer]), int(self._expected.values[peer])
+        raise RanksDisagree(f"rank {peer} sent {found} bytes where rank {self.rank} expects {expected}")
+
+
+def fitting_share(total_bytes: int, num_parts: int, smallest: int, largest: int) -> int:
+    """Return the largest size with which so many parts stay within a total, within the limits."""
+    share = total_bytes // max(1, num_parts) // ALIGNMENT * ALIGNMENT
+    return max(smallest, min(largest, share))
 
 
 def encode_refusal(text: str, max_bytes: int = MAX_REFUSAL_BYTES) -> bytes:
