@@ -58,6 +58,26 @@ def talk(with_server: Talk, app: Any = answer_at_once) -> bytes:
     return asyncio.run(scenario())
 
 
+def sends(request: bytes, *, until_ok: bool = False) -> Talk:
+    """A client that sends a request in one go, and hears the answer, up to "ok" or to the end."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request)
+        return await (reader.readuntil(b"ok") if until_ok else hear(reader))
+
+    return client
+
+
+def drips(begun: bytes) -> Talk:
+    """A client that begins a request, and never gets done with it."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(begun)
+        return await drip(reader, writer)
+
+    return client
+
+
 async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
     """Send a byte now and then until the server has had enough; return what it said."""
     hearing = asyncio.create_task(hear(reader))
@@ -77,19 +97,12 @@ async def hear(reader: asyncio.StreamReader) -> bytes:
 
 
 def test_a_head_that_never_ends_is_a_408() -> None:
-    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(HEAD + b"x-slow: ")
-        return await drip(reader, writer)
-
-    said = talk(client)
+    said = talk(drips(HEAD + b"x-slow: "))
     assert said.startswith(b"HTTP/1.1 408 ") and b"connection: close" in said
 
 
 def test_a_connection_without_a_word_is_closed() -> None:
-    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        return await hear(reader)
-
-    assert talk(client).startswith(b"HTTP/1.1 408 ")
+    assert talk(sends(b"")).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_second_request_s_head_has_the_same_limit() -> None:
@@ -114,11 +127,7 @@ def test_a_connection_rests_between_requests_for_as_long_as_uvicorn_lets_it() ->
 
 
 def test_a_body_that_nobody_reads_is_not_waited_for() -> None:
-    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(HEAD + b"content-length: 1000000\r\n\r\n")
-        return await drip(reader, writer)
-
-    said = talk(client)
+    said = talk(drips(HEAD + b"content-length: 1000000\r\n\r\n"))
     assert said.startswith(b"HTTP/1.1 200") and said.endswith(b"ok")
 
 
@@ -139,11 +148,7 @@ def test_an_answer_may_take_longer_than_a_head(is_slow: bool) -> None:
         await asyncio.sleep(2 * Impatient.head_s * is_slow)
         await answer_at_once(scope, receive, send)
 
-    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(HEAD + b"\r\n")
-        return await reader.readuntil(b"ok")
-
-    assert talk(client, slow).startswith(b"HTTP/1.1 200")
+    assert talk(sends(HEAD + b"\r\n", until_ok=True), slow).startswith(b"HTTP/1.1 200")
 
 
 def test_line_ends_are_no_head() -> None:
@@ -197,12 +202,9 @@ def test_a_long_body_before_a_head_does_not_count_for_it() -> None:
 
 
 def test_long_bodies_are_no_long_heads() -> None:
-    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        length = 4 * MAX_HEAD_BYTES
-        writer.write(HEAD + b"content-length: %d\r\n\r\n" % length + b"x" * length)
-        return await reader.readuntil(b"ok")
-
-    assert talk(client, answer_to_body).startswith(b"HTTP/1.1 200")
+    length = 4 * MAX_HEAD_BYTES
+    request = HEAD + b"content-length: %d\r\n\r\n" % length + b"x" * length
+    assert talk(sends(request, until_ok=True), answer_to_body).startswith(b"HTTP/1.1 200")
 
 
 def test_requests_in_one_go_are_answered_in_turn() -> None:
@@ -277,38 +279,19 @@ def test_an_offer_of_another_protocol_is_passed_over(size: int) -> None:
     [
         b"nonsense\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
+        b"BREW /x HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
         HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\nhix",
         HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         HEAD + b"x y: z\r\n\r\n",
         HEAD + b"content-length: -1\r\n\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
-    ],
-)
-def test_what_is_no_http_is_not_guessed_at(request_: bytes) -> None:
-    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(request_)
-        return await hear(reader)
-
-    assert talk(client, answer_to_body).startswith(b"HTTP/1.1 400 ")
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        b"BREW /x HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"nonsense\r\n\r\n",
-        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nhi\r\n-1\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nx y: z\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_answered_in_the_shape_of_other_errors(request_: bytes) -> None:
-    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(request_)
-        return await hear(reader)
-
-    head, _, body = talk(client, answer_to_body).partition(b"\r\n\r\n")
+def test_what_is_no_http_is_not_guessed_at_and_answered_in_the_shape_of_other_errors(request_: bytes) -> None:
+    head, _, body = talk(sends(request_), answer_to_body).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head
     error = json.loads(body)["error"]
     assert (error["type"], error["code"]) == ("BadRequestError", 400) and "no HTTP/1.1" in error["message"]
