@@ -1,16 +1,20 @@
-"""Load reports for tests: seeded counters that grow, of ranks that a test names."""
+"""Load reports for tests: seeded counters that grow, of ranks that a test names, and what GET /experts/load answers."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from expert_placement.placement import linear_placement, rank_load
 from scheduler.moves.reports import ExpertMap, LoadReport
 from server.experts.answer import answer
-from server.experts.load import ExpertsLoad
+from server.experts.load import VIEWS, ExpertsLoad
 from server.http.json_parts import encode
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 6, 2, 3
+SIGMA = 0.7  # of log(load) over the experts of a layer: DeepSeek-V3 has 0.56 to 0.86
+TIME_S = 1_790_000_000.0  # when the first entry of a history was made
 
 
 def expert_map(version: int = 0) -> ExpertMap:
@@ -51,3 +55,51 @@ def told(load: ExpertsLoad) -> dict[str, Any]:
     """What GET /experts/load answers."""
     content: dict[str, Any] = json.loads(encode(answer(load.snapshot())))
     return content
+
+
+def load_answer(
+    num_layers: int,
+    num_experts: int,
+    num_ranks: int,
+    *,
+    tokens_per_layer: int = 1_000_000,
+    history: Sequence[dict[str, Any]] = (),
+    first_layer: int = 0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """What GET /experts/load answers of lognormal experts in order; no tokens at all where `tokens_per_layer` is 0."""
+    load, placement = ExpertsLoad("made-up"), linear_placement(num_layers, num_experts, num_ranks)
+    layers = tuple(range(first_layer, first_layer + num_layers))
+    load.take_experts(ExpertMap(0, num_experts, num_ranks, layers, layers[-1] + 1, placement.slot_expert))
+    weight = np.exp(np.random.default_rng(seed).normal(0.0, SIGMA, (num_layers, 2, num_experts)))
+    experts = np.rint(tokens_per_layer * weight / weight.sum(axis=2, keepdims=True))
+    ranks = np.stack([rank_load(placement, experts[:, phase]) for phase in (0, 1)], axis=1)
+    total, none = np.concatenate((experts, ranks), axis=2), (0,) * num_ranks
+    for rank in range(num_ranks):
+        load.note_rank(rank, f"node-{rank // 8}")
+        if tokens_per_layer:  # rank 0 has counted everything
+            load.take_load(report(rank, 500, total * (rank == 0), dispatch_bytes=none, combine_bytes=none))
+    return {**told(load), "history": list(history)}
+
+
+def series(mean: Sequence[float], begin_s: float = TIME_S) -> dict[str, Any]:
+    """Return a series of a point every two seconds; the worst layer is a fifth below the mean."""
+    every_s, values = 2.0, list(mean)
+    view = {"mean": values, "median": values, "worst": [0.8 * value for value in values]}
+    times = [begin_s + every_s * index for index in range(len(values))]
+    return {"every_s": every_s, "time": times, "views": dict.fromkeys(VIEWS, view)}
+
+
+def change(after_s: float, version: int, kind: str, moves: int, reason: str) -> dict[str, Any]:
+    """Return an entry of the history, some seconds after the first."""
+    return {
+        "time": TIME_S + after_s,
+        "version": version,
+        "kind": kind,
+        "reason": reason,
+        "predicted_gain": 0.08 if moves else 0.004,
+        "measured_gain": 0.074 if moves else None,
+        "moves": moves,
+        "bytes": moves * 44_000_000,
+        "seconds": 4.2 if moves else 0.0,
+    }
