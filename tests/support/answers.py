@@ -18,22 +18,24 @@ class ByteDecoder:
         return bytes(token_ids).decode(errors="replace")
 
 
+def ask_of(
+    request_id: str = "r", prompt_ids: Sequence[int] = (65,), *, stops: tuple[str, ...] = (), **params: Any
+) -> Ask:
+    """What is asked of a rank; nine tokens unless `params` say otherwise."""
+    sampling = SamplingParams(**{"max_tokens": 9, **params})
+    request = Request(request_id=request_id, prompt_ids=tuple(prompt_ids), params=sampling, arrival_s=100.0)
+    return Ask(request=request, stops=stops)
+
+
 def ended_answer(
     prompt: str, *texts: str, failure: ApiError | None = None, queued_s: float = 0.0, **params: Any
 ) -> Answer:
     """An answer whose choices have ended, each 2 s after a first token that came 1 s after arrival."""
     answer = Answer("chatcmpl-1", lambda _answer: None)
     for number, text in enumerate(texts):
-        request = Request(
-            request_id=f"chatcmpl-1-{number}",
-            prompt_ids=tuple(prompt.encode()),
-            params=SamplingParams(**{"max_tokens": 9, **params}),
-            arrival_s=100.0,
-        )
-        generation = answer.add(Ask(request=request), 1, ByteDecoder())
-        generation.push(
-            RequestOutput(request_id=request.request_id, token_ids=list(text.encode()), queued_s=queued_s)
-        )
+        name = f"chatcmpl-1-{number}"
+        generation = answer.add(ask_of(name, prompt.encode(), **params), 1, ByteDecoder())
+        generation.push(RequestOutput(request_id=name, token_ids=list(text.encode()), queued_s=queued_s))
         if text:
             generation.first_token_s, generation.last_token_s = 101.0, 103.0
         generation.end(FinishReason.ERROR if failure else FinishReason.STOP, failure)

@@ -1,7 +1,7 @@
 """Accepted requests against stub ranks, with everything around them within reach."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -10,13 +10,7 @@ from server.front.journal import Journal
 from server.front.requests import Requests
 from server.front.router import Router
 from server.http.metrics import Metrics
-
-
-class Bytes:
-    """Token i is byte i."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return bytes(token_ids).decode(errors="replace")
+from tests.support.answers import ByteDecoder
 
 
 class StubRanks:
@@ -41,7 +35,7 @@ class Desk:
         self.metrics = Metrics("m", 2)
         self.why_not_ready: str | None = None
         self.requests = Requests(
-            decoder=Bytes(),
+            decoder=ByteDecoder(),
             ranks=self.ranks,  # type: ignore[arg-type]
             router=self.router,
             journal=self.journal,

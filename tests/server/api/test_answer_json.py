@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.policy.request import FinishReason, Logprobs, Request, SamplingParams
+from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import (
     CompletionLogprobs,
     TextEvent,
@@ -19,8 +19,9 @@ from server.api.answer_json import (
 from server.api.completions import CompletionChunks
 from server.api.schemas import CompletionRequest
 from server.api.served import ServedModel
-from server.front.generations import Answer, Ask, Piece
+from server.front.generations import Answer, Piece
 from server.front.tokenizer import Tokenizer
+from tests.support.answers import ByteDecoder, ask_of
 
 WORDS = [b"a", b"bc", b"\xe2\x82", b"\xac", b" d", b"\xff", b"", b""]
 
@@ -143,16 +144,10 @@ def test_half_a_surrogate_pair_is_refused_as_by_a_whole_event() -> None:
 def streamed(pieces: list[tuple[int, Piece]], **fields: Any) -> list[bytes]:
     """Word pieces of a completion of one prompt, with as many choices as there are."""
 
-    class Decoder:
-        def decode(self, token_ids: object, *, skip_special_tokens: bool) -> str:
-            return ""
-
     async def scenario() -> list[bytes]:
         answer = Answer("cmpl-1", lambda _answer: None)
         for _ in range(fields.get("n", 1)):
-            params = SamplingParams(max_tokens=9)
-            request = Request(request_id="x", prompt_ids=(1, 2), params=params, arrival_s=0.0)
-            answer.add(Ask(request=request), 0, Decoder())
+            answer.add(ask_of("x", (1, 2)), 0, ByteDecoder())
         model = cast(ServedModel, type("Model", (), {"tokenizer": None, "has_metrics": False}))
         chunks = CompletionChunks(answer, CompletionRequest(prompt="x", stream=True, **fields), "m", model)
         return [chunks.piece(index, piece) for index, piece in pieces]
@@ -190,20 +185,13 @@ def test_a_piece_without_text_says_nothing() -> None:
 
 
 def test_a_request_s_times_are_told_in_milliseconds_as_vllm_divides_them() -> None:
-    params = SamplingParams(max_tokens=9)
-    ask = Ask(request=Request(request_id="x", prompt_ids=(1,), params=params, arrival_s=100.0))
-
-    class Decoder:
-        def decode(self, token_ids: object, *, skip_special_tokens: bool) -> str:
-            return ""
-
     async def scenario() -> tuple[object, object, object]:
         answer = Answer("a", lambda _answer: None)
-        choice = answer.add(ask, 0, Decoder())
+        choice = answer.add(ask_of(), 0, ByteDecoder())
         nothing = metrics_of(answer)
         choice.queued_s, choice.first_token_s, choice.last_token_s, choice.num_tokens = 0.5, 100.75, 101.25, 5
         one = metrics_of(answer)
-        answer.add(ask, 0, Decoder())
+        answer.add(ask_of(), 0, ByteDecoder())
         return nothing, one, metrics_of(answer)
 
     nothing, one, two = asyncio.run(scenario())

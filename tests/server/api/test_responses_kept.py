@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from scheduler.policy.request import FinishReason, Request, SamplingParams
+from scheduler.policy.request import FinishReason
 from server.api.blocks import DraftChunks
 from server.api.chat_turn import MessageParser, ReasoningCount
 from server.api.parsers.deltas import Delta, PlainParser
@@ -12,8 +12,8 @@ from server.api.responses.answer import ResponseDraft
 from server.api.responses.kept import BackgroundRun, BackgroundRuns, ResponseStore
 from server.api.responses.request import ResponsesRequest
 from server.errors import ApiError
-from server.front.generations import Answer, Ask
-from tests.support.answers import ByteDecoder
+from server.front.generations import Answer
+from tests.support.answers import ByteDecoder, ask_of
 
 
 def response(number: int, text: str = "") -> dict[str, str]:
@@ -135,12 +135,7 @@ def test_a_run_that_meets_an_error_of_ours_has_failed_and_says_so() -> None:
     async def scenario() -> None:
         answer = endless()
         run = run_of("resp_1", answer, Broken())
-        ask = Ask(
-            request=Request(
-                request_id="a-0", prompt_ids=(1,), params=SamplingParams(max_tokens=1), arrival_s=0.0
-            )
-        )
-        answer.add(ask, 0, ByteDecoder()).end(FinishReason.STOP)
+        answer.add(ask_of(), 0, ByteDecoder()).end(FinishReason.STOP)
         runs = BackgroundRuns()
         runs.start(run, lambda: None)
         async with asyncio.timeout(10):

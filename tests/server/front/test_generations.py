@@ -5,28 +5,19 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput, SamplingParams
+from scheduler.policy.request import FinishReason, Logprobs, RequestOutput
 from server.front.detokenizer import REPLACEMENT
-from server.front.generations import Answer, Ask, Generation
+from server.front.generations import Answer, Generation
+from tests.support.answers import ByteDecoder, ask_of
 
 ALPHABET = "aé€😀<>"
 WORDS = st.text(ALPHABET, min_size=1, max_size=3)
 
 
-class Bytes:
-    """Token i is byte i."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return bytes(token_ids).decode(errors="replace")
-
-
-def choices(count: int, stops: tuple[str, ...], **how: int) -> list[Generation]:
+def choices(count: int, stops: tuple[str, ...]) -> list[Generation]:
     """The choices of one answer."""
     answer = Answer("a", lambda _: None)
-    request = Request(
-        request_id="r", prompt_ids=(65,), params=SamplingParams(max_tokens=999, **how), arrival_s=0.0
-    )
-    return [answer.add(Ask(request=request, stops=stops), 0, Bytes()) for _ in range(count)]
+    return [answer.add(ask_of(stops=stops, max_tokens=999), 0, ByteDecoder()) for _ in range(count)]
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
@@ -81,15 +72,6 @@ def test_a_stop_string_cut_inside_a_character_is_found() -> None:
     assert push(choice, raw[4:], last=False) is FinishReason.STOP
     piece = choice.take()
     assert (piece.text, piece.stop_reason) == ("", "€!")
-
-
-def test_an_ended_choice_leaves_the_others_their_held_text() -> None:
-    one, two = choices(2, ("END", "FIN"))
-    assert push(one, b"xEN", last=False) is None and push(two, b"yFI", last=False) is None
-    assert push(one, b"D", last=False) is FinishReason.STOP
-    assert (one.take().text, two.take().text) == ("x", "y")
-    assert push(two, b"!", last=True) is FinishReason.LENGTH
-    assert two.take().text == "FI!"
 
 
 def test_prompt_logprobs_are_kept_for_the_endpoint() -> None:

@@ -38,15 +38,6 @@ async def test_a_slow_reader_gets_merged_pieces() -> None:
 
 
 @in_loop
-async def test_the_journal_knows_what_was_delivered() -> None:
-    desk = Desk()
-    desk.open("a")
-    desk.deliver("a", "hi")
-    entry = desk.journal.open_entries["a"]
-    assert (entry.delivered_ids, entry.request.prompt_ids) == ([104, 105], (65,))
-
-
-@in_loop
 async def test_a_client_that_leaves_ends_what_is_open_and_late_words_are_passed_over() -> None:
     desk = Desk()
     answer = desk.open("a", "b")

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from scheduler.policy.request import Request, SamplingParams
 from server.errors import ApiError
-from server.front.generations import Ask
 from server.http import logs
 from server.http.exchanges import HttpExchange
 from server.http.logs import AccessLog, RequestLog, logging_to
 from server.options.table import LogOptions
-from tests.support.answers import ByteDecoder, ended_answer, ended_exchange
+from tests.support.answers import ByteDecoder, ask_of, ended_answer, ended_exchange
 
 QUIET = LogOptions().quiet_paths
 
@@ -91,11 +89,9 @@ def test_errors_go_to_the_other_stream_with_their_traceback(format: str) -> None
 
 
 def test_prompts_are_logged_only_by_the_log_for_those_who_ask() -> None:
-    params = SamplingParams(max_tokens=9, temperature=0.5, stop_token_ids=(7,))
-    request = Request(request_id="cmpl-1-0", prompt_ids=tuple(b"hello"), params=params, arrival_s=0.0)
     out = io.StringIO()
     with logging_to(LogOptions(format="json"), out=out):
-        RequestLog(ByteDecoder()).note(Ask(request=request))
+        RequestLog(ByteDecoder()).note(ask_of("cmpl-1-0", b"hello", temperature=0.5, stop_token_ids=(7,)))
     content = json.loads(out.getvalue())
     assert (content["id"], content["prompt"]) == ("cmpl-1-0", "hello")
     assert content["params"] == {"max_tokens": 9, "temperature": 0.5, "stop_token_ids": "(7,)"}
