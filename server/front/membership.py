@@ -17,6 +17,9 @@ from typing import NamedTuple
 FAULT_GRACE_S = 1.0  # after a fault, for the stream's end that explains it
 REGROUP_TIMEOUT_S = 30.0  # from an order that a rank leaves unanswered until it is given up
 RETURN_S = 10.0  # for ranks to come back to a front that was started again; they ask several times a second
+FOLLOW_S = (
+    2.0  # after the first of them, for the others: one that died with the front takes as long as its start
+)
 MAX_FAULTS, FAULTS_S = 5, 60.0  # epochs that faults may end within that time, until a rank is given up for it
 
 
@@ -137,6 +140,7 @@ class Epochs:
         self._attached.add(rank)
         self.number = max(self.number, epoch)
         if self._resumed_until_s is not None:
+            self._resumed_until_s = min(self._resumed_until_s, now_s + FOLLOW_S)
             return self._order(now_s) if len(self._attached) == self.num_ranks else _NOTHING
         if self.phase is not Phase.STARTING:
             self.missing.pop(rank, None)

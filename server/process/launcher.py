@@ -23,7 +23,9 @@ from server.process.children import (
     SUPERVISOR_STATE_VARIABLE,
     Child,
     StopSignals,
+    adopt_orphans,
     describe_end,
+    kill_orphans,
     say,
     start_child,
     stop_children,
@@ -32,6 +34,7 @@ from server.process.error_file import ERROR_FILE, FIRST, write_failure
 from server.process.supervisor import RestartBudget
 
 STOP_GRACE_S = 2.7  # workers kill their children after 2.2, and serve kills us after 3.2
+ORPHAN_GRACE_S = 1.0  # for what the kernel has killed to be gone
 _HOST = "127.0.0.1"
 
 
@@ -53,6 +56,7 @@ def run_launcher(
     parser.add_argument("--max-restarts", type=int, required=True)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args(arguments)
+    adopt_orphans()  # what a killed worker leaves
     listener = socket.create_server((_HOST, 0))
     kept: list[object] = []
 
@@ -129,6 +133,9 @@ class _Launcher:
             ending, budget = describe_end(worker), self._budgets[rank]
             if (directory / "state.json").exists() and budget.take():
                 say(f"wideep: {ending}; it is started again (at most {budget.describe()})", error=True)
+                # Its children die with it; their ports and their memory are free when they have.
+                living = frozenset(each.process.pid for each in self._workers.values())
+                kill_orphans(spared=living, grace_s=ORPHAN_GRACE_S)
                 self._start(rank)
                 return None
             write_failure(directory / "error.json", ending, time_ns=FIRST)

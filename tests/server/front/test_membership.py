@@ -316,8 +316,11 @@ def test_ranks_that_do_not_come_back_to_another_front_are_missing_and_may_come_l
     epochs = Epochs(3, recovery_timeout_s=600.0)
     epochs.resume(100.0)
     epochs.attach(1, 101.0, epoch=0)
-    assert epochs.next_due_s() == 110.0 and epochs.tick(109.0) == NOTHING
-    assert epochs.tick(110.0).order == Epoch(1, (1,))
+    assert epochs.next_due_s() == 103.0, "the others ask as often as the first one did"
+    epochs.attach(2, 102.0, epoch=0)
+    epochs.lose(2, "killed", 102.5)
+    assert epochs.next_due_s() == 103.0
+    assert epochs.tick(103.0).order == Epoch(1, (1,))
     assert set(epochs.missing) == {0, 2}
     assert epochs.attach(0, 120.0).order == Epoch(2, (0, 1))
 

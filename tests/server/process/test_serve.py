@@ -145,9 +145,12 @@ def test_a_killed_supervisor_is_started_again_and_its_sibling_lives(quick_servic
     service = quick_service
     first, sibling = service.facts("front-0"), service.pid("engine-1")
     announced = service.facts("engine-0")["env"]["WIDEEP_FRONT"]
-    victim = service.pid("worker-0")
+    victim, engine = service.pid("worker-0"), service.pid("engine-0")
     os.kill(victim, signal.SIGKILL)
     service.wait_for_output("rank 0 serves again")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (victim, engine, first["pid"])), (
+        "not even as zombies"
+    )
     assert f"wideep: rank 0's supervisor (pid {victim}) was killed by SIGKILL" in service.output()
     assert service.facts("engine-0")["env"]["WIDEEP_RESTARTS"] == "1"
     front = service.facts("front-0")
