@@ -2,7 +2,7 @@
 
 `wideep serve` on several ranks, with so many requests always open: greedy, seeded, with penalties, logprobs, several
 choices or a form, streamed and whole. Faults come one after the other, of the kinds below, in turn or (`--random`)
-drawn with a seed. Each answer is compared with the one that the same request got before the first fault. After the
+drawn with a seed. Who is cut off by a front's end asks again with its Idempotency-Key. Each answer is compared with the one that the same request got before the first fault. After the
 last fault the service must stand where it began: no request runs, no block is taken, no descriptor is left.
 
 Expected bound: the kernel closes a dead process' connections at once (some ms), a step takes as long as before, new
@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,8 @@ class Campaign:
         self.problems: list[str] = []  # answers that were lost or changed
         self.num_answers = self.num_lost = self.num_changed = self.num_refused = 0
         self._expected: list[Said] = []
+        self.num_cut_off = 0  # answers that were asked for again
+        self.front_is_away = False  # by a fault: who is cut off asks again with the same key
         self._open: dict[int, LiveAnswer] = {}  # by client
         self._is_over = False
 
@@ -169,6 +172,7 @@ class Campaign:
             "lost": self.num_lost,
             "changed": self.num_changed,
             "refused": self.num_refused,
+            "asked_again": self.num_cut_off,
             "problems": self.problems[:20],
             "kinds": _summarise(self.outcomes),
             "before": before,
@@ -185,8 +189,8 @@ class Campaign:
         begun_s = time.perf_counter()
         seen = asyncio.create_task(self._wait_until_missed(losses))
         num_lost = await FAULTS[kind](self)
-        detected_s = await seen if num_lost else None
-        whole_s = await self._wait_until_whole(losses + num_lost)
+        detected_s = await seen if num_lost and not self.front_is_away else None
+        whole_s = await self._wait_until_whole(0 if self.front_is_away else losses + num_lost)
         seen.cancel()
         await self._wait_for(
             lambda: all(
@@ -196,6 +200,7 @@ class Campaign:
             ),
             "the next piece of every stream",
         )
+        self.front_is_away = False
         if failed := [client for client in clients if client.done()]:
             failed[0].result()  # raises what ended it
         pauses = (
@@ -214,7 +219,11 @@ class Campaign:
         while not self._is_over:
             at = drawn.randrange(len(self.bodies))
             answer = LiveAnswer(
-                port=self.service.port, body=self.bodies[at], is_streamed=drawn.random() < 0.7
+                port=self.service.port,
+                body=self.bodies[at],
+                is_streamed=drawn.random() < 0.7,
+                key=uuid.uuid4().hex,
+                may_ask_again=lambda: self.front_is_away,
             )
             self._open[number] = answer
             try:
@@ -230,6 +239,7 @@ class Campaign:
                         f"request {at} says {said.texts}; before: {self._expected[at].texts}"
                     )
             self.num_refused += answer.num_refused
+            self.num_cut_off += answer.num_cut_off
 
     async def leave(self, count: int) -> None:
         """Ask, and close the connection amid the answers."""
@@ -261,13 +271,20 @@ class Campaign:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engines[rank], number)
 
+    def front(self) -> int:
+        """Return the pid of the front that runs now."""
+        return next(pid for pid in tree(self.service.process.pid) if "front" in command_of(pid))
+
     def some_ranks(self, count: int) -> list[int]:
         """Draw ranks."""
         return self.drawn.sample(range(self.num_ranks), min(count, self.num_ranks))
 
     async def status(self) -> dict[str, Any]:
-        """Return the fault status."""
-        return dict(json.loads(await self._ask("GET", "/v1/fault_tolerance/status")))
+        """Return the fault status, when there is a front to say it."""
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                return dict(json.loads(await self._ask("GET", "/v1/fault_tolerance/status")))
+            await asyncio.sleep(_POLL_S)
 
     async def apply_plan(self) -> None:
         """Ask for a rebalance, whatever comes of it."""
@@ -278,6 +295,10 @@ class Campaign:
         await self._wait_for(
             lambda: self.engines().get(rank, old_pid) != old_pid, f"rank {rank}'s new engine"
         )
+
+    async def wait_for_end(self, pid: int) -> None:
+        """Wait until a process has ended."""
+        await self._wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}")
 
     async def _wait_until_missed(self, losses: int) -> float:
         """Return when the service was seen to have lost more ranks than before."""
@@ -318,7 +339,7 @@ class Campaign:
             name = line.partition("{")[0]
             if name in running:
                 running[name] += float(line.rsplit(" ", 1)[1])
-        front = next(pid for pid in tree(self.service.process.pid) if "front" in command_of(pid))
+        front = self.front()
         return {
             **running,
             "front_descriptors": len(os.listdir(f"/proc/{front}/fd")),
@@ -388,6 +409,24 @@ async def _pause(campaign: Campaign) -> int:
     return 0
 
 
+async def _kill_front(campaign: Campaign) -> int:
+    campaign.front_is_away = True
+    os.kill(campaign.front(), signal.SIGKILL)
+    return 0
+
+
+async def _kill_supervisor(campaign: Campaign) -> int:
+    """Kill a supervisor, and with it its engine; the first one's takes the front along."""
+    [rank] = campaign.some_ranks(1)
+    campaign.front_is_away = rank == 0
+    engine = Path(f"/proc/{campaign.engines()[rank]}/stat").read_text()
+    front = campaign.front()
+    os.kill(int(engine.rpartition(")")[2].split()[1]), signal.SIGKILL)  # state, parent
+    if rank == 0:
+        await campaign.wait_for_end(front)
+    return 1
+
+
 async def _clients_leave(campaign: Campaign) -> int:
     await campaign.leave(campaign.num_open)
     return 0
@@ -402,6 +441,8 @@ FAULTS: dict[str, Callable[[Campaign], Awaitable[int]]] = {  # each returns how 
     "kill another while one is away": _kill_another_while_one_is_away,
     "hang": _hang,
     "pause": _pause,
+    "kill the front": _kill_front,
+    "kill a supervisor": _kill_supervisor,
     "clients leave": _clients_leave,
 }
 
@@ -440,7 +481,8 @@ def _left_behind(before: dict[str, float], after: dict[str, float]) -> dict[str,
 def _print_summary(result: dict[str, Any]) -> None:
     print(
         f"\n   {result['faults']} faults, {result['answers']} answers: {result['lost']} lost, {result['changed']} "
-        f"changed; {result['refused']} times a new request was told to come again"
+        f"changed; {result['refused']} times a new request was told to come again, {result['asked_again']} times one that was "
+        "cut off asked again with its key"
     )
     for kind, times in result["kinds"].items():
         told = ", ".join(

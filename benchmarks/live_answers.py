@@ -6,7 +6,7 @@ An answer compares by what must not depend on faults: text, logprobs and finish 
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -36,46 +36,62 @@ class LiveAnswer:
     port: int
     body: Mapping[str, Any]
     is_streamed: bool
+    key: str | None = None  # the Idempotency-Key with which it is asked again where that is allowed
+    may_ask_again: Callable[[], bool] = lambda: False  # when it was cut off
     arrivals_s: list[float] = field(default_factory=list)  # time.perf_counter()
     num_refused: int = 0  # 503 before it was accepted
+    num_cut_off: int = 0  # and asked again
     _said: Said = field(default_factory=lambda: Said({}, {}, {}, 0))
 
     async def read(self) -> Said:
-        """Ask, again after a 503, and read to the end.
+        """Ask, again after a 503 and where it was cut off and that is allowed, and read to the end.
 
         Raises:
             LostAnswerError: it was accepted and did not end well, or was refused with another status.
         """
         while True:
-            reader, writer = await asyncio.open_connection(HOST, self.port, limit=2**22)
             try:
-                await self._send(writer)
-                status = await self._read_head(reader)
-                if status == 503:
-                    self.num_refused += 1
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                if status != 200:
-                    raise LostAnswerError(
-                        f"status {status}: {(await reader.read(500)).decode(errors='replace')}"
-                    )
-                async for event in self._events(reader):
-                    self._take(event)
-            except OSError as error:
-                raise LostAnswerError(f"the connection broke: {error}") from error
-            finally:
-                writer.close()
-            if len(self._said.finish_reasons) != self.body.get("n", 1) or not self._said.num_tokens:
-                raise LostAnswerError(f"it ended after {sum(map(len, self._said.texts.values()))} characters")
-            return self._said
+                if await self._read_once():
+                    return self._said
+                self.num_refused += 1
+            except LostAnswerError:
+                if not self.may_ask_again():
+                    raise
+                self.num_cut_off += 1
+                self._said = Said({}, {}, {}, 0)
+            await asyncio.sleep(RETRY_S)
+
+    async def _read_once(self) -> bool:
+        """Ask and read to the end; return False after a 503."""
+        try:
+            reader, writer = await asyncio.open_connection(HOST, self.port, limit=2**22)
+        except OSError as error:
+            raise LostAnswerError(f"nobody listens: {error}") from error
+        try:
+            await self._send(writer)
+            status = await self._read_head(reader)
+            if status == 503:
+                return False
+            if status != 200:
+                raise LostAnswerError(f"status {status}: {(await reader.read(500)).decode(errors='replace')}")
+            async for event in self._events(reader):
+                self._take(event)
+        except (OSError, ValueError) as error:  # ValueError: a body that was cut off
+            raise LostAnswerError(f"the connection broke: {error}") from error
+        finally:
+            writer.close()
+        if len(self._said.finish_reasons) != self.body.get("n", 1) or not self._said.num_tokens:
+            raise LostAnswerError(f"it ended after {sum(map(len, self._said.texts.values()))} characters")
+        return True
 
     async def _send(self, writer: asyncio.StreamWriter) -> None:
         extra = {"stream": True, "stream_options": {"include_usage": True}} if self.is_streamed else {}
         body = json.dumps({**self.body, **extra}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n"
         )
+        head += f"Idempotency-Key: {self.key}\r\n\r\n" if self.key else "\r\n"
         writer.write(head.encode() + body)
         await writer.drain()
 
