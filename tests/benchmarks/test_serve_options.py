@@ -1,6 +1,14 @@
+"""Options and table of the serving benchmark, and what its peer asks of transformers."""
+
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
+from transformers.generation import ContinuousBatchingConfig
 
 from benchmarks.serve_options import OptionsError, ServedLayout, parse_options
+from benchmarks.serve_table import METRICS, summary_of
+from benchmarks.transformers_worker import PAGE_TOKENS, page_option
 
 
 def test_defaults_are_the_whole_measurement() -> None:
@@ -29,3 +37,52 @@ def test_defaults_are_the_whole_measurement() -> None:
 def test_a_bad_value_is_named_with_what_is_allowed(arguments: list[str], words: str) -> None:
     with pytest.raises(OptionsError, match=words):
         parse_options(arguments)
+
+
+def _row(program: str, round_number: int, rate: float, *, noisy: bool = False) -> dict[str, Any]:
+    metrics = dict.fromkeys(METRICS, rate)
+    return {
+        "program": program,
+        "round": round_number,
+        **metrics,
+        "peak_pss_mib": 10 + round_number,
+        "noisy": noisy,
+    }
+
+
+def _programs(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    programs: dict[str, Any] = summary_of({"concurrency": 4, "rows": rows})["programs"]
+    return programs
+
+
+def test_noisy_rounds_do_not_count_while_there_are_quiet_ones() -> None:
+    rows = [_row("ours", 0, 30), _row("ours", 1, 1, noisy=True), _row("ours", 2, 40)]
+    rows += [_row("transformers", number, 10) for number in range(3)]
+    ours = _programs(rows)["ours"]
+    assert (ours["tokens_per_s"], ours["rounds"], ours["noisy"]) == (35, 2, False)
+    assert ours["times_peer"] == 3.5
+    assert ours["peak_pss_mib"] == 12
+
+
+def test_with_noisy_rounds_only_all_count_and_the_summary_says_so() -> None:
+    rows = [_row("ours", number, 20 * (number + 1), noisy=True) for number in range(2)]
+    rows += [_row("transformers", number, 10) for number in range(2)]
+    ours = _programs(rows)["ours"]
+    assert (ours["tokens_per_s"], ours["times_peer"], ours["noisy"]) == (30, 3.0, True)
+
+
+@dataclass
+class OfOlderVersions:
+    block_size: int = 256
+
+
+@dataclass
+class OfNewerVersions:
+    page_size: int = 256
+    block_size: int | None = None
+
+
+def test_pages_are_named_as_the_version_at_hand_names_them() -> None:
+    assert page_option(OfOlderVersions) == {"block_size": PAGE_TOKENS}
+    assert page_option(OfNewerVersions) == {"page_size": PAGE_TOKENS}
+    ContinuousBatchingConfig(**page_option(ContinuousBatchingConfig))

@@ -1,12 +1,64 @@
-"""The client against a stub server: fixed bytes over a real socket."""
+"""The load that a benchmark makes: prompts, clients in a closed loop, streams of a stub server, what is made of their times."""
 
 import asyncio
 import json
 
 import pytest
 
-from benchmarks.closed_loop import RequestTiming
+from benchmarks.closed_loop import RequestTiming, closed_loop, summarise
+from benchmarks.live_answers import longest_pause_s
+from benchmarks.prompts import Prompts
 from benchmarks.service import ServiceError, stream_completion
+
+
+class Counter:
+    """Completes at once, but not before the other clients have had their turn."""
+
+    def __init__(self) -> None:
+        self.running = self.most = 0
+        self.seen: list[list[int]] = []
+
+    async def complete(self, prompt: list[int]) -> RequestTiming:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.seen.append(prompt)
+        await asyncio.sleep(0)
+        self.running -= 1
+        return RequestTiming(0.0, [1.0], 1)
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (3, 3), (9, 5)])
+def test_clients_send_every_prompt_once_and_never_more_at_once(concurrency: int, most: int) -> None:
+    counter = Counter()
+    prompts = [[number] for number in range(5)]
+    timings = asyncio.run(closed_loop(counter.complete, prompts, concurrency))
+    assert len(timings) == 5
+    assert counter.most == most
+    assert sorted(counter.seen) == prompts
+
+
+def test_a_failure_is_raised_as_it_is() -> None:
+    async def fail(_: list[int]) -> RequestTiming:
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        asyncio.run(closed_loop(fail, [[1], [2]], 2))
+
+
+def test_summary_has_rates_and_gaps_in_milliseconds() -> None:
+    timings = [RequestTiming(0.0, [0.1, 0.2, 0.5], 3), RequestTiming(1.0, [1.3, 1.4, 2.0], 3)]
+    latency = summarise(timings)
+    assert latency.tokens_per_s == 3.0  # 6 tokens in 2 s
+    assert latency.ttft_p50_ms == 200.0
+    assert latency.ttft_p99_ms == 298.0  # 100 and 300, interpolated
+    assert latency.itl_p50_ms == 200.0  # of 100, 300, 100, 600
+    assert latency.itl_p99_ms == 591.0
+
+
+def test_a_request_without_tokens_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no token"):
+        summarise([RequestTiming(0.0, [], 0)])
+
 
 OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -71,3 +123,26 @@ def test_an_error_inside_a_stream_is_quoted() -> None:
 def test_a_refusal_is_quoted() -> None:
     with pytest.raises(ServiceError, match=r"answered 400: .*too long"):
         _ask(b"HTTP/1.1 400 Bad Request\r\n\r\ntoo long", num_tokens=4)
+
+
+STOPS = [0.0, 0.1, 0.2, 0.21, 0.9, 1.0, 1.1, 3.0]
+
+
+def test_the_longest_pause_counts_where_it_overlaps_the_time() -> None:
+    assert longest_pause_s(STOPS, 1.5, 2.0) == 3.0 - 1.1
+    assert longest_pause_s(STOPS, 0.0, 1.05) == 0.9 - 0.21
+    assert longest_pause_s(STOPS, 4.0, 5.0) is None
+    assert longest_pause_s([], 0.0, 1.0) is None
+
+
+def test_prompts_have_the_exact_length_and_distinct_beginnings() -> None:
+    prompts = Prompts(str.split, 128)  # words stand for tokens
+    taken = prompts.take(1000)
+    assert {len(prompt) for prompt in taken} == {128}
+    assert len({tuple(prompt[:16]) for prompt in taken}) > 990  # the text repeats itself now and then
+
+
+def test_more_prompts_than_the_text_has_are_an_error() -> None:
+    prompts = Prompts(lambda text: list(range(1000)), 128)
+    with pytest.raises(ValueError, match="no 99 more prompts of 128 tokens"):
+        prompts.take(99)

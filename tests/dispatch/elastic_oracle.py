@@ -1,9 +1,12 @@
 """What `ElasticBuffer` must return, from all ranks' inputs at once and one row at a time; nothing of its code is used."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from dispatch.faces.elastic import ElasticBuffer
 
 
 class Inputs(NamedTuple):
@@ -100,3 +103,12 @@ def _group(terms: dict[int, Tensor], group_of: dict[int, int]) -> dict[int, Tens
         sums[group] = sums.get(group, torch.zeros(terms[k].shape)) + terms[k].float()
         last[group] = k
     return {last[group]: total.to(torch.bfloat16) for group, total in sums.items()}
+
+
+E, K, H, M = 8, 3, 32, 12
+
+
+def open_buffer(**options: Any) -> ElasticBuffer:
+    """A buffer over all of a pool's ranks."""
+    assert dist.group.WORLD is not None
+    return ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=M, timeout_s=20.0, **options)

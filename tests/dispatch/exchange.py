@@ -1,6 +1,7 @@
-"""What ranks of a pool run: whole dispatches and combines through a wire, and the same bits they must give."""
+"""What ranks of a pool run: whole dispatches and combines through a wire, the bits that they must give, errors as results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,3 +48,12 @@ def run_layers(
     results = [run_layer(dispatcher, cases[wire.rank]) for cases in layers]
     dispatcher.close()
     return results
+
+
+def catch(action: Callable[[], Any]) -> str:
+    """Return the error's type and text, or "no error"."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - what is raised is the test's result
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -12,7 +12,7 @@ from dispatch.wires import availability
 from dispatch.wires.availability import BACKENDS, why_not_served_by, why_unavailable
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 
 
 def open_by_name(name: str) -> str:

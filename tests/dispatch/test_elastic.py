@@ -10,8 +10,18 @@ from dispatch.errors import DispatchError
 from dispatch.faces.elastic import ElasticBuffer, find_node_size
 from dispatch.faces.handles import EPHandle
 from tests.conftest import PoolOf
-from tests.dispatch.elastic_cases import E, H, K, M, open_buffer
-from tests.dispatch.elastic_oracle import Inputs, answer, expect_combine, expect_dispatch, make_inputs
+from tests.dispatch.elastic_oracle import (
+    E,
+    H,
+    Inputs,
+    K,
+    M,
+    answer,
+    expect_combine,
+    expect_dispatch,
+    make_inputs,
+    open_buffer,
+)
 
 TOKENS = {1: [5], 2: [7, 12], 4: [5, 0, 12, 3]}
 

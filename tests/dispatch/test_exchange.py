@@ -12,7 +12,7 @@ from dispatch.exchange import CLOCK_BLOCK as BLOCK
 from dispatch.exchange import Exchange, ExchangeClock
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 
 
 def test_total_is_the_sum_and_wires_come_in_whole_blocks() -> None:

@@ -15,7 +15,7 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchTimeout, PeerLost
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 
 VICTIM = 2
 STOP_TIMEOUT_S = 3.0  # long enough that nobody times out on a busy machine before the victim stops

@@ -10,7 +10,7 @@ from dispatch.errors import DispatchError, PeerLost
 from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
 from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 from tests.dispatch.hierarchical_cases import S, open_here
 
 

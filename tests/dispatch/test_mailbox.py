@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dispatch.errors import DispatchError
 from dispatch.wires.mailbox import MAX_WIDTH, LocalMailbox, open_mailbox
 from tests.conftest import PoolOf
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 
 
 def run_rounds(name: str, count: int, width: int) -> list[list[list[int]]]:

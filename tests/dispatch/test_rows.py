@@ -13,7 +13,7 @@ from dispatch.rows import HostRows, Received, RowExchange, RowMover
 from dispatch.wires.local import LocalWire
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 
 BACKENDS = [("auto", 1), ("shm", 2), ("gloo", 2), ("nccl", 2), ("shm", 4), ("gloo", 4), ("nccl", 4)]
 CPU = torch.device("cpu")

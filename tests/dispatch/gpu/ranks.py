@@ -1,4 +1,6 @@
-"""What interpreting ranks run for the tests of dispatch between devices."""
+"""What interpreting ranks run for the tests of dispatch between devices.
+
+Kernels' modules are imported within functions: the interpreter must be chosen before, and only in these processes."""
 
 from typing import Any, NamedTuple
 
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from dispatch.dispatched import Dispatched
 from dispatch.dispatcher import Dispatcher
+from dispatch.gpu.symmetric import SharedMemory
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
@@ -77,3 +80,14 @@ def without_repeats(case: RankCase) -> RankCase:
         repeats = (case.slots_TK[:, :k] == case.slots_TK[:, k : k + 1]).any(dim=1)
         slots_TK[repeats, k] = -1
     return case._replace(slots_TK=slots_TK)
+
+
+def open_interpreted(num_bytes: int = 1 << 18, **kwargs: Any) -> Any:
+    """An exchange whose kernels are interpreted. Opening is collective."""
+    from dispatch.gpu.exchange import LowLatencyBlocks  # noqa: PLC0415
+
+    def open_memory(size: int) -> SharedMemory:
+        return SharedMemory(dist.group.WORLD, size, timeout_s=20.0)
+
+    options = {"timeout_s": 20.0, **kwargs}
+    return LowLatencyBlocks(open_memory, dist.get_world_size(), num_bytes=num_bytes, **options)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dispatch import Buffer
 from dispatch.errors import WireUnavailable
 from dispatch.mode import NORMAL, Mode, low_latency
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer, run_on_cpu, without_repeats
 from tests.dispatch.oracle import RankCase, make_cases
 from tests.support.interpreted import needs_triton

@@ -11,7 +11,7 @@ from torch import Tensor
 from dispatch.errors import PeerLost
 from dispatch.gpu.symmetric import SharedMemory
 from dispatch.mode import NORMAL, Mode, low_latency
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 from tests.dispatch.gpu.ranks import (
     CPU,
     Outcome,

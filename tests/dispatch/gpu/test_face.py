@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from dispatch import Buffer
 from dispatch.faces.low_latency import LowLatencyFace
-from tests.dispatch.caught import catch
-from tests.dispatch.gpu.interpreted import open_interpreted
+from tests.dispatch.exchange import catch
+from tests.dispatch.gpu.ranks import open_interpreted
 from tests.dispatch.low_latency import test_deepep_assertions as deepep
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.ranks import open_face, run_layer

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dispatch import layout
 from dispatch.mode import NORMAL, low_latency
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 from tests.dispatch.gpu.ranks import Outcome, answer, check_pairs
 from tests.dispatch.oracle import RankCase, make_cases
 from tests.support.graph_safe import graph_safe_launches

@@ -16,7 +16,7 @@ from dispatch.gpu.nccl import NcclRows
 from dispatch.rows import HostRows
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, check_pairs, run_layer
 from tests.dispatch.oracle import RankCase, make_cases, simulate
 from tests.support.interpreted import needs_triton

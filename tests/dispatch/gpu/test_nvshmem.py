@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.errors import WireUnavailable
-from tests.dispatch.caught import catch
+from tests.dispatch.exchange import catch
 from tests.support.ranks import RankPool
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")

@@ -1,4 +1,4 @@
-"""What ranks of a pool run for the low-latency tests."""
+"""What ranks of a pool run for the low-latency tests, and the tensors that they bring."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.open import open_wire
-from tests.dispatch.caught import catch
-from tests.dispatch.gpu.interpreted import open_interpreted
+from tests.dispatch.exchange import catch
+from tests.dispatch.gpu.ranks import open_interpreted
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, make_cases, zero_undefined
 from tests.support.interpreted import needs_triton
 
@@ -104,3 +104,11 @@ def _call(face: LowLatencyFace, layer: Layer, call: str, change: dict[str, Any])
     recv_x, _, handle, _, _ = face.low_latency_dispatch(**arguments)
     answers = {"x": recv_x, "topk_idx": case.topk_TK, "topk_weights": case.weights_TK, "handle": handle}
     face.low_latency_combine(**{**answers, **change})
+
+
+BF16 = torch.bfloat16
+
+
+def bring(tokens: int = 3, hidden: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the first two experts for each."""
+    return torch.randn(tokens, hidden).to(BF16), torch.tensor([[0, 1]] * tokens)

@@ -13,8 +13,7 @@ from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.conftest import RanksOf
 from tests.dispatch.low_latency.cases import Layer, RankResult, assert_same, make_cases, simulate
-from tests.dispatch.low_latency.face_inputs import BF16, bring
-from tests.dispatch.low_latency.ranks import INTERPRETED, open_face, run_layer
+from tests.dispatch.low_latency.ranks import BF16, INTERPRETED, bring, open_face, run_layer
 from tests.support.interpreted import needs_triton
 
 

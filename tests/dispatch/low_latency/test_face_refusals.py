@@ -8,11 +8,10 @@ import torch
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.local import LocalWire
-from tests.dispatch.caught import catch
 from tests.dispatch.conftest import RanksOf
+from tests.dispatch.exchange import catch
 from tests.dispatch.low_latency.cases import Layer, assert_same, make_cases, simulate
-from tests.dispatch.low_latency.face_inputs import BF16, bring
-from tests.dispatch.low_latency.ranks import INTERPRETED, one_rank_wrong, open_face, run_layer
+from tests.dispatch.low_latency.ranks import BF16, INTERPRETED, bring, one_rank_wrong, open_face, run_layer
 
 X, TOPK = bring()
 
