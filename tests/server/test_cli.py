@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -73,9 +72,3 @@ def test_help_and_the_supervisor_load_no_heavy_package() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert answer.returncode == 0, answer.stderr
-
-
-def test_help_answers_at_once() -> None:
-    started_s = time.monotonic()
-    assert run("--help").returncode == 0
-    assert time.monotonic() - started_s < 2.0  # 0.1 s on an idle machine; torch alone would take 2

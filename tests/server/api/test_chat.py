@@ -258,7 +258,7 @@ def test_a_failure_at_the_rank_is_a_status_or_an_event(front: FrontProcess, clie
 
 
 def test_many_streams_at_once_each_get_their_own_text(front: FrontProcess) -> None:
-    words = [f"w-many{number:02d}" for number in range(40)]
+    words = [f"w-many{number:02d}" for number in range(20)]
     for word in words:
         front.script(word, f"{word} é😀 done")
 

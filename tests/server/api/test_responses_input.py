@@ -18,14 +18,6 @@ def asked(**fields: Any) -> dict[str, Any]:
     return chat_request(body, messages_of(body.input)).model_dump(exclude_unset=True)
 
 
-def test_text_is_a_user_s_message() -> None:
-    assert messages_of("hi") == [{"role": "user", "content": "hi"}]
-
-
-def test_an_easy_message_needs_no_type() -> None:
-    assert messages_of([{"role": "assistant", "content": "a"}]) == [{"role": "assistant", "content": "a"}]
-
-
 def test_the_items_of_one_answer_become_one_message() -> None:
     items = [
         {
@@ -67,11 +59,6 @@ def test_two_assistant_messages_stay_two() -> None:
     assert [message["content"] for message in messages_of(items)] == ["a", "b"]
 
 
-def test_reasoning_that_cannot_be_read_is_passed_over() -> None:
-    items = [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, {"role": "user", "content": "u"}]
-    assert messages_of(items) == [{"role": "user", "content": "u"}]
-
-
 def test_instructions_and_system_messages_at_the_head_are_one_message() -> None:
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
@@ -105,11 +92,6 @@ def test_sampling_fields_and_vllm_s_extras_are_chat_s() -> None:
     }
     assert fields | expected == fields and fields["stop"] == ["x"] and fields["guided_regex"] == "a+"
     assert "logprobs" not in fields
-
-
-def test_log_probabilities_are_included_when_asked_for() -> None:
-    fields = asked(include=["message.output_text.logprobs"], top_logprobs=2)
-    assert (fields["logprobs"], fields["top_logprobs"]) == (True, 2)
 
 
 def test_tools_and_their_choice_are_nested_as_chat_wants_them() -> None:

@@ -24,14 +24,6 @@ def use(**fields: Any) -> ToolUse:
     return tool_use_of(ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields}))
 
 
-def test_tools_are_for_the_model_to_choose_unless_the_client_does() -> None:
-    assert use(tools=[tool()]).choice == "auto"
-    assert use(tools=[tool()], tool_choice=None).choice == "auto"
-    assert use(tools=[tool()], tool_choice="required").choice == "required"
-    named = use(tools=[tool(), tool("g")], tool_choice={"type": "function", "function": {"name": "g"}})
-    assert (named.choice, named.named) == ("named", "g")
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -56,17 +48,6 @@ def test_parameters_are_never_missing_for_a_template() -> None:
         "strict": True,
         "parameters": {"type": "object", "properties": {}},
     }
-
-
-def test_a_named_function_binds_the_answer_to_its_arguments() -> None:
-    named = use(
-        tools=[tool(parameters=PARAMETERS)], tool_choice={"type": "function", "function": {"name": "f"}}
-    )
-    structure = named.structure()
-    assert (
-        structure is not None and structure.kind == "json_schema" and json.loads(structure.text) == PARAMETERS
-    )
-    assert read(named.bound_parser, ' {"a": 1} ') == Said(calls=[("f", '{"a": 1}')])
 
 
 def test_required_binds_the_answer_to_a_list_of_calls() -> None:

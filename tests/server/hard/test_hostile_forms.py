@@ -17,7 +17,7 @@ from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-FAST_S, SLOW_S = 20.0, 60.0  # of one request, on a loaded machine; a form's processor time ends after 2 s
+MOST_S = 20.0  # of one request, on a loaded machine; a form's processor time ends after 2 s
 MOST_CPU_S = 2.0  # of the front
 GROWTH_BYTES = 128 << 20
 
@@ -62,7 +62,7 @@ TREE = {
 }
 CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 LARGE = f"up to {MAX_CHARS} are taken"
-FAST: dict[str, Form] = {
+FORMS: dict[str, Form] = {
     "100,000 properties": of_schema(properties(100_000), param=FORMAT, words=LARGE),
     "100,000 required properties": of_schema(
         {"type": "object", "required": [f"p{number}" for number in range(100_000)]}, param=FORMAT, words=LARGE
@@ -104,24 +104,16 @@ FAST: dict[str, Form] = {
         {"guided_regex": "a", "response_format": {"type": "json_object"}}, param="guided_regex"
     ),
 }
-SLOW: dict[str, Form] = {
-    "catastrophic nesting of stars": of_field("regex", "(a+)+(a|aa)*b(a*)*c" * 20),
-    "nested repetition": of_field("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}"),
-    "50,000 parentheses": of_field(
-        "regex", "(" * 50_000 + "a" + ")" * 50_000, param="structured_outputs.regex"
-    ),
-    "3,000 properties": of_schema(properties(3000)),
-}
 
 
-def check(front: PacedFront, form: Form, within_s: float) -> None:
+def check(front: PacedFront, form: Form) -> None:
     """Ask for the form, and see that the answer is the right one, in time, and that the front had little to do."""
     pid = front.process.pid
     body = json.dumps({"messages": HELLO, "max_tokens": 2, **form.fields})
     reset_peak(pid)
     before, before_cpu_s, before_s = rss_bytes(pid), cpu_s(pid), time.monotonic()
     response = front.post(CHAT, content=body, headers={"content-type": "application/json"})
-    assert time.monotonic() - before_s < within_s
+    assert time.monotonic() - before_s < MOST_S
     assert cpu_s(pid) - before_cpu_s < MOST_CPU_S
     assert peak_rss_bytes(pid) - before < GROWTH_BYTES
     if not form.param:
@@ -132,15 +124,9 @@ def check(front: PacedFront, form: Form, within_s: float) -> None:
     assert error["param"] == form.param and form.words in error["message"] and len(response.content) < 6000
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_hostile_form_is_refused_by_name_or_answered(hard_front: PacedFront, name: str) -> None:
-    check(hard_front, FAST[name], FAST_S)
-
-
-@pytest.mark.parametrize("name", SLOW)
-@pytest.mark.slow
-def test_a_form_that_is_dear_to_compile_ends_in_time(hard_front: PacedFront, name: str) -> None:
-    check(hard_front, SLOW[name], SLOW_S)
+    check(hard_front, FORMS[name])
 
 
 def test_after_all_this_a_form_is_answered(hard_front: PacedFront) -> None:

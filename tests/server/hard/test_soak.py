@@ -81,13 +81,8 @@ def soak(front: PacedFront, count: int, rounds: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_sixty_streams_with_leavers_and_slow_readers(paced_front: PacedFront) -> None:
-    soak(paced_front, count=60, rounds=1)
-    assert sum(rank.num_aborted for rank in paced_front.ranks) > 0, "who leaves frees its blocks at once"
-    assert paced_front.figures()["vllm:request_success_total"] >= 60
-
-
-@pytest.mark.slow
 def test_five_hundred_streams_round_after_round(paced_front: PacedFront) -> None:
     sizes = soak(paced_front, count=500, rounds=5)
     assert sizes[-1] - sizes[1] < KEEPS_BYTES, [size >> 20 for size in sizes]
+    assert sum(rank.num_aborted for rank in paced_front.ranks) > 0, "who leaves frees its blocks at once"
+    assert paced_front.figures()["vllm:request_success_total"] >= 500

@@ -66,16 +66,6 @@ def test_events_come_in_the_documented_order() -> None:
     assert events[-2]["usage"] == USAGE
 
 
-def test_the_message_holds_every_block_and_the_usage() -> None:
-    draft = draft_of()
-    stream(draft, ReasoningDelta("hm"), ContentDelta("a"), *CALL)
-    thinking, text, call = draft.message["content"]
-    assert (thinking["type"], thinking["thinking"]) == ("thinking", "hm") and thinking["signature"]
-    assert text == {"type": "text", "text": "a"}
-    assert call == {"type": "tool_use", "id": "call_9", "name": "add", "input": {"a": "x"}}
-    assert draft.message["usage"] == USAGE and draft.message["id"] == "msg_1"
-
-
 @pytest.mark.parametrize(
     ("last", "context_ends", "reason", "sequence"),
     [
