@@ -237,17 +237,20 @@ def elastic_handle(handle: Any) -> Problems:
         yield f"handle is {type(handle).__name__}; it must be the EPHandle that a dispatch returned"
 
 
-def elastic_cached(handle: Any, given: Mapping[str, Any]) -> Problems:
-    """What a handle decides; `given` is what the caller passed for it."""
+def elastic_cached(
+    handle: Any, call: DispatchCall, topk_idx: Any, do_cpu_sync: bool | None, given: Mapping[str, int | None]
+) -> Problems:
+    """What a handle decides, if there is one; `given` is what the caller passed for it."""
+    if handle is None:
+        return
     yield from elastic_handle(handle)
-    if given["topk_idx"] is not None:
+    if topk_idx is not None:
         yield "topk_idx must be None with a handle: a cached dispatch goes the way of the first"
-    if given["do_cpu_sync"]:
+    if do_cpu_sync:
         yield "do_cpu_sync is True; a cached dispatch has nothing to ask for, its counts are the handle's"
-    for name in ("num_experts", "num_max_tokens_per_rank", "expert_alignment", "do_expand"):
-        value, agreed = given[name], getattr(handle, name)
-        if value is not None and value != agreed:
-            yield f"{name} is {value}; the handle is of a dispatch with {agreed}"
+    for name, value in {**given, "do_expand": call.do_expand}.items():
+        if value is not None and value != getattr(handle, name):
+            yield f"{name} is {value}; the handle is of a dispatch with {getattr(handle, name)}"
 
 
 def elastic_dispatch(call: DispatchCall, world: World) -> Problems:

@@ -322,31 +322,21 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         """
         cached = handle if isinstance(handle, EPHandle) else None
         rows, scales = split_rows(x)
-        call = DispatchCall(
-            x=rows,
-            scales=scales,
-            topk_idx=cached.topk_idx if cached else topk_idx,
-            topk_weights=topk_weights,
-            stats=cumulative_local_expert_recv_stats,
-            **self._agreed(cached, num_experts, num_max_tokens_per_rank, expert_alignment),
-            num_sms=num_sms or NUM_SMS,
-            do_handle_copy=bool(do_handle_copy),
-            do_cpu_sync=bool(_or(do_cpu_sync, True)),
-            do_expand=bool(do_expand),
-            do_zero_padding=bool(do_zero_padding),
-            column_major_scales=bool(use_tma_aligned_col_major_sf),
-        )
         given = {
-            "topk_idx": topk_idx,
-            "do_cpu_sync": do_cpu_sync,
-            "num_experts": num_experts,
-            "num_max_tokens_per_rank": num_max_tokens_per_rank,
+            "num_experts": num_experts, "num_max_tokens_per_rank": num_max_tokens_per_rank,
             "expert_alignment": expert_alignment,
-            "do_expand": bool(do_expand),
-        }
+        }  # fmt: skip
+        num_experts, max_tokens, alignment = self._agreed(cached, **given)
+        call = DispatchCall(
+            x=rows, scales=scales, topk_idx=cached.topk_idx if cached else topk_idx, topk_weights=topk_weights,
+            stats=cumulative_local_expert_recv_stats, num_experts=num_experts, max_tokens=max_tokens,
+            alignment=alignment, num_sms=num_sms or NUM_SMS, do_handle_copy=bool(do_handle_copy),
+            do_cpu_sync=do_cpu_sync is None or bool(do_cpu_sync), do_expand=bool(do_expand),
+            do_zero_padding=bool(do_zero_padding), column_major_scales=bool(use_tma_aligned_col_major_sf),
+        )  # fmt: skip
         self._refuse_first(
             checks.elastic_events(previous_event, previous_event_before_epilogue, allocate_on_comm_stream),
-            checks.elastic_cached(handle, given) if handle is not None else iter(()),
+            checks.elastic_cached(handle, call, topk_idx, do_cpu_sync, given),
             checks.elastic_dispatch(call, self._world),
         )
         return (*self._dispatch(call, handle), finished(async_with_compute_stream))
@@ -392,17 +382,17 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         return combined, weights, finished(async_with_compute_stream)
 
     def _agreed(
-        self, cached: EPHandle | None, num_experts: int | None, max_tokens: int | None, alignment: int | None
-    ) -> dict[str, Any]:
+        self,
+        cached: EPHandle | None,
+        num_experts: int | None,
+        num_max_tokens_per_rank: int | None,
+        expert_alignment: int | None,
+    ) -> tuple[int | None, int, int]:
         """Return what a cached dispatch takes from its handle, and others from the caller or the buffer."""
-        numbers: tuple[Any, ...] = (
-            num_experts,
-            max_tokens or self.num_max_tokens_per_rank,
-            _or(alignment, 1),
-        )
         if cached is not None:
-            numbers = (cached.num_experts, cached.num_max_tokens_per_rank, cached.expert_alignment)
-        return dict(zip(("num_experts", "max_tokens", "alignment"), numbers, strict=True))
+            return cached.num_experts, cached.num_max_tokens_per_rank, cached.expert_alignment
+        max_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        return num_experts, max_tokens, 1 if expert_alignment is None else expert_alignment
 
     def _dispatch(
         self, call: DispatchCall, handle: EPHandle | None
@@ -418,7 +408,3 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         problem = first_problem(*lists)
         if problem:
             self._mode.exchange.refuse(problem)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
