@@ -124,30 +124,38 @@ def assemble(
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
     telemetry = Telemetry(config.rank, model.load_counts, runner)
-    epochs = None
-    if store is not None:
-        parts = RankParts(
-            config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
-            telemetry=telemetry, store=store, available=available,
-        )  # fmt: skip
-        links = None if lockstep is None else EpochLinks(dispatcher, lockstep)
-        timeout_s = config.recovery_timeout_s + ORDER_MARGIN_S
-        epochs = EpochFollower(Regrouping(parts, links), timeout_s=timeout_s)
-    heart = Heart(
+    parts = None if store is None else RankParts(
+        config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
+        telemetry=telemetry, store=store, available=available,
+    )  # fmt: skip
+    links = None if lockstep is None else EpochLinks(dispatcher, lockstep)
+    epochs = None if parts is None else _make_epochs(config, parts, links)
+    heart = _make_heart(config)
+    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures, heart, epochs)
+    chosen = f"{dispatcher.name}, as {dispatcher.reason}"
+    dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
+    return Assembled(
+        engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry,
+        _map_experts(skeleton, placement), relocation, structures,
+    )  # fmt: skip
+
+
+def _make_epochs(config: EngineConfig, parts: RankParts, links: EpochLinks | None) -> EpochFollower:
+    return EpochFollower(Regrouping(parts, links), timeout_s=config.recovery_timeout_s + ORDER_MARGIN_S)
+
+
+def _make_heart(config: EngineConfig) -> Heart:
+    return Heart(
         config.rank,
         timeout_s=config.heartbeat_timeout_s,
         most_patience_s=config.timeout_s,
         look=partial(break_silent, config.heartbeat_timeout_s),
     )
-    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures, heart, epochs)
-    chosen = f"{dispatcher.name}, as {dispatcher.reason}"
-    dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
-    num_hidden_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
-    experts = expert_map(placement, list(skeleton.experts), num_hidden_layers)
-    return Assembled(
-        engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry, experts, relocation,
-        structures,
-    )  # fmt: skip
+
+
+def _map_experts(skeleton: Skeleton, placement: Placement) -> ExpertMap:
+    num_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
+    return expert_map(placement, list(skeleton.experts), num_layers)
 
 
 def _num_blocks(config: EngineConfig, skeleton: Skeleton, max_model_len: int) -> int:
