@@ -1,15 +1,21 @@
 """From epoch to epoch: what is told of faults, and which orders are followed to their end."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from dispatch.errors import RanksDisagree, WireUnavailable
 from dispatch.wires.mailbox import open_mailbox
 from expert_placement.placement import linear_placement
+from scheduler.assembly import assemble
 from scheduler.epochs.follower import EpochFollower
-from scheduler.epochs.orders import CannotHoldError, IsOver, MembershipError, Order, OvertakenError
+from scheduler.epochs.orders import CannotHoldError, IsOver, MembershipError, Order, Orders, OvertakenError
+from scheduler.policy.config import EngineConfig
 from scheduler.step.lockstep import Header, LockStep
+from tests.support.families import write_checkpoint
+from tests.support.serving import WaveDoorbell
 
 PLACEMENT = linear_placement(1, 4, 2)
 
@@ -137,3 +143,23 @@ def test_a_fault_names_ranks_where_groups_know_places() -> None:
         lockstep_of(4, 17), "DispatchTimeout: rank 1 sent nothing for 30 s; rank 2 gave rank 0 up"
     )
     assert told.words == [(4, "DispatchTimeout: rank 2 sent nothing for 30 s; rank 5 gave rank 0 up", False)]
+
+
+@pytest.mark.parametrize("recovery_timeout_s", [30.0, 7200.0])
+def test_an_engine_waits_longer_for_an_order_than_the_front_does_for_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recovery_timeout_s: float
+) -> None:
+    asked_s: list[float] = []
+
+    def wait(_orders: Orders, _epoch: int, timeout_s: float) -> Order | None:
+        asked_s.append(timeout_s)
+        raise MembershipError("no order came")
+
+    monkeypatch.setattr(Orders, "wait", wait)
+    write_checkpoint("mixtral", tmp_path)
+    config = EngineConfig(directory=tmp_path, kv_cache_bytes=8 << 20, recovery_timeout_s=recovery_timeout_s)
+    engine = assemble(config, WaveDoorbell(), store=HashStore(), is_joining=True).engine
+    with pytest.raises(MembershipError):
+        engine.run(lambda _outputs, _stats: None)
+    engine.close()
+    assert [timeout_s > recovery_timeout_s for timeout_s in asked_s] == [True]
