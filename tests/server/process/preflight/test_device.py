@@ -23,7 +23,6 @@ from server.process.preflight.device import (
     why_not,
 )
 from server.process.preflight.memory import float_bytes
-from server.process.preflight.model import PreflightError
 
 H200 = Gpu(name="NVIDIA H200", capability=(9, 0), free_bytes=140 << 30, total_bytes=141 << 30)
 GOOD = GpuFacts(devices=(H200, H200), torch="2.11.0+cu130", built_for="13.0", driver="13.1", triton="3.6.0")
@@ -131,13 +130,6 @@ def test_auto_takes_the_cpu_and_says_why() -> None:
     assert (device.name, device.reason, device.ranks, device.free_bytes) == ("cpu", OLD_DRIVER, 2, None)
 
 
-def test_cuda_that_cannot_be_had_is_refused_with_the_reason() -> None:
-    with pytest.raises(
-        PreflightError, match=r"--device is cuda, which cannot be used: the NVIDIA driver .*cpu"
-    ):
-        choose_device("cuda", not_found)
-
-
 def test_cpu_is_taken_without_looking() -> None:
     def look() -> tuple[GpuFacts, str]:
         raise AssertionError("nobody asked")
@@ -173,14 +165,10 @@ def test_limits_that_do_not_go_together_are_refused() -> None:
         on_device(options(max_num_batched_tokens=32), choose_device("cpu"), num_local_ranks=1)
 
 
-def test_a_rank_for_each_gpu_is_the_default_and_more_are_refused() -> None:
+def test_a_rank_for_each_gpu_is_the_default() -> None:
     device = choose_device("cuda", found)
     assert device.ranks == 2
     assert on_device(options(), device, num_local_ranks=2).device == "cuda"
-    with pytest.raises(
-        PreflightError, match=r"3 ranks on a node with 2 GPUs; .* give --data-parallel-size 2 or less"
-    ):
-        on_device(options(), device, num_local_ranks=3)
 
 
 @pytest.mark.parametrize(
