@@ -9,10 +9,13 @@ RUNTIME := $(VENV)/.runtime
 DEVELOP := $(VENV)/.develop
 CLIENTS_VENV := .venv-clients
 CLIENTS := $(CLIENTS_VENV)/.installed
+LOWEST_VENV := .venv-lowest
+LOWEST := $(LOWEST_VENV)/.installed
+LOWEST_TESTS := tests/house tests/server/link tests/server/http tests/server/options tests/scheduler tests/moe/load
 NPM := tests/clients/npm
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: serve test test-all test-clients lint sizes bench-serve clean
+.PHONY: serve test test-all test-clients test-lowest lint sizes bench-serve clean
 
 serve: $(RUNTIME)
 	@$(BIN)/wideep serve $(ARGS)
@@ -26,6 +29,10 @@ test-all: $(DEVELOP)
 test-clients: $(CLIENTS)
 	$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(ARGS)
 
+# The lowest versions that pyproject.toml allows, but for torch, in an environment of their own.
+test-lowest: $(LOWEST)
+	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not gpu" $(LOWEST_TESTS) $(ARGS)
+
 lint: $(DEVELOP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,7 +45,7 @@ bench-serve: $(DEVELOP)
 	$(BIN)/python -m benchmarks.serve $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS_VENV) $(NPM)/node_modules
+	rm -rf $(VENV) $(CLIENTS_VENV) $(LOWEST_VENV) $(NPM)/node_modules
 
 $(VENV)/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "WideEP needs $(PYTHON) (set PYTHON=... to use another one, 3.11 or later)"; exit 1; }
@@ -61,4 +68,11 @@ $(CLIENTS): requirements-clients.txt $(NPM)/package.json $(DEVELOP)
 	$(CLIENTS_VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-clients.txt
 	@if command -v npm >/dev/null; then npm install --prefix $(NPM) --no-package-lock --no-audit --no-fund --silent; \
 	else echo "npm is not here: the test of the npm package will be skipped"; fi
+	@touch $@
+
+$(LOWEST): requirements-cpu.txt requirements-dev.txt pyproject.toml | $(DEVELOP)
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(BIN)/python -m tests.house.lowest > $(LOWEST_VENV)/requirements.txt
+	$(LOWEST_VENV)/bin/pip install --quiet --disable-pip-version-check -r $(LOWEST_VENV)/requirements.txt
+	$(LOWEST_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
