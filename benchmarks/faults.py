@@ -339,9 +339,11 @@ class Campaign:
             name = line.partition("{")[0]
             if name in running:
                 running[name] += float(line.rsplit(" ", 1)[1])
-        front = self.front()
+        front, engines = self.front(), self.engines().values()
         return {
             **running,
+            "engine_descriptors": max(len(os.listdir(f"/proc/{pid}/fd")) for pid in engines),
+            "engines_mb": round(sum(map(pss_bytes, engines)) / 1e6, 1),
             "front_descriptors": len(os.listdir(f"/proc/{front}/fd")),
             "front_mb": round(pss_bytes(front) / 1e6, 1),
             "shared_memory_files": len(os.listdir("/dev/shm")),
@@ -472,7 +474,8 @@ def _spread(times_s: Sequence[float]) -> dict[str, float]:
 
 def _left_behind(before: dict[str, float], after: dict[str, float]) -> dict[str, list[float]]:
     """Return what did not come back to where it began; memory of a longer life may be a quarter more."""
-    room = {"front_mb": before["front_mb"] * 0.25, "front_descriptors": 4}
+    room = {name: before[name] * 0.25 for name in ("front_mb", "engines_mb")}
+    room |= {"front_descriptors": 4, "engine_descriptors": 8}  # connections that end a moment later
     return {
         name: [before[name], after[name]] for name in before if after[name] > before[name] + room.get(name, 0)
     }
@@ -495,6 +498,10 @@ def _print_summary(result: dict[str, Any]) -> None:
             if spread
         )
         print(f"{kind:>32} ({times['faults']}), seconds: {told}")
+    told = ", ".join(
+        f"{name} {first:g} -> {result['after'][name]:g}" for name, first in result["before"].items()
+    )
+    print(f"   before the first fault and after the last: {told}")
     for problem in result["problems"]:
         print(f"   WRONG: {problem}")
     for name, (first, last) in result["left_behind"].items():
