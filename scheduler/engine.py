@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import PeerLost
 from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
 from scheduler.epochs.heartbeat import Heart, Heartbeat
@@ -39,6 +40,22 @@ class _Planned(NamedTuple):
 
     batch: Batch
     outputs: list[RequestOutput]  # of what arrived and what ended before it
+
+
+class _Serving(NamedTuple):
+    """An epoch that serves: what its step loop may be waiting in."""
+
+    dispatcher: TokenDispatcher
+    lockstep: LockStep
+    members: tuple[int, ...]
+
+    def leave_out(self, order: Order) -> None:
+        """End what is waited for here if the order is a newer one and leaves out a member."""
+        given_up = sorted(set(self.members) - set(order.members))
+        if given_up and order.epoch > self.lockstep.epoch:
+            error = PeerLost(self.members.index(given_up[0]), "the front has given it up")
+            self.dispatcher.interrupt(error)
+            self.lockstep.interrupt(error)
 
 
 class Engine:
@@ -67,6 +84,7 @@ class Engine:
         assert lockstep or epochs, "an engine without an epoch needs a way into one"
         self._epochs, self._heart = epochs, heart
         self._planned: _Planned | None = None
+        self._serving: _Serving | None = None
         self._relocation = relocation
         relocation.on_news = self._wake
         self._rank, self._scheduler, self._runner = rank, scheduler, runner
@@ -105,15 +123,11 @@ class Engine:
         Where the order leaves out a rank of the epoch that serves, that one is not waited for any longer.
         """
         assert self._epochs is not None, "assembled to serve one epoch only"
-        # As they are before the order is known: the step loop may follow it at once, and then has others.
-        dispatcher, lockstep, members = self._runner.dispatcher, self._lockstep, self._epochs.members
         if not self._epochs.orders.give(order):
             return
-        given_up = sorted(set(members) - set(order.members))
-        if given_up and lockstep is not None:
-            error = PeerLost(members.index(given_up[0]), "the front has given it up")
-            dispatcher.interrupt(error)
-            lockstep.interrupt(error)
+        # The step loop looks at the newest order once it serves: whichever of the two comes second sees the other.
+        if self._serving is not None:
+            self._serving.leave_out(order)
         self._wake()
 
     def tell_membership(
@@ -182,6 +196,10 @@ class Engine:
         """Walk steps until all stop or the epoch ends; says which."""
         reason = ""
         self._heart.progress.begin_epoch(lockstep.epoch, lambda: self._runner.dispatcher.exchanges)
+        if self._epochs is not None:
+            self._serving = _Serving(self._runner.dispatcher, lockstep, self._epochs.members)
+            if (newest := self._epochs.orders.newest) is not None:
+                self._serving.leave_out(newest)
         try:
             decision = self._walk(lockstep, on_step, on_sleep)
         except PEER_IS_GONE as error:
@@ -191,7 +209,7 @@ class Engine:
         if decision is Decision.REGROUP:
             # Behind the handler: an error's traceback holds what it came from, and groups must end now.
             assert self._epochs is not None, "without orders no rank announces one"
-            self._lockstep = None
+            self._lockstep = self._serving = None
             self._heart.progress.end_epoch()
             self._epochs.end(lockstep, reason)
         return decision

@@ -15,6 +15,7 @@ What this does not see is found otherwise: a process that does not run at all (i
 Knows no torch, no wire format and no clock but the one that it is given.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -178,10 +179,13 @@ class Heart:
     def _run(self) -> None:
         looked_s = self._clock()
         while not self._is_stopped.wait(self._timeout_s / BEATS_PER_TIMEOUT):
-            self.on_heartbeat(self.beat())
-            if self._clock() - looked_s >= LOOK_EVERY_S:
-                looked_s = self._clock()
-                self._look()
+            # No descriptor is free, say: the next heartbeat may do better. Other errors are bugs, which end the thread with a
+            # traceback, and the process with it, as its supervisor hears no more of it.
+            with contextlib.suppress(OSError):
+                self.on_heartbeat(self.beat())
+                if self._clock() - looked_s >= LOOK_EVERY_S:
+                    looked_s = self._clock()
+                    self._look()
 
 
 class Suspect(NamedTuple):

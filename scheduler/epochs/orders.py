@@ -70,6 +70,11 @@ class Orders:
             self._changed.notify_all()
             return True
 
+    @property
+    def newest(self) -> Order | None:
+        """The newest order; None: none came."""
+        return self._newest
+
     def stop(self) -> None:
         """Let nobody wait for orders any more."""
         with self._changed:

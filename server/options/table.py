@@ -322,7 +322,8 @@ class Options:
 
     heartbeat_timeout_s: float = flag(
         DISPATCH, "--heartbeat-timeout-seconds", read=_NOT_NEGATIVE, metavar="SECONDS", default=2.0,
-        help="how long a rank's process may stand still until it is killed and started again; 0: for ever, for a debugger",
+        help="how long a rank's process may stand still until it is killed and started again, and the others' least patience; 0: for ever, for a debugger, and links that are cut "
+        "are found by --distributed-timeout-seconds only",
     )  # fmt: skip
     max_rank_restarts: int = flag(
         DISPATCH, "--max-rank-restarts", read=whole(0), metavar="N", default=3,

@@ -12,6 +12,7 @@ start, attaches with its share loaded, and serves from its first order on (D8 of
 import importlib
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Mapping
@@ -59,6 +60,11 @@ class SupervisorPipe:
         """Write one JSON line."""
         if self._fd is not None:
             os.write(self._fd, (json.dumps(message) + "\n").encode())
+
+    def tell_if_read(self, **message: Any) -> None:
+        """Write one JSON line unless the supervisor has not read for minutes: the pipe would be full, and this would wait."""
+        if self._fd is not None and select.select([], [self._fd], [], 0)[1]:
+            self.tell(**message)
 
 
 class Progress:
@@ -195,7 +201,7 @@ def _walk(
         stream.link.send_fault(epoch, reason, is_final=is_final)
 
     def on_heartbeat(heartbeat: Heartbeat) -> None:
-        supervisor.tell(beat=heartbeat.step)
+        supervisor.tell_if_read(beat=heartbeat.step)
         stream.link.send_heartbeat(heartbeat)
 
     built.engine.tell_membership(on_fault, on_regrouped, on_heartbeat)

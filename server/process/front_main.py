@@ -215,7 +215,8 @@ class _Front:
     def _look_at_links(self) -> None:
         """Lose ranks whose host does not answer any more; clients may be away for as long as they like."""
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_at_links)
-        break_silent(self._options.heartbeat_timeout_s, port=self._ranks.port)
+        if self._options.heartbeat_timeout_s:
+            break_silent(self._options.heartbeat_timeout_s, port=self._ranks.port)
 
     def _on_http_end(self, serving: "asyncio.Task[None]") -> None:
         """A front that does not answer over HTTP is of no use: it ends, and says why."""

@@ -1,5 +1,6 @@
 """Who is stuck and who only waits for it: heartbeats of the step loop's progress, and what the front makes of them."""
 
+import errno
 import threading
 
 import pytest
@@ -191,6 +192,22 @@ def test_the_thread_beats_until_it_is_stopped_whatever_the_step_loop_does() -> N
     count = len(beats)
     heart.stop()
     assert len(beats) == count and beats[0].rank == 3 and beats[0].is_idle
+
+
+def test_the_thread_beats_on_where_no_descriptor_was_free_for_a_moment() -> None:
+    heart, beats, again = Heart(0, timeout_s=0.08, most_patience_s=1.0), 0, threading.Event()
+
+    def note(_: Heartbeat) -> None:
+        nonlocal beats
+        beats += 1
+        if beats == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        again.set()
+
+    heart.on_heartbeat = note
+    heart.start()
+    assert again.wait(30)
+    heart.stop()
 
 
 def test_heartbeats_can_be_switched_off() -> None:

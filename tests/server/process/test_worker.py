@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from server.process.children import children_of
+from server.process.engine import SupervisorPipe
 from server.process.supervisor import MAX_RESTARTS
 from tests.support.fake_checkpoint import write_checkpoint
 from tests.support.fake_child import KV_CACHE_BYTES
@@ -364,3 +365,15 @@ def test_preflight_errors_come_before_any_child(model: Path) -> None:
         assert service.end()[0] == 1
         assert "has no .safetensors weights" in service.output()
         assert set(service.pids()) == {"worker-0"}
+
+
+def test_a_supervisor_that_does_not_read_keeps_no_heartbeat_waiting() -> None:
+    read_fd, write_fd = os.pipe()
+    pipe = SupervisorPipe({"WIDEEP_READY_FD": str(write_fd)})
+    for beat in range(20_000):  # more than the pipe holds
+        pipe.tell_if_read(beat=beat)
+    assert os.read(read_fd, 1 << 20).startswith(b'{"beat": 0}\n')
+    pipe.tell_if_read(beat=-1)
+    assert os.read(read_fd, 1 << 20).endswith(b'{"beat": -1}\n')
+    os.close(read_fd)
+    os.close(write_fd)
