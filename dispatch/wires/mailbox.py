@@ -5,6 +5,7 @@ and collect alternate, on all ranks alike. Through shared memory a round costs m
 of a millisecond in the background.
 """
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from dispatch.wires.segment import SharedSegment
 from dispatch.wires.wire import RankTable
 
 MAX_WIDTH = signals.PAYLOAD_WORDS
+LOOK_EVERY_S = 0.1  # for an interruption, while gloo waits
 NAMES = ("auto", "local", "gloo", "shm", *ON_DEVICE)
 
 
@@ -45,8 +47,7 @@ class Mailbox(Protocol):
         ...
 
     def interrupt(self, error: DispatchError) -> None:
-        """End with `error` what this rank waits for, now or next. Local; from any thread. gloo's waits end when the
-        peer's connections do."""
+        """End with `error` what this rank waits for, now or next. Local; from any thread."""
         ...
 
     def close(self) -> None:
@@ -134,6 +135,7 @@ class GlooMailbox:
         )  # gloo's collectives do not say who failed: a guess
         self._incoming = [torch.zeros(width, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
         self._work: Any = None
+        self._interruption: DispatchError | None = None
 
     def post(self, values: Sequence[int]) -> None:
         """See `Mailbox`."""
@@ -148,18 +150,29 @@ class GlooMailbox:
         """See `Mailbox`. The rank that an error names is a guess with more than two ranks."""
         if self._work is None:
             raise DispatchError("collect without a post")
-        try:
-            self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            text = _first_line(error)
-            if "imed out" in text or "imeout" in text:
-                raise DispatchTimeout(self._peer, timeout_s, "a round of the mailbox") from error
-            raise PeerLost(self._peer, text) from error
+        until_s = time.monotonic() + timeout_s
+        while not self._has_come(until_s - time.monotonic(), timeout_s):
+            if self._interruption is not None:
+                raise self._interruption
         self._work = None
         return [values.tolist() for values in self._incoming]
 
+    def _has_come(self, left_s: float, timeout_s: float) -> bool:
+        """Wait for the posted round, but no longer than until an interruption is to be looked for."""
+        try:
+            self._work.wait(timedelta(seconds=max(1e-3, min(left_s, LOOK_EVERY_S))))
+        except RuntimeError as error:
+            text = _first_line(error)
+            if not self._work.is_completed() and left_s > 0:  # this wait is over, and not the collective
+                return False
+            if "imed out" in text or "imeout" in text:
+                raise DispatchTimeout(self._peer, timeout_s, "a round of the mailbox") from error
+            raise PeerLost(self._peer, text) from error
+        return True
+
     def interrupt(self, error: DispatchError) -> None:
         """See `Mailbox`."""
+        self._interruption = error
 
     def close(self) -> None:
         """See `Mailbox`. The group stays its owner's to destroy, and ends then, as nothing here holds it."""

@@ -2,11 +2,12 @@
 
 import os
 import signal
+import threading
 
 import pytest
 import torch.distributed as dist
 
-from dispatch.errors import DispatchError
+from dispatch.errors import DispatchError, PeerLost
 from dispatch.wires.mailbox import MAX_WIDTH, LocalMailbox, open_mailbox
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
@@ -75,6 +76,39 @@ def test_a_stopped_peer_times_out(pool_of: PoolOf, name: str) -> None:
     (said,) = pool.collect(ranks=[0])
     assert said.startswith("DispatchTimeout: rank 1 sent nothing")
     pool.close()
+
+
+def interrupt_a_wait(name: str) -> tuple[str, list[list[int]]]:
+    """Rank 1 posts only when rank 0 was interrupted; both then meet in another mailbox."""
+    store = dist.distributed_c10d._get_default_store()
+    mailbox = open_mailbox(name, group := dist.new_group([0, 1]), width=1)
+    said = ""
+    if dist.get_rank() == 0:
+        mailbox.post([1])
+        given_up = threading.Timer(0.3, mailbox.interrupt, [PeerLost(1, "the front has given it up")])
+        given_up.start()
+        try:
+            mailbox.collect(60.0)
+        except PeerLost as error:
+            said = str(error)
+        given_up.join()
+        store.set(f"interrupted-{name}", "yes")
+    else:
+        store.wait([f"interrupted-{name}"])
+    mailbox.close()
+    mailbox = open_mailbox(name, dist.new_group([0, 1]), width=1)
+    mailbox.post([dist.get_rank()])
+    collected = mailbox.collect(10.0)
+    mailbox.close()
+    dist.destroy_process_group(group)
+    return said, collected
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+def test_a_wait_is_interrupted_from_another_thread(pool_of: PoolOf, name: str) -> None:
+    (said, first), (_, second) = pool_of(2).run(interrupt_a_wait, name)
+    assert said == "rank 1 is lost: the front has given it up"
+    assert first == second == [[0], [1]]
 
 
 def test_one_rank_collects_what_it_posted() -> None:
