@@ -271,6 +271,13 @@ def children_of(pid: int) -> frozenset[int]:
     return frozenset(int(child) for task in tasks for child in task.read_text().split())
 
 
+def ended_children(*, spared: frozenset[int]) -> list[int]:
+    """Return the pids of our children that have ended and were not reaped, but for the spared."""
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    pids = children_of(os.getpid()) - spared
+    return [pid for pid in sorted(pids) if os.waitid(os.P_PID, pid, how) is not None]
+
+
 def say(text: str, *, error: bool = False) -> None:
     """Print a line that may find nobody: a closed terminal must not keep us from stopping our children."""
     stream = sys.stderr if error else sys.stdout

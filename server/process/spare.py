@@ -151,6 +151,11 @@ class Spare:
             os.waitpid(self._pid, 0)
         self._channel.close()
 
+    @property
+    def pid(self) -> int | None:
+        """The copy's; None: there is none that we know of."""
+        return self._pid if self._is_there() else None
+
     def _is_there(self) -> bool:
         if self._pid is None:
             with contextlib.suppress(OSError):

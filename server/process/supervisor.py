@@ -53,6 +53,7 @@ from server.process.children import (
     StopSignals,
     adopt_orphans,
     describe_end,
+    ended_children,
     has_ended,
     say,
     start_child,
@@ -398,7 +399,15 @@ class Supervisor:
             on_message(message)
         return None
 
+    def _reap_orphans(self) -> None:
+        """Reap what a killed front has left and has ended since: orphans come to us, for the sake of engines' copies."""
+        ours = frozenset(child.process.pid for child in (self._front, self._engine) if child)
+        for pid in ended_children(spared=ours):
+            if self._spare is None or pid != self._spare.pid:
+                os.waitpid(pid, 0)
+
     def _on_front_message(self, message: dict[str, object]) -> None:
+        self._reap_orphans()
         if self._announced:
             return  # the ports and the token of the one before
         self._announced = json.dumps(message)

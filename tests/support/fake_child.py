@@ -3,13 +3,15 @@
 It writes ROLE-RANK.json with its pid, arguments and what it was told into $FAKE_DIRECTORY, reports what the real one
 reports, and waits for SIGTERM, or SIGINT for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS
 makes that one end with STATUS at once, FAKE_EXIT_AGAIN likewise but only when it is started again. SIGUSR2 ends an engine
-as the loss of its front does. Engines leave copies as real ones do.
+as the loss of its front does. FAKE_FRONT_CHILD=1 gives a front a child that dies with it, as the checker of structures
+does; its pid is in front-RANK.child. Engines leave copies as real ones do.
 """
 
 import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from server.parent_death import die_with_parent
 from server.process.spare import leave_spare
 
 KV_CACHE_BYTES = 12345678  # what an engine says it took
@@ -86,6 +89,11 @@ def main() -> None:
     if victim == name:
         sys.exit(int(status))
     if args.role == "front":
+        if "FAKE_FRONT_CHILD" in os.environ:
+            pid = os.getpid()
+            child = subprocess.Popen(["sleep", "600"], preexec_fn=lambda: die_with_parent(parent_pid=pid))
+            partial.write_text(str(child.pid))
+            partial.rename(partial.with_suffix(".child"))
         _serve(args.options.get("port", 0), args.ready_fd)
     else:
         _report_ready()

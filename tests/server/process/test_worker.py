@@ -142,6 +142,16 @@ def test_a_killed_front_is_named_and_started_again_with_what_the_first_one_annou
         service.wait_for_nobody(within_s=0)
 
 
+def test_what_a_killed_front_leaves_does_not_stay_as_a_zombie(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_FRONT_CHILD": "1"}) as service:
+        service.wait_for_output("serving on")
+        victim, path = service.pid("front-0"), service.directory / "front-0.child"
+        child = int(path.read_text())
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: int(path.read_text()) != child, service.output)
+        wait_until(lambda: not Path(f"/proc/{child}").exists(), service.output)
+
+
 def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
     with start_worker(model, place(), "--kv-cache-memory=1M") as service:
         service.wait_for_output("serving on")
