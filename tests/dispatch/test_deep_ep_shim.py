@@ -3,6 +3,10 @@
     git clone https://github.com/deepseek-ai/DeepEP && git -C DeepEP checkout dd758ca
     DEEP_EP_CHECKOUT=$PWD/DeepEP python -m pytest -m slow tests/dispatch/test_deep_ep_shim.py
 
+All 144 modes of its elastic test run with the deterministic option (and its references in our words, `deep_ep.utils.refs`).
+Not run: --do-cpu-sync 0 together with --deterministic, where the file compares a trimmed tensor with an untrimmed one and
+so fails by itself; --precise-unbalanced-ratio, which the shim refuses; timing, which measures nothing on a CPU.
+
 The files are run as they are (their git blobs are checked against that commit's), with small sizes by their own
 arguments. Each is also run with one received value wrong, and must then fail: else its passing would mean nothing.
 """
@@ -29,6 +33,7 @@ BLOBS = {  # git's names of the files' contents at dd758ca
     "test_intranode.py": "5a1730fbfbd93a83553e356e086b82e8083ba61b",
     "test_internode.py": "6c4a9b795ff0cb219369fb51da5a5b4b073cc483",
     "test_low_latency.py": "99a78bc8ab9ee7cdf64446a7b28425a7966fcd10",
+    "test_ep.py": "7344af5f247fea70b68b4b4fd0b98b8635ae91dc",
 }
 CORRUPTION = """
 import torch
@@ -139,16 +144,28 @@ def original(name: str) -> str:
         pytest.skip(
             "set DEEP_EP_CHECKOUT to a checkout of deepseek-ai/DeepEP at dd758ca to run its own tests"
         )
-    content = (Path(CHECKOUT) / "tests" / "legacy" / name).read_bytes()
+    file = Path(CHECKOUT) / "tests" / ("elastic" if name == "test_ep.py" else "legacy") / name
+    content = file.read_bytes()
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     assert blob == BLOBS[name], f"{name} is not DeepEP's file at dd758ca"
-    return str(Path(CHECKOUT) / "tests" / "legacy" / name)
+    return str(file)
 
 
 SIZES = {
     "test_intranode.py": ["--num-tokens", "32", "--hidden", "256", "--num-topk", "4", "--num-experts", "8"],
     "test_low_latency.py": ["--num-tokens", "16", "--hidden", "512", "--num-topk", "4", "--num-experts", "8"],
     "test_internode.py": ["--num-tokens", "16", "--hidden", "128", "--num-topk", "4", "--num-experts", "32"],
+    "test_ep.py": [
+        "--num-tokens",
+        "16",
+        "--hidden",
+        "128",
+        "--num-topk",
+        "4",
+        "--num-experts",
+        "8",
+        "--skip-perf-test",
+    ],
 }
 
 
@@ -211,3 +228,61 @@ def test_deep_eps_tests_fail_on_a_wrong_value(name: str, tmp_path: Path) -> None
     assert (
         "AssertionError" in run.stderr or "PeerLost" in run.stderr
     )  # of the rank that asserted, or one it left
+
+
+MODES = 144
+HYBRID = """
+import functools
+from dispatch.faces.elastic import ElasticBuffer
+ElasticBuffer.__init__ = functools.partialmethod(ElasticBuffer.__init__, node_size=2)
+"""
+SPOILED = """
+import torch
+from dispatch.faces.elastic import ElasticBuffer
+{name} = ElasticBuffer.{name}
+def spoiled(self, *args, **kwargs):
+    result = {name}(self, *args, **kwargs)
+    values = result[0][0] if isinstance(result[0], tuple) else result[0]
+    values.view(-1).view(torch.uint8)[1] ^= 0x41
+    return result
+ElasticBuffer.{name} = spoiled
+"""
+
+
+def run_elastic(options: list[str], startup: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run DeepEP's elastic test; `startup` is executed by every process before it."""
+    (directory / "sitecustomize.py").write_text(startup)
+    return run_shim(original("test_ep.py"), *SIZES["test_ep.py"], *options, timeout_s=300, path=directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "options", "startup", "modes"),
+    [
+        (2, ["--deterministic"], "", MODES),
+        (2, ["--deterministic", "--masked-ratio", "0.3", "--allow-multiple-reduction", "0"], "", MODES),
+        (4, ["--deterministic", "--masked-ratio", "0.1"], HYBRID, MODES),
+        (4, ["--deterministic", "--allow-multiple-reduction", "0", "--test-first-only"], HYBRID, 1),
+        (2, ["--do-cpu-sync", "0", "--masked-ratio", "0.3", "--test-first-only"], "", 1),
+        (
+            4,
+            ["--deterministic", "--unbalanced-ratio", "2.0", "--allow-hybrid-mode", "0", "--test-first-only"],
+            "",
+            1,
+        ),
+    ],
+)
+def test_deep_eps_elastic_test_passes(
+    processes: int, options: list[str], startup: str, modes: int, tmp_path: Path
+) -> None:
+    run = run_elastic(["--num-processes", str(processes), *options], startup, tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(" > Testing with ") == modes
+    assert ("Ranks: 2 x 2" in run.stdout) == bool(startup)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_deep_eps_elastic_test_fails_on_a_wrong_value(name: str, tmp_path: Path) -> None:
+    run = run_elastic(["--num-processes", "2", "--test-first-only"], SPOILED.format(name=name), tmp_path)
+    assert run.returncode != 0 and "AssertionError" in run.stderr
