@@ -35,7 +35,6 @@ _Body = TypeVar("_Body", bound=BaseModel)
 def service_routes(model: ServedModel, requests: Requests, *, version: str, num_ranks: int) -> APIRouter:
     """Return the endpoints' routes."""
     router = new_router()
-    health = _GenerationCheck(requests)
 
     @router.get("/v1/models", response_model=None)
     async def list_models() -> dict[str, Any]:
@@ -58,6 +57,26 @@ def service_routes(model: ServedModel, requests: Requests, *, version: str, num_
     async def show_tokenizer() -> dict[str, Any]:
         """Show the tokenizer's configuration and its chat template."""
         return model.tokenizer.configuration()
+
+    _add_sglang_routes(router, model, requests, version=version, num_ranks=num_ranks)
+
+    @router.post("/invocations", response_model=None, responses=STREAM_RESPONSE)
+    async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:
+        """Answer a chat or a completion."""
+        if "messages" in body:
+            return await answer_chat(_read(ChatRequest, body), http, model, requests)
+        if "prompt" in body:
+            return await answer_completion(_read(CompletionRequest, body), http, model, requests)
+        raise bad_request("Send messages, as for /v1/chat/completions, or prompt, as for /v1/completions.")
+
+    return router
+
+
+def _add_sglang_routes(
+    router: APIRouter, model: ServedModel, requests: Requests, *, version: str, num_ranks: int
+) -> None:
+    """Add what SGLang's clients ask a server."""
+    health = _GenerationCheck(requests)
 
     @router.get("/get_model_info", response_model=None)
     @router.get("/model_info", response_model=None)
@@ -92,17 +111,6 @@ def service_routes(model: ServedModel, requests: Requests, *, version: str, num_
         """Answer 200 once a rank has made a token; many who ask at once share one."""
         await health.run()
         return Response()
-
-    @router.post("/invocations", response_model=None, responses=STREAM_RESPONSE)
-    async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:
-        """Answer a chat or a completion."""
-        if "messages" in body:
-            return await answer_chat(_read(ChatRequest, body), http, model, requests)
-        if "prompt" in body:
-            return await answer_completion(_read(CompletionRequest, body), http, model, requests)
-        raise bad_request("Send messages, as for /v1/chat/completions, or prompt, as for /v1/completions.")
-
-    return router
 
 
 class _GenerationCheck:
