@@ -308,6 +308,11 @@ def join_planes(planes: Sequence[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
+def sum_dtype(rows: Tensor) -> torch.dtype:
+    """Return the type in which rows are added before their sum is rounded once."""
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32
+
+
 def split_planes(rows_NB: Tensor, planes: Sequence[Tensor]) -> list[Tensor]:
     """Take rows of `join_planes` apart, in the planes' types and shapes."""
     parts, at = [], 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dispatch.faces.checks import CombineCall, DispatchCall
 from dispatch.faces.handles import EPHandle, Routes, Rows, join_rows, pad_rows, plain
-from dispatch.rows import NOT_HERE, GivenBack, RowExchange, localise, ranks_of, token_mask
+from dispatch.rows import NOT_HERE, GivenBack, RowExchange, localise, ranks_of, sum_dtype, token_mask
 
 SCALE_ALIGNMENT = (
     4  # scales (of 4 bytes) per column start at 16 bytes, for DeepGEMM's loads (DeepEP, compiled.cuh)
@@ -130,9 +130,6 @@ def column_major(scales: Tensor) -> Tensor:
     return strided.copy_(scales)
 
 
-NONE = -1
-
-
 class Terms(NamedTuple):
     """What is to be added: row `at_TK[t, k]` of `values_QH` stands at choice k of token t."""
 
@@ -145,7 +142,7 @@ def last_of_group(group_TK: Tensor) -> Tensor:
     K = group_TK.shape[1]
     is_same_TKK = group_TK.unsqueeze(2) == group_TK.unsqueeze(1)
     places = torch.arange(K, device=group_TK.device)
-    return torch.where(is_same_TKK, places, NONE).amax(2)
+    return torch.where(is_same_TKK, places, NOT_HERE).amax(2)
 
 
 def sum_groups(terms: Terms, group_TK: Tensor) -> Terms:
@@ -157,12 +154,12 @@ def sum_groups(terms: Terms, group_TK: Tensor) -> Terms:
     values, at_TK = terms
     last_TK = last_of_group(group_TK)
     places = torch.arange(at_TK.shape[1], device=at_TK.device)
-    stands_TK = (last_TK == places) & (group_TK != NONE)
-    number_TK = torch.where(stands_TK, (stands_TK.flatten().cumsum(0) - 1).view(at_TK.shape), NONE)
+    stands_TK = (last_TK == places) & (group_TK != NOT_HERE)
+    number_TK = torch.where(stands_TK, (stands_TK.flatten().cumsum(0) - 1).view(at_TK.shape), NOT_HERE)
     row_TK = number_TK.gather(1, last_TK.clamp(min=0))
-    sums = torch.zeros(int(stands_TK.sum()), *values.shape[1:], dtype=_wide(values), device=values.device)
+    sums = torch.zeros(int(stands_TK.sum()), *values.shape[1:], dtype=sum_dtype(values), device=values.device)
     for at_T, row_T in zip(at_TK.unbind(1), row_TK.unbind(1), strict=True):
-        is_term = at_T != NONE
+        is_term = at_T != NOT_HERE
         sums[row_T[is_term]] += values[at_T[is_term]]  # a token has one row per choice: no index is twice
     return Terms(sums.to(values.dtype), number_TK)
 
@@ -170,33 +167,33 @@ def sum_groups(terms: Terms, group_TK: Tensor) -> Terms:
 def sum_choices(terms: Terms, biases: Sequence[Tensor]) -> Tensor:
     """Return [T, H]: the biases, then the terms in the order of the choices."""
     values, at_TK = terms
-    total = torch.zeros(at_TK.shape[0], *values.shape[1:], dtype=_wide(values), device=values.device)
+    total = torch.zeros(at_TK.shape[0], *values.shape[1:], dtype=sum_dtype(values), device=values.device)
     for bias in biases:
         total += bias
     for at_T in at_TK.unbind(1):
-        is_term = at_T != NONE
+        is_term = at_T != NOT_HERE
         total[is_term] += values[at_T[is_term]]
     return total.to(values.dtype)
 
 
 def answers_at(back: GivenBack, rank_TK: Tensor, num_ranks: int) -> Tensor:
     """Return int64 [T, K]: which row that came back is of each choice's rank, -1 for no choice."""
-    row_TR = torch.full((rank_TK.shape[0], num_ranks), NONE, dtype=torch.int64, device=rank_TK.device)
+    row_TR = torch.full((rank_TK.shape[0], num_ranks), NOT_HERE, dtype=torch.int64, device=rank_TK.device)
     row_TR[back.token_Q, back.rank_Q] = torch.arange(back.token_Q.numel(), device=rank_TK.device)
-    return torch.where(rank_TK == NONE, NONE, row_TR.gather(1, rank_TK.clamp(min=0)))
+    return torch.where(rank_TK == NOT_HERE, NOT_HERE, row_TR.gather(1, rank_TK.clamp(min=0)))
 
 
 def terms_by_rank(rows_QH: Tensor, answer_TK: Tensor, rank_TK: Tensor) -> Terms:
     """One row per token and rank: it stands at the rank's last choice."""
     places = torch.arange(rank_TK.shape[1], device=rank_TK.device)
-    return Terms(rows_QH, torch.where(last_of_group(rank_TK) == places, answer_TK, NONE))
+    return Terms(rows_QH, torch.where(last_of_group(rank_TK) == places, answer_TK, NOT_HERE))
 
 
 def terms_by_choice(rows_QKH: Tensor, answer_TK: Tensor) -> Terms:
     """One row per choice: row k of a rank's K stands at choice k."""
     K = answer_TK.shape[1]
     at_TK = answer_TK * K + torch.arange(K, device=answer_TK.device)
-    return Terms(rows_QKH.flatten(0, 1), torch.where(answer_TK == NONE, NONE, at_TK))
+    return Terms(rows_QKH.flatten(0, 1), torch.where(answer_TK == NOT_HERE, NOT_HERE, at_TK))
 
 
 def pick_weights(weights_QK: Tensor, answer_TK: Tensor) -> Tensor:
@@ -206,11 +203,7 @@ def pick_weights(weights_QK: Tensor, answer_TK: Tensor) -> Tensor:
     flat = torch.cat(
         [weights_QK.flatten(), weights_QK.new_zeros(1)]
     )  # something to point at where nothing came
-    return torch.where(answer_TK == NONE, 0.0, flat[at_TK.clamp(max=flat.numel() - 1)])
-
-
-def _wide(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
+    return torch.where(answer_TK == NOT_HERE, 0.0, flat[at_TK.clamp(max=flat.numel() - 1)])
 
 
 class ElasticMode:
@@ -307,7 +300,7 @@ class ElasticMode:
             return [call.x[:N]] if weights is None else [call.x[:N], weights[:N]]
         slot_NK = handle.slot_NK
         if self._reduces_early:
-            here_NK = torch.where(slot_NK == NOT_HERE, NONE, 0)
+            here_NK = torch.where(slot_NK == NOT_HERE, NOT_HERE, 0)
             rows = sum_groups(Terms(call.x, slot_NK), here_NK).values_QH
         else:
             rows = take(call.x, slot_NK)

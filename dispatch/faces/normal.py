@@ -18,7 +18,16 @@ from torch import Tensor
 from dispatch.faces import handles
 from dispatch.faces.checks import CombineCall, DispatchArguments
 from dispatch.faces.handles import pad_rows
-from dispatch.rows import NOT_HERE, GivenBack, Received, RowExchange, localise, ranks_of, token_mask
+from dispatch.rows import (
+    NOT_HERE,
+    GivenBack,
+    Received,
+    RowExchange,
+    localise,
+    ranks_of,
+    sum_dtype,
+    token_mask,
+)
 
 
 class Layout(NamedTuple):
@@ -138,7 +147,7 @@ def sum_over_ranks(back: GivenBack, plane: int, num_tokens: int, biases: Sequenc
     Added in float32 (float64 for float64) and rounded once. A token that went nowhere is the sum of its biases.
     """
     rows = back.planes[plane]
-    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    wide = sum_dtype(rows)
     total = torch.zeros(num_tokens, *rows.shape[1:], dtype=wide, device=rows.device)
     for bias in biases:
         total += bias.detach().to(wide)
