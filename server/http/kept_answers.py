@@ -11,7 +11,9 @@ not needed: a request that is run again draws the same tokens (`exchanges.draw_s
 """
 
 import contextlib
+import errno
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,7 +75,7 @@ class KeptAnswers:
         self.forget(name)
         entry = self._entries[name] = _Entry(fingerprint, self._clock())
         head = json.dumps({"fingerprint": fingerprint, "accepted_s": entry.accepted_s})
-        (self._directory / name).write_text(head + "\n")
+        _append(self._directory / name, head.encode() + b"\n")
         self._expire()
 
     def finish(self, name: str, answer: WholeAnswer) -> None:
@@ -86,8 +88,7 @@ class KeptAnswers:
             return
         headers = [[field.decode("latin-1") for field in header] for header in answer.headers]
         head = json.dumps({"headers": headers, "num_bytes": len(answer.body)})
-        with (self._directory / name).open("ab") as file:
-            file.write(head.encode() + b"\n" + answer.body)
+        _append(self._directory / name, head.encode() + b"\n" + answer.body)
         entry.num_bytes = len(answer.body)
         self._num_bytes += entry.num_bytes
         self._expire()
@@ -123,6 +124,20 @@ class KeptAnswers:
             if entry.accepted_s >= oldest_s and not is_too_much:
                 return
             self.forget(name)
+
+
+def _append(path: Path, content: bytes) -> None:
+    """Write at a file's end with three system calls; Python's own files take six.
+
+    Raises:
+        OSError: not all of it could be written.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.write(fd, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(fd)
 
 
 def _read_entry(path: Path) -> _Entry | None:
