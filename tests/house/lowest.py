@@ -1,7 +1,7 @@
 """The lowest versions that pyproject.toml allows, as a requirements file: `python -m tests.house.lowest` (see `make test-lowest`).
 
-Two kinds are not lowered: torch, of which package indices have the newest CPU build only, and the tools that run the tests. Both are
-as pinned in requirements-*.txt.
+Not lowered, but as pinned in requirements-*.txt, are torch, of which package indices have the newest CPU build only, triton, which
+belongs to it, and the tools that run the tests.
 """
 
 import tomllib
@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-NOT_LOWERED = "torch"
+NOT_LOWERED = ("torch", "triton")
 
 
 def main() -> None:
@@ -20,8 +20,8 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [Requirement(line) for line in project["dependencies"]]
     tools = [Requirement(line).name for line in project["optional-dependencies"]["test"]]
-    print(*_lowest([each for each in needed if each.name != NOT_LOWERED]), sep="\n")
-    print(*_pinned({canonicalize_name(name) for name in (NOT_LOWERED, *tools)}), sep="\n")
+    print(*_lowest([each for each in needed if each.name not in NOT_LOWERED]), sep="\n")
+    print(*_pinned({canonicalize_name(name) for name in (*NOT_LOWERED, *tools)}), sep="\n")
 
 
 def _lowest(requirements: list[Requirement]) -> Iterator[str]:
