@@ -42,6 +42,12 @@ from server.front.tokenizer import Tokenizer
 RECOVERY_TIMEOUT_S = 240.0  # of engines that load on a busy machine
 PAUSE_S = 0.7  # of an engine that is stopped and goes on: too short to be given up
 _POLL_S = 0.02
+_OWN_MOVE = "kill amid an own move"
+_EAGER = (  # decides often, and moves slowly
+    "--enable-eplb",
+    '--eplb-config={"num_redundant_experts": 4, "window_size": 20, "step_interval": 40, "min_gain": 0.0, '
+    '"max_bytes_per_step": 65536}',
+)
 _KINDS_OF_REQUESTS: Sequence[dict[str, Any]] = (
     {"temperature": 0},
     {"temperature": 1.0, "seed": 7},
@@ -103,6 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         f"--data-parallel-size={args.ranks}",
         f"--max-rank-restarts={3 * len(kinds) + 3}",
         "--disable-access-log",
+        *(_EAGER if _OWN_MOVE in kinds else ()),
     ]
     with (
         tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
@@ -290,6 +297,14 @@ class Campaign:
         """Ask for a rebalance, whatever comes of it."""
         await self._ask("POST", "/experts/apply")
 
+    async def wait_for_own_move(self) -> None:
+        """Wait until experts move, by the service's own decision."""
+        deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
+        while not json.loads(await self._ask("GET", "/experts/history"))["under_way"]:
+            if time.perf_counter() > deadline_s:
+                raise ServiceError(f"the service moved no expert for {RECOVERY_TIMEOUT_S:g} s")
+            await asyncio.sleep(_POLL_S / 10)
+
     async def wait_for_new_engine(self, rank: int, old_pid: int) -> None:
         """Wait until a rank's engine was started again."""
         await self._wait_for(
@@ -375,6 +390,12 @@ async def _kill_amid_move(campaign: Campaign) -> int:
     return num_lost
 
 
+async def _kill_amid_own_move(campaign: Campaign) -> int:
+    """Kill an engine while experts move because the service decided so (`--enable-eplb`)."""
+    await campaign.wait_for_own_move()
+    return await _kill(campaign, 1)
+
+
 async def _kill_while_starting(campaign: Campaign) -> int:
     """Kill an engine, and again while it loads."""
     [rank] = campaign.some_ranks(1)
@@ -439,6 +460,7 @@ FAULTS: dict[str, Callable[[Campaign], Awaitable[int]]] = {  # each returns how 
     "kill two": lambda campaign: _kill(campaign, 2),
     "kill all": lambda campaign: _kill(campaign, campaign.num_ranks),
     "kill amid a move": _kill_amid_move,
+    _OWN_MOVE: _kill_amid_own_move,
     "kill while starting": _kill_while_starting,
     "kill another while one is away": _kill_another_while_one_is_away,
     "hang": _hang,
