@@ -77,8 +77,8 @@ def load_answer(
     total, none = np.concatenate((experts, ranks), axis=2), (0,) * num_ranks
     for rank in range(num_ranks):
         load.note_rank(rank, f"node-{rank // 8}")
-        if tokens_per_layer:  # rank 0 has counted everything
-            load.take_load(report(rank, 500, total * (rank == 0), dispatch_bytes=none, combine_bytes=none))
+    if tokens_per_layer:  # rank 0 has counted everything
+        load.take_load(report(0, 500, total, dispatch_bytes=none, combine_bytes=none))
     return {**told(load), "history": list(history)}
 
 

@@ -21,7 +21,7 @@ needs_chromium = pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.MI
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+def chromium_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     """One browser for all tests."""
     with Chromium(tmp_path_factory.mktemp("profile")) as running:
         yield running
@@ -32,6 +32,13 @@ def service() -> Iterator[DashboardService]:
     """A service whose answers the test chooses."""
     with DashboardService() as running:
         yield running
+
+
+@pytest.fixture
+def browser(chromium_program: Chromium, service: DashboardService) -> Iterator[Chromium]:
+    """The browser, which leaves the page before its service goes: the next test's page has nothing to complain of."""
+    yield chromium_program
+    chromium_program.call("Page.navigate", url="about:blank")
 
 
 def text(browser: Chromium, name: str) -> str:
