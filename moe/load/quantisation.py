@@ -5,6 +5,7 @@ weight is quantised (`moe.load.stored_tensors`); this says how to read those tha
 a format that wants them quantised by numbers of the checkpoint would give other answers, and is refused.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,17 @@ class Quantisation:
     block: int  # inputs under one scale
     plain_modules: tuple[str, ...] = ()  # patterns of modules that are not quantised
 
+    def leaves_plain(self, module: str) -> bool:
+        """Whether `plain_modules` names a module: as a regular expression of whole names from its start, or as its end.
+
+        That is transformers' rule since 5.23; before, "mlp.gate" named "mlp.gate_proj" as well.
+        """
+        boundary = r"(?:(?<=\.)|(?=\.|$))"
+        return any(
+            re.match(f"(?:{pattern}){boundary}", module) or module.endswith(pattern)
+            for pattern in self.plain_modules
+        )
+
 
 def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
     """Read a `quantization_config`; None stands for a checkpoint that is not quantised.
@@ -51,6 +63,11 @@ def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
         return None
     method = str(config.get("quant_method", "unknown"))
     plain = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    if not isinstance(plain, list | tuple) or not all(_is_pattern(each) for each in plain):
+        raise UnservedQuantisationError(
+            f"the checkpoint's quantization_config has modules_to_not_convert = {plain!r}, which is no list of names or "
+            f"regular expressions"
+        )
     if method == "mxfp4":
         return Quantisation(method=method, block_rows=1, block=32, plain_modules=tuple(plain))
     if method == "fp8":
@@ -84,6 +101,14 @@ def _fp8_block(config: Mapping[str, Any]) -> tuple[int, int]:
             f"modules_to_convert = {config['modules_to_convert']}", "linear layers and experts only"
         )
     return block[0], block[1]
+
+
+def _is_pattern(pattern: Any) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError):
+        return False
+    return True
 
 
 def _is_block(block: Any) -> bool:

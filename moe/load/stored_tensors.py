@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.load.quantisation import Quantisation
@@ -126,7 +125,7 @@ class StoredTensors:
             return f"{codes} has scales and is {self._checkpoint.dtype(codes)}, not {FP8_CODES}"
         if self._checkpoint.dtype(scales) not in FP8_SCALES:
             return f"{scales} is {self._checkpoint.dtype(scales)}, not one of {', '.join(FP8_SCALES)}"
-        if not should_convert_module(codes.rpartition(".")[0], [*quantisation.plain_modules]):
+        if quantisation.leaves_plain(codes.rpartition(".")[0]):
             return f"{codes} is FP8, and modules_to_not_convert says that it is not"
         shape = self._checkpoint.shape(codes)
         if len(shape) < 2:

@@ -307,6 +307,15 @@ def test_the_fp8_configurations_of_real_checkpoints_are_read(config: dict[str, A
     assert found.plain_modules == tuple(config.get("modules_to_not_convert") or ())
 
 
+def test_a_pattern_names_whole_modules() -> None:
+    plain = Quantisation(
+        method="fp8", block_rows=128, block=128, plain_modules=("model.layers.*.mlp.gate", "fc1")
+    )
+    named = ("model.layers.3.mlp.gate", "model.layers.3.mlp.gate.inner", "model.decoder.fc1")
+    assert all(plain.leaves_plain(name) for name in named)
+    assert not any(plain.leaves_plain(name) for name in ("model.layers.3.mlp.gate_proj", "lm_head"))
+
+
 def test_the_configuration_of_gpt_oss_is_read() -> None:
     patterns = tuple(MXFP4_CONFIG["modules_to_not_convert"])
     assert read_quantisation(MXFP4_CONFIG) == Quantisation(
@@ -330,6 +339,10 @@ def test_no_configuration_is_no_quantisation() -> None:
         ({"bits": 4}, "'unknown'"),
         ({"quant_method": "fp8"}, r"one scale per tensor \(no weight_block_size\); served is"),
         ({**DEEPSEEK_V3, "weight_block_size": None}, "one scale per tensor"),
+        (
+            {**DEEPSEEK_V3, "modules_to_not_convert": ["(gate"]},
+            r"modules_to_not_convert = \['\(gate'\], which is no list",
+        ),
         ({**DEEPSEEK_V3, "activation_scheme": "static"}, "activation_scheme = 'static'; served is 'dynamic'"),
         ({**DEEPSEEK_V3, "fmt": "e5m2"}, "fmt = 'e5m2'; served is 'e4m3'"),
         ({**DEEPSEEK_V3, "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
