@@ -156,6 +156,7 @@ class Campaign:
         self.front_is_away = False  # by a fault: who is cut off asks again with the same key
         self._open: dict[int, LiveAnswer] = {}  # by client
         self._is_over = False
+        self._struck_s: float | None = None  # when the present fault sent its first signal
 
     async def run(self, kinds: Sequence[str]) -> dict[str, Any]:
         """Do one fault after the other under load; return figures."""
@@ -193,9 +194,10 @@ class Campaign:
         await asyncio.sleep(self.drawn.uniform(0.1, 1.0))  # faults come at any point of a step
         losses = (await self.status())["losses"]
         open_at_fault = list(self._open.values())
-        begun_s = time.perf_counter()
+        begun_s, self._struck_s = time.perf_counter(), None
         seen = asyncio.create_task(self._wait_until_missed(losses))
         num_lost = await FAULTS[kind](self)
+        begun_s = self._struck_s or begun_s  # what waits for its moment counts from its first signal
         detected_s = await seen if num_lost and not self.front_is_away else None
         whole_s = await self._wait_until_whole(0 if self.front_is_away else losses + num_lost)
         seen.cancel()
@@ -274,6 +276,7 @@ class Campaign:
     def send(self, number: signal.Signals, *ranks: int) -> None:
         """Send a signal to engines."""
         engines = self.engines()
+        self._struck_s = self._struck_s or time.perf_counter()
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engines[rank], number)
