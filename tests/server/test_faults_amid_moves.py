@@ -21,7 +21,7 @@ from tests.support.timed_streams import stream_all
 pytestmark = pytest.mark.slow
 
 EAGER: dict[str, Any] = {
-    "num_redundant_experts": 4, "window_size": 20, "step_interval": 40, "min_gain": 0.0, "max_bytes_per_step": 1 << 11,
+    "num_redundant_experts": 4, "window_size": 20, "step_interval": 40, "min_gain": 0.0, "max_bytes_per_step": 1 << 12,
 }  # fmt: skip
 MOVE_S = 240.0  # until the controller has found something to move
 # Python imports this at its start: the engine of rank 1 kills itself at its next switch when the file tells so, once.

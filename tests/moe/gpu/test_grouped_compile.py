@@ -1,6 +1,8 @@
 """The grouped product compiled as Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V3 (one of 32 ranks) would launch it."""
 
+import multiprocessing
 import re
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,12 @@ def test_common_launches_compile_within_their_budget(shape: str, tile: str, tmp_
 @pytest.mark.parametrize("tile", ["DECODE", "PREFILL"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_launch_compiles_within_its_budget(shape: str, tile: str, arch: int, tmp_path: Path) -> None:
-    check(shape, tile, arch, tmp_path)
+    """FP8 in a process of its own: how triton converts it is settled by the first architecture that a process compiles for."""
+    if SHAPES[shape]["FORMAT"] != 1 or arch == 80:
+        check(shape, tile, arch, tmp_path)
+        return
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own:
+        own.submit(check, shape, tile, arch, tmp_path).result(timeout=300)
 
 
 @pytest.mark.slow
