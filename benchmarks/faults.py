@@ -2,8 +2,9 @@
 
 `wideep serve` on several ranks, with so many requests always open: greedy, seeded, with penalties, logprobs, several
 choices or a form, streamed and whole. Faults come one after the other, of the kinds below, in turn or (`--random`)
-drawn with a seed. Who is cut off by a front's end asks again with its Idempotency-Key. Each answer is compared with the one that the same request got before the first fault. After the
-last fault the service must stand where it began: no request runs, no block is taken, no descriptor is left.
+drawn with a seed. Who is cut off by a front's end asks again with its Idempotency-Key. Each answer is compared with
+the one that the same request got before the first fault. After the last fault the service must stand where it began:
+no request runs, no block is taken, no descriptor is left.
 
 Expected bound: the kernel closes a dead process' connections at once (some ms), a step takes as long as before, new
 groups take some 10 ms, lost experts are read from the page cache (1 s per GB), replayed requests are prefilled again:
@@ -35,7 +36,7 @@ from benchmarks.closed_loop import percentile
 from benchmarks.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
 from benchmarks.processes import command_of, pss_bytes, tree
 from benchmarks.prompts import Prompts
-from benchmarks.service import HOST, Service, ServiceError
+from benchmarks.service import HOST, BenchServiceError, Service
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
 
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill unwinds as Ctrl-C does
     try:
         result = measure(args)
-    except (ServiceError, OSError) as error:
+    except (BenchServiceError, OSError) as error:
         print(f"benchmarks.faults: {error}", file=sys.stderr)
         return 1
     result = {"benchmark": "faults", "environment": card, **result}
@@ -118,13 +119,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         campaign = Campaign(service, bodies, num_ranks=args.ranks, num_open=args.open, drawn=drawn)
         try:
             return asyncio.run(campaign.run(kinds))
-        except ServiceError as error:
+        except BenchServiceError as error:
             said = Path(log.name).read_text(errors="replace").splitlines()
-            raise ServiceError("\n".join([str(error), "The service said last:", *said[-30:]])) from error
+            raise BenchServiceError("\n".join([str(error), "The service said last:", *said[-30:]])) from error
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class FaultOutcome:
     """One fault: when it was seen, how long streams stood still, when all ranks served again."""
 
     kind: str
@@ -148,7 +149,7 @@ class Campaign:
         """Nothing is asked before `run`."""
         self.service, self.bodies, self.num_ranks, self.num_open = service, bodies, num_ranks, num_open
         self.drawn = drawn
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[FaultOutcome] = []
         self.problems: list[str] = []  # answers that were lost or changed
         self.num_answers = self.num_lost = self.num_changed = self.num_refused = 0
         self._expected: list[Said] = []
@@ -188,7 +189,7 @@ class Campaign:
             "left_behind": _left_behind(before, after),
         }
 
-    async def _suffer(self, kind: str, clients: Sequence[asyncio.Task[None]]) -> Outcome:
+    async def _suffer(self, kind: str, clients: Sequence[asyncio.Task[None]]) -> FaultOutcome:
         """Let a fault happen at some moment under load and wait until all ranks serve together."""
         await self._wait_until_whole(0)
         await asyncio.sleep(self.drawn.uniform(0.1, 1.0))  # faults come at any point of a step
@@ -215,7 +216,7 @@ class Campaign:
         pauses = (
             longest_pause_s(each.arrivals_s, begun_s, whole_s) for each in open_at_fault if each.is_streamed
         )
-        return Outcome(
+        return FaultOutcome(
             kind=kind,
             detected_s=None if detected_s is None else detected_s - begun_s,
             whole_s=whole_s - begun_s,
@@ -305,7 +306,7 @@ class Campaign:
         deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
         while not json.loads(await self._ask("GET", "/experts/history"))["under_way"]:
             if time.perf_counter() > deadline_s:
-                raise ServiceError(f"the service moved no expert for {RECOVERY_TIMEOUT_S:g} s")
+                raise BenchServiceError(f"the service moved no expert for {RECOVERY_TIMEOUT_S:g} s")
             await asyncio.sleep(_POLL_S / 10)
 
     async def wait_for_new_engine(self, rank: int, old_pid: int) -> None:
@@ -335,7 +336,9 @@ class Campaign:
         deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
         while not await is_whole():
             if time.perf_counter() > deadline_s:
-                raise ServiceError(f"ranks are away after {RECOVERY_TIMEOUT_S:g} s: {await self.status()}")
+                raise BenchServiceError(
+                    f"ranks are away after {RECOVERY_TIMEOUT_S:g} s: {await self.status()}"
+                )
             await asyncio.sleep(_POLL_S)
         return time.perf_counter()
 
@@ -343,7 +346,7 @@ class Campaign:
         deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
         while not is_there():
             if time.perf_counter() > deadline_s:
-                raise ServiceError(f"{what} was not there after {RECOVERY_TIMEOUT_S:g} s")
+                raise BenchServiceError(f"{what} was not there after {RECOVERY_TIMEOUT_S:g} s")
             await asyncio.sleep(_POLL_S)
 
     async def _footprint(self) -> dict[str, float]:
@@ -474,7 +477,7 @@ FAULTS: dict[str, Callable[[Campaign], Awaitable[int]]] = {  # each returns how 
 }
 
 
-def _summarise(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+def _summarise(outcomes: Sequence[FaultOutcome]) -> dict[str, dict[str, Any]]:
     """Return p50 and p99 of each time, by kind."""
     by_kind = defaultdict(list)
     for outcome in outcomes:
@@ -534,7 +537,7 @@ def _print_summary(result: dict[str, Any]) -> None:
     print(flush=True)
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: FaultOutcome) -> str:
     seen = "no rank missed" if outcome.detected_s is None else f"seen after {outcome.detected_s:.2f} s"
     pause = f"longest pause {max(outcome.pauses_s):.2f} s" if outcome.pauses_s else "no stream was open"
     return f"{outcome.kind}: {seen}, {pause}, whole after {outcome.whole_s:.1f} s"

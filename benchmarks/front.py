@@ -36,7 +36,7 @@ from benchmarks.engine_alone import EngineAlone
 from benchmarks.front_alone import FrontAlone
 from benchmarks.prompts import Prompts
 from benchmarks.random_model import ensure_random_model
-from benchmarks.service import Service, ServiceError, post, stream_completion
+from benchmarks.service import BenchServiceError, Service, post, stream_completion
 from moe.demo_model import ensure_demo_model
 from scheduler.policy.config import EngineConfig
 from server.front.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for part in options.parts:
             result[part] = measure[part](directory, options)
-    except ServiceError as error:
+    except BenchServiceError as error:
         print(f"benchmarks.front: {error}", file=sys.stderr)
         return 1
     if options.save:
@@ -147,7 +147,7 @@ async def _first_event_s(port: int, text: str) -> float:
     body = json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode()
     status, lines = await post(port, body, "/v1/chat/completions")
     if status != 200:
-        raise ServiceError(f"POST /v1/chat/completions answered {status}: {lines[0][1].decode()[:300]}")
+        raise BenchServiceError(f"POST /v1/chat/completions answered {status}: {lines[0][1].decode()[:300]}")
     return next(at_s for at_s, line in lines if line.startswith(b"data: ")) - begun_s
 
 

@@ -11,7 +11,7 @@ from typing import IO, Self
 
 from benchmarks.paced_rank import TOKEN_VARIABLE
 from benchmarks.processes import cpu_s
-from benchmarks.service import ServiceError
+from benchmarks.service import BenchServiceError
 from server.parent_death import die_with_parent
 from server.process.serve import is_healthy
 
@@ -31,7 +31,7 @@ class FrontAlone:
             step_s: least time between a rank's steps.
 
         Raises:
-            ServiceError: the front did not start; quotes its log.
+            BenchServiceError: the front did not start; quotes its log.
         """
         read_fd, write_fd = os.pipe()
         flags = ["--port=0", f"--ranks={num_ranks}", f"--ready-fd={write_fd}"]
@@ -42,7 +42,9 @@ class FrontAlone:
             with os.fdopen(read_fd) as ready:
                 line = ready.readline()
             if not line:
-                raise ServiceError(f"the front did not start:\n{Path(log.name).read_text(errors='replace')}")
+                raise BenchServiceError(
+                    f"the front did not start:\n{Path(log.name).read_text(errors='replace')}"
+                )
             said = json.loads(line)
             self.port = int(said["http"].rpartition(":")[2])
             os.environ[TOKEN_VARIABLE] = said["token"]
@@ -94,5 +96,5 @@ class FrontAlone:
         while not is_healthy("127.0.0.1", self.port):
             for process in self._processes:
                 if process.poll() is not None:
-                    raise ServiceError(f"{process.args!r} ended with {process.returncode}")
+                    raise BenchServiceError(f"{process.args!r} ended with {process.returncode}")
             time.sleep(_POLL_S)

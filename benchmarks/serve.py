@@ -27,9 +27,9 @@ from benchmarks.closed_loop import summarise
 from benchmarks.processes import ProcessWatch
 from benchmarks.prompts import Prompts
 from benchmarks.random_model import ensure_random_model
-from benchmarks.serve_options import BenchOptions, OptionsError, ServedLayout, parse_options
+from benchmarks.serve_options import BenchOptions, BenchOptionsError, ServedLayout, parse_options
 from benchmarks.serve_table import print_level, print_summary, summary_of
-from benchmarks.service import Service, ServiceError
+from benchmarks.service import BenchServiceError, Service
 from benchmarks.transformers_peer import PeerError, PeerSetting, TransformersPeer, fastest
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     try:
         options = parse_options(arguments)
-    except OptionsError as error:
+    except BenchOptionsError as error:
         print(f"benchmarks.serve: {error}", file=sys.stderr)
         return 2
     card = environment_card()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         models = {name: measure_model(name, options) for name in options.models}
-    except (CheckError, ServiceError, PeerError) as error:
+    except (CheckError, BenchServiceError, PeerError) as error:
         print(f"benchmarks.serve: {error}", file=sys.stderr)
         return 1
     result = {"benchmark": "serve", "environment": card, "options": asdict(options), "models": models}

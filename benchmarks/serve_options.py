@@ -14,7 +14,7 @@ ATTENTIONS = ("sdpa", "eager")
 EXPERTS = ("grouped_mm", "eager")  # batched_mm copies every token's experts: 5 GB and minutes for a prefill
 
 
-class OptionsError(ValueError):
+class BenchOptionsError(ValueError):
     """A value that cannot be measured; the message says what was wrong and what is allowed."""
 
 
@@ -57,7 +57,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> BenchOptions:
     """Parse the command line; what `--quick` changes is a default, and any flag overrides it.
 
     Raises:
-        OptionsError: naming the flag, the value seen and the values allowed.
+        BenchOptionsError: naming the flag, the value seen and the values allowed.
     """
     args = _parser().parse_args(arguments)
     quick = args.quick
@@ -68,7 +68,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> BenchOptions:
     else:
         requests = _numbers("--requests-per-level", args.requests_per_level)
     if len(requests) != len(concurrency):
-        raise OptionsError(
+        raise BenchOptionsError(
             f"--requests-per-level has {len(requests)} numbers and --concurrency {len(concurrency)}; "
             f"give one for each"
         )
@@ -153,7 +153,7 @@ def _names(flag: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in allowed:
-            raise OptionsError(
+            raise BenchOptionsError(
                 f"{flag} has {name!r}; give names of {', '.join(allowed)}, separated by commas"
             )
     return names
@@ -162,7 +162,7 @@ def _names(flag: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise OptionsError(f"{flag} is {text!r}; give whole numbers above 0, separated by commas")
+        raise BenchOptionsError(f"{flag} is {text!r}; give whole numbers above 0, separated by commas")
     return tuple(map(int, parts))
 
 
@@ -173,5 +173,7 @@ def _default_requests(concurrency: int) -> int:
 def _layout(text: str) -> ServedLayout:
     ranks, cross, threads = text.partition("x")
     if not (cross and ranks.isdecimal() and threads.isdecimal() and int(ranks) > 0 and int(threads) > 0):
-        raise OptionsError(f"--ranks has {text!r}; give ranks x threads such as 1x2, separated by commas")
+        raise BenchOptionsError(
+            f"--ranks has {text!r}; give ranks x threads such as 1x2, separated by commas"
+        )
     return ServedLayout(int(ranks), int(threads))

@@ -27,7 +27,7 @@ STOP_TIMEOUT_S = 10.0  # serve promises 5
 _POLL_S = 0.02
 
 
-class ServiceError(RuntimeError):
+class BenchServiceError(RuntimeError):
     """The service did not start, or refused a request that it should serve; the message says why."""
 
 
@@ -38,7 +38,7 @@ class Service:
         """Start, and wait until /health answers 200.
 
         Raises:
-            ServiceError: it ended, or did not answer in time; quotes its log.
+            BenchServiceError: it ended, or did not answer in time; quotes its log.
         """
         self.port = _free_port()
         command = [sys.executable, "-m", "server", "serve", model, f"--port={self.port}", *arguments]
@@ -79,13 +79,13 @@ class Service:
         """Stream a completion of `num_tokens` greedy tokens for each prompt, in a closed loop.
 
         Raises:
-            ServiceError: the service has ended, or refused or failed a request.
+            BenchServiceError: the service has ended, or refused or failed a request.
         """
         complete = functools.partial(stream_completion, self.port, num_tokens=num_tokens)
         try:
             return asyncio.run(closed_loop(complete, prompts, concurrency))
         except OSError as error:
-            raise ServiceError(
+            raise BenchServiceError(
                 f"the service broke a connection ({error}); it said:\n{self._said()}"
             ) from error
 
@@ -97,7 +97,7 @@ class Service:
         while not is_healthy(HOST, self.port):
             waited_s = time.monotonic() - self._started_s
             if self.process.poll() is not None or waited_s > START_TIMEOUT_S:
-                raise ServiceError(
+                raise BenchServiceError(
                     f"the service did not answer within {waited_s:.0f} s; it said:\n{self._said()}"
                 )
             time.sleep(_POLL_S)
@@ -110,12 +110,12 @@ def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
     """Ask the service at a port for the greedy tokens after a prompt.
 
     Raises:
-        ServiceError: any status but 200.
+        BenchServiceError: any status but 200.
     """
     body = _body(prompt, num_tokens, logprobs=0, return_tokens_as_token_ids=True)
     status, lines = asyncio.run(post(port, body))
     if status != 200:
-        raise ServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
+        raise BenchServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
     spelled = json.loads(lines[0][1])["choices"][0]["logprobs"]["tokens"]
     return [int(token.removeprefix("token_id:")) for token in spelled]
 
@@ -124,18 +124,18 @@ async def stream_completion(port: int, prompt: list[int], *, num_tokens: int) ->
     """Stream one completion and note when each piece came.
 
     Raises:
-        ServiceError: any status but 200, or another number of tokens than was asked for.
+        BenchServiceError: any status but 200, or another number of tokens than was asked for.
     """
     start_s = time.perf_counter()
     body = _body(prompt, num_tokens, stream=True, stream_options={"include_usage": True})
     status, lines = await post(port, body)
     if status != 200:
-        raise ServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
+        raise BenchServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
     events = [(at_s, json.loads(line[5:])) for at_s, line in lines if line.startswith(b"data: {")]
     failure = next((event["error"] for _, event in events if "error" in event), None)
     usage = events[-1][1].get("usage") if events else None
     if failure or usage is None or usage["completion_tokens"] != num_tokens:
-        raise ServiceError(f"a stream of {num_tokens} tokens ended with {failure or usage}")
+        raise BenchServiceError(f"a stream of {num_tokens} tokens ended with {failure or usage}")
     arrivals_s = [at_s for at_s, event in events if event["choices"]]
     return RequestTiming(start_s, arrivals_s, num_tokens)
 

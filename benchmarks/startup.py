@@ -23,7 +23,7 @@ from benchmarks.card import environment_card, print_card, print_tail, save_resul
 from benchmarks.closed_loop import summarise
 from benchmarks.processes import ProcessWatch, command_of, peak_rss_bytes, pss_bytes, tree
 from benchmarks.prompts import Prompts
-from benchmarks.service import Service, ServiceError
+from benchmarks.service import BenchServiceError, Service
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for ranks in map(int, args.ranks.split(",")):
                 rows.append({"repeat": repeat, **measure_start(ranks, tokenizer)})
                 print(_line(rows[-1]), flush=True)
-    except ServiceError as error:
+    except BenchServiceError as error:
         print(f"benchmarks.startup: {error}", file=sys.stderr)
         return 1
     summary = summarise_rows(rows)

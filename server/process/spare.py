@@ -36,14 +36,14 @@ _ORDER_BYTES = 2**20  # at most
 _RUNNING, _WAITING = b"\0engine\0", b"\0backup\0"  # the command in a command line: words of one length
 
 
-class Order(NamedTuple):
+class StartOrder(NamedTuple):
     """What a copy that begins to serve is told."""
 
     options: str  # as JSON
     environment: dict[str, str]  # what differs from the first engine's
 
 
-def leave_spare(environment: Mapping[str, str]) -> Order | None:
+def leave_spare(environment: Mapping[str, str]) -> StartOrder | None:
     """Fork a copy of this process that waits, if the supervisor wants one; to be called before anything has begun.
 
     Returns:
@@ -82,7 +82,7 @@ def _fork_orphan() -> bool:
     return True
 
 
-def _wait_for_order(channel: socket.socket, supervisor: int) -> Order:
+def _wait_for_order(channel: socket.socket, supervisor: int) -> StartOrder:
     try:
         die_with_parent(parent_pid=supervisor)
         os.setpgid(0, 0)
@@ -94,7 +94,7 @@ def _wait_for_order(channel: socket.socket, supervisor: int) -> Order:
     if not received:  # the supervisor has closed its end
         _leave()
     _show_as(_WAITING, _RUNNING)
-    order = Order(**json.loads(received))
+    order = StartOrder(**json.loads(received))
     os.environ.update(order.environment)
     os.environ.update(zip((READY_VARIABLE, SPARE_VARIABLE), map(str, fds), strict=True))
     return order._replace(environment=dict(os.environ))
@@ -131,7 +131,7 @@ class Spare:
         """Drop our copy of what the engine has got."""
         self._engines_end.close()
 
-    def start(self, name: str, order: Order, fds: tuple[int, ...]) -> Child | None:
+    def start(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
         """Let the copy serve; None: there is none."""
         if not self._is_there():
             return None

@@ -61,7 +61,7 @@ from server.process.children import (
 )
 from server.process.error_file import ERROR_FILE, LAST, write_absence, write_failure
 from server.process.rendezvous import RESTARTS_VARIABLE, Place
-from server.process.spare import SPARE_VARIABLE, Order, Spare
+from server.process.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.process.watchdog import Watchdog
 from server.roots import WIDEEP_COMMAND
 
@@ -262,7 +262,7 @@ class Supervisor:
         name = f"rank {self._place.rank}'s engine"
         spare = Spare() if self._options.max_rank_restarts else None
         fds = {READY_VARIABLE: pipe.child_fd} | ({SPARE_VARIABLE: spare.engines_fd} if spare else {})
-        engine = self._wake_spare(name, Order(handed_on(self._options)[1], extra), tuple(fds.values()))
+        engine = self._wake_spare(name, StartOrder(handed_on(self._options)[1], extra), tuple(fds.values()))
         if engine is None:
             extra |= {variable: str(fd) for variable, fd in fds.items()}
             engine = self._start(name, self._commands.engine, (), extra, tuple(fds.values()))
@@ -275,7 +275,7 @@ class Supervisor:
         self._watch(engine.pidfd, lambda: self._on_engine_end(engine, read))
         self._watch(pipe.fd, read)
 
-    def _wake_spare(self, name: str, order: Order, fds: tuple[int, ...]) -> Child | None:
+    def _wake_spare(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
         if self._spare is None:
             return None
         engine = self._spare.start(name, order, fds)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers.generation import ContinuousBatchingConfig
 
-from benchmarks.serve_options import OptionsError, ServedLayout, parse_options
+from benchmarks.serve_options import BenchOptionsError, ServedLayout, parse_options
 from benchmarks.serve_table import METRICS, summary_of
 from benchmarks.transformers_worker import PAGE_TOKENS, page_option
 
@@ -35,7 +35,7 @@ def test_defaults_are_the_whole_measurement() -> None:
     ],
 )
 def test_a_bad_value_is_named_with_what_is_allowed(arguments: list[str], words: str) -> None:
-    with pytest.raises(OptionsError, match=words):
+    with pytest.raises(BenchOptionsError, match=words):
         parse_options(arguments)
 
 

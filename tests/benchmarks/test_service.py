@@ -8,7 +8,7 @@ import pytest
 from benchmarks.closed_loop import RequestTiming, closed_loop, summarise
 from benchmarks.live_answers import longest_pause_s
 from benchmarks.prompts import Prompts
-from benchmarks.service import ServiceError, stream_completion
+from benchmarks.service import BenchServiceError, stream_completion
 
 
 class Counter:
@@ -108,7 +108,7 @@ def test_a_stream_is_timed_piece_by_piece_and_counted_by_its_usage() -> None:
 
 
 def test_fewer_tokens_than_asked_for_are_an_error() -> None:
-    with pytest.raises(ServiceError, match=r"a stream of 4 tokens ended with {'completion_tokens': 2}"):
+    with pytest.raises(BenchServiceError, match=r"a stream of 4 tokens ended with {'completion_tokens': 2}"):
         _ask(_stream(pieces=2, tokens=2), num_tokens=4)
 
 
@@ -116,12 +116,12 @@ def test_an_error_inside_a_stream_is_quoted() -> None:
     answer = (
         OK + _chunk(_event({"error": {"message": "rank 1 is gone"}}) + b"data: [DONE]\n\n") + b"0\r\n\r\n"
     )
-    with pytest.raises(ServiceError, match="rank 1 is gone"):
+    with pytest.raises(BenchServiceError, match="rank 1 is gone"):
         _ask(answer, num_tokens=4)
 
 
 def test_a_refusal_is_quoted() -> None:
-    with pytest.raises(ServiceError, match=r"answered 400: .*too long"):
+    with pytest.raises(BenchServiceError, match=r"answered 400: .*too long"):
         _ask(b"HTTP/1.1 400 Bad Request\r\n\r\ntoo long", num_tokens=4)
 
 
