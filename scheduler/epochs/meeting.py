@@ -2,6 +2,8 @@
 
 A member says in the job's store that it is there and waits for the others, as long as no newer order comes; only when
 all are there does it enter what cannot be broken off, and under a short time-out, because a member may die just then.
+A newer order may reach some members before, and others after they saw that all are there. Whoever is first writes in
+the store whether this epoch meets, and all do what is written: else those who entered would wait out their time.
 Nothing of an epoch is in another one's way: every name in the store has the epoch in it.
 """
 
@@ -18,6 +20,7 @@ from scheduler.epochs.orders import IsOver, OvertakenError
 
 ARRIVAL_TIMEOUT_S = 29.5  # just before the front gives those up that did not come (30 s after its order)
 CONNECT_TIMEOUT_S = 10.0
+_MEETS, _IS_OVER = "meets", "is over"  # what is written of an epoch, once
 _POLL_S = 0.02  # a wait in the store itself could not be broken off, and complains aloud
 
 
@@ -80,10 +83,11 @@ def _await_all(
     deadline_s = clock() + ARRIVAL_TIMEOUT_S
     while missing := [member for member in missing if not store.check([f"here/{member}"])]:
         if is_over(_POLL_S):
-            raise OvertakenError
+            break
         if clock() >= deadline_s:
             raise WireUnavailable(
                 f"ranks {missing} did not come to epoch {epoch} within {ARRIVAL_TIMEOUT_S:g} s"
             )
-    if is_over():
+    proposed = _IS_OVER if missing or is_over() else _MEETS
+    if store.compare_set("fate", "", proposed).decode() == _IS_OVER:
         raise OvertakenError

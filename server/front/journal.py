@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from scheduler.policy.request import FinishReason, Request
 
 HISTORY = 4096  # outcomes kept
-MAX_INCIDENTS = 3  # that a request survives: one that kills its ranks must not go on to the next for ever
+MAX_INCIDENTS = (
+    3  # without a token in between: a request that kills its ranks must not go on to the next for ever
+)
 INCIDENT_S = 1.0  # ranks that are lost within it are one incident: a node, say, or all of them
 
 
@@ -24,7 +26,7 @@ class Entry:
     request: Request
     rank: int
     accepted_s: float  # time.monotonic()
-    num_incidents: int = 0  # that took its rank away
+    num_incidents: int = 0  # that took its rank away since its last token
     incident_s: float = float("-inf")  # when the last of them began
     delivered_ids: list[int] = field(default_factory=list)
 
@@ -105,7 +107,9 @@ class Journal:
 
     def deliver(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Note tokens that the rank yielded and the client is being sent."""
-        self._open[request_id].delivered_ids.extend(token_ids)
+        entry = self._open[request_id]
+        entry.delivered_ids.extend(token_ids)
+        entry.num_incidents = 0
 
     def close(self, request_id: str, reason: FinishReason, *, now_s: float, error: str = "") -> None:
         """Give the request its one outcome."""

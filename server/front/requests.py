@@ -162,7 +162,7 @@ class Requests:
                 continue
             if not self._journal.replay(request_id, now_s=now_s):
                 failure = errors.failed(
-                    f"its rank was lost {MAX_INCIDENTS + 1} times; it is not tried any more"
+                    f"its rank was lost {MAX_INCIDENTS + 1} times without a token in between; it is not tried any more"
                 )
                 self._end(generation, FinishReason.ERROR, failure, failure.message)
                 continue

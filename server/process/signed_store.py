@@ -33,8 +33,7 @@ class SignedStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        content = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(key, mac(self._key, b"store", key.encode(), content) + content)  # type: ignore[arg-type]
+        self._store.set(key, self._signed(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         """Wait for a value.
@@ -42,11 +41,17 @@ class SignedStore(Store):
         Raises:
             UnsignedError: somebody else has written it.
         """
-        signed = self._store.get(key)
-        content = signed[MAC_BYTES:]
-        if not hmac.compare_digest(signed[:MAC_BYTES], mac(self._key, b"store", key.encode(), content)):
-            raise UnsignedError(f"{key!r} in the job's store is not signed with this cluster key; {SAME_KEY}")
-        return content
+        return self._content(key, self._store.get(key))
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Write a value where there is none; returns what is there then.
+
+        Raises:
+            UnsignedError: somebody else has written it.
+        """
+        assert not expected, "a signed value is never replaced by comparison"
+        signed = self._store.compare_set(key, "", self._signed(key, value))  # type: ignore[arg-type]
+        return self._content(key, signed)
 
     def add(self, key: str, value: int) -> int:
         """Count; not signed."""
@@ -72,3 +77,13 @@ class SignedStore(Store):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long `get` waits."""
         self._store.set_timeout(timeout)
+
+    def _signed(self, key: str, value: str | bytes) -> bytes:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        return mac(self._key, b"store", key.encode(), content) + content
+
+    def _content(self, key: str, signed: bytes) -> bytes:
+        content = signed[MAC_BYTES:]
+        if not hmac.compare_digest(signed[:MAC_BYTES], mac(self._key, b"store", key.encode(), content)):
+            raise UnsignedError(f"{key!r} in the job's store is not signed with this cluster key; {SAME_KEY}")
+        return content

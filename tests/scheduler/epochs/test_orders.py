@@ -88,9 +88,27 @@ def test_an_order_that_is_over_is_given_up_at_once_also_when_all_came() -> None:
     with pytest.raises(OvertakenError):
         meet(store, 4, (0, 1), 0, clock.is_over, clock=clock)
     assert clock.now_s < 1.1
-    PrefixStore("epoch/4", store).set("here/1", "1")
+    PrefixStore("epoch/5", store).set("here/1", "1")
     with pytest.raises(OvertakenError):
-        meet(store, 4, (0, 1), 0, clock.is_over, clock=clock)
+        meet(store, 5, (0, 1), 0, clock.is_over, clock=clock)
+
+
+def test_members_do_the_same_when_an_order_comes_to_some_before_and_to_others_after_they_saw_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[int] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, rank, **__: met.append(rank))
+    store = HashStore()
+    for epoch in (4, 5):
+        for rank in (0, 1):
+            PrefixStore(f"epoch/{epoch}", store).set(f"here/{rank}", "1")
+    meet(store, 4, (0, 1), 0, Clock().is_over)
+    meet(store, 4, (0, 1), 1, Clock(over_at_s=0.0).is_over)
+    assert met == [0, 1], "the one that entered first would wait out its time"
+    for rank, over_at_s in ((0, 0.0), (1, float("inf"))):
+        with pytest.raises(OvertakenError):
+            meet(store, 5, (0, 1), rank, Clock(over_at_s=over_at_s).is_over)
+    assert met == [0, 1]
 
 
 def test_who_came_to_another_epoch_did_not_come_to_this_one() -> None:

@@ -46,6 +46,14 @@ def test_a_request_survives_so_many_incidents_and_no_more() -> None:
     assert journal.num_replayed == 3 * MAX_INCIDENTS
 
 
+def test_a_request_that_gets_on_between_incidents_survives_any_number() -> None:
+    journal = Journal()
+    journal.accept(request("a"), 0, now_s=0.0)
+    for incident in range(5 * MAX_INCIDENTS):
+        assert journal.replay("a", now_s=incident * INCIDENT_S)
+        journal.deliver("a", [incident])
+
+
 def test_a_request_is_accepted_once() -> None:
     journal = Journal()
     journal.accept(request("a"), 0, now_s=0.0)

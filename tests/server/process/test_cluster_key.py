@@ -28,6 +28,11 @@ def test_a_value_is_read_under_its_own_name_and_key_only() -> None:
             SignedStore(plain, KEY).get(name)
     with pytest.raises(dist.DistError, match="not signed"):
         PrefixStore("epoch/1", SignedStore(plain, b"o" * 32)).get("a")
+    for value in ("one", "two"):
+        assert store.compare_set("first", "", value) == b"one"
+    plain.set("epoch/1/first", "one")
+    with pytest.raises(dist.DistError, match="not signed"):
+        store.compare_set("first", "", "one")
     store.delete_key("a")
     assert not plain.check(["epoch/1/a"])
 
