@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.closed_loop import percentile
-from benchmarks.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
-from benchmarks.processes import command_of, pss_bytes, tree
-from benchmarks.prompts import Prompts
-from benchmarks.service import HOST, BenchServiceError, Service
+from benchmarks.serving.closed_loop import percentile
+from benchmarks.serving.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
+from benchmarks.serving.processes import command_of, pss_bytes, tree
+from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.service import HOST, BenchServiceError, Service
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
 

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.closed_loop import closed_loop, percentile, summarise
-from benchmarks.engine_alone import EngineAlone
-from benchmarks.front_alone import FrontAlone
-from benchmarks.prompts import Prompts
 from benchmarks.random_model import ensure_random_model
-from benchmarks.service import BenchServiceError, Service, post, stream_completion
+from benchmarks.serving.closed_loop import closed_loop, percentile, summarise
+from benchmarks.serving.engine_alone import EngineAlone
+from benchmarks.serving.front_alone import FrontAlone
+from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.service import BenchServiceError, Service, post, stream_completion
 from moe.demo_model import ensure_demo_model
 from scheduler.policy.config import EngineConfig
 from server.front.tokenizer import Tokenizer

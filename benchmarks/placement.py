@@ -35,8 +35,8 @@ from expert_placement.nodes import Cluster, Rules, group_homes
 from expert_placement.placement import Placement, imbalance
 from expert_placement.plan import fill_layers, plan, refresh, repair
 from expert_placement.simulate import away_share
-from tests.support import placement_peers as peers
-from tests.support.placement_bounds import least_by_shares, least_imbalance
+from tests.support.placement import peers
+from tests.support.placement.bounds import least_by_shares, least_imbalance
 
 SHAPES = ((32, 9), (64, 5), (72, 4), (128, 3), (144, 2))
 QWEN_SHAPES = ((16, 9), (32, 5), (64, 3))

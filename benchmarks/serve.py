@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.closed_loop import summarise
-from benchmarks.processes import ProcessWatch
-from benchmarks.prompts import Prompts
 from benchmarks.random_model import ensure_random_model
-from benchmarks.serve_options import BenchOptions, BenchOptionsError, ServedLayout, parse_options
-from benchmarks.serve_table import print_level, print_summary, summary_of
-from benchmarks.service import BenchServiceError, Service
-from benchmarks.transformers_peer import PeerError, PeerSetting, TransformersPeer, fastest
+from benchmarks.serving.closed_loop import summarise
+from benchmarks.serving.options import BenchOptions, BenchOptionsError, ServedLayout, parse_options
+from benchmarks.serving.processes import ProcessWatch
+from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.service import BenchServiceError, Service
+from benchmarks.serving.table import print_level, print_summary, summary_of
+from benchmarks.serving.transformers_peer import PeerError, PeerSetting, TransformersPeer, fastest
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
 

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.closed_loop import summarise
-from benchmarks.processes import ProcessWatch, command_of, peak_rss_bytes, pss_bytes, tree
-from benchmarks.prompts import Prompts
-from benchmarks.service import BenchServiceError, Service
+from benchmarks.serving.closed_loop import summarise
+from benchmarks.serving.processes import ProcessWatch, command_of, peak_rss_bytes, pss_bytes, tree
+from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.service import BenchServiceError, Service
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
 

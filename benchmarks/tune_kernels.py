@@ -19,8 +19,16 @@ import torch
 from attention.gpu.tiles import TABLE
 from benchmarks.card import print_tail
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.kernels.tile_times import (
+    Table,
+    best_of,
+    fields_of,
+    try_all,
+    tuned,
+    with_entry,
+    write_table,
+)
 from benchmarks.gpu.results import Setting
-from benchmarks.gpu.tile_times import Table, best_of, fields_of, try_all, tuned, with_entry, write_table
 
 
 def main() -> None:

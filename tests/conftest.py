@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.support.interpreted import NO_TRITON, interpret
+from tests.support.gpu.interpreted import NO_TRITON, interpret
 from tests.support.ranks import RankPool
 
 sys.dont_write_bytecode = False

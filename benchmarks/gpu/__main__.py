@@ -17,8 +17,8 @@ from typing import IO
 from benchmarks.card import RESULTS, print_card, print_tail
 from benchmarks.gpu.day import PARTS, Day, DayPart, day_lines
 from benchmarks.gpu.device_card import NoDeviceError, day_card
+from benchmarks.gpu.ranks.worker import Worker
 from benchmarks.gpu.results import Ledger, Setting, file_name, source_digest
-from benchmarks.gpu.worker import Worker
 
 DEFAULT_MINUTES = 25.0
 

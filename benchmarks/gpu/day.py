@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from benchmarks.gpu.ranks.worker import DeadWorkerError, FailedUnitError, LateWorkerError
 from benchmarks.gpu.results import DONE, FAILED, TIMED_OUT, Ledger, Row, Setting, part_lines
-from benchmarks.gpu.worker import DeadWorkerError, FailedUnitError, LateWorkerError
 
 
 class DayPart(NamedTuple):
@@ -27,21 +27,21 @@ class DayPart(NamedTuple):
 
 PARTS = (
     DayPart(
-        "ceilings", "benchmarks.gpu.ceilings", "Ceilings of this device, measured in this run", 120.0, is_repeated=True
+        "ceilings", "benchmarks.gpu.kernels.ceilings", "Ceilings of this device, measured in this run", 120.0, is_repeated=True
     ),
     DayPart("compile", "benchmarks.gpu.precompiled", "Kernels compiled side by side, for what follows", 120.0, 0.2),
-    DayPart("correctness", "benchmarks.gpu.correctness", "Kernels against float32 in plain torch", 90.0, 0.3),
+    DayPart("correctness", "benchmarks.gpu.kernels.correctness", "Kernels against float32 in plain torch", 90.0, 0.3),
     DayPart(
-        "parity", "benchmarks.gpu.parity", "Whole models: answers, of two layers", 300.0, 0.5, 40.0, is_fresh=True
+        "parity", "benchmarks.gpu.ranks.parity", "Whole models: answers, of two layers", 300.0, 0.5, 40.0, is_fresh=True
     ),
-    DayPart("kernels", "benchmarks.gpu.kernel_times", "Kernel times, medians, inputs not in L2", 120.0, 0.4),
-    DayPart("step", "benchmarks.gpu.decode_steps", "Whole models: decode steps", 300.0, 0.5, 60.0, is_fresh=True),
+    DayPart("kernels", "benchmarks.gpu.kernels.times", "Kernel times, medians, inputs not in L2", 120.0, 0.4),
+    DayPart("step", "benchmarks.gpu.ranks.decode_steps", "Whole models: decode steps", 300.0, 0.5, 60.0, is_fresh=True),
     DayPart(
-        "throughput", "benchmarks.gpu.throughput", "End to end on one rank, output tokens/s", 300.0, 0.7, 60.0, is_fresh=True
+        "throughput", "benchmarks.gpu.ranks.throughput", "End to end on one rank, output tokens/s", 300.0, 0.7, 60.0, is_fresh=True
     ),
-    DayPart("ranks", "benchmarks.gpu.two_ranks", "Two ranks on this device: the same bits as on CPUs", 520.0, 1.0, 40.0),
+    DayPart("ranks", "benchmarks.gpu.ranks.two_ranks", "Two ranks on this device: the same bits as on CPUs", 520.0, 1.0, 40.0),
     DayPart("tests", "benchmarks.gpu.marked_tests", "Tests of the suite that need a GPU", 300.0),
-    DayPart("tiles", "benchmarks.gpu.tile_times", "Tile configurations against the kernels' choice", 180.0),
+    DayPart("tiles", "benchmarks.gpu.kernels.tile_times", "Tile configurations against the kernels' choice", 180.0),
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.kernel_cases import checked_cases
+from benchmarks.gpu.kernels.cases import checked_cases
 from benchmarks.gpu.results import Row, Setting
 from server.parent_death import die_with_parent
 

@@ -29,7 +29,7 @@ RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the fro
 
 
 class RequestCounts(Protocol):
-    """Who counts and times requests: `server.http.metrics` has it for Prometheus."""
+    """Who counts and times requests: `server.http.observability.metrics` has it for Prometheus."""
 
     def note_request(self, n: int, max_tokens: int) -> None:
         """Take a client's request with `n` choices in all."""

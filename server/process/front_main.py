@@ -41,8 +41,8 @@ from server.front.journal import Journal
 from server.front.leader import Leader
 from server.front.membership import Epochs
 from server.front.nodes import Nodes
-from server.http.logs import logging_to
-from server.http.metrics import Metrics
+from server.http.observability.logs import logging_to
+from server.http.observability.metrics import Metrics
 from server.link.messages import Claim, Claimed, Fault, PlacementUpdate, RankFacts, Served
 from server.link.ranks import Ranks
 from server.options.flag import OptionsError

@@ -46,15 +46,15 @@ from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
 from server.http.exchanges import HttpExchange, note_answer
-from server.http.gauges import FrontMetrics, MembershipMetrics
 from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import KeptAnswers
-from server.http.logs import AccessLog, RequestLog
-from server.http.metrics import Metrics
-from server.http.ops import membership_routes, ops_routes
+from server.http.observability.gauges import FrontMetrics, MembershipMetrics
+from server.http.observability.logs import AccessLog, RequestLog
+from server.http.observability.metrics import Metrics
+from server.http.observability.ops import membership_routes, ops_routes
+from server.http.observability.tracing import Traces
 from server.http.protocol import PunctualProtocol
-from server.http.tracing import Traces
 from server.link.ranks import Ranks
 from server.options.table import HttpOptions, Options
 

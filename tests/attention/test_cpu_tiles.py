@@ -16,7 +16,7 @@ def test_kernels_that_different_processes_cached_call_their_own_tiles(tmp_path: 
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     for kernels in CHILDREN:
         child = subprocess.run(
-            [sys.executable, "-m", "tests.support.kernel_child", *kernels.split()],
+            [sys.executable, "-m", "tests.support.gpu.kernel_child", *kernels.split()],
             env=environment, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         if child.returncode:

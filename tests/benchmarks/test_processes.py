@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 
-from benchmarks.processes import ProcessWatch, command_of, cpu_s, peak_rss_bytes, pss_bytes, tree
+from benchmarks.serving.processes import ProcessWatch, command_of, cpu_s, peak_rss_bytes, pss_bytes, tree
 
 _PARENT = """
 import subprocess, sys

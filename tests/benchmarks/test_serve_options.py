@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers.generation import ContinuousBatchingConfig
 
-from benchmarks.serve_options import BenchOptionsError, ServedLayout, parse_options
-from benchmarks.serve_table import METRICS, summary_of
-from benchmarks.transformers_worker import PAGE_TOKENS, page_option
+from benchmarks.serving.options import BenchOptionsError, ServedLayout, parse_options
+from benchmarks.serving.table import METRICS, summary_of
+from benchmarks.serving.transformers_worker import PAGE_TOKENS, page_option
 
 
 def test_defaults_are_the_whole_measurement() -> None:

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from benchmarks.closed_loop import RequestTiming, closed_loop, summarise
-from benchmarks.live_answers import longest_pause_s
-from benchmarks.prompts import Prompts
-from benchmarks.service import BenchServiceError, stream_completion
+from benchmarks.serving.closed_loop import RequestTiming, closed_loop, summarise
+from benchmarks.serving.live_answers import longest_pause_s
+from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.service import BenchServiceError, stream_completion
 
 
 class Counter:

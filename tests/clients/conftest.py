@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.front_process import FrontProcess
-from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.models.tiny_tokenizer import write_tokenizer
+from tests.support.service.front_process import FrontProcess
 
 MAX_LEN = 4096  # clients describe tools at length
 

@@ -6,7 +6,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 instructor = pytest.importorskip("instructor", reason="needs instructor: make test-clients")
 

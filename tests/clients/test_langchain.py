@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, SecretStr
 
-from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 langchain_openai = pytest.importorskip("langchain_openai", reason="needs langchain-openai: make test-clients")
 

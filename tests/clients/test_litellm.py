@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 litellm = pytest.importorskip("litellm", reason="needs litellm: make test-clients")
 

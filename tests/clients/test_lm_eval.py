@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.real_service import RealService, write_tiny_model
+from tests.support.service.real_service import RealService, write_tiny_model
 
 instance = pytest.importorskip("lm_eval.api.instance", reason="needs lm_eval: make test-clients")
 models = pytest.importorskip(

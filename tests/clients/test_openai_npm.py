@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 NPM = Path(__file__).with_name("npm")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.conftest import PoolOf
-from tests.support.interpreted import interpret
+from tests.support.gpu.interpreted import interpret
 from tests.support.ranks import RankPool
 
 RanksOf = Callable[[str, int], RankPool]

@@ -13,7 +13,7 @@ from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import check_bits, run_layer
 from tests.dispatch.oracle import RankCase, RankResult, make_cases
-from tests.support.graph_safe import GraphSafe
+from tests.support.gpu.graph_safe import GraphSafe
 
 S = 4
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from expert_placement.choose import ReplicaChoice, phases
 from expert_placement.placement import EMPTY, Placement
-from tests.support.placements import random_placement
+from tests.support.placement.placements import random_placement
 
 PLACEMENT = Placement(
     np.array([[0, 1, EMPTY, 0, 2, 3, 2, 0, EMPTY]]),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from expert_placement import rebalance_experts
-from tests.support.placement_peers import eplb_global, eplb_hierarchical, even_imbalance
+from tests.support.placement.peers import eplb_global, eplb_hierarchical, even_imbalance
 
 EXAMPLE = np.array(  # of EPLB's README
     [

@@ -5,7 +5,7 @@ import pytest
 
 from expert_placement.moves import Transfer, align, num_moved, stages, transfers_between
 from expert_placement.placement import EMPTY, Placement, linear_placement
-from tests.support.placements import random_placement
+from tests.support.placement.placements import random_placement
 
 
 def pair(seed: int, ranks: int = 4, slots: int = 5) -> tuple[Placement, Placement]:

@@ -12,7 +12,7 @@ from expert_placement.moves import num_moved
 from expert_placement.nodes import Cluster, Rules, group_homes
 from expert_placement.placement import EMPTY, Placement, imbalance, linear_placement, rank_load
 from expert_placement.plan import plan, refresh, repair
-from tests.support.placement_bounds import least_by_shares, least_imbalance
+from tests.support.placement.bounds import least_by_shares, least_imbalance
 
 LAYERS = 2
 

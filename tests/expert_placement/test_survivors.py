@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from expert_placement.placement import EMPTY, Placement, linear_placement
 from expert_placement.survivors import surviving
-from tests.support.placements import random_placement
+from tests.support.placement.placements import random_placement
 
 
 @st.composite

@@ -124,7 +124,7 @@ DEFERRED = {
     "server/process/launcher.py": "torch is imported while workers start",
     "server/process/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
     "server/process/preflight/device.py": "only the child process that looks for GPUs loads torch",
-    "server/http/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
+    "server/http/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
 }
 
 

@@ -9,8 +9,8 @@ import torch
 
 from tests.moe.loaded import SEQUENCES
 from tests.moe.quantised_cases import CASES, Case
-from tests.support.families import write_checkpoint
-from tests.support.quantise import write_quantised
+from tests.support.models.families import write_checkpoint
+from tests.support.models.quantise import write_quantised
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from torch import Tensor
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from scheduler.assembly import assemble
 from scheduler.policy.config import EngineConfig
-from tests.support.families import VOCABULARY
-from tests.support.serving import WaveDoorbell, build, own_share, teacher_forced
+from tests.support.engines.serving import WaveDoorbell, build, own_share, teacher_forced
+from tests.support.models.families import VOCABULARY
 
 SEQUENCES = [
     torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()

@@ -28,9 +28,9 @@ from moe.expert_weights import (
 )
 from moe.load.checkpoint import CheckpointError
 from tests.moe.cpu.test_experts import FORMS, Form, experts_module, layer_of, routed, run
-from tests.support.families import write_checkpoint
-from tests.support.quantise import write_quantised
-from tests.support.serving import build
+from tests.support.engines.serving import build
+from tests.support.models.families import write_checkpoint
+from tests.support.models.quantise import write_quantised
 
 FORM = FORMS["biases"]
 

@@ -19,9 +19,9 @@ from moe.families import UnsupportedModelError, build_on_meta
 from moe.load.checkpoint import Checkpoint
 from moe.model import Skeleton
 from moe.rehearsal import Notes, Sight, sight_of
-from tests.support.families import make_model, write_checkpoint
-from tests.support.family_sweep import prompts, tiny_config, write_tiny
-from tests.support.serving import build, misroute, teacher_forced
+from tests.support.engines.serving import build, misroute, teacher_forced
+from tests.support.models.families import make_model, write_checkpoint
+from tests.support.models.family_sweep import prompts, tiny_config, write_tiny
 
 TOLERANCE = 1e-4
 # Families beside those of the parity test, each with what it adds to them.

@@ -8,8 +8,8 @@ import torch
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
 from moe.model import Model
-from tests.support.families import VOCABULARY, write_checkpoint
-from tests.support.serving import build
+from tests.support.engines.serving import build
+from tests.support.models.families import VOCABULARY, write_checkpoint
 
 TOKENS = 70
 

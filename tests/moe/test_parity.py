@@ -9,8 +9,8 @@ import torch
 
 from scheduler.policy.request import Logprobs
 from tests.conftest import PoolOf
-from tests.support.families import FAMILIES, VOCABULARY, write_checkpoint
-from tests.support.serving import build, misroute, own_share, request, serve, teacher_forced
+from tests.support.engines.serving import build, misroute, own_share, request, serve, teacher_forced
+from tests.support.models.families import FAMILIES, VOCABULARY, write_checkpoint
 
 STEPS = 48
 TOLERANCE = 1e-4

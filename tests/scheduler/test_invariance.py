@@ -15,9 +15,9 @@ from moe.model import Skeleton
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request, RequestOutput, TokenBias
 from tests.conftest import PoolOf
-from tests.support.families import VOCABULARY, write_checkpoint
-from tests.support.placements import random_placement
-from tests.support.serving import build, own_share, request, serve
+from tests.support.engines.serving import build, own_share, request, serve
+from tests.support.models.families import VOCABULARY, write_checkpoint
+from tests.support.placement.placements import random_placement
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 one_family_first = pytest.mark.parametrize(

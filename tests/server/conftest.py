@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.support.front_process import TIMEOUT_S, FrontProcess
-from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.models.tiny_tokenizer import write_tokenizer
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 
 @pytest.fixture(scope="module")

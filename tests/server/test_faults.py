@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.real_service import START_S, RealService, write_tiny_model
-from tests.support.service_processes import has_ended, wait_until
-from tests.support.timed_streams import TimedStream, stream_all
+from tests.support.requests.timed_streams import TimedStream, stream_all
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
+from tests.support.service.service_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,10 @@ import pytest
 
 from expert_placement.files import from_json, to_json
 from expert_placement.moves import align
-from tests.support.placements import random_placement
-from tests.support.real_service import REPOSITORY, START_S, WIDEEP, RealService, write_tiny_model
-from tests.support.service_processes import free_port, wait_until
-from tests.support.timed_streams import stream_all
+from tests.support.placement.placements import random_placement
+from tests.support.requests.timed_streams import stream_all
+from tests.support.service.real_service import REPOSITORY, START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.service_processes import free_port, wait_until
 
 pytestmark = pytest.mark.slow
 

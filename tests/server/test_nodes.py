@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.real_service import START_S, WIDEEP, RealService, write_tiny_model
-from tests.support.service_processes import wait_until
+from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.service_processes import wait_until
 
 OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # inside its namespace every port is free
 ENDPOINT = f"10.213.7.{ENDPOINT_NODE + 1}:29400"

@@ -19,11 +19,11 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from expert_placement.files import from_json, to_json
 from expert_placement.moves import align
-from tests.support.placements import held, random_placement
-from tests.support.real_service import START_S, WIDEEP, RealService, write_tiny_model
-from tests.support.service_processes import free_port, has_ended, wait_until
-from tests.support.timed_streams import stream_all
-from tests.support.tiny_tokenizer import CHAT_TEMPLATE
+from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE
+from tests.support.placement.placements import held, random_placement
+from tests.support.requests.timed_streams import stream_all
+from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.service_processes import free_port, has_ended, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.gpu_attention import Heads
+from tests.support.gpu.attention import Heads
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu import decode, mla, prefill, rotary, splits
-from tests.support.recorded_launch import Launch, recording
-from tests.support.triton_compile import check_budget
+from tests.support.gpu.triton_compile import check_budget
+from tests.support.service.recorded_launch import Launch, recording
 
 META = torch.device("meta")
 BF16 = torch.bfloat16

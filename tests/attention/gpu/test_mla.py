@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import OnDevice
-from tests.support.gpu_attention import (
+from tests.support.gpu.attention import (
     SCALE,
     Heads,
     Paged,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcache.step import Span
 from tests.conftest import OnDevice
-from tests.support.gpu_attention import (
+from tests.support.gpu.attention import (
     SCALE,
     Heads,
     Paged,

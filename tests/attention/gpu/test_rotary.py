@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.conftest import OnDevice
-from tests.support.gpu_attention import some_fast
+from tests.support.gpu.attention import some_fast
 
 
 def rotate_heads(device: str, heads: int, dim: int, rotary_dim: int, is_interleaved: bool) -> None:

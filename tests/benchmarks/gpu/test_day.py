@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.day import PARTS, Day, DayPart
+from benchmarks.gpu.ranks.worker import DeadWorkerError, FailedUnitError, LateWorkerError
 from benchmarks.gpu.results import Ledger, Row, Setting
-from benchmarks.gpu.worker import DeadWorkerError, FailedUnitError, LateWorkerError
 
 SETTING = Setting(device="interpreter", is_tiny=True)
 CEILINGS = DayPart("ceilings", "c", "Ceilings", 100.0, is_repeated=True)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks.closed_loop import Latency
-from benchmarks.gpu.models import config_of
+from benchmarks.gpu.ranks.models import config_of
+from benchmarks.gpu.ranks.throughput import _compared, units
 from benchmarks.gpu.results import Setting
-from benchmarks.gpu.throughput import _compared, units
+from benchmarks.serving.closed_loop import Latency
 from moe.families import build_on_meta
 
 REAL = Setting(device="cuda", is_tiny=False)

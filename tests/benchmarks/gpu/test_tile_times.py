@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attention.gpu.tiles import read_table
-from benchmarks.gpu import tile_times
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.kernels import tile_times
+from benchmarks.gpu.kernels.tile_times import Tried, best_of, fields_of, with_entry, write_table
 from benchmarks.gpu.results import Row
-from benchmarks.gpu.tile_times import Tried, best_of, fields_of, with_entry, write_table
 
 TABLE = {"sm_90": {"paged_decode": {"a": {"tokens": 32}}}, "other": {"x": {"y": {"z": 1}}}}
 AT = ("sm_90", "paged_decode", "a")

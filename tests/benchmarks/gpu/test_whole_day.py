@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.day import PARTS
-from tests.support.interpreted import needs_triton
+from tests.support.gpu.interpreted import needs_triton
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 900.0

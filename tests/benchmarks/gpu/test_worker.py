@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.marked_tests import marked_files, run_file, units
+from benchmarks.gpu.ranks.worker import (
+    DeadWorkerError,
+    FailedUnitError,
+    LateWorkerError,
+    Worker,
+    answer_lines,
+)
 from benchmarks.gpu.results import Row, Setting
-from benchmarks.gpu.worker import DeadWorkerError, FailedUnitError, LateWorkerError, Worker, answer_lines
 from tests.benchmarks.gpu import sample_part
 
 SETTING = Setting(device="interpreter", is_tiny=True)

@@ -14,7 +14,7 @@ from dispatch.mode import NORMAL, Mode, low_latency
 from tests.dispatch.exchange import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, run_layer, run_on_cpu, without_repeats
 from tests.dispatch.oracle import RankCase, make_cases
-from tests.support.interpreted import needs_triton
+from tests.support.gpu.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
 pytestmark = needs_triton

@@ -24,8 +24,8 @@ from tests.dispatch.gpu.ranks import (
 )
 from tests.dispatch.gpu.test_replay import recording
 from tests.dispatch.oracle import RankCase, make_cases, simulate
-from tests.support.graph_safe import graph_safe_launches
-from tests.support.interpreted import needs_triton
+from tests.support.gpu.graph_safe import graph_safe_launches
+from tests.support.gpu.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
 pytestmark = needs_triton

@@ -16,7 +16,7 @@ from tests.dispatch.gpu.ranks import open_interpreted
 from tests.dispatch.low_latency import test_deepep_assertions as deepep
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.ranks import open_face, run_layer
-from tests.support.interpreted import needs_triton
+from tests.support.gpu.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
 pytestmark = needs_triton

@@ -24,7 +24,7 @@ from dispatch.gpu.kernels import (
 )
 from dispatch.gpu.pairs import order_pairs, sum_pairs
 from dispatch.gpu.symmetric import TEXT_BYTES, CombineContents, DispatchContents, SymmetricLayout
-from tests.support.triton_compile import Kernel, assemble, check_budget, compile_kernel
+from tests.support.gpu.triton_compile import Kernel, assemble, check_budget, compile_kernel
 
 BF16 = torch.bfloat16
 HALF = {"calls": "*i64", "half_bytes": "i64"}

@@ -11,7 +11,7 @@ from dispatch.mode import NORMAL, low_latency
 from tests.dispatch.exchange import catch
 from tests.dispatch.gpu.ranks import Outcome, answer, check_pairs
 from tests.dispatch.oracle import RankCase, make_cases
-from tests.support.graph_safe import graph_safe_launches
+from tests.support.gpu.graph_safe import graph_safe_launches
 from tests.support.ranks import RankPool
 
 CPU, S = torch.device("cpu"), 4

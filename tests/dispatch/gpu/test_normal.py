@@ -19,8 +19,8 @@ from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, check_pairs, run_layer
 from tests.dispatch.oracle import RankCase, make_cases, simulate
-from tests.support.interpreted import needs_triton
-from tests.support.no_reads import CountedReads
+from tests.support.gpu.interpreted import needs_triton
+from tests.support.models.no_reads import CountedReads
 from tests.support.ranks import RankPool
 
 pytestmark = needs_triton

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dispatch.faces.low_latency import LowLatencyFace
 from tests.dispatch.gpu.ranks import open_interpreted
 from tests.dispatch.low_latency.cases import Layer, RankCase, answer, make_cases, simulate
-from tests.support.interpreted import needs_triton
+from tests.support.gpu.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
 pytestmark = needs_triton

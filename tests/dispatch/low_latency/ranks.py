@@ -14,7 +14,7 @@ from dispatch.wires.open import open_wire
 from tests.dispatch.exchange import catch
 from tests.dispatch.gpu.ranks import open_interpreted
 from tests.dispatch.low_latency.cases import Layer, RankResult, answer, make_cases, zero_undefined
-from tests.support.interpreted import needs_triton
+from tests.support.gpu.interpreted import needs_triton
 
 INTERPRETED = [pytest.mark.slow, needs_triton]
 

@@ -14,7 +14,7 @@ from tests.conftest import PoolOf
 from tests.dispatch.conftest import RanksOf
 from tests.dispatch.low_latency.cases import Layer, RankResult, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.ranks import BF16, INTERPRETED, bring, open_face, run_layer
-from tests.support.interpreted import needs_triton
+from tests.support.gpu.interpreted import needs_triton
 
 
 def test_shapes_and_types_are_deepeps(face: LowLatencyFace) -> None:

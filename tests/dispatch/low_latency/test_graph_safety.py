@@ -16,7 +16,7 @@ from dispatch.wires.local import LocalWire
 from dispatch.wires.open import open_wire
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, make_cases
-from tests.support.graph_safe import GraphSafe
+from tests.support.gpu.graph_safe import GraphSafe
 
 
 def addresses_of_rounds(face: LowLatencyFace, layer: Layer, rounds: int, *, use_out: bool) -> list[list[int]]:

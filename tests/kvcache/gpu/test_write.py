@@ -8,7 +8,7 @@ import torch
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
 from kvcache.step import Span
 from tests.conftest import OnDevice
-from tests.support.interpreted import needs_triton
+from tests.support.gpu.interpreted import needs_triton
 from tests.support.ranks import RankPool
 
 HEADS = LayerShape(num_kv_heads=2, key_dim=8, value_dim=6)
@@ -92,8 +92,8 @@ def test_keys_and_values_are_written_together_as_one_by_one(on_device: OnDevice)
 
 def check_compiled(has_values: bool, arch: int, folder: Path) -> None:
     from kvcache.gpu import write as gpu_write  # noqa: PLC0415 - not in the interpreter
-    from tests.support.recorded_launch import recording  # noqa: PLC0415
-    from tests.support.triton_compile import check_budget  # noqa: PLC0415
+    from tests.support.gpu.triton_compile import check_budget  # noqa: PLC0415
+    from tests.support.service.recorded_launch import recording  # noqa: PLC0415
 
     heads, dim = (4, 128) if has_values else (1, 576)
     rows = torch.empty(64, heads, dim, dtype=torch.bfloat16, device="meta")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe.adopt.adopt import Candidate, SampleRows, adopt
 from moe.adopt.gates import Gate, apply, arranged, gate_of, gelu_tanh, silu, swiglu_oai
-from tests.support.families import make_model
+from tests.support.models.families import make_model
 from tests.support.ranks import RankPool
 
 ROWS = SampleRows(torch.float32, torch.device("cpu"))

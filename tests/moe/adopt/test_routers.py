@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from tests.support.families import FAMILIES, make_model
+from tests.support.models.families import FAMILIES, make_model
 from tests.support.ranks import RankPool
 
 KEEP_THEIRS = ("ernie4_5_moe", "minimax_m2")  # a module within, a bias that is an argument

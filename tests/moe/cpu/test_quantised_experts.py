@@ -9,7 +9,7 @@ from moe.cpu.slots import PackedSlots
 from moe.expert_weights import SpareSlots, digest, exchange_slot, manifest, read_slot, spare_slot, try_out
 from moe.load.quantised_weight import QuantisedWeight
 from tests.moe.cpu.test_experts import FORMS, Form, experts_module, layer_of, routed, run
-from tests.support.quantise import quantise_fp8, quantise_mxfp4
+from tests.support.models.quantise import quantise_fp8, quantise_mxfp4
 
 FORM = FORMS["biases"]  # 32 intermediate, with biases
 

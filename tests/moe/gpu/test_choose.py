@@ -10,7 +10,7 @@ from expert_placement.choose import ReplicaChoice
 from expert_placement.placement import linear_placement
 from moe.load_counts import LoadCounts
 from moe.slot_choice import SlotChoice
-from tests.support.placements import random_placement
+from tests.support.placement.placements import random_placement
 from tests.support.ranks import RankPool
 
 EXPERTS, CHOICES, DECODES = 8, 3, 20

@@ -18,9 +18,9 @@ from moe.gpu import choose, norm, routing
 from moe.gpu.routing import Routing
 from moe.gpu.tiles import DECODE_TILE, PREFILL_TILE
 from moe.slot_choice import SlotChoice
-from tests.support.placements import random_placement
-from tests.support.recorded_launch import recording
-from tests.support.triton_compile import Kernel, check_budget
+from tests.support.gpu.triton_compile import Kernel, check_budget
+from tests.support.placement.placements import random_placement
+from tests.support.service.recorded_launch import recording
 
 META = torch.device("meta")
 ROWS = 64

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe.load.quantised_weight import QuantisedWeight
-from tests.support.quantise import quantise_fp8
+from tests.support.models.quantise import quantise_fp8
 from tests.support.ranks import RankPool
 
 ROWS, IN_DIM, OUT_DIM = 70, 136, 144

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 from transformers import PreTrainedModel
 
-from tests.support.families import VOCABULARY, make_model, write_checkpoint
-from tests.support.gpu_path import Part, build_interpreted, mixed_steps, run_steps
-from tests.support.quantise import write_quantised
+from tests.support.engines.serving import request, serve
+from tests.support.gpu.path import Part, build_interpreted, mixed_steps, run_steps
+from tests.support.models.families import VOCABULARY, make_model, write_checkpoint
+from tests.support.models.quantise import write_quantised
 from tests.support.ranks import RankPool
-from tests.support.serving import request, serve
 
 TOLERANCE = 1e-4
 LENGTHS = (19, 8)  # of the sequences; the first one goes over a block's end while it decodes

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs triton: pip install -r requirements-
 from attention.gpu.tiles import shape_key, tile_of
 from moe.gpu import tiles
 from moe.gpu.grouped_kernel import grouped_rows
-from tests.support.triton_compile import Kernel, check_budget, compile_kernel
+from tests.support.gpu.triton_compile import Kernel, check_budget, compile_kernel
 
 TYPES = {
     "x": "*bf16", "rows": "*i64", "weights": "*bf16", "scales": "constexpr",

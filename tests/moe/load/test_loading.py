@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.conftest import PoolOf
 from tests.moe.loaded import SEQUENCES, Loaded, Tensors, assert_equal_bits, file_bytes, headers, load, rewrite
-from tests.support.families import write_checkpoint
-from tests.support.serving import build, own_share, teacher_forced
+from tests.support.engines.serving import build, own_share, teacher_forced
+from tests.support.models.families import write_checkpoint
 
 RANKS = 4
 

@@ -15,8 +15,8 @@ from moe.cpu.packed_weight import PackedWeight
 from tests.conftest import PoolOf
 from tests.moe.loaded import Loaded, assert_equal_bits, file_bytes, load
 from tests.moe.quantised_cases import CASES, FP8, MXFP4, Case, bytes_of
-from tests.support.quantise import Tensors, change_file, write_quantised
-from tests.support.serving import build
+from tests.support.engines.serving import build
+from tests.support.models.quantise import Tensors, change_file, write_quantised
 
 TOLERANCE = 1e-4
 

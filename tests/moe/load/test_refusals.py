@@ -18,8 +18,8 @@ from moe.model import Skeleton
 from tests.conftest import PoolOf
 from tests.moe.loaded import Tensors, load, refused, rewrite
 from tests.moe.quantised_cases import FP8, MXFP4, Case, bytes_of
-from tests.support.quantise import MXFP4_CONFIG, change_file, fp8_config
-from tests.support.serving import build
+from tests.support.engines.serving import build
+from tests.support.models.quantise import MXFP4_CONFIG, change_file, fp8_config
 
 EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
 UP = "model.layers.0.mlp.experts.1.up_proj.weight"

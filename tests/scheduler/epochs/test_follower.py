@@ -14,8 +14,8 @@ from scheduler.epochs.follower import EpochFollower
 from scheduler.epochs.orders import CannotHoldError, IsOver, MembershipError, Order, Orders, OvertakenError
 from scheduler.policy.config import EngineConfig
 from scheduler.step.lockstep import Header, LockStep
-from tests.support.families import write_checkpoint
-from tests.support.serving import WaveDoorbell
+from tests.support.engines.serving import WaveDoorbell
+from tests.support.models.families import write_checkpoint
 
 PLACEMENT = linear_placement(1, 4, 2)
 

@@ -15,10 +15,10 @@ from expert_placement.config import EplbConfig
 from scheduler.moves.reports import MoveState, PlacementReport
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request
-from tests.support.crew import Crew, Doom
-from tests.support.families import VOCABULARY, write_checkpoint
-from tests.support.moves import targets
-from tests.support.serving import build, request, serve
+from tests.support.engines.crew import Crew, Doom
+from tests.support.engines.moves import targets
+from tests.support.engines.serving import build, request, serve
+from tests.support.models.families import VOCABULARY, write_checkpoint
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},

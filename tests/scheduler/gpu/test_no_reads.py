@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvcache.step import Span
-from tests.support.families import write_checkpoint
-from tests.support.gpu_path import build_interpreted
-from tests.support.interpreted import needs_triton
-from tests.support.no_reads import HostReadError, NoReads
+from tests.support.gpu.interpreted import needs_triton
+from tests.support.gpu.path import build_interpreted
+from tests.support.models.families import write_checkpoint
+from tests.support.models.no_reads import HostReadError, NoReads
 from tests.support.ranks import RankPool
 
 

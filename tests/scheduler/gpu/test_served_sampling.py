@@ -13,12 +13,12 @@ from scheduler.policy.scheduler import Batch
 from scheduler.policy.sequence import Sequence
 from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
 from scheduler.structure.compiler import Vocabulary
-from tests.support.families import VOCABULARY, make_model
-from tests.support.gpu_path import build_interpreted
-from tests.support.logprobs import close
-from tests.support.no_reads import CountedReads
+from tests.support.engines.serving import request, serve
+from tests.support.gpu.path import build_interpreted
+from tests.support.models.families import VOCABULARY, make_model
+from tests.support.models.no_reads import CountedReads
 from tests.support.ranks import RankPool
-from tests.support.serving import request, serve
+from tests.support.requests.logprobs import close
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,11 +12,11 @@ from scheduler.assembly import assemble
 from scheduler.epochs.orders import Order
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, RequestOutput
-from tests.support.families import VOCABULARY, write_checkpoint
-from tests.support.gpu_path import SETTINGS, build_interpreted
-from tests.support.interpreted import interpret, needs_triton
+from tests.support.engines.serving import own_share, request, serve
+from tests.support.gpu.interpreted import interpret, needs_triton
+from tests.support.gpu.path import SETTINGS, build_interpreted
+from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.ranks import RankPool
-from tests.support.serving import own_share, request, serve
 
 pytestmark = [
     pytest.mark.slow,

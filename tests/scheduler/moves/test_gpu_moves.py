@@ -11,8 +11,8 @@ import torch
 from expert_placement.placement import Placement
 from moe.gpu.slots import DeviceSlots
 from scheduler.moves.reports import MoveState
-from tests.support.families import VOCABULARY, write_checkpoint
-from tests.support.gpu_path import Part, build_interpreted, run_steps
+from tests.support.gpu.path import Part, build_interpreted, run_steps
+from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.ranks import RankPool
 
 WAIT_S = 120.0

@@ -9,9 +9,9 @@ from moe.expert_weights import read_slot
 from scheduler.moves.reports import Cause, MoveState
 from tests.conftest import PoolOf
 from tests.scheduler.moves.test_relocation import answers, moving, requests, slot_digests
-from tests.support.moves import Intercepted, MovedRank, Moves, build_with_copies, targets
-from tests.support.quantise import write_quantised
-from tests.support.serving import build, own_share, serve
+from tests.support.engines.moves import Intercepted, MovedRank, Moves, build_with_copies, targets
+from tests.support.engines.serving import build, own_share, serve
+from tests.support.models.quantise import write_quantised
 
 FORMATS = {"mxfp4": ("gpt_oss", None), "fp8": ("qwen3_moe", (32, 32))}
 

@@ -21,10 +21,10 @@ from scheduler.moves.expert_transfer import MovableLayer
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from scheduler.policy.request import Request
 from tests.conftest import PoolOf
-from tests.support.families import VOCABULARY, write_checkpoint
-from tests.support.moves import Intercepted, MovedRank, Moves, build_with_copies, targets
+from tests.support.engines.moves import Intercepted, MovedRank, Moves, build_with_copies, targets
+from tests.support.engines.serving import build, own_share, request, serve
+from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.ranks import RankDied
-from tests.support.serving import build, own_share, request, serve
 
 FAMILIES = ("gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow))  # the first has biases
 SERVING, FAILED, VERIFIED, DROPPED = (

@@ -12,7 +12,7 @@ from scheduler.moves.start_placement import start_placement
 from scheduler.policy.config import ConfigError
 from scheduler.step.groups import check_agreed
 from tests.conftest import PoolOf
-from tests.support.placements import random_placement
+from tests.support.placement.placements import random_placement
 
 
 def start(layers: int, experts: int, ranks: int, redundant: int = 0, file: Path | None = None) -> Placement:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvcache.blocks import BlockPool
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from scheduler.policy.scheduler import Scheduler
-from tests.support.fake_model import VOCABULARY, FakeRank, prompt_logprobs_of, serve_alone
+from tests.support.models.fake_model import VOCABULARY, FakeRank, prompt_logprobs_of, serve_alone
 
 CUT_SHORT = {FinishReason.ABORT, FinishReason.DEADLINE}
 

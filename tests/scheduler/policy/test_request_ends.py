@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from scheduler.policy.request import FinishReason, Logprobs, Request
-from tests.support.fake_model import prompt_logprobs_of, serve_alone
-from tests.support.policy_cases import rank_of, request_of, step
+from tests.support.engines.policy_cases import rank_of, request_of, step
+from tests.support.models.fake_model import prompt_logprobs_of, serve_alone
 
 
 def position_of_first_new_token(prompt: tuple[int, ...], most: int) -> tuple[int, int]:

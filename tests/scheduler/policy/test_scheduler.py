@@ -12,8 +12,8 @@ from kvcache.prefix import PrefixIndex
 from scheduler.policy.request import FinishReason
 from scheduler.policy.scheduler import DuplicateRequestError, SchedulerLimitsError
 from scheduler.policy.sequence import Sequence
-from tests.support.fake_model import VOCABULARY, serve_alone
-from tests.support.policy_cases import rank_of, request_of, step
+from tests.support.engines.policy_cases import rank_of, request_of, step
+from tests.support.models.fake_model import VOCABULARY, serve_alone
 
 
 def test_a_prompt_runs_in_chunks_and_samples_with_its_last_token() -> None:

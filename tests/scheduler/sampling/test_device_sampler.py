@@ -21,8 +21,8 @@ from scheduler.sampling.plan import Asked, make_plan
 from scheduler.sampling.sampler import RowLogprobs, Sampled, prompt_logprobs, sample
 from tests.scheduler.sampling.test_sampler import logits
 from tests.scheduler.sampling.test_sampler import sequence as plain_sequence
-from tests.support.logprobs import close
-from tests.support.no_reads import CountedReads, NoReads
+from tests.support.models.no_reads import CountedReads, NoReads
+from tests.support.requests.logprobs import close
 
 VOCABULARY = 500
 CPU = torch.device("cpu")

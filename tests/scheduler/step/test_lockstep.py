@@ -19,7 +19,7 @@ from scheduler.step.lockstep import (
     decide,
     describe_modes,
 )
-from tests.support.serving import request
+from tests.support.engines.serving import request
 
 
 def header(*, step: int = 1, work: int = 1, stopping: int = 0, prefill: int = 0, decodes: int = 0) -> Header:

@@ -11,7 +11,7 @@ from moe.cpu.backend import CPU
 from scheduler.assembly import check_compiler
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.step.parts import backend_of, open_device_dispatcher
-from tests.support.serving import build, request, serve
+from tests.support.engines.serving import build, request, serve
 
 
 @pytest.mark.parametrize("name", ["tpu", "", "gpu:0"])

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams, Structure
 from scheduler.structure.compiler import StructureCompiler, Structured, StructureError, Vocabulary
-from tests.support.structures import END, OTHER_END, VOCABULARY, ids_of
+from tests.support.requests.structures import END, OTHER_END, VOCABULARY, ids_of
 
 TIMEOUT_S = 20.0
 

@@ -7,7 +7,7 @@ import pytest
 from scheduler.policy.request import Structure
 from scheduler.structure.compiler import StructureError
 from scheduler.structure.grammar import compile_structure
-from tests.support.structures import TOKENIZER, accepts
+from tests.support.requests.structures import TOKENIZER, accepts
 
 PERSON = {
     "type": "object",

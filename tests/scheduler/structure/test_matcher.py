@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler.policy.request import FinishReason, Structure
 from scheduler.structure.compiler import Vocabulary, vocabulary_from_json, vocabulary_to_json
 from scheduler.structure.grammar import GrammarMatcher, compile_structure, open_tokenizer
-from tests.support.structures import (
+from tests.support.requests.structures import (
     END,
     LONGER,
     NUM_TOKENS,

@@ -9,9 +9,9 @@ import pytest
 from scheduler.policy.request import FinishReason, Request, RequestOutput, Structure
 from scheduler.structure.compiler import Vocabulary
 from tests.conftest import PoolOf
-from tests.support.families import VOCABULARY as NUM_TOKENS
-from tests.support.families import write_checkpoint
-from tests.support.serving import Served, build, own_share, request, serve
+from tests.support.engines.serving import Served, build, own_share, request, serve
+from tests.support.models.families import VOCABULARY as NUM_TOKENS
+from tests.support.models.families import write_checkpoint
 
 END = 2  # the families' end-of-sequence id
 BYTES = Vocabulary(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.support.front_process import TIMEOUT_S, FrontProcess
-from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.models.tiny_tokenizer import write_tokenizer
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 TEMPLATE = (
     "{% if tools %}<|start|>system\nCall with <tool_call>:"

@@ -21,7 +21,7 @@ from server.api.schemas import CompletionRequest
 from server.api.served import ServedModel
 from server.front.generations import Answer, Piece
 from server.front.tokenizer import Tokenizer
-from tests.support.answers import ByteDecoder, ask_of
+from tests.support.requests.answers import ByteDecoder, ask_of
 
 WORDS = [b"a", b"bc", b"\xe2\x82", b"\xac", b" d", b"\xff", b"", b""]
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from scheduler.policy.request import FinishReason
-from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 KEY = {"Authorization": "Bearer sesame"}
 

@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from scheduler.policy.request import FinishReason
-from tests.support.front_process import TIMEOUT_S, FrontProcess
-from tests.support.tiny_tokenizer import MAX_LEN
+from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 TEXT = "hello wörld 😀!"
 

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.server.api.test_chat import HELLO, chat, said_of, say
-from tests.support.front_process import FrontProcess
+from tests.support.service.front_process import FrontProcess
 
 TOOLS: list[Any] = [
     {

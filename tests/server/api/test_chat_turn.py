@@ -17,7 +17,7 @@ from server.errors import ApiError
 from server.front.generations import Piece
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
-from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
+from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}

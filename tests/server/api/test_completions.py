@@ -8,8 +8,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.service import greedy_tokens
-from tests.support.front_process import FrontProcess
+from benchmarks.serving.service import greedy_tokens
+from tests.support.service.front_process import FrontProcess
 
 
 def test_a_prompt_is_completed_without_a_template(front: FrontProcess, client: openai.OpenAI) -> None:

@@ -21,10 +21,10 @@ from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
 from server.http.guards import ApiKeys
-from server.http.metrics import Metrics
-from tests.support.asgi import ask
-from tests.support.families import write_checkpoint
-from tests.support.serving import build, serve
+from server.http.observability.metrics import Metrics
+from tests.support.engines.serving import build, serve
+from tests.support.models.families import write_checkpoint
+from tests.support.requests.asgi import ask
 
 TOLERANCE = 1e-4
 CASES = ((5, 4), (1, 3), (17, 1), (30, 12))  # tokens of context, of continuation

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from scheduler.policy.request import FinishReason
-from tests.support.front_process import TIMEOUT_S, FrontProcess
-from tests.support.tiny_tokenizer import MAX_LEN
+from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 THINKING = "<think>hm, so</think>\n\nhello wörld 😀!"
 CALLING = '<think>hm</think>\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'

@@ -35,7 +35,7 @@ from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts
 from tests.server.api.parsers.reading import read
 from tests.server.api.parsers.texts import TYPES
-from tests.support.desk import in_loop
+from tests.support.requests.desk import in_loop
 
 LONGEST = 4  # characters of the longest token
 

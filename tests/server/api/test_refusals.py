@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.support.front_process import FrontProcess
-from tests.support.tiny_tokenizer import MAX_LEN
+from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.service.front_process import FrontProcess
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions",

@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response
 
 from scheduler.policy.request import FinishReason
-from tests.support.front_process import FrontProcess
+from tests.support.service.front_process import FrontProcess
 
 THINKING = "<think>hm, so</think>\n\nhello wörld 😀!"
 CALLING = '<think>hm</think>\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'

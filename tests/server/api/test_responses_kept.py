@@ -13,7 +13,7 @@ from server.api.responses.kept import BackgroundRun, BackgroundRuns, ResponseSto
 from server.api.responses.request import ResponsesRequest
 from server.errors import ApiError
 from server.front.generations import Answer
-from tests.support.answers import ByteDecoder, ask_of
+from tests.support.requests.answers import ByteDecoder, ask_of
 
 
 def response(number: int, text: str = "") -> dict[str, str]:

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 
 from scheduler.policy.request import FinishReason
-from tests.support.front_process import FrontProcess
-from tests.support.tiny_tokenizer import MAX_LEN
+from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.service.front_process import FrontProcess
 
 
 def test_models_are_shown_by_every_name(front: FrontProcess, client: openai.OpenAI) -> None:

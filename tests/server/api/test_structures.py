@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from scheduler.policy.request import Structure
 from tests.server.api.test_refusals import CHAT, COMPLETIONS
-from tests.support.front_process import FrontProcess
+from tests.support.service.front_process import FrontProcess
 
 SCHEMA = {
     "type": "object",

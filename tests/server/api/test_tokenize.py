@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.front_process import FrontProcess
-from tests.support.tiny_tokenizer import MAX_LEN
+from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.service.front_process import FrontProcess
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -11,7 +11,7 @@ import pytest
 
 from server.clients.chat import ChatClient, run_chat
 from server.clients.connection import ServiceError
-from tests.support.front_process import ROOT, TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseException]]) -> None:

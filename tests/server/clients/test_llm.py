@@ -11,8 +11,8 @@ from server.clients.llm.llm import LLM, _listed, _params_for, _prompt_of
 from server.clients.llm.requests import LLMError, Question, complete_all
 from server.clients.llm.results import Logprob, RequestOutput, SamplingParams, output_from
 from server.options.flag import OptionsError
-from tests.support.front_process import FrontProcess
-from tests.support.tiny_tokenizer import MAX_LEN
+from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.service.front_process import FrontProcess
 
 
 def ask(front: FrontProcess, prompts: Sequence[Any], params: SamplingParams) -> list[RequestOutput]:

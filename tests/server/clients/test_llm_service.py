@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from server.offline import LLM, SamplingParams
-from tests.support.real_service import REPOSITORY, WIDEEP, RealService, write_tiny_model
-from tests.support.service_processes import HEARS_CTRL_C, has_ended
+from tests.support.service.real_service import REPOSITORY, WIDEEP, RealService, write_tiny_model
+from tests.support.service.service_processes import HEARS_CTRL_C, has_ended
 
 pytestmark = pytest.mark.slow
 

@@ -27,8 +27,8 @@ from server.experts.routes import placement_routes
 from server.http.app import build_app
 from server.http.guards import ApiKeys
 from server.link.messages import PlacementUpdate
-from tests.support.asgi import client_of
-from tests.support.placements import held, random_placement
+from tests.support.placement.placements import held, random_placement
+from tests.support.requests.asgi import client_of
 
 START = random_placement(3, 8, 2, 6, seed=1)
 OTHER = random_placement(3, 8, 2, 6, seed=2)

@@ -9,10 +9,10 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.support import chromium
-from tests.support.chromium import Chromium
-from tests.support.dashboard_service import DashboardService
-from tests.support.load_reports import change, load_answer, series
+from tests.support.placement.load_reports import change, load_answer, series
+from tests.support.service import chromium
+from tests.support.service.chromium import Chromium
+from tests.support.service.dashboard_service import DashboardService
 
 ROOT = Path(__file__).resolve().parents[3]
 STATIC = ROOT / "server" / "experts" / "dashboard" / "static"

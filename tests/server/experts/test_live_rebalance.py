@@ -14,9 +14,9 @@ import pytest
 from expert_placement.files import from_json, load_placement, to_json
 from expert_placement.moves import align
 from expert_placement.placement import Placement
-from tests.support.placements import held, random_placement
-from tests.support.real_service import RealService, write_tiny_model
-from tests.support.service_processes import wait_until
+from tests.support.placement.placements import held, random_placement
+from tests.support.service.real_service import RealService, write_tiny_model
+from tests.support.service.service_processes import wait_until
 
 PROMPTS = [f"{index} the cat sat on the mat " * (1 + index % 4) for index in range(10)]
 CLIENTS = 6

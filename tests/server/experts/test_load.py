@@ -14,7 +14,7 @@ from scheduler.moves.reports import LoadReport
 from server.experts.load import EVERY_S, MOST, VIEWS, ExpertsLoad, LoadSeries
 from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
 from server.link.messages import decode, encode
-from tests.support.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
+from tests.support.placement.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
 
 
 def loaded() -> ExpertsLoad:

@@ -12,7 +12,7 @@ import torch
 
 from expert_placement.files import read_loads
 from server.experts.recorder import LoadRecorder
-from tests.support.load_reports import EXPERTS, counts, expert_map
+from tests.support.placement.load_reports import EXPERTS, counts, expert_map
 
 WRITER = Path(__file__).resolve().parents[3] / "server" / "experts" / "record_to_pt.py"
 

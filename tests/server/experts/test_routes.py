@@ -11,8 +11,8 @@ import pytest
 
 from scheduler.moves.reports import LoadReport
 from server.cli import main
-from tests.support.front_process import FrontProcess
-from tests.support.load_reports import EXPERTS, RANKS, counts, expert_map, report
+from tests.support.placement.load_reports import EXPERTS, RANKS, counts, expert_map, report
+from tests.support.service.front_process import FrontProcess
 
 START, STOP, DUMP = (f"/{verb}_expert_distribution_record" for verb in ("start", "stop", "dump"))
 

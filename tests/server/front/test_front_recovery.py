@@ -11,9 +11,9 @@ import pytest
 
 from expert_placement.placement import linear_placement
 from scheduler.epochs.heartbeat import Heartbeat
-from tests.support.fake_rank import FakeRank
-from tests.support.front_process import TIMEOUT_S, FrontProcess
-from tests.support.service_processes import wait_until
+from tests.support.service.fake_rank import FakeRank
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.service_processes import wait_until
 
 HOME = linear_placement(2, 4, 2)
 ANSWER = "one two three four"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scheduler.policy.request import FinishReason, Logprobs, RequestOutput
 from server.front.detokenizer import REPLACEMENT
 from server.front.generations import Answer, Generation
-from tests.support.answers import ByteDecoder, ask_of
+from tests.support.requests.answers import ByteDecoder, ask_of
 
 ALPHABET = "aé€😀<>"
 WORDS = st.text(ALPHABET, min_size=1, max_size=3)

@@ -8,7 +8,7 @@ from scheduler.policy.request import FinishReason, Logprobs, RequestOutput, Samp
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone
 from server.front.journal import MAX_INCIDENTS
-from tests.support.desk import Desk, in_loop
+from tests.support.requests.desk import Desk, in_loop
 
 
 async def text_of(answer: Answer) -> dict[int, str]:

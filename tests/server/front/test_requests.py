@@ -7,7 +7,7 @@ import pytest
 from scheduler.policy.request import FinishReason, Request
 from server.errors import ApiError
 from server.front.generations import Answer, ClientGone
-from tests.support.desk import Desk, in_loop
+from tests.support.requests.desk import Desk, in_loop
 
 
 @in_loop

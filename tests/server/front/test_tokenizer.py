@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from server.front.tokenizer import ChatTemplateError, TemplateFacts, Tokenizer, TokenizerError, facts_of
-from tests.support.tiny_tokenizer import MAX_LEN, write_tokenizer
+from tests.support.models.tiny_tokenizer import MAX_LEN, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "héllo 😀 <|end|>"}]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paced_front import PacedFront
-from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.models.tiny_tokenizer import write_tokenizer
+from tests.support.service.paced_front import PacedFront
 
 _RECORDS = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 

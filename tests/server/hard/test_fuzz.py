@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paced_rank import NUM_BLOCKS
-from tests.support.mutations import Mutator, RawRequest
-from tests.support.paced_front import PacedFront
-from tests.support.process_figures import num_descriptors, num_threads, rss_bytes
-from tests.support.raw_http import RawAnswer, RawClient
-from tests.support.service_processes import wait_until
-from tests.support.valid_bodies import BODIES, EXEMPT_FROM_200, NEVER, RARE
+from benchmarks.serving.paced_rank import NUM_BLOCKS
+from tests.support.requests.mutations import Mutator, RawRequest
+from tests.support.requests.raw_http import RawAnswer, RawClient
+from tests.support.requests.valid_bodies import BODIES, EXEMPT_FROM_200, NEVER, RARE
+from tests.support.service.paced_front import PacedFront
+from tests.support.service.process_figures import num_descriptors, num_threads, rss_bytes
+from tests.support.service.service_processes import wait_until
 
 NUM_CLIENTS = 8
 TIMEOUT_S = 60.0  # of one request, on a loaded machine
@@ -103,7 +103,7 @@ def test_every_endpoint_that_takes_a_body_is_fuzzed(hard_front: PacedFront) -> N
     described: dict[str, Any] = hard_front.get("/openapi.json").json()["paths"]
     posts = {path for path, operations in described.items() if "post" in operations}
     missing = sorted(posts - set(BODIES))
-    assert not missing, f"add valid bodies to tests/support/valid_bodies.py for {missing}"
+    assert not missing, f"add valid bodies to tests/support/requests/valid_bodies.py for {missing}"
 
 
 def test_hundreds_of_hostile_requests_do_no_harm(hard_front: PacedFront) -> None:

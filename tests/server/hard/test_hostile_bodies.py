@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.processes import cpu_s
+from benchmarks.serving.processes import cpu_s
 from server.http.bodies import MAX_JSON_NODES
-from tests.support.hostile_values import PLANES
-from tests.support.mutations import RawRequest
-from tests.support.paced_front import PacedFront
-from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
-from tests.support.raw_http import RawAnswer, RawClient
+from tests.support.requests.hostile_values import PLANES
+from tests.support.requests.mutations import RawRequest
+from tests.support.requests.raw_http import RawAnswer, RawClient
+from tests.support.service.paced_front import PacedFront
+from tests.support.service.process_figures import peak_rss_bytes, reset_peak, rss_bytes
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TIMEOUT_S = 60.0

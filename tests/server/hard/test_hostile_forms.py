@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.processes import cpu_s
+from benchmarks.serving.processes import cpu_s
 from server.api.structure import MAX_CHARS, MAX_CHOICES, MAX_DEPTH
-from tests.support.hostile_values import PLANES
-from tests.support.paced_front import PacedFront
-from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
+from tests.support.requests.hostile_values import PLANES
+from tests.support.service.paced_front import PacedFront
+from tests.support.service.process_figures import peak_rss_bytes, reset_peak, rss_bytes
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.server.hard.test_fuzz import check_good
-from tests.support.paced_front import PacedFront
+from tests.support.service.paced_front import PacedFront
 
 EXAMPLES = 60  # per operation
 TIMEOUT_S = 60.0

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paced_rank import NUM_BLOCKS
-from tests.support.paced_front import PacedFront
-from tests.support.process_figures import num_descriptors, rss_bytes
-from tests.support.service_processes import wait_until
-from tests.support.streams import Manner, Streamed, run
-from tests.support.tiny_tokenizer import MAX_LEN
+from benchmarks.serving.paced_rank import NUM_BLOCKS
+from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.requests.streams import Manner, Streamed, run
+from tests.support.service.paced_front import PacedFront
+from tests.support.service.process_figures import num_descriptors, rss_bytes
+from tests.support.service.service_processes import wait_until
 
 STEP_S = 0.005
 SHORT_REPEATS, LONG_REPEATS = 3, 30  # of the prompt in the answer

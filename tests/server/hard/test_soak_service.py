@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.hard.test_fuzz import TIMEOUT_S, hostile_requests, wrong_with
-from tests.support.raw_http import RawClient
-from tests.support.real_service import RealService, write_tiny_model
-from tests.support.service_processes import wait_until
-from tests.support.streams import Manner, Streamed, run
+from tests.support.requests.raw_http import RawClient
+from tests.support.requests.streams import Manner, Streamed, run
+from tests.support.service.real_service import RealService, write_tiny_model
+from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow
 NUM_STREAMS, ROUNDS, NUM_TOKENS = 48, 3, 24

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.processes import cpu_s
+from benchmarks.serving.processes import cpu_s
 from tests.server.hard.test_hostile_bodies import check
-from tests.support.mutations import RawRequest
-from tests.support.paced_front import PacedFront
-from tests.support.process_figures import peak_rss_bytes, reset_peak, rss_bytes
-from tests.support.raw_http import RawClient
-from tests.support.valid_bodies import BODIES
+from tests.support.requests.mutations import RawRequest
+from tests.support.requests.raw_http import RawClient
+from tests.support.requests.valid_bodies import BODIES
+from tests.support.service.paced_front import PacedFront
+from tests.support.service.process_figures import peak_rss_bytes, reset_peak, rss_bytes
 
 ITEMS = 100_000
 WRONG: tuple[Any, ...] = (None, {"made": "up"}, [], "x", 0.5)

@@ -24,7 +24,7 @@ from server.http.bodies import (
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
-from tests.support.asgi import ask
+from tests.support.requests.asgi import ask
 
 MAX_BYTES = 1000
 

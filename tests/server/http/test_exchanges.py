@@ -13,7 +13,7 @@ from server.http.exchanges import CLIENT_GONE, ExchangeWatch, HttpExchange, curr
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
-from tests.support.asgi import ask
+from tests.support.requests.asgi import ask
 
 
 def routed() -> APIRouter:

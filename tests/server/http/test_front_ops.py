@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.certificate import write_certificate
-from tests.support.front_process import FrontProcess
-from tests.support.service_processes import wait_until
+from tests.support.service.certificate import write_certificate
+from tests.support.service.front_process import FrontProcess
+from tests.support.service.service_processes import wait_until
 
 KEY = {"Authorization": "Bearer sesame"}
 

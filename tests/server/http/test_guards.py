@@ -12,7 +12,7 @@ from server.http.routes import new_router
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 from server.options.table import HttpOptions
-from tests.support.asgi import ask
+from tests.support.requests.asgi import ask
 
 
 class Clock:

@@ -21,7 +21,7 @@ from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import MAX_AGE_S, KeptAnswers, WholeAnswer
 from server.options.table import HttpOptions
-from tests.support.asgi import client_of
+from tests.support.requests.asgi import client_of
 
 PATH = "/v1/completions"
 KEY = {"Idempotency-Key": "k-1", "Content-Type": "application/json"}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from server.errors import ApiError
-from server.http import logs
 from server.http.exchanges import HttpExchange
-from server.http.logs import AccessLog, RequestLog, logging_to
+from server.http.observability import logs
+from server.http.observability.logs import AccessLog, RequestLog, logging_to
 from server.options.table import LogOptions
-from tests.support.answers import ByteDecoder, ask_of, ended_answer, ended_exchange
+from tests.support.requests.answers import ByteDecoder, ask_of, ended_answer, ended_exchange
 
 QUIET = LogOptions().quiet_paths
 

@@ -13,10 +13,10 @@ from scheduler.policy.request import FinishReason, RankStats
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.front.timing import Timing, timing_of
-from server.http.metrics import Metrics
+from server.http.observability.metrics import Metrics
 from server.link.messages import RankFacts
-from tests.support.answers import ended_answer, ended_exchange
-from tests.support.load_reports import RANKS, counts, expert_map, report
+from tests.support.placement.load_reports import RANKS, counts, expert_map, report
+from tests.support.requests.answers import ended_answer, ended_exchange
 
 DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "wideep.json"
 ENGINE = frozenset({"model_name", "engine"})

@@ -5,8 +5,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from server.front.journal import Journal
 from server.front.membership import Epochs
 from server.front.readiness import why_no_change, why_not_ready
-from server.http.gauges import MembershipMetrics
-from server.http.ops import status_of
+from server.http.observability.gauges import MembershipMetrics
+from server.http.observability.ops import status_of
 
 
 def service(num_ranks: int = 2) -> Epochs:

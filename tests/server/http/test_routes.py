@@ -16,7 +16,7 @@ from server.http.exchanges import HttpExchange
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
-from tests.support.asgi import ask
+from tests.support.requests.asgi import ask
 
 JSON = {"content-type": "application/json"}
 

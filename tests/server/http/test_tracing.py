@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from server.errors import ApiError
-from server.http.tracing import Traces
+from server.http.observability.tracing import Traces
 from server.options.checks import check_traces
 from server.options.flag import OptionsError
-from tests.support.answers import ended_answer, ended_exchange
-from tests.support.service_processes import free_port
+from tests.support.requests.answers import ended_answer, ended_exchange
+from tests.support.service.service_processes import free_port
 
 PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", b"tracestate": b"a=1"}
 
@@ -114,7 +114,7 @@ class Collector:
 def test_spans_reach_a_collector_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs wideep[otel]")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-    monkeypatch.setattr("server.http.tracing._END_S", 30.0)
+    monkeypatch.setattr("server.http.observability.tracing._END_S", 30.0)
     collector = Collector()
     traces = Traces.to(collector.url)
     traces.note(ended_exchange(ended_answer("p", "a")))
@@ -131,7 +131,7 @@ def test_a_collector_that_is_gone_does_not_hold_the_end_up(
 ) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs wideep[otel]")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
-    monkeypatch.setattr("server.http.tracing._END_S", 0.1)
+    monkeypatch.setattr("server.http.observability.tracing._END_S", 0.1)
     traces = Traces.to(f"http://127.0.0.1:{free_port()}")
     traces.note(ended_exchange(ended_answer("p", "a")))
     ending = threading.Thread(target=traces.close)

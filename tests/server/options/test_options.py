@@ -19,7 +19,7 @@ from server.options.reading import (
     options_from_keywords,
 )
 from server.options.table import ALWAYS_ON, OPTIONS, HttpOptions, LogOptions, Options
-from tests.support.certificate import write_certificate
+from tests.support.service.certificate import write_certificate
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "options.md"
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 Start = Callable[..., FrontProcess]
 

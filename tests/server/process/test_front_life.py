@@ -16,8 +16,8 @@ import pytest
 
 from expert_placement.placement import linear_placement
 from server.link.rank_link import LinkError
-from tests.support.front_process import ROOT, TIMEOUT_S, FrontProcess
-from tests.support.service_processes import wait_until
+from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
+from tests.support.service.service_processes import wait_until
 
 FRONT = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front"]
 HELLO = [{"role": "user", "content": "hello"}]

@@ -15,14 +15,14 @@ import pytest
 
 from server.options.reading import options_from_keywords
 from server.process.private_service import PrivateService, ServiceEndedError
-from tests.support.fake_checkpoint import write_checkpoint
-from tests.support.service_processes import TIME_OUT_S, has_ended, wait_until
+from tests.support.models.fake_checkpoint import write_checkpoint
+from tests.support.service.service_processes import TIME_OUT_S, has_ended, wait_until
 
-FAKE_SERVICE = Path(__file__).parents[2] / "support" / "fake_service.py"
+FAKE_SERVICE = Path(__file__).parents[2] / "support" / "service" / "fake_service.py"
 ALL = {"worker-0", "worker-1", "engine-0", "engine-1", "front-0"}
 SCRIPT = f"""
 import sys, threading
-sys.path.insert(0, {str(FAKE_SERVICE.parents[2])!r})
+sys.path.insert(0, {str(FAKE_SERVICE.parents[3])!r})
 from server.options.reading import options_from_keywords
 from server.process.private_service import PrivateService
 service = PrivateService(options_from_keywords(sys.argv[1], {{}}), command=[sys.executable, {str(FAKE_SERVICE)!r}, "serve"])

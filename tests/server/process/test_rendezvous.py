@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from server.process import rendezvous
-from server.process.rendezvous import (
+from server.process.meeting import rendezvous
+from server.process.meeting.rendezvous import (
     Endpoint,
     Place,
     PlaceError,
@@ -20,9 +20,9 @@ from server.process.rendezvous import (
     rendezvous_endpoint,
     store_variables,
 )
-from tests.support.service_processes import TIME_OUT_S, free_port
+from tests.support.service.service_processes import TIME_OUT_S, free_port
 
-_PRINT = str(Path(__file__).parents[2] / "support" / "print_front_host.py")
+_PRINT = str(Path(__file__).parents[2] / "support" / "service" / "print_front_host.py")
 GOOD = {
     "RANK": "3",
     "WORLD_SIZE": "4",

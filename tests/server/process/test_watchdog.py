@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.process.watchdog import PATIENCE, Account, Watchdog, account_of
-from tests.support.service_processes import wait_until
+from tests.support.service.service_processes import wait_until
 
 
 class Case:

@@ -10,9 +10,9 @@ import pytest
 from server.process.children import children_of
 from server.process.engine import SupervisorPipe
 from server.process.supervisor import MAX_RESTARTS
-from tests.support.fake_checkpoint import write_checkpoint
-from tests.support.fake_child import KV_CACHE_BYTES
-from tests.support.service_processes import Service, has_ended, wait_until
+from tests.support.models.fake_checkpoint import write_checkpoint
+from tests.support.service.fake_child import KV_CACHE_BYTES
+from tests.support.service.service_processes import Service, has_ended, wait_until
 
 PROMISED_S = 5.0  # from the wish to stop to the end of the last process
 

@@ -11,8 +11,8 @@ import pytest
 
 from server.cli import main
 from server.roots import WIDEEP_COMMAND
-from tests.support.front_process import TIMEOUT_S, FrontProcess
-from tests.support.service_processes import HEARS_CTRL_C, wait_until
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.service_processes import HEARS_CTRL_C, wait_until
 
 
 def request(custom_id: str, prompt: str, **body: Any) -> dict[str, Any]:

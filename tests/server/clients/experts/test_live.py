@@ -14,7 +14,7 @@ from server.cli import main
 from server.clients.connection import Connection, ServiceError
 from server.clients.experts import live as experts_live
 from server.experts.load import ExpertsLoad
-from tests.support.load_reports import RANKS, counts, expert_map, report, told
+from tests.support.placement.load_reports import RANKS, counts, expert_map, report, told
 
 
 def answer(step: int = 8) -> dict[str, object]:

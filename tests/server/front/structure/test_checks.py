@@ -17,7 +17,7 @@ from scheduler.structure.compiler import StructureCompiler, Structured, Vocabula
 from server.errors import ApiError
 from server.front.structure import checker_process
 from server.front.structure.structure_checks import StructureChecks
-from tests.support.structures import VOCABULARY
+from tests.support.requests.structures import VOCABULARY
 
 TIMEOUT_S = 90.0
 

@@ -12,9 +12,9 @@ from server.process.preflight.checks import (
     check_start,
 )
 from server.process.preflight.memory import rank_experts, weight_bytes
-from tests.support.fake_checkpoint import CONFIG, write_checkpoint
-from tests.support.placements import random_placement
-from tests.support.starts import options_for
+from tests.support.models.fake_checkpoint import CONFIG, write_checkpoint
+from tests.support.placement.placements import random_placement
+from tests.support.service.starts import options_for
 
 
 @pytest.mark.usefixtures("much_memory")

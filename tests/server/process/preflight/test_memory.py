@@ -19,9 +19,9 @@ from server.process.preflight.memory import (
     usable_cores,
     weight_bytes,
 )
-from tests.support.fake_checkpoint import CONFIG, write_checkpoint, write_safetensors
-from tests.support.placements import random_placement
-from tests.support.starts import complaint_of, options_for
+from tests.support.models.fake_checkpoint import CONFIG, write_checkpoint, write_safetensors
+from tests.support.placement.placements import random_placement
+from tests.support.service.starts import complaint_of, options_for
 
 
 def test_weights_are_counted_in_the_type_they_are_kept_in(tmp_path: Path) -> None:

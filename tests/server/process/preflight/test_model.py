@@ -9,7 +9,7 @@ from server.process.preflight.model import (
     check_length,
     resolve_model,
 )
-from tests.support.fake_checkpoint import CONFIG
+from tests.support.models.fake_checkpoint import CONFIG
 
 
 def test_a_directory_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

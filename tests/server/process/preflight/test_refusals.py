@@ -15,9 +15,9 @@ from server.process.preflight.checks import check_start
 from server.process.preflight.device import GpuFacts, choose_device, on_device
 from server.process.preflight.model import resolve_model
 from tests.server.process.preflight.test_device import GOOD
-from tests.support.fake_checkpoint import write_checkpoint
-from tests.support.placements import random_placement
-from tests.support.starts import complaint_of, options_for
+from tests.support.models.fake_checkpoint import write_checkpoint
+from tests.support.placement.placements import random_placement
+from tests.support.service.starts import complaint_of, options_for
 
 Refused = Callable[[Path], object]  # given an empty directory, does what is to be refused
 

@@ -1,0 +1,1 @@
+"""The GPU day, kernel by kernel: right, and how fast."""

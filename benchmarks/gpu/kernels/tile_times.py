@@ -1,0 +1,226 @@
+"""Times of candidate tiles, against the kernel's own choice; what `benchmarks.tune_kernels` writes into the table.
+
+A candidate's `times` is the geometric mean over its workloads of the choice's time over its own: above 1 it is faster.
+It is checked against float32 first; one that is wrong, or that the device cannot launch, is out.
+"""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triton.errors import TritonError
+
+from attention.gpu.decode import decode_tile
+from attention.gpu.mla import latent_tile
+from attention.gpu.prefill import prefill_tile
+from attention.gpu.tiles import shape_key
+from benchmarks.gpu.bench import Bench, MakeCall, check, num_copies, time_calls
+from benchmarks.gpu.kernels.attention_calls import decode_call, latent_call, prefill_call
+from benchmarks.gpu.kernels.expert_calls import grouped_call, no_experts
+from benchmarks.gpu.ranks import models
+from benchmarks.gpu.ranks.models import AttentionShape, ExpertShape, LatentShape
+from benchmarks.gpu.results import Row, Setting
+from moe.gpu.tiles import tile_of_launch
+
+Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, all of them with all others
+
+_DECODE: Grid = {"tokens": (32, 64), "warps": (4, 8), "programs": (2, 4), "stages": (2, 3)}
+_LATENTS: Grid = {"tokens": (16, 32), "heads": (16, 32, 64), "programs": (1, 2)}
+_PREFILL: Grid = {"tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
+FEW, MANY = "grouped_decode", "grouped_prefill"  # as the table names them
+# `inner` decides in which order numbers are added, which both kinds of steps share.
+_FEW_ROWS: Grid = {"columns": (64, 128), "warps": (4, 8), "stages": (3, 4, 5)}
+_MANY_ROWS: Grid = {"rows": (64, 128), "columns": (128, 256), "warps": (4, 8), "stages": (3, 4)}
+
+
+class Tuned(NamedTuple):
+    """A kernel at a shape.
+
+    Attributes:
+        kernel, shape: as `attention.gpu.tiles` names them.
+        choice: the tile that the kernel takes now, by the table or without it. candidates: what else to try.
+        workloads: calls that take `tile=`.
+    """
+
+    kernel: str
+    shape: str
+    choice: Any
+    candidates: Sequence[Any]
+    workloads: Sequence[partial[Any]]
+
+    def calls(self, tile: Any) -> list[MakeCall]:
+        """The workloads with a tile."""
+        return [partial(workload, tile=tile) for workload in self.workloads]
+
+
+def tuned(setting: Setting, bench: Bench) -> dict[str, Tuned]:
+    """Everything that is tuned, by a name for people."""
+    if setting.is_tiny:
+        return {
+            "decode tiny": _decode(bench, models.TINY_ATTENTION, [(2, 20)], {"tokens": (16, 32)}),
+            "latents tiny": _latents(bench, models.TINY_LATENT, [(1, 20)], {"heads": (16, 32)}),
+            "prefill tiny": _prefill(bench, models.TINY_ATTENTION, [(4, 8)], {"tokens": (16, 32)}),
+            "grouped tiny": _grouped(bench, FEW, models.TINY_EXPERTS, "up", [2], {"warps": (4, 8)}),
+        }
+    decodes, prefills = [(1, 2048), (32, 2048), (256, 2048), (1, 32768)], [(0, 4096), (6144, 2048)]
+    return {
+        "decode qwen3": _decode(bench, models.QWEN3, decodes, _DECODE),
+        "decode gpt-oss": _decode(bench, models.GPT_OSS, decodes, _DECODE),
+        "latents deepseek": _latents(bench, models.DEEPSEEK, [(1, 2048), (32, 2048), (1, 32768)], _LATENTS),
+        "prefill qwen3": _prefill(bench, models.QWEN3, prefills, _PREFILL),
+        "prefill gpt-oss": _prefill(bench, models.GPT_OSS, prefills, _PREFILL),
+        **{
+            f"{kernel} {model} {side}": _grouped(bench, kernel, shape, side, rows, grid)
+            for model, shape in models.EXPERTS.items()
+            for side in ("up", "down")
+            for kernel, rows, grid in ((FEW, (1, 4, 16), _FEW_ROWS), (MANY, (256, 1024), _MANY_ROWS))
+        },
+    }
+
+
+def _decode(bench: Bench, shape: AttentionShape, sizes: list[tuple[int, int]], grid: Grid) -> Tuned:
+    """Sizes: sequences, and tokens of each."""
+    group = shape.heads // shape.kv_heads
+    choice = decode_tile(bench.dtype, shape.dim, shape.dim, group, bench.device)
+    workloads = [partial(decode_call, shape=shape, contexts=[context] * batch) for batch, context in sizes]
+    key = shape_key(bench.dtype, D=shape.dim, V=shape.dim, GROUP=group)
+    return Tuned("paged_decode", key, choice, _others(choice, grid), workloads)
+
+
+def _latents(bench: Bench, shape: LatentShape, sizes: list[tuple[int, int]], grid: Grid) -> Tuned:
+    choice = latent_tile(bench.dtype, shape.heads, shape.latent, bench.device)
+    workloads = [partial(latent_call, shape=shape, contexts=[context] * batch) for batch, context in sizes]
+    key = shape_key(bench.dtype, H=shape.heads, L=shape.latent)
+    return Tuned("latent_decode", key, choice, _others(choice, grid), workloads)
+
+
+def _prefill(bench: Bench, shape: AttentionShape, spans: list[tuple[int, int]], grid: Grid) -> Tuned:
+    """Spans: tokens that are cached, and tokens of the prompt behind them."""
+    group = shape.heads // shape.kv_heads
+    choice = prefill_tile(bench.dtype, shape.dim, shape.dim, group, bench.device)
+    workloads = [partial(prefill_call, shape=shape, spans=[span]) for span in spans]
+    key = shape_key(bench.dtype, D=shape.dim, V=shape.dim, GROUP=group)
+    return Tuned("paged_prefill", key, choice, _others(choice, grid), workloads)
+
+
+def _grouped(
+    bench: Bench, kernel: str, shape: ExpertShape, side: str, rows: Sequence[int], grid: Grid
+) -> Tuned:
+    """Rows: of every expert; all of them as many as the kernel is for."""
+    like = no_experts(bench, shape, side)
+    choice = tile_of_launch(rows[0] * shape.slots, shape.slots, like)
+    workloads = [
+        partial(grouped_call, shape=shape, counts=[count] * shape.slots, side=side) for count in rows
+    ]
+    _, N, K = like.shape
+    key = shape_key(like.dtype, N=N, K=K)
+    return Tuned(kernel, key, choice, _others(choice, grid), workloads)
+
+
+def _others(choice: Any, grid: Grid) -> list[Any]:
+    """All of a grid but the kernel's choice."""
+    rows = itertools.product(*grid.values())
+    tried = [choice._replace(**dict(zip(grid, row, strict=True))) for row in rows]
+    return [tile for tile in tried if tile != choice]
+
+
+Table = dict[str, dict[str, dict[str, dict[str, int]]]]  # device, kernel, shape, fields
+
+LEAST_GAIN = 1.02  # below, the kernel's own choice stays: it is within what runs differ by
+
+
+class Tried(NamedTuple):
+    """A candidate, its times against the kernel's choice, and why it is out if it is."""
+
+    tile: Any
+    times: float
+    trouble: str = ""
+
+
+def best_of(tried: list[Tried]) -> Tried | None:
+    """Return the fastest one that is worth it."""
+    able = [candidate for candidate in tried if not candidate.trouble and candidate.times >= LEAST_GAIN]
+    return max(able, key=lambda candidate: candidate.times, default=None)
+
+
+def fields_of(tile: Any, choice: Any) -> dict[str, int]:
+    """Return the fields in which a tile differs from the kernel's choice."""
+    return {name: value for name, value in tile._asdict().items() if value != getattr(choice, name)}
+
+
+def with_entry(table: Table, at: tuple[str, str, str], tile: Any) -> Table:
+    """Return a table with one entry more, or another in its place; whole, as others may change what it does not say."""
+    device, kernel, shape = at
+    kernels = table.get(device, {})
+    entries = {**kernels.get(kernel, {}), shape: tile._asdict()}
+    return {**table, device: {**kernels, kernel: entries}}
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Write whole or not at all."""
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    os.replace(scratch, path)
+
+
+# In how CUDA names what a kernel did: nothing can be launched by this process after it.
+_BROKEN = ("illegal", "misaligned address", "unspecified launch failure", "device-side assert")
+
+
+def units(setting: Setting) -> list[str]:
+    """A kernel at a shape each."""
+    return list(tuned(setting, Bench.of(setting)))
+
+
+def run(setting: Setting, unit: str) -> Iterator[Row]:
+    """Time one kernel's candidates; each is a row when it is known, as a day may end amid them."""
+    bench = Bench.of(setting)
+    case = tuned(setting, bench)[unit]
+    for tried in try_all(bench, case):
+        fields = fields_of(tried.tile, case.choice)
+        name = ", ".join(f"{field} {value}" for field, value in fields.items())
+        yield Row(name=f"{unit}: {name}", figures={"times": tried.times}, note=tried.trouble)
+
+
+def try_all(bench: Bench, case: Tuned) -> Iterator[Tried]:
+    """Check and time all candidates, one by one.
+
+    Raises:
+        RuntimeError: the device has failed, and is of no more use to this process.
+    """
+    base_s = _seconds(bench, case, case.choice)
+    for tile in case.candidates:
+        yield _try(bench, case, tile, base_s)
+
+
+def _try(bench: Bench, case: Tuned, tile: Any, base_s: list[float]) -> Tried:
+    try:
+        row = check(bench, case.kernel, case.calls(tile)[0])
+        if not row.is_right:
+            return Tried(tile, 0.0, f"wrong: error {row.figures['error']:.1e}")
+        seconds = _seconds(bench, case, tile)
+    except (
+        TritonError,
+        RuntimeError,
+        ValueError,
+        AssertionError,
+    ) as error:  # too many registers, too much memory
+        if any(word in str(error) for word in _BROKEN):
+            raise
+        return Tried(tile, 0.0, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    ratios = [math.log(base / own) for base, own in zip(base_s, seconds, strict=True)]
+    return Tried(tile, math.exp(sum(ratios) / len(ratios)))
+
+
+def _seconds(bench: Bench, case: Tuned, tile: Any) -> list[float]:
+    found = []
+    for make in case.calls(tile):
+        first = make(bench, 0)
+        calls = [first, *(make(bench, seed) for seed in range(1, num_copies(bench, first.num_bytes)))]
+        found.append(time_calls(bench, [call.run for call in calls]).seconds)
+    return found

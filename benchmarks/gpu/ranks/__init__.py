@@ -1,0 +1,1 @@
+"""The GPU day, by processes that serve as ranks."""

@@ -1,0 +1,144 @@
+"""A decode step of a whole model against its floor, replayed from a CUDA graph and without.
+
+The floor of a step is the bytes that it must read (every weight but the experts that no row chose, and the cache of
+all contexts) over the copy's bandwidth. `of_floor` is that floor over the device's time for the model's forward, `eager`
+the same without a graph. `step ms` is what the service sees: filling the step, copying it, the forward, sampling,
+tokens to the host; `gap` is the share of it in which the device has nothing to do with the forward.
+Contexts are as long as said and hold random keys and values: nothing was prefilled.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench, bytes_of, time_queued
+from benchmarks.gpu.ranks.models import MODELS, Silent, config_of, engine_config, sequence_of
+from benchmarks.gpu.ranks.parity import COMPILED, compiler_of, is_eager
+from benchmarks.gpu.results import Figure, Row, Setting
+from kvcache.paged_cache import BLOCK_TOKENS
+from scheduler.assembly import Assembled, assemble
+from scheduler.policy.request import SamplingParams
+from scheduler.policy.scheduler import Batch, Scheduled
+from scheduler.step.runner import fill_step
+
+_BATCHES, _CONTEXT = (1, 32, 128, 256), 2048
+_TINY_BATCHES, _TINY_CONTEXT = (1, 2), 20
+_GOALS = {"of_floor": 0.8}
+_STEPS = 20
+
+
+def units(setting: Setting) -> list[str]:
+    """The model that goals speak of first, one compiled last."""
+    return [f"steps {name}" for name in (*MODELS, f"{COMPILED} compiled")]
+
+
+def run(setting: Setting, unit: str) -> Iterator[Row]:
+    """Run one."""
+    yield from steps(setting, Bench.of(setting), unit.removeprefix("steps "))
+
+
+def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
+    """Time steps of all batches through one engine, of a model or one "compiled"."""
+    batches = _TINY_BATCHES if setting.is_tiny else _BATCHES
+    context = _TINY_CONTEXT if setting.is_tiny else _CONTEXT
+    model, eager = name.partition(" ")[0], is_eager(setting, name)
+    limits: dict[str, Any] = {
+        "max_num_seqs": max(batches),
+        "max_model_len": -(-context // BLOCK_TOKENS) * BLOCK_TOKENS,
+        "compiler": compiler_of(setting, name),
+        "enforce_eager": eager,
+    }
+    with engine_config(config_of(model, setting), setting, **limits) as about:
+        assembled = assemble(about, Silent())
+    fill_cache(bench, assembled)
+    goals, note = _GOALS if model == "qwen3" else {}, "without graphs" if eager else ""
+    for batch in batches:
+        figures = _figures(setting, bench, assembled, batch, context)
+        yield Row(name=f"{name} b{batch} at {context}", figures=figures, goals=goals, note=note)
+
+
+def _figures(
+    setting: Setting, bench: Bench, assembled: Assembled, batch: int, context: int
+) -> dict[str, Figure]:
+    runner, model = assembled.runner, assembled.model
+    vocab = int(model.lm_head.shape[0])
+    work = decodes(batch, context, vocab)
+    before = [layer.counts.expert_E.copy() for layer in model.layers if layer.counts is not None]
+    runner.run(work)
+    after = [layer.counts.expert_E for layer in model.layers if layer.counts is not None]
+    touched = sum(int((now > then).sum()) for then, now in zip(before, after, strict=True))
+    step_s = _median_s(lambda: runner.run(work), 3 if setting.is_tiny else _STEPS)
+    forward = forward_of(assembled, work)
+    replayed_s = time_queued(bench, lambda: forward(runner.forward))
+    eager_s = time_queued(bench, lambda: forward(model.forward))
+    num_bytes = step_bytes(assembled, touched, batch, context)
+    copy = setting.ceiling("copy_tb_per_s")
+    floor_s = None if copy is None else num_bytes / (copy * 1e12)
+    return {
+        "forward ms": replayed_s * 1e3,
+        "of_floor": None if floor_s is None else floor_s / replayed_s,
+        "eager": None if floor_s is None else floor_s / eager_s,
+        "step ms": step_s * 1e3,
+        "gap": 1 - replayed_s / step_s,
+        "GB": num_bytes / 1e9,
+        "experts": touched,
+    }
+
+
+def step_bytes(assembled: Assembled, touched: int, batch: int, context: int) -> int:
+    """Bytes that a step reads: weights but those of unchosen experts and the embeddings, and what of the cache is seen."""
+    layer, skeleton = assembled.model.layers[0], assembled.model.skeleton
+    embeddings = id(skeleton.model.get_input_embeddings().weight)
+    plain = {id(weight): weight for weight in skeleton.model.parameters()}
+    cached = sum(
+        skeleton.backend.token_bytes(shape) * min(context, shape.window or context)
+        for shape in skeleton.cache_shapes
+    )
+    experts: int = touched * (layer.up.slot_bytes + layer.down.slot_bytes)
+    return (
+        sum(bytes_of(weight) for key, weight in plain.items() if key != embeddings) + experts + batch * cached
+    )
+
+
+def decodes(batch: int, context: int, vocab: int) -> Batch:
+    """Sequences that are about to run their last token of `context`, on blocks of their own."""
+    blocks = -(-context // BLOCK_TOKENS)
+    ids = torch.randint(0, vocab, (batch, context), generator=torch.Generator().manual_seed(0)).tolist()
+    items = [
+        Scheduled(
+            sequence_of(row, range(at * blocks, (at + 1) * blocks), SamplingParams(max_tokens=1, temperature=0.0)),
+            context - 1,
+            1,
+            True,
+        )
+        for at, row in enumerate(ids)
+    ]  # fmt: skip
+    return Batch(items, batch, 0)
+
+
+def fill_cache(bench: Bench, assembled: Assembled) -> None:
+    """Put random keys and values into all pages: zeros run faster than what is served."""
+    generator = bench.generator(0)
+    for pages in (*assembled.runner.cache.keys, *assembled.runner.cache.values):
+        pages.normal_(generator=generator)
+
+
+def forward_of(assembled: Assembled, work: Batch) -> Callable[[Any], Tensor]:
+    """Return what runs a batch's forward with a given function, its step filled and copied once."""
+    runner = assembled.runner
+    inputs = fill_step(runner.step, work, 0)
+    return lambda forward: forward(inputs.token_T, runner.cache, inputs.row_R)
+
+
+def _median_s(call: Callable[[], object], runs: int) -> float:
+    """Seconds of the host's clock, the first two runs left out; the call returns when its tokens are there."""
+    seconds = []
+    for _ in range(runs):
+        begun_s = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun_s)
+    return statistics.median(seconds[2:])

@@ -1,0 +1,126 @@
+"""Whole models' answers: logprobs of our engine, its decodes as they are and replayed, against transformers'.
+
+Two layers of each model at its real width. A prompt runs in two chunks and then token by token through our engine, and
+logprobs are compared with those of transformers in float32: ours may be off as far as transformers' own in the same type,
+and a half more, on average (where two experts are nearly equal, rounding chooses, in any program: the worst token says
+little). Without graphs comes first, so that it is known what a capture that fails is to blame for; the parts after this
+one then run without, and say so.
+"""
+
+import functools
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.ranks.models import (
+    MODELS,
+    Silent,
+    config_of,
+    engine_config,
+    sequence_of,
+    transformers_model,
+)
+from benchmarks.gpu.results import Row, Setting
+from kvcache.paged_cache import BLOCK_TOKENS
+from scheduler.assembly import assemble
+from scheduler.policy.request import SamplingParams
+from scheduler.policy.scheduler import Batch, Scheduled
+
+_CHUNK, _TAIL = 48, 4  # tokens of a prompt: half of them in each of two chunks, then one by one
+_ALLOWED_TIMES, _ALLOWED = 1.5, 1e-3
+_EAGER, _REPLAYED = "eager", "replayed"
+COMPILED = "qwen3"  # with --enable-torch-compile too
+
+
+def units(setting: Setting) -> list[str]:
+    """A model each, and one compiled."""
+    return [*MODELS, f"{COMPILED} compiled"]
+
+
+def run(setting: Setting, unit: str) -> Iterator[Row]:
+    """Compare one model's logprobs of a prompt's own tokens."""
+    config, bench = config_of(unit.partition(" ")[0], setting, layers=2), Bench.of(setting)
+    drawn = torch.randint(
+        0, config.vocab_size, (_CHUNK + _TAIL + 1,), generator=torch.Generator().manual_seed(1)
+    )
+    ids: list[int] = drawn.tolist()
+    ours_with = functools.partial(our_logprobs, config, setting, ids, compiler_of(setting, unit))
+    parts = []
+    for measure in (
+        functools.partial(ours_with, replays=False),
+        functools.partial(_their_logprobs, config, bench, ids, torch.float32),
+        functools.partial(_their_logprobs, config, bench, ids, bench.dtype),
+    ):
+        parts.append(measure())
+        gc.collect()  # a model at a time
+    ours, exact, theirs = parts
+    yield _compared(unit, _EAGER, ours, exact, theirs)
+    if bench.device.type == "cuda":
+        yield _compared(unit, _REPLAYED, ours_with(replays=True), exact, theirs)
+
+
+def compiler_of(setting: Setting, name: str) -> str:
+    """What compiles "NAME compiled"; "" for a model that is not."""
+    compiler = "aot_eager" if setting.is_tiny else "inductor"
+    return compiler if name.endswith(" compiled") else ""
+
+
+def is_eager(setting: Setting, name: str) -> bool:
+    """Whether this day has found that a model answers without graphs, and not with them."""
+    known = [f"parity/{name}/{name}, {words}/error" in setting.known for words in (_EAGER, _REPLAYED)]
+    return known == [True, False] and not setting.is_interpreted
+
+
+def _compared(name: str, words: str, ours: Tensor, exact: Tensor, theirs: Tensor) -> Row:
+    error, their_error, control = (
+        (part - exact).abs().mean().item() for part in (ours, theirs, ours.roll(1))
+    )
+    allowed = _ALLOWED_TIMES * their_error + _ALLOWED
+    figures = {"error": error, "transformers": their_error, "allowed": allowed, "control": control}
+    return Row(name=f"{name}, {words}", figures=figures, is_right=error <= allowed and control > 5 * allowed)
+
+
+def our_logprobs(
+    config: Any, setting: Setting, ids: Sequence[int], compiler: str = "", *, replays: bool
+) -> Tensor:
+    """Logprobs of ids[1:], each given those before: two chunks of a prompt, then tokens one by one."""
+    limits: dict[str, Any] = {
+        "max_num_seqs": 2,
+        "max_model_len": 4 * BLOCK_TOKENS,
+        "kv_cache_bytes": 1 << 28,
+        "compiler": compiler,
+        "enforce_eager": not replays,
+    }
+    with engine_config(config, setting, **limits) as about:
+        runner = assemble(about, Silent()).runner
+    blocks = [3, 1, 0, 2]
+    scored = SamplingParams(max_tokens=1, temperature=0.0, num_prompt_logprobs=0)
+    sequence = sequence_of(ids[: _CHUNK + 1], blocks, scored)
+    found: list[float] = []
+    for start in (0, _CHUNK // 2):
+        item = Scheduled(sequence, start, _CHUNK // 2, False)
+        sampled = runner.run(Batch([item], _CHUNK // 2, _CHUNK // 2), has_prefill=True)
+        (part,) = (sampled.prompt_logprobs or {}).values()
+        sequence.prompt_logprobs += part
+        found += [entry.logprob for entry in part]
+    for start in range(_CHUNK, len(ids) - 1):
+        wanted = SamplingParams(
+            max_tokens=1, temperature=0.0, num_logprobs=1, logprob_token_ids=(ids[start + 1],)
+        )
+        item = Scheduled(sequence_of(ids[: start + 1], blocks, wanted), start, 1, True)
+        (entry,) = runner.run(Batch([item], 1, 0)).logprobs
+        assert entry is not None, "asked for"
+        found.append(entry.top_logprobs[entry.top_ids.index(ids[start + 1])])
+    return torch.tensor(found)
+
+
+@torch.inference_mode()
+def _their_logprobs(config: Any, bench: Bench, ids: Sequence[int], dtype: torch.dtype) -> Tensor:
+    model = transformers_model(config, bench, dtype)
+    own = torch.tensor([ids], device=bench.device)
+    logits: Tensor = model(input_ids=own[:, :-1]).logits[0].float()
+    return logits.log_softmax(-1).gather(1, own[0, 1:, None])[:, 0].cpu()

@@ -1,0 +1,90 @@
+"""Two ranks on one device: correctness only, as they share it. What they exchange has the bits that CPU ranks get.
+
+Each unit starts two processes with a group over gloo; what they do there is in `rank_checks`. In the interpreter shared
+memory stands for the device's symmetric memory, and nothing can be captured. Two ranks of NCCL need two devices, so its
+bits are not checked here.
+"""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.ranks.checks import CHECKS, WAIT_S
+from benchmarks.gpu.results import Row, Setting
+from server.parent_death import die_with_parent
+
+_TIMEOUT_S, _INTERPRETED_TIMEOUT_S = 180.0, 500.0  # kernels and the CPU's are compiled in it, by both
+
+
+def units(setting: Setting) -> list[str]:
+    """What the ranks do."""
+    return list(CHECKS)
+
+
+def run(setting: Setting, unit: str) -> Iterator[Row]:
+    """Let two ranks do it; their rows are one where they agree."""
+    timeout_s = _INTERPRETED_TIMEOUT_S if setting.is_interpreted else _TIMEOUT_S
+    first, second = run_pair(unit, setting, timeout_s=timeout_s)
+    for row, other in zip(first, second, strict=True):
+        yield Row(
+            name=row.name,
+            figures=row.figures,
+            is_right=row.is_right and other.is_right,
+            note=row.note or other.note,
+        )
+
+
+def run_pair(check: str, setting: Setting, *, timeout_s: float) -> list[list[Row]]:
+    """Run a check on both ranks; returns each one's rows.
+
+    Raises:
+        RuntimeError: a rank failed or was late; both have been ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe() for _ in range(2)]
+        ranks = [
+            context.Process(target=_serve, args=(check, setting, rank, folder, pipe[1], os.getpid()))
+            for rank, pipe in enumerate(pipes)
+        ]
+        for process in ranks:
+            process.start()
+        for _, ours in pipes:
+            ours.close()
+        try:
+            return [_answer(rank, pipe, timeout_s) for rank, (pipe, _) in enumerate(pipes)]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _answer(rank: int, pipe: Connection, timeout_s: float) -> list[Row]:
+    if not pipe.poll(timeout_s):
+        raise RuntimeError(f"rank {rank} did not end within {timeout_s:.0f} s")
+    try:
+        rows: list[Row] = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} ended before it was done; see the log") from None
+    return rows
+
+
+def _serve(check: str, setting: Setting, rank: int, folder: str, pipe: Connection, parent_pid: int) -> None:
+    """A rank's process; it lives until it is killed, so that the other can finish."""
+    die_with_parent(parent_pid=parent_pid)
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    bench = Bench.of(setting)
+    if bench.device.type == "cuda":
+        torch.cuda.set_device(bench.device)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=WAIT_S)
+    )
+    pipe.send(list(CHECKS[check](setting, bench)))
+    pipe.poll(None)

@@ -1,0 +1,137 @@
+"""Answers of a running service, streamed or whole, with the time of every piece, so that pauses can be told.
+
+An answer compares by what must not depend on faults: text, logprobs and finish reason of each choice, and the tokens.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from benchmarks.serving.service import HOST
+
+RETRY_S = 0.2  # after a 503, which took nothing on
+
+
+class Said(NamedTuple):
+    """What an answer says, however it was sent."""
+
+    texts: dict[int, str]  # by choice
+    logprobs: dict[int, list[float]]
+    finish_reasons: dict[int, str]
+    num_tokens: int
+
+
+class LostAnswerError(RuntimeError):
+    """An accepted request brought an error, or its connection ended before its answer did."""
+
+
+@dataclass(kw_only=True, eq=False)
+class LiveAnswer:
+    """One request to /v1/completions. `arrivals_s` grows while it is read."""
+
+    port: int
+    body: Mapping[str, Any]
+    is_streamed: bool
+    key: str | None = None  # the Idempotency-Key with which it is asked again where that is allowed
+    may_ask_again: Callable[[], bool] = lambda: False  # when it was cut off
+    arrivals_s: list[float] = field(default_factory=list)  # time.perf_counter()
+    num_refused: int = 0  # 503 before it was accepted
+    num_cut_off: int = 0  # and asked again
+    _said: Said = field(default_factory=lambda: Said({}, {}, {}, 0))
+
+    async def read(self) -> Said:
+        """Ask, again after a 503 and where it was cut off and that is allowed, and read to the end.
+
+        Raises:
+            LostAnswerError: it was accepted and did not end well, or was refused with another status.
+        """
+        while True:
+            try:
+                if await self._read_once():
+                    return self._said
+                self.num_refused += 1
+            except LostAnswerError:
+                if not self.may_ask_again():
+                    raise
+                self.num_cut_off += 1
+                self._said = Said({}, {}, {}, 0)
+            await asyncio.sleep(RETRY_S)
+
+    async def _read_once(self) -> bool:
+        """Ask and read to the end; return False after a 503."""
+        try:
+            reader, writer = await asyncio.open_connection(HOST, self.port, limit=2**22)
+        except OSError as error:
+            raise LostAnswerError(f"nobody listens: {error}") from error
+        try:
+            await self._send(writer)
+            status = await self._read_head(reader)
+            if status == 503:
+                return False
+            if status != 200:
+                raise LostAnswerError(f"status {status}: {(await reader.read(500)).decode(errors='replace')}")
+            async for event in self._events(reader):
+                self._take(event)
+        except (OSError, ValueError) as error:  # ValueError: a body that was cut off
+            raise LostAnswerError(f"the connection broke: {error}") from error
+        finally:
+            writer.close()
+        if len(self._said.finish_reasons) != self.body.get("n", 1) or not self._said.num_tokens:
+            raise LostAnswerError(f"it ended after {sum(map(len, self._said.texts.values()))} characters")
+        return True
+
+    async def _send(self, writer: asyncio.StreamWriter) -> None:
+        extra = {"stream": True, "stream_options": {"include_usage": True}} if self.is_streamed else {}
+        body = json.dumps({**self.body, **extra}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n"
+        )
+        head += f"Idempotency-Key: {self.key}\r\n\r\n" if self.key else "\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+
+    async def _read_head(self, reader: asyncio.StreamReader) -> int:
+        words = (await reader.readline()).split()
+        if not words:
+            raise LostAnswerError("no answer before the connection's end")
+        while (await reader.readline()).strip():
+            pass
+        return int(words[1])
+
+    async def _events(self, reader: asyncio.StreamReader) -> Any:
+        """Yield a stream's events, or the one body of a whole answer."""
+        if not self.is_streamed:
+            body = await reader.read()
+            yield json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])
+            return
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        if "error" in event:
+            raise LostAnswerError(f"an error event: {event['error']}")
+        texts, logprobs, finish_reasons, _ = self._said
+        if event["choices"]:
+            self.arrivals_s.append(time.perf_counter())
+        for choice in event["choices"]:
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + choice["text"]
+            if choice.get("logprobs"):
+                logprobs.setdefault(index, []).extend(choice["logprobs"]["token_logprobs"])
+            if choice["finish_reason"]:
+                finish_reasons[index] = choice["finish_reason"]
+        if usage := event.get("usage"):
+            self._said = self._said._replace(num_tokens=usage["completion_tokens"])
+
+
+def longest_pause_s(arrivals_s: Sequence[float], from_s: float, until_s: float) -> float | None:
+    """Return the longest pause that overlaps a time; None where no piece came on both of its sides."""
+    return max(
+        (end - begin for begin, end in pairwise(arrivals_s) if end > from_s and begin < until_s), default=None
+    )

@@ -1,0 +1,245 @@
+"""A rank without a model: in every step each of its requests gets one token, at a pace that the caller sets.
+
+It speaks to the front over the real link, so what is measured or tested with it is the front. The tokens are known
+beforehand (the prompt's own, over and over), blocks are counted as a rank counts them, and a request that is aborted
+is dropped at the next step. Knows no torch. Run as a module it is a process of its own, so that its CPU is not the
+measuring process's: `python -m benchmarks.serving.paced_rank RANK WORLD_SIZE ADDRESS`, the token in $PACED_RANK_TOKEN.
+"""
+
+import argparse
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from expert_placement.placement import Placement
+from scheduler.epochs.orders import Order
+from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
+from server.link.messages import RankFacts
+from server.link.rank_link import RankLink
+from server.parent_death import die_with_parent
+
+TOKEN_VARIABLE = "PACED_RANK_TOKEN"
+OPEN_TIMEOUT_S = 60.0
+BLOCK_TOKENS = 16
+NUM_BLOCKS = 1 << 16
+LOOK_AGAIN_S = 0.002  # where no request could advance
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that is being answered."""
+
+    request: Request
+    num_done: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that a rank would hold for it now."""
+        return -(-(len(self.request.prompt_ids) + self.num_done) // BLOCK_TOKENS)
+
+
+def token_of(request: Request, place: int) -> int:
+    """The answer's token at a place: the prompt again and again."""
+    return request.prompt_ids[place % len(request.prompt_ids)]
+
+
+class PacedRank:
+    """One rank of a service, attached from `open` to `close`."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        token: str,
+        *,
+        max_model_len: int,
+        num_restarts: int = 0,
+        step_s: float = 0.0,
+        most_tokens: int | None = None,
+        after_step: Callable[["PacedRank", int], None] = lambda _rank, _step: None,
+        on_prepare: Callable[["PacedRank", Placement], None] = lambda _rank, _placement: None,
+    ) -> None:
+        """Prepare; nothing runs before `open`.
+
+        Args:
+            num_restarts: how often this rank was started again.
+            step_s: least time between the starts of two steps.
+            most_tokens: an answer ends with a stop after so many; None: only max_tokens ends it.
+            after_step: called with the step's number when its outputs are queued.
+            on_prepare: called when the front asks for another placement.
+        """
+        self.rank, self.num_steps, self.num_aborted = rank, 0, 0
+        self._step_s, self._most_tokens, self._after_step = step_s, most_tokens, after_step
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._open: dict[str, OpenRequest] = {}
+        facts = RankFacts(
+            rank=rank,
+            world_size=world_size,
+            host="localhost",
+            pid=os.getpid(),
+            max_model_len=max_model_len,
+            num_blocks=NUM_BLOCKS,
+            block_tokens=BLOCK_TOKENS,
+            max_num_seqs=1 << 12,
+            num_restarts=num_restarts,
+        )
+        self.link = RankLink(address, token, facts, self)
+        self._on_prepare = on_prepare
+        self._stepping = threading.Thread(target=self._run, name=f"paced-rank-{rank}", daemon=True)
+
+    def open(self) -> Self:
+        """Attach to the front and begin to step."""
+        self.link.open(OPEN_TIMEOUT_S)
+        self._stepping.start()
+        return self
+
+    def close(self, reason: str = "") -> None:
+        """Leave; open requests get no more tokens."""
+        self._end()
+        self.link.close(reason)
+        if self._stepping.is_alive() and self._stepping is not threading.current_thread():
+            self._stepping.join(OPEN_TIMEOUT_S)
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended.set()
+            self._changed.notify_all()
+
+    def wait_ended(self) -> None:
+        """Wait until the front asks for the end, or is gone."""
+        self._ended.wait()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+        return len(self._open)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        with self._changed:
+            return NUM_BLOCKS - sum(each.num_blocks for each in self._open.values())
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is open; returns whether that came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, timeout_s)
+
+    def stop(self) -> None:
+        """Leave, as the front asks."""
+        self.close()
+
+    def lost(self, _reason: str, *, is_broken: bool) -> None:
+        """End without the front."""
+        self._end()
+
+    def prepare(self, placement: Placement) -> None:
+        """Hand on that another placement is wanted."""
+        self._on_prepare(self, placement)
+
+    def drop(self, version: int) -> None:
+        """Have nothing to give up."""
+
+    def regroup(self, order: Order) -> None:
+        """Serve with whom it may be: there is nobody to meet."""
+
+    def submit(self, request: Request) -> None:
+        """Answer a request."""
+        with self._changed:
+            self._open[request.request_id] = OpenRequest(request, len(request.replayed_ids))
+            self._changed.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request."""
+        with self._changed:
+            self.num_aborted += self._open.pop(request_id, None) is not None
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._open or self._ended.is_set())
+            due_s = max(due_s + self._step_s, time.monotonic())
+            if self._ended.wait(max(0.0, due_s - time.monotonic()) if self._step_s else 0.0):
+                return
+            self._step()
+
+    def _step(self) -> None:
+        with self._changed:
+            self.num_steps += 1
+            advanced = [self._advance(each) for each in self._open.values()]
+            outputs = [output for output in advanced if output is not None]
+            for output in outputs:
+                if output.finish_reason is not None:
+                    del self._open[output.request_id]
+            self._changed.notify_all()
+        if self._ended.is_set():
+            return
+        if not outputs:
+            self._ended.wait(LOOK_AGAIN_S)
+            return
+        self.link.send(outputs, self._stats(len(outputs)))
+        self._after_step(self, self.num_steps)
+
+    def _advance(self, each: OpenRequest) -> RequestOutput | None:
+        """Return a request's next token; None: not in this step."""
+        request, params = each.request, each.request.params
+        token = token_of(request, each.num_done)
+        each.num_done += 1
+        finish = FinishReason.LENGTH if each.num_done >= params.max_tokens else None
+        if finish is None and self._most_tokens is not None and each.num_done >= self._most_tokens:
+            finish = FinishReason.STOP
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=[token],
+            logprobs=[] if params.num_logprobs is None else [logprobs_of(token, params.num_logprobs)],
+            finish_reason=finish,
+        )
+
+    def _stats(self, num_step_tokens: int) -> RankStats:
+        return RankStats(
+            rank=self.rank,
+            step=self.num_steps,
+            num_running=self.num_open,
+            num_waiting=0,
+            num_free_blocks=self.num_free_blocks,
+            num_blocks=NUM_BLOCKS,
+            num_step_tokens=num_step_tokens,
+            num_preemptions=0,
+            prefix_query_tokens=0,
+            prefix_hit_tokens=0,
+        )
+
+
+def logprobs_of(token: int, num_top: int) -> Logprobs:
+    """The chosen token is the likeliest, then the ids after it, half as likely each."""
+    tops = [token + place for place in range(num_top)]
+    return Logprobs(token, -0.5, tops, [-0.5 - 0.693 * place for place in range(num_top)])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until the front ends; return the exit status."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.paced_rank", allow_abbrev=False)
+    for name, kind in (("rank", int), ("world_size", int), ("address", str)):
+        parser.add_argument(name, type=kind)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    args = parser.parse_args(arguments)
+    make = functools.partial(PacedRank, args.rank, args.world_size, args.address, os.environ[TOKEN_VARIABLE])
+    rank = make(max_model_len=args.max_model_len, step_s=args.step_s).open()
+    rank.wait_ended()
+    rank.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

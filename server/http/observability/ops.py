@@ -1,0 +1,115 @@
+"""The routes that operators and load balancers use: /health, /ping, /version, /metrics, and who serves.
+
+GET /v1/fault_tolerance/status says who serves, who is away, why and since when. Its path, `schema_version`,
+`total_engines` and `engines` with `id`, `status` and `fault_info` are vLLM's, so that what watches vLLM's ranks can watch
+these; the rest is ours. There is nothing to apply: ranks come back by themselves.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from server import errors
+from server.front.journal import Journal
+from server.front.membership import Epochs, Phase
+from server.http.errors import ErrorResponse
+from server.http.observability import metrics
+from server.http.observability.metrics import Metrics
+from server.http.routes import new_router
+
+
+def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str | None]) -> APIRouter:
+    """Return the routes.
+
+    Args:
+        why_not_ready: None while some rank serves, else the reason.
+    """
+    router = new_router()
+
+    async def show_health() -> Response:
+        """200 while some rank serves (from the start on: all), else 503 with the reason."""
+        reason = why_not_ready()
+        return ErrorResponse(errors.not_ready(reason)) if reason else JSONResponse({"status": "ready"})
+
+    async def show_ping() -> dict[str, Any]:
+        """200 as long as this process lives."""
+        return {"ping": "pong"}
+
+    async def show_version() -> dict[str, Any]:
+        """The distribution's version."""
+        return {"version": version}
+
+    async def show_metrics() -> Response:
+        """Everything for Prometheus."""
+        return Response(await registry.text(), media_type=metrics.CONTENT_TYPE)
+
+    router.add_api_route("/health", show_health, methods=["GET"], response_model=None)
+    router.add_api_route("/ping", show_ping, methods=["GET"], response_model=None)
+    router.add_api_route("/version", show_version, methods=["GET"], response_model=None)
+    router.add_api_route("/metrics", show_metrics, methods=["GET"], response_class=PlainTextResponse)
+    # A route of several methods has one operation id for all of them, which /openapi.json may not have.
+    for path, answer in (
+        ("/health", show_health),
+        ("/ping", show_ping),
+        ("/version", show_version),
+        ("/metrics", show_metrics),
+    ):
+        router.add_api_route(path, answer, methods=["HEAD"], response_model=None, include_in_schema=False)
+    router.add_api_route("/ping", show_ping, methods=["POST"], response_model=None)
+    return router
+
+
+SCHEMA_VERSION = 1
+
+
+def membership_routes(epochs: Epochs, journal: Journal, num_parked: Callable[[], int]) -> APIRouter:
+    """Return the routes."""
+    router = new_router()
+
+    async def show_status() -> dict[str, Any]:
+        """Who serves, who is away, why and since when."""
+        return {**status_of(epochs, time.monotonic(), time.time()), **_requests(journal, num_parked())}
+
+    router.add_api_route("/v1/fault_tolerance/status", show_status, methods=["GET"], response_model=None)
+    return router
+
+
+def status_of(epochs: Epochs, now_s: float, now_unix_s: float) -> dict[str, Any]:
+    """What is known of ranks, as JSON; the times are the same moment on the machine's clock and on the calendar's."""
+    missing = [
+        {
+            "rank": rank,
+            "reason": absence.reason,
+            "since": round(now_unix_s - (now_s - absence.since_s), 3),
+            "seconds": round(now_s - absence.since_s, 3),
+        }
+        for rank, absence in sorted(epochs.missing.items())
+    ]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "phase": epochs.phase.value,
+        "epoch": epochs.number,
+        "members": list(epochs.members),
+        "missing": missing,
+        "faults": [{"rank": rank, "reason": reason} for rank, reason in sorted(epochs.faults.items())],
+        "losses": sum(epochs.num_losses),
+        "total_engines": epochs.num_ranks,
+        "engines": [_engine(epochs, rank) for rank in range(epochs.num_ranks)],
+    }
+
+
+def _requests(journal: Journal, num_parked: int) -> dict[str, int]:
+    return {"replays": journal.num_replayed, "waiting_requests": num_parked}
+
+
+def _engine(epochs: Epochs, rank: int) -> dict[str, Any]:
+    """One rank as vLLM shows an engine."""
+    if rank in epochs.missing:
+        return {"id": rank, "status": "dead", "fault_info": epochs.missing[rank].reason}
+    if rank in epochs.faults:
+        return {"id": rank, "status": "unhealthy", "fault_info": epochs.faults[rank]}
+    is_serving = epochs.phase is Phase.SERVING and rank in epochs.members
+    return {"id": rank, "status": "healthy" if is_serving else "unhealthy"}

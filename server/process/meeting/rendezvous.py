@@ -1,0 +1,251 @@
+"""A worker's place in the service, as torchrun tells it, and which node gets the front process.
+
+torchrun (c10d) gives rank 0 to any node, not to the one whose address the user wrote, and puts MASTER_ADDR on rank
+0's node (seen with torch 2.13). Users expect HTTP on the node that they named, so the front belongs to the node
+whose torchrun agent listens on the rendezvous endpoint's port. We ask the kernel who listens: two agents on one
+host share names and addresses, but a port has one owner. Rejected: comparing host names with the endpoint's, which
+cannot tell those two apart and fails behind NAT.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+NODE_VARIABLE = "WIDEEP_NODE"  # for engines: the same for all that one torchrun has started
+RESTARTS_VARIABLE = "WIDEEP_RESTARTS"  # for engines: how often this rank's was started again
+_C10D_PORT = 29400  # torchrun's default for an endpoint without a port
+_TORCHRUN = ("torchrun", "torch.distributed.run", "distributed/run.py", "torch.distributed.launch")
+_LISTEN = "0A"  # a TCP state in /proc/net/tcp
+
+
+class PlaceError(RuntimeError):
+    """The environment that torchrun sets is missing or contradicts itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a worker is in the service."""
+
+    rank: int
+    world_size: int  # ranks in all
+    local_rank: int
+    local_world_size: int  # ranks on this node
+    master_addr: str
+    master_port: int
+
+
+class Endpoint(NamedTuple):
+    """Where the store that decides about the front listens."""
+
+    host: str
+    port: int
+
+
+def place_from(environment: Mapping[str, str] = os.environ) -> Place:
+    """Read this worker's place from the variables that torchrun sets.
+
+    Raises:
+        PlaceError: naming what is missing or wrong.
+    """
+    place = Place(
+        rank=_number(environment, "RANK"),
+        world_size=_number(environment, "WORLD_SIZE"),
+        local_rank=_number(environment, "LOCAL_RANK"),
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE"),
+        master_addr=environment.get("MASTER_ADDR", ""),
+        master_port=_number(environment, "MASTER_PORT"),
+    )
+    if not place.master_addr:
+        raise PlaceError(_missing("MASTER_ADDR"))
+    if not place.local_rank < place.local_world_size <= place.world_size or place.rank >= place.world_size:
+        raise PlaceError(
+            f"torchrun's variables contradict each other: RANK={place.rank} WORLD_SIZE={place.world_size} "
+            f"LOCAL_RANK={place.local_rank} LOCAL_WORLD_SIZE={place.local_world_size}"
+        )
+    return place
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name)
+    if text is None:
+        raise PlaceError(_missing(name))
+    if not text.isdigit():
+        raise PlaceError(f"{name} is {text!r}; torchrun sets it to a number")
+    return int(text)
+
+
+def _missing(name: str) -> str:
+    return (
+        f"{name} is not set: `wideep worker` is started by torchrun. On one node use `wideep serve MODEL`; on several "
+        "run `torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HEAD:29400 --no-python "
+        "wideep worker MODEL` on each"
+    )
+
+
+def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the host under which other nodes reach this one if the front belongs here, else None.
+
+    Args:
+        place: this worker's.
+        agent_pid: the torchrun agent, that is this worker's parent.
+        environment: the worker's, which has the agent's PET_ variables.
+
+    Returns:
+        "127.0.0.1" where the service has one node.
+    """
+    if place.world_size == place.local_world_size:
+        return "127.0.0.1"
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not torchrun: no agent that could listen
+        return place.master_addr if place.rank == place.local_rank else None
+    endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
+    host, port = endpoint or Endpoint(place.master_addr, place.master_port)
+    return host if listens_on(agent_pid, port) else None
+
+
+def node_name(agent_pid: int, environment: Mapping[str, str] = os.environ) -> str:
+    """Name what is below one run of one torchrun."""
+    run_id, restarts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
+    return f"{run_id}/{restarts}@{socket.gethostname()}:{agent_pid}"
+
+
+class Joined(NamedTuple):
+    """A place that a running service gave to a worker of another torchrun."""
+
+    place: Place
+    variables: dict[str, str]  # in which the engine finds it, as torchrun would have said it
+
+
+def join_service(
+    endpoint: str, place: Place, node: str, command: Sequence[str], key_file: str | None
+) -> Joined:
+    """Ask the service whose rendezvous endpoint this is for a place.
+
+    Args:
+        place: what this worker's own torchrun says.
+        command: runs `server.process.meeting.claim`, which needs torch.
+
+    Raises:
+        PlaceError: there is none, and why.
+    """
+    if place.world_size != place.local_world_size:
+        raise PlaceError(
+            f"--join takes a torchrun of one node; this one has {place.world_size} workers, {place.local_world_size} of "
+            "them here: run one torchrun on each node that joins, with --nnodes 1"
+        )
+    words = [endpoint, node, str(place.local_rank), str(place.local_world_size)]
+    words += [key_file] if key_file else []
+    asked = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines()
+        raise PlaceError(said[-1] if said else f"cannot join the service at {endpoint}")
+    given = json.loads(asked.stdout)
+    host, _, port = endpoint.rpartition(":")
+    place = replace(
+        place,
+        rank=given["rank"],
+        world_size=given["world_size"],
+        master_addr=host.strip("[]"),
+        master_port=int(port),
+    )
+    variables = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": given["run_id"],
+        "TORCHELASTIC_RESTART_COUNT": given["restarts"],
+        RESTARTS_VARIABLE: str(given["num_restarts"]),
+    }
+    return Joined(place, variables)
+
+
+def store_variables(agent_pid: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT of the store on the node with the front; nothing where torchrun's own are right.
+
+    torchrun names a store on rank 0's node. When that node is lost, the others could not meet without it; the rendezvous
+    endpoint's store is as good, and its node is the one that the service cannot do without anyway.
+    """
+    endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
+    if endpoint is None or not endpoint.port or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    return {"MASTER_ADDR": endpoint.host, "MASTER_PORT": str(endpoint.port)}
+
+
+def find_agent() -> int:
+    """Return the pid of the torchrun above this process: its parent, or further up where a script is in between."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # the kernel may hide other users' processes, or one has just ended
+        while pid > 0:
+            if is_torchrun(pid):
+                return pid
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # state, ppid
+    return os.getppid()
+
+
+def is_torchrun(pid: int) -> bool:
+    """Return whether a process is a torchrun, by its command line.
+
+    Raises:
+        OSError: there is none, or the kernel hides it.
+    """
+    return any(word.endswith(_TORCHRUN) for word in _command_line(pid))
+
+
+def rendezvous_endpoint(command: Sequence[str], environment: Mapping[str, str]) -> Endpoint | None:
+    """Return the c10d rendezvous endpoint of a torchrun command line; None where it has none (static, etcd)."""
+    backend = _torchrun_value(command, environment, "rdzv-backend")
+    text = _torchrun_value(command, environment, "rdzv-endpoint")
+    if backend != "c10d" or not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or not host:  # a bare host, a bare [IPv6] address
+        return Endpoint(text.strip("[]"), _C10D_PORT)
+    return Endpoint(host.strip("[]"), int(port))
+
+
+def _torchrun_value(command: Sequence[str], environment: Mapping[str, str], option: str) -> str:
+    """Return what torchrun was given as `--option` (either spelling, last one wins) or as PET_OPTION."""
+    value = environment.get("PET_" + option.upper().replace("-", "_"), "")
+    spellings = ("--" + option, "--" + option.replace("-", "_"))
+    for argument, following in zip(command, [*command[1:], ""], strict=True):
+        name, equals, attached = argument.partition("=")
+        if name in spellings:
+            value = attached if equals else following
+    return value
+
+
+def _command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+
+
+def listens_on(pid: int, port: int) -> bool:
+    """Return whether process `pid` (of our own user) itself holds a TCP socket that listens on `port`."""
+    inodes = _listening_inodes(pid, port)
+    if not inodes:
+        return False
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except FileNotFoundError:  # closed since we listed it
+            continue
+        if target.startswith("socket:[") and target[8:-1] in inodes:
+            return True
+    return False
+
+
+def _listening_inodes(pid: int, port: int) -> set[str]:
+    """Return the inodes of the sockets that listen on `port` in the network namespace of `pid`."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{table}")
+        for row in path.read_text().splitlines()[1:] if path.exists() else []:
+            fields = row.split()  # sl, local address:port (hex), remote, state, ..., inode is the tenth
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(fields[9])
+    return inodes

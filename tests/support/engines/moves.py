@@ -1,0 +1,165 @@
+"""Changes of placement in tests: engines that serve while experts move, on every rank of a pool."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from expert_placement.config import EplbConfig
+from expert_placement.moves import align
+from expert_placement.placement import Placement
+from scheduler.assembly import Assembled
+from scheduler.moves.channel import PeerChannel
+from scheduler.moves.reports import MoveState, PlacementReport
+from scheduler.policy.request import RankStats, Request, RequestOutput
+from tests.support.engines.serving import Served, build
+from tests.support.placement.placements import random_placement
+
+WAIT_S = 60.0
+
+
+@dataclass
+class MovedRank:
+    """What one rank delivered while experts moved."""
+
+    served: Served = field(default_factory=Served)
+    reports: list[PlacementReport] = field(default_factory=list)
+    digest: str = ""  # of the placement that served at the end
+
+    def states(self) -> list[tuple[int, MoveState]]:
+        """Versions and what became of them, in order."""
+        return [(report.version, report.state) for report in self.reports]
+
+
+class Intercepted:
+    """A channel between movers; a test changes what is sent, or does something before what is received."""
+
+    def __init__(
+        self,
+        channel: PeerChannel,
+        *,
+        sending: Callable[[Tensor], Tensor] = lambda data: data,
+        receiving: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.channel, self._sending, self._receiving = channel, sending, receiving
+
+    def send(self, data: Tensor, peer: int) -> None:
+        self.channel.send(self._sending(data), peer)
+
+    def receive(self, data: Tensor, peer: int) -> None:
+        self._receiving()
+        self.channel.receive(data, peer)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+def targets(placement: Placement, count: int) -> list[Placement]:
+    """Placements to go through, one after the other."""
+    made, before = [], placement
+    for index in range(count):
+        new = random_placement(
+            before.num_layers, before.num_experts, before.num_ranks, before.slots_per_rank, seed=50 + index
+        )
+        made.append(align(new, before).with_version(before.version + 1))
+        before = made[-1]
+    return made
+
+
+def build_with_copies(directory: Path, slots_per_rank: int, **settings: Any) -> Assembled:
+    """Assemble an engine whose ranks have slots to spare; a `max_bytes_per_step` is --eplb-config's."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    redundant = slots_per_rank * world_size - 8  # all tiny families of these tests have 8 experts
+    eplb = EplbConfig(
+        num_redundant_experts=redundant, max_bytes_per_step=settings.pop("max_bytes_per_step", 1 << 20)
+    )
+    return build(directory, eplb=eplb, max_model_len=160, **settings)
+
+
+class Moves:
+    """Goes through placements while an engine serves: each begins some steps after the one before came to its end.
+
+    Takes the doorbell's place: ranks that would sleep take the next wave of requests, else wait for experts to come.
+    """
+
+    def __init__(
+        self, built: Assembled, wanted: Sequence[Placement], *, every: int = 3, doomed: Sequence[int] = ()
+    ) -> None:
+        """`doomed` are versions that the test lets fail on some rank, so that all ranks must drop them."""
+        self.moved = MovedRank()
+        self._built, self._every, self._doomed = built, every, set(doomed)
+        self._coming, self._steps = list(wanted), 0
+        self._open: int | None = None  # version under way
+        self._news = threading.Condition()
+        built.relocation.on_report = self._take_report
+
+    def serve(self, *waves: Sequence[Request]) -> MovedRank:
+        """Serve waves of requests until they and the moves are done; collective."""
+        engine: Any = self._built.engine
+        engine.waves.extend(list(wave) for wave in waves)
+        engine._doorbell = self
+        engine.run(self._on_step)
+        self.moved.digest = self._built.relocation.placement.digest()
+        return self.moved
+
+    def wait_for_end(self, version: int) -> None:
+        """Wait until this rank has reported that a move came to its end."""
+        with self._news:
+            ended = self._news.wait_for(
+                lambda: any(
+                    v == version and state is not MoveState.VERIFIED for v, state in self.moved.states()
+                ),
+                timeout=WAIT_S,
+            )
+        assert ended, f"placement {version} has no end; there were {self.moved.states()}"
+
+    def ring(self, step: int) -> None:
+        """Nobody sleeps."""
+
+    def wait(self, step: int) -> None:
+        """Go on with the next wave, or once this rank has something to tell."""
+        engine: Any = self._built.engine
+        if engine.waves:
+            for request in engine.waves.popleft():
+                engine.submit(request)
+        elif self._open is not None or self._coming:
+            with self._news:
+                done = self._news.wait_for(self._has_something_to_say, timeout=WAIT_S)
+            assert done, f"placement {self._open} does not come; there were {self.moved.states()}"
+        else:
+            engine.stop()
+
+    def _has_something_to_say(self) -> bool:
+        """Also what it has said before: others, who were not ready then, may be now, and nobody rings here."""
+        relocation: Any = self._built.relocation
+        return self._open is None or relocation.has_news or relocation._posted_version == self._open
+
+    def _take_report(self, report: PlacementReport) -> None:
+        self.moved.reports.append(report)
+        if report.version in self._doomed and report.state is MoveState.VERIFIED:
+            threading.Thread(target=self._built.relocation.drop, args=(report.version,)).start()
+        with self._news:
+            if report.state is not MoveState.VERIFIED:
+                self._open = None
+            self._news.notify_all()
+
+    def _on_step(self, outputs: list[RequestOutput], stats: RankStats) -> None:
+        served = self.moved.served
+        served.outputs += outputs
+        served.stats.append(stats)
+        for output in outputs:
+            served.token_ids.setdefault(output.request_id, []).extend(output.token_ids)
+        self._steps += 1
+        if self._coming and self._open is None and (self._steps >= self._every or not self._has_waves):
+            self._steps, target = 0, self._coming.pop(0)
+            self._open = target.version
+            self._built.relocation.prepare(target)
+
+    @property
+    def _has_waves(self) -> bool:
+        engine: Any = self._built.engine
+        return bool(engine.waves)

@@ -1,0 +1,67 @@
+"""Engines whose GPU path Triton's interpreter runs: to be built in a process of the `interpreter` fixture only."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcache.step import Span
+from scheduler.assembly import Assembled
+from tests.support.engines.serving import build
+
+SETTINGS: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 48, "max_num_seqs": 3}
+
+
+class Part(NamedTuple):
+    """Tokens [start, end) of a sequence, run in one step."""
+
+    sequence: int
+    start: int
+    end: int
+
+
+def build_interpreted(directory: Path, **settings: Any) -> Assembled:
+    """Assemble an engine for the interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    return build(directory, device="interpreter", **{**SETTINGS, **settings})
+
+
+def run_steps(
+    built: Assembled, sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[Part]]
+) -> list[np.ndarray]:
+    """Run given tokens in given steps and return every token's logits: [tokens, V] of each sequence.
+
+    A part of one token that does not begin its sequence is a decode; decodes come first in their step.
+    """
+    model, step, cache = built.model, built.runner.step, built.runner._cache
+    per_sequence = -(-int(built.max_model_len) // step.block_tokens)
+    found: list[list[np.ndarray]] = [[] for _ in sequences]
+    for parts in steps:
+        spans = []
+        for sequence, start, end in parts:
+            # From the pool's end, backwards: a block table must be followed, not guessed.
+            blocks = built.num_blocks - 1 - sequence * per_sequence - np.arange(-(-end // step.block_tokens))
+            spans.append(Span(start, end - start, blocks.tolist()))
+        decodes = sum(part.start > 0 and part.end == part.start + 1 for part in parts)
+        step.fill(spans, decodes)
+        tokens = [token for part in parts for token in sequences[part.sequence][part.start : part.end]]
+        inputs = step.inputs(tokens, range(len(tokens)))
+        logits = model.forward(inputs.token_T, cache, inputs.row_R)[: len(tokens)].cpu().numpy()
+        ends = np.cumsum([part.end - part.start for part in parts])
+        for part, rows in zip(parts, np.split(logits, ends[:-1]), strict=True):
+            found[part.sequence].append(rows)
+    return [np.concatenate(rows) for rows in found]
+
+
+def mixed_steps(lengths: Sequence[int]) -> list[list[Part]]:
+    """Two sequences: chunks of one prompt, the other's prompt beside the first's decodes, then decodes of both."""
+    first, second = lengths
+    steps = [[Part(0, 0, 5)], [Part(0, 5, first - 3)]]
+    steps += [[Part(0, first - 3, first - 2), Part(1, 0, second - 2)]]
+    steps += [
+        [Part(0, first - 2 + index, first - 1 + index), Part(1, second - 2 + index, second - 1 + index)]
+        for index in range(2)
+    ]
+    return steps

@@ -1,0 +1,60 @@
+"""Tiny configurations of any model type that `transformers` has, for sweeps: sizes by name, the rest as it comes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from tests.support.models.families import COMMON, VOCABULARY, seed_special_tensors
+
+EXPERTS = dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8)
+CHOICES = dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2)
+SIZES: dict[str, Any] = {
+    **COMMON,
+    **EXPERTS,
+    **CHOICES,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "sliding_window": 8,
+}
+KEPT = ("tie_word_embeddings",)  # fields left as the family has them
+
+
+def tiny_config(model_type: str, **fields: Any) -> PreTrainedConfig:
+    """A small configuration; `fields` are set over the common sizes."""
+    default = AutoConfig.for_model(model_type)
+    sizes = {name: size for name, size in SIZES.items() if hasattr(default, name) and name not in KEPT}
+    if hasattr(default, "kv_lora_rank"):
+        sizes["num_key_value_heads"] = 4  # MLA has as many as heads
+    return AutoConfig.for_model(model_type, **{**sizes, **fields})
+
+
+def write_tiny(model_type: str, directory: Path) -> PreTrainedModel:
+    """Write a seeded checkpoint; returns the oracle, eager in float32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(model_type), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    model.set_experts_implementation("eager")
+    seed_special_tensors(model, seed=0)
+    model.save_pretrained(directory)
+    return model
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Seeded token ids."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]

@@ -1,0 +1,90 @@
+"""Accepted requests against stub ranks, with everything around them within reach."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
+from server.front.generations import Answer, Ask
+from server.front.journal import Journal
+from server.front.requests import Requests
+from server.front.router import Router
+from server.http.observability.metrics import Metrics
+from tests.support.requests.answers import ByteDecoder
+
+
+class StubRanks:
+    """What `Requests` needs of `Ranks`, remembering what it is told."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[int, Request]] = []
+        self.aborted: list[tuple[int, str]] = []
+
+    def submit(self, rank: int, request: Request, *, now_s: float) -> None:
+        self.submitted.append((rank, request))
+
+    def abort(self, rank: int, request_id: str) -> None:
+        self.aborted.append((rank, request_id))
+
+
+class Desk:
+    """`Requests` with everything around it within reach."""
+
+    def __init__(self, timeout_s: float = 0.0) -> None:
+        self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(2)
+        self.metrics = Metrics("m", 2)
+        self.why_not_ready: str | None = None
+        self.requests = Requests(
+            decoder=ByteDecoder(),
+            ranks=self.ranks,  # type: ignore[arg-type]
+            router=self.router,
+            journal=self.journal,
+            metrics=self.metrics,
+            timeout_s=timeout_s,
+            why_not_ready=lambda: self.why_not_ready,
+        )
+
+    def open(self, *names: str, params: SamplingParams | None = None, **how: Any) -> Answer:
+        """Accept an answer with a choice for each name."""
+        params = params or SamplingParams(max_tokens=9)
+        asks = [
+            Ask(request=Request(request_id=name, prompt_ids=(65,), params=params, arrival_s=0.0), **how)
+            for name in names
+        ]
+        return self.requests.open("answer", asks)
+
+    def rank_of(self, name: str) -> int:
+        """The rank that a choice was given to last."""
+        return next(rank for rank, request in reversed(self.ranks.submitted) if request.request_id == name)
+
+    def deliver(
+        self,
+        name: str,
+        text: str = "",
+        finish: FinishReason | None = None,
+        error: str = "",
+        *,
+        rank: int | None = None,
+        **how: Any,
+    ) -> None:
+        """Let a choice's rank, or another one, say something about it."""
+        output = RequestOutput(
+            request_id=name, token_ids=list(text.encode()), finish_reason=finish, error=error, **how
+        )
+        self.requests.deliver(self.rank_of(name) if rank is None else rank, [output])
+
+    def reasons(self) -> list[FinishReason]:
+        """The outcomes so far, with nothing left open anywhere."""
+        assert not self.journal.open_entries and self.router.outstanding_tokens == (0, 0)
+        assert self.journal.num_ended.total() == self.journal.num_accepted
+        return [outcome.reason for outcome in self.journal.outcomes]
+
+
+def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run a test in an event loop."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 20))
+
+    run.__name__ = test.__name__
+    return run

@@ -1,0 +1,103 @@
+"""Stands in for an engine or a front: `fake_child.py engine|front --options JSON FLAGS...`, no torch, no model.
+
+It writes ROLE-RANK.json with its pid, arguments and what it was told into $FAKE_DIRECTORY, reports what the real one
+reports, and waits for SIGTERM, or SIGINT for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS
+makes that one end with STATUS at once, FAKE_EXIT_AGAIN likewise but only when it is started again. SIGUSR2 ends an engine
+as the loss of its front does. FAKE_FRONT_CHILD=1 gives a front a child that dies with it, as the checker of structures
+does; its pid is in front-RANK.child. Engines leave copies as real ones do.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from server.parent_death import die_with_parent
+from server.process.spare import leave_spare
+
+KV_CACHE_BYTES = 12345678  # what an engine says it took
+
+
+FRONT_IS_GONE = 3  # as server.process.engine says
+
+
+class _Health(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Keep quiet."""
+
+
+def _serve(port: int, ready_fd: int) -> None:
+    server = HTTPServer(("127.0.0.1", port), _Health)
+    http = f"http://127.0.0.1:{server.server_port}"
+    os.write(ready_fd, json.dumps({"http": http, "ranks_address": "x:1", "token": "t"}).encode() + b"\n")
+    server.serve_forever()
+
+
+def _report_ready() -> None:
+    front = json.loads(os.environ.get("WIDEEP_FRONT", '{"http": "http://elsewhere:1"}'))
+    descriptor = int(os.environ["WIDEEP_READY_FD"])
+    for told in ({"http": front["http"]}, {"kv_cache_bytes": KV_CACHE_BYTES}, {"ready": True}):
+        os.write(descriptor, json.dumps(told).encode() + b"\n")
+    (Path(os.environ["FAKE_DIRECTORY"]) / f"engine-{os.environ['RANK']}.told").touch()
+    while True:
+        os.write(descriptor, b'{"beat": 1}\n')
+        time.sleep(0.1)
+
+
+def _end(name: str) -> Callable[..., None]:
+    """Return a handler that notes its signal and ends the process."""
+
+    def note_and_end(number: int, _frame: object) -> None:
+        (Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.ended-by").write_text(signal.Signals(number).name)
+        os._exit(0)
+
+    return note_and_end
+
+
+def main() -> None:
+    while sys.argv[1] == "engine" and (order := leave_spare(os.environ)):
+        sys.argv[2:] = ["--options", order.options]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role")
+    parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--ready-fd", type=int)
+    args, _ = parser.parse_known_args()
+    stubborn = os.environ.get("FAKE_STUBBORN") == "1"
+    name = f"{args.role}-{os.environ['RANK']}"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN if stubborn else _end(name))
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(FRONT_IS_GONE))
+    wanted = ("WIDEEP_FRONT", "OMP_NUM_THREADS", "WIDEEP_API_KEY", "WIDEEP_RESTARTS", "WIDEEP_ANSWERS")
+    known = {"pid": os.getpid(), "argv": sys.argv[1:], "env": {key: os.environ.get(key) for key in wanted}}
+    partial = Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.partial"
+    partial.write_text(json.dumps(known))
+    partial.rename(partial.with_suffix(".json"))
+    variable = "FAKE_EXIT_AGAIN" if "WIDEEP_RESTARTS" in os.environ else "FAKE_EXIT"
+    victim, _, status = os.environ.get(variable, "").partition(":")
+    if victim == name:
+        sys.exit(int(status))
+    if args.role == "front":
+        if "FAKE_FRONT_CHILD" in os.environ:
+            pid = os.getpid()
+            child = subprocess.Popen(["sleep", "600"], preexec_fn=lambda: die_with_parent(parent_pid=pid))
+            partial.write_text(str(child.pid))
+            partial.rename(partial.with_suffix(".child"))
+        _serve(args.options.get("port", 0), args.ready_fd)
+    else:
+        _report_ready()
+
+
+if __name__ == "__main__":
+    main()

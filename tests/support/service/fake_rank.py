@@ -1,0 +1,162 @@
+"""The one fake rank of the tests: a paced rank (benchmarks/serving/paced_rank.py) that answers from scripts.
+
+What it answers is looked up by the prompt's text: the test registers a `Script` under a word that the prompt holds; a
+prompt without one is answered by its own end, or, where the test wants that, by itself again and again. A script may
+wait for a gate, so that a test decides when a token comes. Everything it is told lands in `requests`, `aborted` and
+`orders`, which tests wait on. A request that another rank has begun goes on in its script where that rank left off;
+`wrong_replays` are those whose beginning is not the script's. An order is answered at once, unless a test says what with.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.serving.paced_rank import OpenRequest, PacedRank, logprobs_of
+from expert_placement.placement import Placement
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
+from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
+
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class Script:
+    """How to answer the prompts that hold a word."""
+
+    token_ids: Sequence[int]
+    finish: FinishReason = FinishReason.STOP
+    error: str = ""
+    gates: dict[int, threading.Event] = field(default_factory=dict)  # token number -> what it waits for
+    num_cached_tokens: int = 0
+    tokens_per_step: int = 1
+
+
+class FakeRank(PacedRank):
+    """One rank of a service that answers from scripts."""
+
+    def __init__(
+        self, *place: Any, decode: Callable[[Sequence[int]], str], repeats: bool = False, **how: Any
+    ) -> None:
+        """As a `PacedRank`; `repeats`: prompts without a script are answered as that one answers."""
+        self.scripts: dict[str, Script] = {}
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.orders: list[Order] = []
+        self.wrong_replays: list[Request] = []
+        self.on_order: Callable[[Order], None] = lambda order: self.link.send_regrouped(order.epoch)
+        self.stopped = threading.Event()
+        self.losses: list[str] = []
+        self._decode, self._repeats = decode, repeats
+        self._followed: dict[str, Script | None] = {}  # by request id
+        super().__init__(*place, **how)
+
+    def begin(self, placement: Placement) -> None:
+        """Say what serves at the start, as rank 0 does."""
+        layers = tuple(range(placement.num_layers))
+        self.link.send_experts(
+            ExpertMap(
+                placement.version,
+                placement.num_experts,
+                placement.num_ranks,
+                layers,
+                len(layers),
+                placement.slot_expert,
+            )
+        )
+        report = PlacementReport(rank=self.rank, version=placement.version, state=MoveState.SERVING)
+        self.link.send_placement(report, placement, expert_bytes=1000)
+
+    def kill(self) -> None:
+        """End as an engine does that is killed: in the middle of everything, without a word."""
+        self._end()
+        self.link._end_expected = True
+        self.link._shut()
+
+    def wait_for(self, condition: Callable[["FakeRank"], bool]) -> None:
+        """Wait until the rank has been told what makes `condition` true."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self), TIMEOUT_S), "the rank was not told in time"
+
+    def forget(self) -> None:
+        """Drop the scripts and what the rank was told, while it answers nothing."""
+        with self._changed:
+            self.scripts.clear()
+            self.requests.clear()
+            self.aborted.clear()
+
+    def _note(self, told: list[Any], what: object) -> None:
+        with self._changed:
+            told.append(what)
+            self._changed.notify_all()
+
+    def submit(self, request: Request) -> None:
+        self._note(self.requests, request)
+        super().submit(request)
+
+    def abort(self, request_id: str) -> None:
+        self._note(self.aborted, request_id)
+        super().abort(request_id)
+
+    def regroup(self, order: Order) -> None:
+        self._note(self.orders, order)
+        self.on_order(order)
+
+    def stop(self) -> None:
+        self.stopped.set()
+        super().stop()
+
+    def lost(self, reason: str, *, is_broken: bool) -> None:
+        self._note(self.losses, reason)
+
+    def _script_for(self, request: Request) -> Script | None:
+        text = self._decode(request.prompt_ids)
+        for word, script in self.scripts.items():
+            if word in text:
+                return script
+        if self._repeats:
+            return None
+        return Script(request.prompt_ids[-request.params.max_tokens :], FinishReason.LENGTH)
+
+    def _advance(self, each: OpenRequest) -> RequestOutput | None:
+        request, params = each.request, each.request.params
+        if request.request_id not in self._followed:
+            self._followed[request.request_id] = self._script_for(request)
+        script = self._followed[request.request_id]
+        if script is None:
+            return super()._advance(each)
+        token_ids, at = list(script.token_ids)[: params.max_tokens], each.num_done
+        if at == (begun := len(request.replayed_ids)) and tuple(token_ids[:at]) != request.replayed_ids:
+            self.wrong_replays.append(request)
+        if at in script.gates and not script.gates[at].is_set():
+            return None
+        step = token_ids[at : at + script.tokens_per_step]
+        each.num_done += len(step)
+        # As engines do, the last token brings the end along, unless the test wants to decide when it comes.
+        ends = each.num_done == len(token_ids) and not (step and each.num_done in script.gates)
+        is_whole = len(token_ids) == len(script.token_ids)
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=step,
+            logprobs=[]
+            if params.num_logprobs is None
+            else [logprobs_of(token, params.num_logprobs) for token in step],
+            prompt_logprobs=_of_prompt(request) if at == begun == 0 else [],
+            num_cached_tokens=script.num_cached_tokens,
+            finish_reason=(script.finish if is_whole else FinishReason.LENGTH) if ends else None,
+            error=script.error if ends else "",
+        )
+
+    def _stats(self, num_step_tokens: int) -> RankStats:
+        """As if every tenth token of prompts had been known."""
+        known = {"prefix_query_tokens": 10 * self.num_steps, "prefix_hit_tokens": self.num_steps}
+        return replace(super()._stats(num_step_tokens), **known)
+
+
+def _of_prompt(request: Request) -> list[Logprobs]:
+    """Where wanted, of prompt tokens 1 and on: as of generated ones, and of rank 1."""
+    num_top = request.params.num_prompt_logprobs
+    return (
+        [] if num_top is None else [logprobs_of(t, num_top)._replace(rank=1) for t in request.prompt_ids[1:]]
+    )

@@ -1,0 +1,46 @@
+"""`fake_service.py serve|worker MODEL FLAGS...`: the real serve or worker, with fake engines and fronts below it.
+
+FAKE_LAUNCHER=1 leaves torch's store out.
+
+A worker leaves its pid in $FAKE_DIRECTORY/worker-RANK.json, as the fake children do.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+import server.process.preflight.checks  # noqa: E402
+from server.cli import build_parser  # noqa: E402
+from server.options.reading import options_from  # noqa: E402
+from server.process.serve import ServeCommands, run_serve  # noqa: E402
+from server.process.supervisor import Commands  # noqa: E402
+from server.process.worker import run_worker  # noqa: E402
+
+_CHILD = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
+
+
+def main() -> int:
+    checks: Any = server.process.preflight.checks
+    checks.available_bytes = lambda: 1 << 40  # fakes are small, whatever runs beside the test
+    options = options_from(build_parser().parse_args(sys.argv[1:]))
+    if sys.argv[1] == "serve":
+        commands = ServeCommands(worker=(sys.executable, __file__, "worker"))
+        if os.environ.get("FAKE_LAUNCHER") == "1":
+            commands = replace(
+                commands, agent=(sys.executable, str(Path(__file__).with_name("fake_launcher.py")))
+            )
+        return run_serve(options, commands=commands)
+    assert "torch" not in sys.modules, "a worker has imported torch"
+    path = Path(os.environ["FAKE_DIRECTORY"]) / f"worker-{os.environ.get('RANK')}.json"
+    path.write_text(json.dumps({"pid": os.getpid(), "ppid": os.getppid()}))
+    return run_worker(options, commands=Commands(engine=(*_CHILD, "engine"), front=(*_CHILD, "front")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

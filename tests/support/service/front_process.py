@@ -1,0 +1,156 @@
+"""A real front in a process of its own, with scripted ranks attached from this one."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+from tokenizers import Tokenizer
+
+from scheduler.policy.request import Request
+from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.service.fake_rank import FakeRank, Script
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 60.0
+
+
+class FrontProcess:
+    """`wideep front` on free ports."""
+
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        num_ranks: int = 2,
+        max_len: int = MAX_LEN,
+        log: Path | None = None,
+        **how: Any,
+    ) -> None:
+        """Start it; its standard output goes to `log`, if there is one; `how` its ranks answer, see `FakeRank`."""
+        self.num_ranks = num_ranks
+        self._max_len, self._how = max_len, how
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self.ranks: list[FakeRank] = []
+        self._scripts: dict[str, Script] = {}
+        self.headers: dict[str, str] = {}  # of requests that bring none of their own
+        read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front", str(model)]
+        command += ["--port", "0", "--ranks", str(num_ranks), "--ready-fd", str(write_fd), *flags]
+        with contextlib.ExitStack() as files:
+            out = None if log is None else files.enter_context(log.open("w"))
+            self.process = subprocess.Popen(
+                command, pass_fds=(write_fd,), stdout=out, stderr=subprocess.PIPE, text=True, cwd=model
+            )
+        os.close(write_fd)
+        with os.fdopen(read_fd) as ready:
+            line = ready.readline()
+        self._stderr: list[str] = []
+        assert self.process.stderr is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
+        assert line, f"the front announced nothing: {self.wait()}"
+        said = json.loads(line)
+        self.url, self.ranks_address, self.token = said["http"], said["ranks_address"], said["token"]
+
+    def _read(self, stream: object) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            self._stderr.append(line)
+
+    def attach(self, rank: int, *, num_restarts: int = 0) -> FakeRank:
+        """Attach one rank, which knows all scripts."""
+        fake = FakeRank(
+            rank,
+            self.num_ranks,
+            self.ranks_address,
+            self.token,
+            decode=self.decode,
+            max_model_len=self._max_len,
+            num_restarts=num_restarts,
+            **self._how,
+        )
+        fake.scripts.update(self._scripts)
+        self.ranks.append(fake.open())
+        return fake
+
+    def attach_all(self) -> Self:
+        """Attach every rank; returns when the front answers."""
+        for rank in range(self.num_ranks):
+            self.attach(rank)
+        assert self.get("/health").status_code == 200
+        return self
+
+    def forget(self) -> None:
+        """Let every rank forget its scripts and what it was told, for tests that come next."""
+        self._scripts.clear()
+        for rank in self.ranks:
+            rank.forget()
+
+    @property
+    def said(self) -> str:
+        """What the process has written to stderr until now."""
+        return "".join(self._stderr)
+
+    def script(self, word: str, answer: str | Sequence[int], **how: object) -> Script:
+        """Let every rank answer prompts that hold `word`."""
+        token_ids = self.encode(answer) if isinstance(answer, str) else answer
+        script = self._scripts[word] = Script(token_ids, **how)  # type: ignore[arg-type]
+        for rank in self.ranks:
+            rank.scripts[word] = script
+        return script
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize as the front does."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special ones shown."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def served(self, word: str) -> FakeRank:
+        """Return the rank that was given a prompt with `word`, waiting until one was."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            for rank in self.ranks:
+                if any(word in self.decode(request.prompt_ids) for request in list(rank.requests)):
+                    return rank
+            threading.Event().wait(0.02)
+        raise AssertionError(f"no rank was given {word!r}")
+
+    def asked(self, word: str) -> Request:
+        """Return the newest request with `word` in its prompt that a rank was given, waiting until one was."""
+        given = list(self.served(word).requests)
+        return [request for request in given if word in self.decode(request.prompt_ids)][-1]
+
+    def get(self, path: str, **how: object) -> httpx.Response:
+        """GET from the front."""
+        return httpx.get(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
+
+    def post(self, path: str, **how: object) -> httpx.Response:
+        """POST to the front."""
+        return httpx.post(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
+
+    def wait(self) -> tuple[int, str]:
+        """Wait for the process' end; returns its status and what it said on stderr."""
+        status = self.process.wait(TIMEOUT_S)
+        self._reader.join(TIMEOUT_S)
+        return status, self.said
+
+    def close(self) -> tuple[int, str]:
+        """Ask it to stop at once, and wait."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.wait()
+        finally:
+            self.process.kill()
+            for rank in self.ranks:
+                rank.close()

@@ -1,0 +1,16 @@
+"""What `torchrun --no-python` runs in tests of server.process.meeting.rendezvous: prints this worker's rank and whether it is the
+front's node, in one write, so that the lines of several workers do not mix."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from server.process.meeting.rendezvous import find_agent, front_host, place_from
+
+place = place_from()
+host = front_host(place, find_agent())
+os.write(
+    1, f"rank={place.rank} local_rank={place.local_rank} node={os.environ['NODE']} host={host}\n".encode()
+)

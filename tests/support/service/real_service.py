@@ -1,0 +1,141 @@
+"""A whole service in tests: a tiny real model with a tokenizer on disk, `wideep serve` or torchrun, and its end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from tests.support.models.families import write_checkpoint
+from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
+from tests.support.service.service_processes import free_port, wait_until
+
+REPOSITORY = Path(__file__).parents[3]
+WIDEEP = (sys.executable, "-P", str(REPOSITORY / "server" / "__main__.py"))
+START_S = 300.0  # kernels may have to be compiled first, on a machine that does other things too
+STOP_S = 10.0  # promised are 5 on an idle machine
+TREE = re.compile(r"\(.*\) \w (\d+)")
+
+
+def write_tiny_model(
+    directory: Path, family: str = "qwen3_moe", *, chat_template: str = CHAT_TEMPLATE
+) -> Path:
+    """Write a tiny checkpoint whose vocabulary is the tiny tokenizer's, with its chat template."""
+    write_tokenizer(directory, chat_template=chat_template)
+    for name in ("config.json", "generation_config.json"):
+        (directory / name).unlink()
+    write_checkpoint(family, directory, vocab_size=320)
+    return directory
+
+
+class RealService:
+    """One or several commands that together are a service. A context manager: leaving ends all of it."""
+
+    def __init__(self, port: int, commands: Sequence[Sequence[str]], log: Path) -> None:
+        """Start the commands; `wait_ready` waits."""
+        self.port, self._log = port, log
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
+        with log.open("w") as output:
+            self.processes = [
+                subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
+                for command in commands
+            ]
+
+    @classmethod
+    def serve(cls, model: Path, log: Path, *flags: str) -> Self:
+        """Run `wideep serve`."""
+        port = free_port()
+        command = [*WIDEEP, "serve", str(model), "--port", str(port), "--kv-cache-memory", "16M", *flags]
+        return cls(port, [command], log)
+
+    @property
+    def url(self) -> str:
+        """The endpoint's root."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_ready(self) -> Self:
+        """Wait until /health is 200."""
+        wait_until(self._is_ready, lambda: f"the service did not come up:\n{self.output()}", within_s=START_S)
+        return self
+
+    def _is_ready(self) -> bool:
+        ended = [process.returncode for process in self.processes if process.poll() is not None]
+        assert not ended, f"ended with {ended}:\n{self.output()}"
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def output(self) -> str:
+        """What all commands have printed."""
+        return self._log.read_text()
+
+    def descendants(self, number: int | None = None) -> list[int]:
+        """Pids of everything below the commands, or one of them, from /proc."""
+        parents = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    found = TREE.search((entry / "stat").read_text())
+                except OSError:  # gone meanwhile
+                    continue
+                parents[int(entry.name)] = int(found.group(1)) if found else 0
+        roots = {process.pid for at, process in enumerate(self.processes) if number is None or at == number}
+        below = [pid for pid in parents if pid not in roots and _is_below(pid, roots, parents)]
+        return sorted(below)
+
+    def find(self, word: str) -> int:
+        """The first descendant whose command line has a word."""
+        for pid in self.descendants():
+            if word in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                return pid
+        raise LookupError(f"no process of the service has {word!r} in its command line")
+
+    def engines(self) -> dict[int, int]:
+        """The pids of the engines that run, by rank."""
+        found = {}
+        for pid in self.descendants():
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            except OSError:  # gone meanwhile
+                continue
+            if "engine" in words:
+                rank = next(word for word in environment if word.startswith("RANK="))
+                found[int(rank.removeprefix("RANK="))] = pid
+        return found
+
+    def wait_ended(self) -> list[int]:
+        """Wait until every command has ended; returns their statuses."""
+        return [process.wait(STOP_S) for process in self.processes]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = self.descendants()
+        for process in self.processes:
+            process.send_signal(signal.SIGINT)
+        try:
+            self.wait_ended()
+        finally:
+            for pid in [*left, *(process.pid for process in self.processes)]:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+
+def _is_below(pid: int, roots: set[int], parents: dict[int, int]) -> bool:
+    while pid in parents and pid > 1:
+        pid = parents[pid]
+        if pid in roots:
+            return True
+    return False
