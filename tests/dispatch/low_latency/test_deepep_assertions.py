@@ -14,7 +14,7 @@ from torch import Tensor
 from dispatch import fp8
 from dispatch.faces.low_latency import LowLatencyFace
 from tests.conftest import PoolOf
-from tests.dispatch.deep_ep_utils.math import calc_diff
+from tests.dispatch.faces.deep_ep_utils.math import calc_diff
 from tests.dispatch.low_latency.ranks import open_face
 
 T, H, K, L = 8, 512, 4, 3

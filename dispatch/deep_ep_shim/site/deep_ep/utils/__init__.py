@@ -8,4 +8,4 @@ from pathlib import Path
 from dispatch import EventHandle, EventOverlap
 
 __all__ = ["EventHandle", "EventOverlap"]
-__path__ += [str(Path(__file__).resolve().parents[5] / "tests" / "dispatch" / "deep_ep_utils")]
+__path__ += [str(Path(__file__).resolve().parents[5] / "tests" / "dispatch" / "faces" / "deep_ep_utils")]

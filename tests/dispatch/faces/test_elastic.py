@@ -10,7 +10,7 @@ from dispatch.errors import DispatchError
 from dispatch.faces.elastic import ElasticBuffer, find_node_size
 from dispatch.faces.handles import EPHandle
 from tests.conftest import PoolOf
-from tests.dispatch.elastic_oracle import (
+from tests.dispatch.faces.elastic_oracle import (
     E,
     H,
     Inputs,

@@ -1,7 +1,7 @@
 """The opt-in `deep_ep`: a script of ours runs through it; DeepEP's own test files do, from a checkout that is given.
 
     git clone https://github.com/deepseek-ai/DeepEP && git -C DeepEP checkout dd758ca
-    DEEP_EP_CHECKOUT=$PWD/DeepEP python -m pytest -m slow tests/dispatch/test_deep_ep_shim.py
+    DEEP_EP_CHECKOUT=$PWD/DeepEP python -m pytest -m slow tests/dispatch/faces/test_deep_ep_shim.py
 
 All 144 modes of its elastic test run with the deterministic option (and its references in our words, `deep_ep.utils.refs`).
 Not run: --do-cpu-sync 0 together with --deterministic, where the file compares a trimmed tensor with an untrimmed one and
@@ -26,8 +26,8 @@ from dispatch.deep_ep_shim.__main__ import main
 from dispatch.deep_ep_shim.redirect import CudaMeansCpu
 from tests.support.service.service_processes import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tests" / "dispatch" / "deep_ep_script.py"
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "tests" / "dispatch" / "faces" / "deep_ep_script.py"
 CHECKOUT = os.environ.get("DEEP_EP_CHECKOUT", "")
 BLOBS = {  # git's names of the files' contents at dd758ca
     "test_intranode.py": "5a1730fbfbd93a83553e356e086b82e8083ba61b",

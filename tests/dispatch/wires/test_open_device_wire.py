@@ -20,8 +20,8 @@ from dispatch.errors import WireUnavailable
 from dispatch.faces import buffer, wires
 from dispatch.gpu.nccl import NcclRows
 from tests.conftest import PoolOf
-from tests.dispatch import test_buffer as buffers
-from tests.dispatch.buffer_cases import portable
+from tests.dispatch.faces import test_buffer as buffers
+from tests.dispatch.faces.buffer_cases import portable
 
 _FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 HOST_TABLES = {  # functions that make tensors for the host: counts of ranks and heads of messages

@@ -11,7 +11,13 @@ from dispatch import Buffer, Config, EventHandle, EventOverlap
 from dispatch.errors import DispatchError
 from dispatch.faces.events import finished
 from tests.conftest import PoolOf
-from tests.dispatch.buffer_cases import BufferCase, expect_combined, expect_dispatch, make_cases, portable
+from tests.dispatch.faces.buffer_cases import (
+    BufferCase,
+    expect_combined,
+    expect_dispatch,
+    make_cases,
+    portable,
+)
 
 L = 2  # experts per rank
 BACKENDS = [  # wire, ranks, whether they are on two nodes: what a handle says of nodes knows no wire
