@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
-from tests.support.service.service_processes import wait_until
+from tests.support.service.service_processes import has_ended, wait_until
 
 OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # inside its namespace every port is free
 ENDPOINT = f"10.213.7.{ENDPOINT_NODE + 1}:29400"
@@ -283,6 +283,35 @@ def test_a_link_that_is_healed_within_a_minute_brings_its_node_back(
         wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
         assert stream_all(other) == expected
         assert [process.poll() for process in service.processes] == [None, None]
+
+
+@pytest.mark.slow
+def test_a_killed_front_is_back_and_the_engines_of_all_nodes_serve_on(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
+        here, engines, victim = namespaces[ENDPOINT_NODE], service.engines(), service.find("front")
+        expected = stream_all(here)
+        with pytest.raises(AssertionError, match="the stream broke"):
+            stream_all(here, then=lambda: os.kill(victim, signal.SIGKILL))
+        wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
+        assert service.find("front") != victim
+        assert service.engines() == engines
+        assert stream_all(namespaces[OTHER_NODE]) == expected
+        assert [process.poll() for process in service.processes] == [None, None]
+
+
+@pytest.mark.slow
+def test_nodes_end_by_themselves_when_that_of_the_front_is_gone(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
+        left = [service.processes[OTHER_NODE].pid, *service.descendants(OTHER_NODE)]
+        end_node(service, ENDPOINT_NODE)
+        assert service.processes[OTHER_NODE].wait(END_S) != 0
+        assert all(has_ended(pid, END_S) for pid in left)
 
 
 @pytest.mark.slow
