@@ -43,6 +43,7 @@ from server.front.tokenizer import Tokenizer
 RECOVERY_TIMEOUT_S = 240.0  # of engines that load on a busy machine
 PAUSE_S = 0.7  # of an engine that is stopped and goes on: too short to be given up
 _POLL_S = 0.02
+_SEMAPHORE = "sem.mp-"  # of multiprocessing, which the service does not use, and tests beside it do
 _OWN_MOVE = "kill amid an own move"
 _EAGER = (  # decides often, and moves slowly
     "--enable-eplb",
@@ -367,7 +368,7 @@ class Campaign:
             "engines_mb": round(sum(map(pss_bytes, engines)) / 1e6, 1),
             "front_descriptors": len(os.listdir(f"/proc/{front}/fd")),
             "front_mb": round(pss_bytes(front) / 1e6, 1),
-            "shared_memory_files": len(os.listdir("/dev/shm")),
+            "shared_memory_files": sum(not name.startswith(_SEMAPHORE) for name in os.listdir("/dev/shm")),
             "processes": len(tree(self.service.process.pid)),
         }
 
