@@ -262,7 +262,7 @@ def test_a_node_that_is_gone_comes_back_with_a_torchrun_of_its_own(
             assert stream_all(here, pieces=1) == expected, "while it loads, or joins"
             wait_until(lambda: members(here) == [0, 1] or node.poll() is not None, said, within_s=START_S)
             assert members(here) == [0, 1], said()
-            assert "serving on 2 ranks" in said()
+            wait_until(lambda: "serving on 2 ranks" in said(), said)
             assert stream_all(other) == expected
             assert service.processes[ENDPOINT_NODE].poll() is None
         wait_until(lambda: len(members(here)) == 1, service.output)
