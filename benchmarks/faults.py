@@ -153,6 +153,7 @@ class Campaign:
         self.outcomes: list[FaultOutcome] = []
         self.problems: list[str] = []  # answers that were lost or changed
         self.num_answers = self.num_lost = self.num_changed = self.num_refused = 0
+        self._killed: set[int] = set()  # pids of engines
         self._expected: list[Said] = []
         self.num_cut_off = 0  # answers that were asked for again
         self.front_is_away = False  # by a fault: who is cut off asks again with the same key
@@ -280,6 +281,8 @@ class Campaign:
         engines = self.engines()
         self._struck_s = self._struck_s or time.perf_counter()
         for rank in ranks:
+            if number == signal.SIGKILL:
+                self._killed.add(engines[rank])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engines[rank], number)
 
@@ -330,6 +333,8 @@ class Campaign:
         """Return when all ranks were seen to serve together, after so many losses since the start."""
 
         async def is_whole() -> bool:
+            if self._killed & set(self.engines().values()):  # the front may not know yet
+                return False
             status = await self.status()
             is_serving = status["phase"] == "serving" and not status["missing"]
             return is_serving and status["losses"] >= losses and len(status["members"]) == self.num_ranks
@@ -411,7 +416,7 @@ async def _kill_while_starting(campaign: Campaign) -> int:
     await campaign.wait_for_new_engine(rank, old_pid)
     await asyncio.sleep(campaign.drawn.uniform(0.0, 3.0))
     campaign.send(signal.SIGKILL, rank)
-    return 1  # the second one had not joined
+    return 1  # the second one may not have joined
 
 
 async def _kill_another_while_one_is_away(campaign: Campaign) -> int:
