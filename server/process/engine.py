@@ -232,13 +232,6 @@ def _walk(
 
     try:
         built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
-    except dist.DistNetworkError as error:  # the job's store: of others gloo says RuntimeError
-        print(
-            f"rank {config.rank}: the node that holds the job's store is gone: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
-        raise FrontGoneError from error
     except FAILURES as error:
         stream.link.close(f"{type(error).__name__}: {error}")
         raise
