@@ -2,8 +2,9 @@
 
 A member says in the job's store that it is there and waits for the others, as long as no newer order comes; only when
 all are there does it enter what cannot be broken off, and under a short time-out, because a member may die just then.
-A newer order may reach some members before, and others after they saw that all are there. Whoever is first writes in
-the store whether this epoch meets, and all do what is written: else those who entered would wait out their time.
+A newer order, or the end of a member's patience, may come to some before, and to others after they saw that all are there.
+Whoever is first writes in the store whether this epoch meets, and all do what is written: else those who entered would
+wait out their time.
 Nothing of an epoch is in another one's way: every name in the store has the epoch in it.
 """
 
@@ -82,12 +83,11 @@ def _await_all(
     missing = list(members)
     deadline_s = clock() + ARRIVAL_TIMEOUT_S
     while missing := [member for member in missing if not store.check([f"here/{member}"])]:
-        if is_over(_POLL_S):
+        if is_over(_POLL_S) or clock() >= deadline_s:
             break
-        if clock() >= deadline_s:
-            raise WireUnavailable(
-                f"ranks {missing} did not come to epoch {epoch} within {ARRIVAL_TIMEOUT_S:g} s"
-            )
     proposed = _IS_OVER if missing or is_over() else _MEETS
-    if store.compare_set("fate", "", proposed).decode() == _IS_OVER:
-        raise OvertakenError
+    if store.compare_set("fate", "", proposed).decode() == _MEETS:
+        return
+    if missing and not is_over():
+        raise WireUnavailable(f"ranks {missing} did not come to epoch {epoch} within {ARRIVAL_TIMEOUT_S:g} s")
+    raise OvertakenError

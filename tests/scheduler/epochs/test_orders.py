@@ -81,6 +81,8 @@ def test_who_waits_in_vain_names_those_that_did_not_come() -> None:
         meet(store, 4, (0, 2, 3, 5), 0, clock.is_over, clock=clock)
     assert ARRIVAL_TIMEOUT_S <= clock.now_s < ARRIVAL_TIMEOUT_S + 0.1
     assert store.check(["epoch/4/here/0"])
+    with pytest.raises(OvertakenError):  # else it would meet one that is not there any more
+        meet(store, 4, (0, 2), 2, Clock().is_over)
 
 
 def test_an_order_that_is_over_is_given_up_at_once_also_when_all_came() -> None:
