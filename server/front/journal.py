@@ -13,9 +13,7 @@ from dataclasses import dataclass, field, replace
 from scheduler.policy.request import FinishReason, Request
 
 HISTORY = 4096  # outcomes kept
-MAX_INCIDENTS = (
-    3  # without a token in between: a request that kills its ranks must not go on to the next for ever
-)
+MAX_INCIDENTS = 3  # without a token in between: a request that kills its ranks must not do so for ever
 INCIDENT_S = 1.0  # ranks that are lost within it are one incident: a node, say, or all of them
 
 
