@@ -186,7 +186,7 @@ def _run_experts(args: argparse.Namespace) -> int:
 
 
 def _run_claim(words: Sequence[str]) -> int:
-    from server.process.meeting.claim import run_claim
+    from server.process.store.claim import run_claim
 
     return run_claim(words)
 

@@ -43,11 +43,11 @@ from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
 from server.process.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
-from server.process.meeting.claim import publish_service
-from server.process.meeting.rendezvous import Place, place_from
-from server.process.meeting.signed_store import SignedStore
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.process.spare import leave_spare
+from server.process.store.claim import publish_service
+from server.process.store.rendezvous import Place, place_from
+from server.process.store.signed_store import SignedStore
 
 
 class SupervisorPipe:

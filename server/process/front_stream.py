@@ -22,7 +22,7 @@ from scheduler.policy.request import RankStats, Request, RequestOutput
 from server.link.messages import RankFacts, Served
 from server.link.rank_link import RETRY_S, LinkError, RankLink, RefusedError
 from server.process.children import FRONT_IS_GONE
-from server.process.meeting.rendezvous import NODE_VARIABLE
+from server.process.store.rendezvous import NODE_VARIABLE
 
 FRONT_RETURN_S = 60.0  # that a front may take to be back, or a cable
 

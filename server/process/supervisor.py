@@ -60,8 +60,8 @@ from server.process.children import (
     stop_children,
 )
 from server.process.error_file import ERROR_FILE, LAST, write_absence, write_failure
-from server.process.meeting.rendezvous import RESTARTS_VARIABLE, Place
 from server.process.spare import SPARE_VARIABLE, Spare, StartOrder
+from server.process.store.rendezvous import RESTARTS_VARIABLE, Place
 from server.process.watchdog import Watchdog
 from server.roots import WIDEEP_COMMAND
 

@@ -12,7 +12,11 @@ from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import StopSignals, kill_if_it_stays, say
-from server.process.meeting.rendezvous import (
+from server.process.preflight.checks import check_start
+from server.process.preflight.device import choose_device, on_device
+from server.process.preflight.memory import usable_cores
+from server.process.preflight.model import PreflightError, resolve_model
+from server.process.store.rendezvous import (
     NODE_VARIABLE,
     Place,
     PlaceError,
@@ -24,10 +28,6 @@ from server.process.meeting.rendezvous import (
     place_from,
     store_variables,
 )
-from server.process.preflight.checks import check_start
-from server.process.preflight.device import choose_device, on_device
-from server.process.preflight.memory import usable_cores
-from server.process.preflight.model import PreflightError, resolve_model
 from server.process.supervisor import UNDER_SERVE, Commands, Supervisor, report_failure
 from server.roots import WIDEEP_COMMAND
 

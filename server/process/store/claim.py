@@ -22,7 +22,7 @@ from server.link.seal import SAME_KEY
 from server.options.checks import read_cluster_key
 from server.options.flag import OptionsError
 from server.parent_death import die_with_parent
-from server.process.meeting.signed_store import SignedStore, UnsignedError
+from server.process.store.signed_store import SignedStore, UnsignedError
 
 SERVICE_KEY = "wideep/service"
 STORE_TIMEOUT_S = 20.0

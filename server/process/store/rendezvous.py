@@ -128,7 +128,7 @@ def join_service(
 
     Args:
         place: what this worker's own torchrun says.
-        command: runs `server.process.meeting.claim`, which needs torch.
+        command: runs `server.process.store.claim`, which needs torch.
 
     Raises:
         PlaceError: there is none, and why.

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from server.process.meeting import rendezvous
-from server.process.meeting.rendezvous import (
+from server.process.store import rendezvous
+from server.process.store.rendezvous import (
     Endpoint,
     Place,
     PlaceError,
