@@ -41,12 +41,13 @@ def http(front: FrontProcess) -> Iterator[httpx.Client]:
 
 
 def tell(front: FrontProcess, http: httpx.Client, *reports: LoadReport) -> None:
-    """Have ranks report, and wait until the front knows."""
+    """Have ranks report, and wait until the front knows what each of them said."""
     for each in reports:
         front.ranks[each.rank].link.send_load(each)
-    wanted = max(each.num_steps for each in reports)
+    wanted = {each.rank: each.num_steps for each in reports}
     for _ in range(1000):
-        if http.get("/experts/load").json()["window"]["steps"] >= wanted:
+        ranks = http.get("/experts/load").json()["ranks"]
+        if all(rank["steps"] >= wanted.get(rank["rank"], 0) for rank in ranks):
             return
     raise AssertionError("the reports did not arrive")
 
