@@ -272,8 +272,11 @@ class Campaign:
         for pid in tree(self.service.process.pid):
             if "engine" in command_of(pid):
                 with contextlib.suppress(OSError):  # it ended just now
-                    words = Path(f"/proc/{pid}/environ").read_text().split("\0")
-                    found[int(next(word[5:] for word in words if word.startswith("RANK=")))] = pid
+                    for word in (
+                        Path(f"/proc/{pid}/environ").read_text().split("\0")
+                    ):  # none once it has ended
+                        if word.startswith("RANK="):
+                            found[int(word[5:])] = pid
         return found
 
     def send(self, number: signal.Signals, *ranks: int) -> None:

@@ -66,11 +66,11 @@ def test_ctrl_c_ends_every_process_with_status_0(service: Service) -> None:
     assert output.rstrip().endswith("wideep: stopping")  # no last words of anybody else
 
 
-@pytest.mark.parametrize("agent_is_fake", ["1", pytest.param("0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher_is_fake", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_front_that_is_killed_too_often_ends_everything_and_is_named_once(
-    tmp_path: Path, agent_is_fake: str
+    tmp_path: Path, launcher_is_fake: str
 ) -> None:
-    with serving(tmp_path, "--max-rank-restarts=0", FAKE_TORCHRUN=agent_is_fake) as service:
+    with serving(tmp_path, "--max-rank-restarts=0", FAKE_LAUNCHER=launcher_is_fake) as service:
         victim, agent = service.pid("front-0"), agent_pid(service)
         os.kill(victim, signal.SIGKILL)
         status, seconds = service.end()

@@ -17,7 +17,7 @@ HEARS_CTRL_C = (
     "env",
     "--default-signal=INT",
 )  # before a command: what a shell runs in the background ignores it
-TIME_OUT_S = 40.0  # a loaded machine of two cores; nothing waits that long when it works
+TIME_OUT_S = 120.0  # a loaded machine of two cores; nothing waits that long when it works
 
 
 class Service:
@@ -74,7 +74,10 @@ class Service:
         return (self.directory / "output.txt").read_text()
 
     def wait_for_output(self, text: str) -> None:
-        wait_until(lambda: text in self.output() or self._has_ended(), lambda: "waited for output in vain")
+        wait_until(
+            lambda: text in self.output() or self._has_ended(),
+            lambda: f"waited in vain for {text!r} in:\n{self.output()}",
+        )
         assert text in self.output(), f"{text!r} not in:\n{self.output()}"
 
     def end(self) -> tuple[int, float]:
