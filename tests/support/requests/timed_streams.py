@@ -23,6 +23,7 @@ class TimedStream:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     finish_reasons: dict[int, str] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
+    has_ended: bool = False
 
     def take(self, line: str) -> None:
         """Take a line of the stream."""
@@ -69,7 +70,7 @@ def stream_all(
     """Stream completions at once and read them to their ends.
 
     Args:
-        then: called once, when every stream has brought so many pieces.
+        then: called once, when every stream has brought so many pieces, or has ended: a piece may hold many tokens.
 
     Raises:
         TimeoutError: a stream did not end.
@@ -90,7 +91,9 @@ async def _stream_all(url: str, streams: list[TimedStream], pieces: int, then: C
         for stream in streams:
             tasks.create_task(_stream(client, url, stream, grown))
         async with grown:
-            await grown.wait_for(lambda: all(len(each.arrivals_s) >= pieces for each in streams))
+            await grown.wait_for(
+                lambda: all(each.has_ended or len(each.arrivals_s) >= pieces for each in streams)
+            )
         await asyncio.to_thread(then)
 
 
@@ -103,3 +106,6 @@ async def _stream(client: httpx.AsyncClient, url: str, stream: TimedStream, grow
             stream.take(line)
             async with grown:
                 grown.notify_all()
+    stream.has_ended = True
+    async with grown:
+        grown.notify_all()
