@@ -271,12 +271,9 @@ class Campaign:
         found = {}
         for pid in tree(self.service.process.pid):
             if "engine" in command_of(pid):
-                with contextlib.suppress(OSError):  # it ended just now
-                    for word in (
-                        Path(f"/proc/{pid}/environ").read_text().split("\0")
-                    ):  # none once it has ended
-                        if word.startswith("RANK="):
-                            found[int(word[5:])] = pid
+                with contextlib.suppress(OSError):  # it ended just now; before that its environment is empty
+                    words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                    found |= {int(word[5:]): pid for word in words if word.startswith("RANK=")}
         return found
 
     def send(self, number: signal.Signals, *ranks: int) -> None:
