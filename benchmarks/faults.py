@@ -268,7 +268,7 @@ class Campaign:
 
     def engines(self) -> dict[int, int]:
         """Return the pids of the engines that run now, by rank."""
-        found = {}
+        found: dict[int, int] = {}
         for pid in tree(self.service.process.pid):
             if "engine" in command_of(pid):
                 with contextlib.suppress(OSError):  # it ended just now; before that its environment is empty
