@@ -176,7 +176,9 @@ def failing(directory: Path, how: str) -> tuple[MovedRank, bool, str]:
     spoilt, sound = targets(start, 1)[0], targets(start, 2)[1]
     with pytest.MonkeyPatch.context() as patch:
         spoil(built, how, patch)
-        moved = Moves(built, [spoilt], doomed=[1]).serve(own_share(requests()))
+        moves = Moves(built, [spoilt], doomed=[1])
+        moved = moves.serve(own_share(requests()))
+        moves.wait_for_end(1)  # a rank that has nothing to do ends all ranks' serving
     unchanged = slot_digests(built) == before and moved.digest == start.digest()
     built.relocation._channel = getattr(built.relocation._channel, "channel", built.relocation._channel)
     reason = next((r.reason for r in moved.reports if r.state is FAILED), "")
