@@ -1,6 +1,7 @@
 """Changes of placement in tests: engines that serve while experts move, on every rank of a pool."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ from scheduler.policy.request import RankStats, Request, RequestOutput
 from tests.support.engines.serving import Served, build
 from tests.support.placement.placements import random_placement
 
-WAIT_S = 60.0
+WAIT_S = 100.0
+LOOK_EVERY_S = 0.05
 
 
 @dataclass
@@ -94,7 +96,7 @@ class Moves:
         self._built, self._every, self._doomed = built, every, set(doomed)
         self._coming, self._steps = list(wanted), 0
         self._open: int | None = None  # version under way
-        self._news = threading.Condition()
+        self._news = threading.Event()  # a report came since it was last looked for
         built.relocation.on_report = self._take_report
 
     def serve(self, *waves: Sequence[Request]) -> MovedRank:
@@ -108,14 +110,10 @@ class Moves:
 
     def wait_for_end(self, version: int) -> None:
         """Wait until this rank has reported that a move came to its end."""
-        with self._news:
-            ended = self._news.wait_for(
-                lambda: any(
-                    v == version and state is not MoveState.VERIFIED for v, state in self.moved.states()
-                ),
-                timeout=WAIT_S,
-            )
-        assert ended, f"placement {version} has no end; there were {self.moved.states()}"
+        self._until(
+            lambda: any(v == version and state is not MoveState.VERIFIED for v, state in self.moved.states()),
+            f"placement {version} has no end",
+        )
 
     def ring(self, step: int) -> None:
         """Nobody sleeps."""
@@ -127,11 +125,18 @@ class Moves:
             for request in engine.waves.popleft():
                 engine.submit(request)
         elif self._open is not None or self._coming:
-            with self._news:
-                done = self._news.wait_for(self._has_something_to_say, timeout=WAIT_S)
-            assert done, f"placement {self._open} does not come; there were {self.moved.states()}"
+            self._until(self._has_something_to_say, f"placement {self._open} does not come")
         else:
             engine.stop()
+
+    def _until(self, condition: Callable[[], bool], problem: str) -> None:
+        """Wait for what a report makes true. The condition takes the relocation's lock, under which reports come, so no
+        lock is held meanwhile."""
+        until_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < until_s, f"{problem}; there were {self.moved.states()}"
+            self._news.wait(LOOK_EVERY_S)
+            self._news.clear()
 
     def _has_something_to_say(self) -> bool:
         """Also what it has said before: others, who were not ready then, may be now, and nobody rings here."""
@@ -142,10 +147,9 @@ class Moves:
         self.moved.reports.append(report)
         if report.version in self._doomed and report.state is MoveState.VERIFIED:
             threading.Thread(target=self._built.relocation.drop, args=(report.version,)).start()
-        with self._news:
-            if report.state is not MoveState.VERIFIED:
-                self._open = None
-            self._news.notify_all()
+        if report.state is not MoveState.VERIFIED:
+            self._open = None
+        self._news.set()
 
     def _on_step(self, outputs: list[RequestOutput], stats: RankStats) -> None:
         served = self.moved.served

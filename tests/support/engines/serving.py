@@ -21,6 +21,7 @@ from scheduler.policy.request import Logprobs, RankStats, Request, RequestOutput
 from scheduler.structure.compiler import LoadVocabulary, no_vocabulary
 
 COMPILE_TIMEOUT_S = 60.0
+PATIENCE_S = 100.0  # of collectives, below the pools': a machine that is busy with others loses no rank
 
 
 class WaveDoorbell:
@@ -59,7 +60,9 @@ def build(directory: Path, *, load_vocabulary: LoadVocabulary = no_vocabulary, *
         settings = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), **settings}
     doorbell = WaveDoorbell()
     built = assemble(
-        EngineConfig(**{"directory": directory, "kv_cache_bytes": 8 << 20, **settings}),
+        EngineConfig(
+            **{"directory": directory, "kv_cache_bytes": 8 << 20, "timeout_s": PATIENCE_S, **settings}
+        ),
         doorbell,
         load_vocabulary=load_vocabulary,
     )
