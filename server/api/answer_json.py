@@ -20,9 +20,15 @@ from server.front.timing import timing_of
 from server.front.tokenizer import Tokenizer
 
 _MARK = "\ue000text\ue000"  # of Unicode's private use: in no name
-encode_json = json.JSONEncoder(
-    ensure_ascii=False, separators=(",", ":")
-).encode  # json.dumps makes one per call
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
+# Ends of lines by Unicode: clients that split a stream's text by them (httpx's iter_lines does) would cut an event.
+_LINE_ENDS = str.maketrans({char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"})
+
+
+def encode_json(content: Any) -> str:
+    """Return JSON in one line, whatever a client takes for the end of one."""
+    text = _encode(content)
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 def event(content: dict[str, Any]) -> bytes:

@@ -204,7 +204,9 @@ def stop_and_stay(key: str) -> tuple[list[str], list[int]]:
         store.set(f"{key}-gave-up", "yes")
     else:
         wrong += swap(wire, 1, SMALL, is_known=True)
+        store.set(f"{key}-masked-{rank}", "yes")
         if rank == 0:
+            store.wait([f"{key}-masked-{peer}" for peer in (0, 1)])  # who waits still would hear from it
             os.kill(int(store.get(f"{key}-pid")), signal.SIGCONT)
         wrong += swap_until(store, f"{key}-gave-up", wire)
     wire.close()

@@ -1,6 +1,7 @@
 """What answers share: events made from a template, log-probabilities in both forms, times in milliseconds."""
 
 import asyncio
+import json
 from typing import Any, cast
 
 import pytest
@@ -49,6 +50,15 @@ def objects(*pieces: list[Logprobs], first: int | None = None, **how: Any) -> li
         words.push(piece)
         taken.append(words.take())
     return taken
+
+
+def test_an_event_is_one_line_for_clients_that_know_all_of_unicode_s_line_ends() -> None:
+    text = "a\x85b\u2028c\u2029d\x0b\x0c\x1c\x1d\x1e\r\nё"
+    made = TextEvent(lambda text: {"choices": [{"text": text}]}).of(text)
+    assert made == event({"choices": [{"text": text}]})
+    line, rest = made.decode().split("\n", 1)
+    assert line.splitlines() == [line] and rest == "\n"
+    assert json.loads(line.removeprefix("data: "))["choices"][0]["text"] == text
 
 
 def test_a_prompt_s_first_token_has_no_probability() -> None:
