@@ -179,6 +179,8 @@ class _Watch:
         """Say whether to wait on: the first SIGTERM of a service that answers lets open requests end."""
         timeout_s = self._options.http.shutdown_timeout_s
         is_gentle = numbers in ([signal.SIGTERM], [DRAIN_SIGNAL]) and timeout_s > 0
+        if is_gentle and not self._is_ready:
+            self._look()  # clients may have had answers since the last look
         if not is_gentle or not self._is_ready or self._is_draining:
             return False
         self._is_draining = True

@@ -5,11 +5,14 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from server.cli import build_parser
 from server.options.reading import options_from
+from server.process import serve
+from server.process.children import DRAIN_SIGNAL
 from server.process.serve import greeting, is_healthy, reachable_host
 from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.service.service_processes import Service, free_port, has_ended, wait_until
@@ -242,6 +245,19 @@ def test_sigterm_ends_the_front_gently_and_then_the_rest_with_status_0(quick_ser
     quick_service.wait_for_nobody(within_s=0)
     assert "finishing open requests, for up to 25 s" in quick_service.output()
     assert quick_service.output().rstrip().endswith("wideep: stopped")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_service_is_asked_whether_it_answers_before_sigterm_ends_it_at_once(
+    answers: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(serve, "signal_children_of", lambda _pid, number: told.append(number))
+    monkeypatch.setattr(serve, "is_healthy", lambda *_place, **_how: answers)
+    options = options_from(build_parser().parse_args(["serve", "m", "-dp=1"]), {})
+    watch = serve._Watch(Mock(), options, Mock(), 0.0, tmp_path)
+    assert watch._drains([signal.SIGTERM]) is answers
+    assert told == [DRAIN_SIGNAL] * answers
 
 
 @pytest.mark.slow
