@@ -277,7 +277,7 @@ def is_leaving(service: RealService) -> bool:
         return True
 
 
-PATIENT = ("--shutdown-timeout-seconds", "600")  # 300 tokens have taken two minutes beside other test suites
+PATIENT = ("--shutdown-timeout-seconds", "600")  # a busy machine may need more than 25 s for 300 tokens
 END_S = 120.0  # after the last open request: engines of an idle machine take a second or two
 
 
