@@ -6,7 +6,8 @@ its front, which died with it, come back, and the other ranks serve meanwhile. W
 that they are the same on one host and on many.
 
 The store needs torch, whose import takes seconds: it is hosted from a thread of its own, on a socket that workers may connect to
-before. The end of this process is the end of the service, whose store it holds.
+before. The thread begins when the workers are started, because an import beside a fork may register hooks (logging's lock) of
+which the fork then runs only the second half. The end of this process is the end of the service, whose store it holds.
 """
 # ruff: noqa: PLC0415
 
@@ -70,8 +71,7 @@ def run_launcher(
         args.workers, args.directory, args.command, listener.getsockname()[1], args.max_restarts
     )
     with StopSignals() as stop_signals:
-        threading.Thread(target=host, daemon=True).start()
-        return launcher.run(stop_signals)
+        return launcher.run(stop_signals, when_started=threading.Thread(target=host, daemon=True).start)
 
 
 class _Launcher:
@@ -87,12 +87,13 @@ class _Launcher:
         self._workers: dict[int, Child] = {}
         self._selector = selectors.DefaultSelector()
 
-    def run(self, stop_signals: StopSignals) -> int:
-        """Return the exit status when no worker is left, or one has failed."""
+    def run(self, stop_signals: StopSignals, *, when_started: Callable[[], None]) -> int:
+        """Start the workers; return the exit status when none is left, or one has failed."""
         self._selector.register(stop_signals.fd, selectors.EVENT_READ, lambda: 0)
         try:
             for rank in range(self._num_workers):
                 self._start(rank)
+            when_started()
             while self._workers:
                 for key, _ in self._selector.select():
                     if (status := key.data()) is not None:

@@ -79,18 +79,23 @@ def test_prefill_equals_the_oracle(
 
 
 def cut_otherwise(device: str) -> None:
-    """Equal bits: on a GPU wherever the cut is; in the interpreter numpy's products have other bits for a row in another
-    place of its vectors, so there only cuts count that leave it in its place."""
-    paged = make_paged([(16, 40)], SMALL).to(device)
+    """Equal bits: on a GPU wherever the cut is; in the interpreter numpy's products may have other bits for a row in another
+    place of a tile, so there only cuts count that leave it in its place."""
+    from attention.gpu.prefill import tile_tokens  # noqa: PLC0415 - in the interpreter
+
+    heads = Heads(8, 1, 32, 32)
+    tile = tile_tokens(*heads)
+    tokens = tile + 24
+    paged = make_paged([(16, tokens)], heads).to(device)
     table = paged.step.block_table_SM[0].tolist()
-    query = torch.randn(40, 4, 32).to(device)
+    query = torch.randn(tokens, 8, 32).to(device)
     whole = prefill(paged, query)
-    for cut in (16, 24, 7):
-        for begin, end in ((0, cut), (cut, 40)):
+    for cut in (tile, 24, 7):
+        for begin, end in ((0, cut), (cut, tokens)):
             paged.step.fill([Span(16 + begin, end - begin, table)])
             part = prefill(paged, query[begin:end])
             check_close(part, whole[begin:end])
-            assert (device == "cpu" and cut % 8) or torch.equal(part, whole[begin:end]), (cut, begin)
+            assert (device == "cpu" and cut % tile) or torch.equal(part, whole[begin:end]), (cut, begin)
 
 
 def test_rows_do_not_depend_on_the_chunk_they_come_in(on_device: OnDevice) -> None:
