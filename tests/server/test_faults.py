@@ -139,7 +139,7 @@ def test_streams_go_on_when_a_rank_is_stopped_and_it_is_started_again(service: R
     assert [each.said for each in streams] == expected
     assert has_ended(victim, END_S), "its supervisor kills it"
     wait_until_whole(service)
-    assert f"(pid {victim}) was hung and has been killed: it is stopped" in service.output()
+    assert said_hung(service, victim)[0] == "it is stopped"
     assert [each.said for each in stream_all(service.url, bodies())] == expected
 
 
@@ -155,10 +155,15 @@ def test_a_killed_rank_is_missed_at_once_and_a_stopped_one_after_two_seconds(ser
     wait_until_whole(service)
     os.kill(victim := service.engines()[2], signal.SIGSTOP)
     assert has_ended(victim, END_S)
-    wait_until_whole(service)
-    found = re.search(rf"\(pid {victim}\).* has said nothing for ([\d.]+) s", service.output())
-    assert found is not None
-    assert HUNG_S <= float(found[1]) <= 2 * HUNG_S
+    assert HUNG_S <= float(said_hung(service, victim)[1]) <= 2 * HUNG_S
+
+
+def said_hung(service: RealService, victim: int) -> tuple[str, str]:
+    """What the service says of an engine that it has killed, and of its silence; a moment after the engine's end."""
+    pattern = rf"\(pid {victim}\) was hung and has been killed: (.*), and has said nothing for ([\d.]+) s"
+    wait_until(lambda: re.search(pattern, service.output()) is not None, service.output)
+    ((why, silent_s),) = re.findall(pattern, service.output())
+    return why, silent_s
 
 
 def first_missed(service: RealService) -> float:

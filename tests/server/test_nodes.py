@@ -211,7 +211,8 @@ def test_an_engine_that_is_stopped_on_another_node_is_started_again_and_streams_
         victim = engine_of(service, other)
         assert stream_all(here, then=lambda: os.kill(victim, signal.SIGSTOP)) == expected
         wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
-        assert "was hung and has been killed: it is stopped" in service.output()
+        killed = "was hung and has been killed: it is stopped"
+        wait_until(lambda: killed in service.output(), service.output)
         assert stream_all(here) == expected
 
 
