@@ -15,7 +15,6 @@ Run: `python -m benchmarks.rebalance [DIRECTORY] [--ranks 2] [--batch 8] [--toke
 
 import argparse
 import multiprocessing
-import socket
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.random_model import ensure_random_model
+from dispatch.ports import free_port
 from expert_placement.config import EplbConfig
 from expert_placement.moves import align
 from expert_placement.placement import Placement
@@ -166,9 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     args.directory = args.directory or ensure_random_model()
     card = environment_card()
     print_card(card)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [

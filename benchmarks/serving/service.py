@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from benchmarks.serving.closed_loop import RequestTiming, closed_loop
+from dispatch.ports import free_port
 from server.parent_death import die_with_parent
 from server.process.serve import is_healthy
 
@@ -40,7 +40,7 @@ class Service:
         Raises:
             BenchServiceError: it ended, or did not answer in time; quotes its log.
         """
-        self.port = _free_port()
+        self.port = free_port()
         command = [sys.executable, "-m", "server", "serve", model, f"--port={self.port}", *arguments]
         self._log = log
         self._started_s = time.monotonic()
@@ -171,9 +171,3 @@ async def post(
         return status, lines or [(time.perf_counter(), b"")]
     finally:
         writer.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

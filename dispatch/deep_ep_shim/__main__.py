@@ -9,10 +9,11 @@ directory on the path there is no `deep_ep`. What is patched when it is imported
 """
 
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import NoReturn
+
+from dispatch.ports import free_port
 
 SITE = Path(__file__).resolve().parent / "site"
 _USAGE = "usage: python -m dispatch.deep_ep_shim (--print-path | path/to/script.py [args...])"
@@ -35,16 +36,8 @@ def _run(argv: list[str]) -> NoReturn:
     paths = [str(SITE), str(SITE.parents[2]), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if environment.get("WORLD_SIZE", "1") == "1":
-        environment.setdefault("MASTER_PORT", str(_free_port()))
+        environment.setdefault("MASTER_PORT", str(free_port()))
     os.execve(sys.executable, [sys.executable, *argv], environment)
-
-
-def _free_port() -> int:
-    """Return a port that nobody listens on; it is free again when this returns, and taken soon after."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

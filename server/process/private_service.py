@@ -19,13 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Self
 
+from dispatch.ports import free_port
 from server.options.flag import OptionsError
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.process.children import Child, describe_end, stop_children
 from server.process.preflight.device import CPU_NUM_SEQS, CPU_RANKS
 from server.process.preflight.model import PreflightError, resolve_model
-from server.process.serve import free_port, is_healthy, reachable_host
+from server.process.serve import is_healthy, reachable_host
 from server.roots import WIDEEP_COMMAND
 
 SERVE_COMMAND = (*WIDEEP_COMMAND, "serve")

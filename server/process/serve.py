@@ -14,7 +14,6 @@ import select
 import shlex
 import shutil
 import signal
-import socket
 import ssl
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dispatch.ports import free_port
 from server.options.flag import OptionsError
 from server.options.reading import API_KEY_VARIABLE, environment_from, handed_on
 from server.options.table import Options
@@ -111,18 +111,6 @@ def _prepare(options: Options) -> Options:
     check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
     say(f"wideep: computing on {device.name} ({device.reason})")
     return options if options.port else replace(options, port=free_port(options.host))
-
-
-def free_port(host: str) -> int:
-    """Return a port that is free now; another program may be faster to take it.
-
-    Raises:
-        OSError: the host is no address of this machine's.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.bind(address)
-        return int(probe.getsockname()[1])
 
 
 def _start_agent(options: Options, commands: ServeCommands, log_directory: str) -> Child:

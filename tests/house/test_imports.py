@@ -85,7 +85,7 @@ ORDER = (
         "dispatch.errors",
         "dispatch.mode",
     ),
-    ("dispatch.fp8",),
+    ("dispatch.fp8", "dispatch.ports"),
     ("dispatch.native",),
     ("kvcache.gpu",),
     ("kvcache.blocks", "kvcache.paged_cache"),

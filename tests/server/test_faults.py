@@ -153,9 +153,11 @@ def test_a_killed_rank_is_missed_at_once_and_a_stopped_one_after_two_seconds(ser
         missed_s.append(first_missed(service) - killed_at)
     assert min(missed_s) <= KILLED_S
     wait_until_whole(service)
+    returns = service.output().count(back := "rank 2 serves again")
     os.kill(victim := service.engines()[2], signal.SIGSTOP)
     assert has_ended(victim, END_S)
     assert HUNG_S <= float(said_hung(service, victim)[1]) <= 2 * HUNG_S
+    wait_until(lambda: service.output().count(back) > returns, service.output, within_s=START_S)
 
 
 def said_hung(service: RealService, victim: int) -> tuple[str, str]:

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
+from dispatch.ports import free_port
 from expert_placement.files import from_json, to_json
 from expert_placement.moves import align
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.timed_streams import stream_all
 from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
-from tests.support.service.service_processes import free_port, has_ended, wait_until
+from tests.support.service.service_processes import has_ended, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ import torch
 import dispatch
 from dispatch.deep_ep_shim.__main__ import main
 from dispatch.deep_ep_shim.redirect import CudaMeansCpu
-from tests.support.service.service_processes import free_port
+from dispatch.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "dispatch" / "faces" / "deep_ep_script.py"

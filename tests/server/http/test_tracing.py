@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from dispatch.ports import free_port
 from server.errors import ApiError
 from server.http.observability.tracing import Traces
 from server.options.checks import check_traces
 from server.options.flag import OptionsError
 from tests.support.requests.answers import ended_answer, ended_exchange
-from tests.support.service.service_processes import free_port
 
 PARENT = {b"traceparent": b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", b"tracestate": b"a=1"}
 

@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from dispatch.ports import free_port
 from server.process.store.signed_store import SignedStore, UnsignedError
 from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
-from tests.support.service.service_processes import free_port
 
 KEY = b"k" * 32
 

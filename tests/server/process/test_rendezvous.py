@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from dispatch.ports import free_port
 from server.process.store import rendezvous
 from server.process.store.rendezvous import (
     Endpoint,
@@ -20,7 +21,7 @@ from server.process.store.rendezvous import (
     rendezvous_endpoint,
     store_variables,
 )
-from tests.support.service.service_processes import TIME_OUT_S, free_port
+from tests.support.service.service_processes import TIME_OUT_S
 
 _PRINT = str(Path(__file__).parents[2] / "support" / "service" / "print_front_host.py")
 GOOD = {

@@ -9,13 +9,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from dispatch.ports import free_port
 from server.cli import build_parser
 from server.options.reading import options_from
 from server.process import serve
 from server.process.children import DRAIN_SIGNAL
 from server.process.serve import greeting, is_healthy, reachable_host
 from tests.support.models.fake_checkpoint import write_checkpoint
-from tests.support.service.service_processes import Service, free_port, has_ended, wait_until
+from tests.support.service.service_processes import Service, has_ended, wait_until
 
 PROMISED_S = 5.0  # from Ctrl-C to the end of the last process
 ALL = {"worker-0", "worker-1", "engine-0", "engine-1", "front-0"}

@@ -11,9 +11,10 @@ from typing import Self
 
 import httpx
 
+from dispatch.ports import free_port
 from tests.support.models.families import write_checkpoint
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
-from tests.support.service.service_processes import free_port, wait_until
+from tests.support.service.service_processes import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 WIDEEP = (sys.executable, "-P", str(REPOSITORY / "server" / "__main__.py"))

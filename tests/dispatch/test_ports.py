@@ -1,0 +1,38 @@
+"""A free port: free, and none that an outgoing connection may take."""
+
+import random
+import socket
+from pathlib import Path
+
+import pytest
+
+from dispatch import ports
+from dispatch.ports import free_port
+
+
+def test_a_free_port_is_below_those_of_outgoing_connections() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {free_port() for _ in range(20)}
+    assert all(10_000 <= port < first for port in found) or first <= 10_000
+    assert len(found) > 1, "processes that ask at the same time get different ones"
+
+
+def test_a_port_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        offered = iter([taken.getsockname()[1], free := free_port()])
+        monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(offered))
+        assert free_port() == free
+
+
+def test_where_outgoing_connections_may_take_any_port_one_of_theirs_is_returned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    every = tmp_path / "range"
+    every.write_text("1024\t65535\n")
+    monkeypatch.setattr(ports, "_HANDED_OUT", every)
+    assert free_port() > 0
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(OSError, match="assign requested address"):
+        free_port("192.0.2.1")
