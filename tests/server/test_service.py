@@ -252,6 +252,8 @@ def test_a_call_that_must_be_made_streams(client: OpenAI, choice: Any) -> None:
         tools=TOOLS,
         tool_choice=choice,
         parallel_tool_calls=False,
+        seed=0,
+        temperature=1.5,
         stream=True,
     )
     calls = [call for chunk in stream for c in chunk.choices for call in c.delta.tool_calls or []]
