@@ -11,89 +11,150 @@ Legend: T rows of the batch, H query heads, G KV heads, D key dim, V value dim, 
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
 from attention.cpu_tiles import (
     LANES,
+    TILES_VERSION,
     add_rows_times_panel_f32,
     address_of,
     load_f32,
     rows_times_panel_f32,
     scale_block,
-    serial_and_parallel,
     softmax_block,
 )
+from dispatch.native import bits_of, float_of, floats, words
+from dispatch.team import WORDS, Kernel, program_of, run
 from kvcache.step import Step
 
-PARALLEL_PRODUCTS = 2_000_000  # some 200 us on one thread; less is not worth waking another for
+PRODUCTS_PER_NS = 20  # of one thread, about
 TILE_ROWS = 48  # query rows per task: their scratch (queries, sums, scores) stays in L1
 
 
-def _attend(  # type: ignore[no-untyped-def]
-    query, strides, dims, keys, values, tiles, query_start, context, tables, scale, window, sinks, out
-):
-    token_stride, head_stride = strides
-    heads, kv_heads, key_dim, value_dim = dims
+def _attend(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    query, token_stride, head_stride, heads, kv_heads, key_dim, value_dim = (
+        w[0],
+        w[1],
+        w[2],
+        w[3],
+        w[4],
+        w[5],
+        w[6],
+    )
+    keys, values, scale, window, sinks, out = w[7], w[8], float_of(w[9]), w[10], w[11], w[12]
+    num_tiles = w[14]
+    if tile < 0:
+        return num_tiles * kv_heads
     group = heads // kv_heads
     value_lanes = -(-value_dim // LANES) * LANES
-    for task in prange(tiles.shape[0] * kv_heads):
-        sequence, first, count = tiles[task // kv_heads]
-        kv_head = task % kv_heads
-        rows = count * group
-        begin = context[sequence] - (
-            query_start[sequence + 1] - query_start[sequence]
-        )  # cached before this step
-        position = begin + first  # of the tile's first query token
-        q = np.empty((rows, key_dim), np.float32)
-        scores = np.empty((rows, LANES), np.float32)
-        sums = np.zeros((rows, value_lanes), np.float32)
-        top = np.full(rows, -np.inf, np.float32)
-        total = np.zeros(rows, np.float32)
-        base = query + (query_start[sequence] + first) * token_stride + kv_head * group * head_stride
+    part = words(w[13] + tile // kv_heads * 24, 3)
+    sequence, first, count = part[0], part[1], part[2]
+    kv_head = tile % kv_heads
+    starts, context, table = (
+        words(w[15] + sequence * 8, 2),
+        words(w[16] + sequence * 8, 1)[0],
+        w[17] + sequence * w[18],
+    )
+    rows = count * group
+    begin = context - (starts[1] - starts[0])  # cached before this step
+    position = begin + first  # of the tile's first query token
+    q = np.empty((rows, key_dim), np.float32)
+    scores = np.empty((rows, LANES), np.float32)
+    sums = np.zeros((rows, value_lanes), np.float32)
+    top = np.full(rows, -np.inf, np.float32)
+    total = np.zeros(rows, np.float32)
+    base = query + (starts[0] + first) * token_stride + kv_head * group * head_stride
+    for row in range(rows):
+        source = base + (row // group) * token_stride + (row % group) * head_stride
+        for dim in range(key_dim):
+            q[row, dim] = load_f32(source + dim * 4)
+    if sinks != 0:
         for row in range(rows):
-            source = base + (row // group) * token_stride + (row % group) * head_stride
-            for dim in range(key_dim):
-                q[row, dim] = load_f32(source + dim * 4)
-        if sinks.shape[0]:
-            for row in range(rows):
-                top[row] = sinks[kv_head * group + row % group]
-                total[row] = 1.0
-        start = max(0, position - window + 1) // LANES if window > 0 else 0
-        for column in range(start, (position + count - 1) // LANES + 1):
-            block = tables[sequence, column] * kv_heads + kv_head
-            key_panel = keys + block * key_dim * LANES * 4
-            rows_times_panel_f32(
-                address_of(q), key_dim * 4, key_panel, LANES * 4, key_dim, address_of(scores), LANES * 4, rows
-            )
-            for row in range(rows):
-                here = position + row // group
-                low = here - window + 1 - column * LANES if window > 0 else 0
-                high = here + 1 - column * LANES
-                seen, weight = softmax_block(address_of(scores) + row * LANES * 4, scale, low, high, top[row])
-                if seen > top[row]:
-                    shrink = np.float32(math.exp(top[row] - seen))
-                    total[row] *= shrink
-                    for lane in range(0, value_lanes, LANES):
-                        scale_block(address_of(sums) + (row * value_lanes + lane) * 4, shrink)
-                    top[row] = seen
-                total[row] += weight
-            value_panel = values + block * LANES * value_dim * 4
-            for lane in range(0, value_lanes, LANES):
-                add_rows_times_panel_f32(
-                    address_of(scores), LANES * 4, value_panel + lane * 4, value_dim * 4, LANES,
-                    address_of(sums) + lane * 4, value_lanes * 4, rows,
-                )  # fmt: skip
+            top[row] = load_f32(sinks + (kv_head * group + row % group) * 4)
+            total[row] = 1.0
+    start = max(0, position - window + 1) // LANES if window > 0 else 0
+    for column in range(start, (position + count - 1) // LANES + 1):
+        block = words(table + column * 8, 1)[0] * kv_heads + kv_head
+        key_panel = keys + block * key_dim * LANES * 4
+        rows_times_panel_f32(
+            address_of(q), key_dim * 4, key_panel, LANES * 4, key_dim, address_of(scores), LANES * 4, rows
+        )
         for row in range(rows):
-            token = query_start[sequence] + first + row // group
-            for dim in range(value_dim):
-                out[token, kv_head * group + row % group, dim] = sums[row, dim] / total[row]
+            here = position + row // group
+            low = here - window + 1 - column * LANES if window > 0 else 0
+            high = here + 1 - column * LANES
+            seen, weight = softmax_block(address_of(scores) + row * LANES * 4, scale, low, high, top[row])
+            if seen > top[row]:
+                shrink = np.float32(math.exp(top[row] - seen))
+                total[row] *= shrink
+                for lane in range(0, value_lanes, LANES):
+                    scale_block(address_of(sums) + (row * value_lanes + lane) * 4, shrink)
+                top[row] = seen
+            total[row] += weight
+        value_panel = values + block * LANES * value_lanes * 4
+        for lane in range(0, value_lanes, LANES):
+            add_rows_times_panel_f32(
+                address_of(scores), LANES * 4, value_panel + lane * 4, value_lanes * 4, LANES,
+                address_of(sums) + lane * 4, value_lanes * 4, rows,
+            )  # fmt: skip
+    for row in range(rows):
+        token = starts[0] + first + row // group
+        to = floats(out + ((token * heads) + kv_head * group + row % group) * value_dim * 4, value_dim)
+        for dim in range(value_dim):
+            to[dim] = sums[row, dim] / total[row]
+    return 0
 
 
-_attend_serial, _attend_parallel = serial_and_parallel(_attend)
+ATTEND = Kernel(_attend, TILES_VERSION)
+
+
+TILES, NUM_TILES = 14, 15  # places in `attention_row`'s row of the address and the number of the step's tiles
+
+
+def tile_tokens(heads: int, kv_heads: int) -> int:
+    """Query tokens of a tile: `Step.tiles` takes it."""
+    return max(1, TILE_ROWS // (heads // kv_heads))
+
+
+class Queries(NamedTuple):
+    """Where the query rows are: address, bytes from a token to the next, bytes from a head to the next."""
+
+    address: int
+    token_stride: int
+    head_stride: int
+
+
+def attention_row(
+    queries: Queries,
+    heads: int,
+    keys_NGDB: Tensor,
+    values_NGBV: Tensor,
+    step: Step,
+    *,
+    value_dim: int,
+    scale: float,
+    window: int,
+    sinks: int,
+    out: int,
+) -> list[int]:
+    """One row of a program, for the batch that `step` describes now; see `paged_attention`.
+
+    Args:
+        value_dim: of a head in `out`, at most V. sinks: address of [H] float32; 0: none.
+        out: address of [T, H, value_dim] float32; rows of padding are not written.
+    """
+    _, kv_heads, key_dim, _ = keys_NGDB.shape
+    tiles, table = step.tiles(tile_tokens(heads, kv_heads)), step.block_table_SM
+    return ATTEND.row(
+        *queries, heads, kv_heads, key_dim, value_dim, keys_NGDB.data_ptr(), values_NGBV.data_ptr(), bits_of(scale),
+        window, sinks, out, tiles.ctypes.data, len(tiles), step.query_start_S.data_ptr(), step.context_S.data_ptr(),
+        table.data_ptr(), table.stride(0) * 8,
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -120,28 +181,17 @@ def paged_attention(
         [T, H, V] float32, new; padded rows are zero.
     """
     heads, tokens, key_dim = query_HTD.shape
-    _, kv_heads, block_tokens, value_dim = values_NGBV.shape
+    block_tokens, value_dim = values_NGBV.shape[2:]
     if block_tokens != LANES or value_dim % LANES:
         raise ValueError(
             f"CPU attention needs {LANES} tokens per block and value heads of a multiple of {LANES} values; "
             f"got {block_tokens} and {value_dim}"
         )
     out_THV = torch.zeros(tokens, heads, value_dim)
-    products = step.num_pairs * heads * (key_dim + value_dim)
-    kernel = _attend_parallel if step.is_parallel and products > PARALLEL_PRODUCTS else _attend_serial
-    kernel(
-        query_HTD.data_ptr(),
-        (query_HTD.stride(1) * 4, query_HTD.stride(0) * 4),
-        (heads, kv_heads, key_dim, value_dim),
-        keys_NGDB.data_ptr(),
-        values_NGBV.data_ptr(),
-        step.tiles(max(1, TILE_ROWS // (heads // kv_heads))),
-        step.query_start_S.numpy(),
-        step.context_S.numpy(),
-        step.block_table_SM.numpy(),
-        np.float32(scale),
-        window,
-        np.empty(0, np.float32) if sinks_H is None else sinks_H.detach().numpy(),
-        out_THV.numpy(),
-    )
+    queries = Queries(query_HTD.data_ptr(), query_HTD.stride(1) * 4, query_HTD.stride(0) * 4)
+    row = attention_row(
+        queries, heads, keys_NGDB, values_NGBV, step, value_dim=value_dim, scale=scale, window=window,
+        sinks=0 if sinks_H is None else sinks_H.data_ptr(), out=out_THV.data_ptr(),
+    )  # fmt: skip
+    run(program_of([row]), step.team, step.num_pairs * heads * (key_dim + value_dim) // PRODUCTS_PER_NS)
     return out_THV

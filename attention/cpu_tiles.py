@@ -17,7 +17,6 @@ Legend: x rows [m, k] float32; w panel [k, 16] float32 or bfloat16; out rows [m,
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -25,8 +24,18 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from dispatch import native
+from dispatch.native import Addressed, renamed
+
 LANES = 16  # output columns of a panel; also the tokens of a KV block
 ROWS = 6  # rows of the largest tile: 12 accumulators of 8 floats fit AVX2's 16 registers
+
+# Of all that kernels inline from this folder's `cpu_` files and from `native`: part of every kernel's name.
+TILES_VERSION = zlib.crc32(
+    b"".join(
+        path.read_bytes() for path in (*sorted(Path(__file__).parent.glob("cpu_*.py")), Path(native.__file__))
+    )
+)
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32V, I16V, I32V = (ir.VectorType(scalar, LANES) for scalar in (F32, I16, I32))
@@ -55,7 +64,8 @@ def constant(value: float) -> ir.Constant:
     return ir.Constant(F32V, [value] * LANES)
 
 
-def _vector_call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
+def vector_call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
+    """Emit LLVM's intrinsic of a name on float32 vectors."""
     signature = ir.FunctionType(F32V, [F32V] * len(args))
     function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.v{LANES}f32")
     return builder.call(function, args)
@@ -71,7 +81,8 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
     builder.store(value, builder.inttoptr(address, F32V.as_pointer()), align=4)
 
 
-def _load_weights(builder: ir.IRBuilder, address: ir.Value, bf16: bool) -> ir.Value:
+def load_weights(builder: ir.IRBuilder, address: ir.Value, bf16: bool) -> ir.Value:
+    """Emit the load of 16 float32 or bfloat16 as float32."""
     if not bf16:
         return load(builder, address)
     wide = builder.zext(load(builder, address, I16V), I32V)  # bfloat16 is the upper half of a float32
@@ -125,7 +136,7 @@ def emit_products(
             value = builder.load(
                 builder.inttoptr(builder.add(x_rows[row], offset), F32.as_pointer()), align=4
             )
-            following[row] = _vector_call(builder, "fma", splat(builder, value), vector, following[row])
+            following[row] = vector_call(builder, "fma", splat(builder, value), vector, following[row])
     step = builder.add(index, ir.Constant(I64, 1))
     index.add_incoming(step, builder.block)
     for total, value in zip(sums, following, strict=True):
@@ -142,7 +153,7 @@ def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
             x, x_stride, w, w_stride, k, out, out_stride = args
 
             def weights(index: ir.Value) -> list[ir.Value]:
-                return [_load_weights(builder, builder.add(w, builder.mul(index, w_stride)), bf16)]
+                return [load_weights(builder, builder.add(w, builder.mul(index, w_stride)), bf16)]
 
             emit_products(
                 builder,
@@ -158,17 +169,6 @@ def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
         return types.void(*[types.int64] * 7), codegen
 
     return intrinsic(tile)
-
-
-def renamed(function: Callable[..., None], suffix: str) -> FunctionType:
-    """Copy a function under a name of its own."""
-    assert isinstance(function, FunctionType)
-    name = f"{function.__name__}_{suffix}"
-    copy = FunctionType(
-        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
-    )
-    copy.__qualname__, copy.__module__ = name, function.__module__
-    return copy
 
 
 def _rows_function(bf16: bool, accumulate: bool) -> Any:
@@ -192,8 +192,6 @@ def _rows_function(bf16: bool, accumulate: bool) -> Any:
         elif rows == 5:
             five(x, x_stride, w, w_stride, k, out, out_stride)
 
-    # A name of its own for each: numba's symbols are a name and a number that differs from process to process, so
-    # that kernels cached by different processes would call each other's tiles, of the wrong type.
     return njit(nogil=True)(renamed(rows_times_panel, f"bf16_{bf16}_accumulate_{accumulate}"))
 
 
@@ -202,22 +200,53 @@ rows_times_panel_bf16 = _rows_function(bf16=True, accumulate=False)
 add_rows_times_panel_f32 = _rows_function(bf16=False, accumulate=True)
 
 
+def _times_f32(x, x_stride, panel, _scales, k, _block, out, out_stride, rows):  # type: ignore[no-untyped-def]
+    rows_times_panel_f32(x, x_stride, panel, 4 * LANES, k, out, out_stride, rows)
+    return 0
+
+
+def _times_bf16(x, x_stride, panel, _scales, k, _block, out, out_stride, rows):  # type: ignore[no-untyped-def]
+    rows_times_panel_bf16(x, x_stride, panel, 2 * LANES, k, out, out_stride, rows)
+    return 0
+
+
+# What `times_panel` is given, by how a panel is kept; two more in `cpu_quantised_tiles`.
+TIMES_F32, TIMES_BF16 = Addressed(_times_f32, TILES_VERSION), Addressed(_times_bf16, TILES_VERSION)
+
+
+@intrinsic
+def times_panel(
+    _typing: Any, function: Any, x: Any, x_stride: Any, panel: Any, scales: Any, k: Any, block: Any, out: Any,
+    out_stride: Any, rows: Any,
+) -> Any:  # fmt: skip
+    """Rows times a panel kept in any way, 16 columns of `out`: the way's function, by address, then its arguments.
+
+    A kernel that calls it is compiled once for all ways.
+    """
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        called = builder.inttoptr(args[0], ir.FunctionType(I64, [I64] * 9).as_pointer())
+        return builder.call(called, args[1:])
+
+    return types.int64(*[types.int64] * 10), codegen
+
+
 def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Emit exp(x) for x <= 88, to 2 ulp; 0 below `EXP_LOWEST` (so that a masked score adds exactly nothing)."""
-    clamped = _vector_call(builder, "maxnum", x, constant(EXP_LOWEST))
-    n = _vector_call(builder, "floor", _vector_call(builder, "fma", clamped, constant(LOG2E), constant(0.5)))
-    r = _vector_call(builder, "fma", n, constant(-LN2_HIGH), clamped)
-    r = _vector_call(builder, "fma", n, constant(-LN2_LOW), r)
+    clamped = vector_call(builder, "maxnum", x, constant(EXP_LOWEST))
+    n = vector_call(builder, "floor", vector_call(builder, "fma", clamped, constant(LOG2E), constant(0.5)))
+    r = vector_call(builder, "fma", n, constant(-LN2_HIGH), clamped)
+    r = vector_call(builder, "fma", n, constant(-LN2_LOW), r)
     series = constant(EXP_TERMS[0])
     for term in EXP_TERMS[1:]:
-        series = _vector_call(builder, "fma", series, r, constant(term))
-    series = _vector_call(builder, "fma", series, builder.fmul(r, r), builder.fadd(r, constant(1.0)))
+        series = vector_call(builder, "fma", series, r, constant(term))
+    series = vector_call(builder, "fma", series, builder.fmul(r, r), builder.fadd(r, constant(1.0)))
     exponent = builder.shl(builder.fptosi(n, I32V), ir.Constant(I32V, [23] * LANES))
     power = builder.bitcast(builder.add(builder.bitcast(series, I32V), exponent), F32V)
     return builder.select(builder.fcmp_ordered("<", x, constant(EXP_LOWEST)), constant(0.0), power)
 
 
-def _tree(
+def fold(
     builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> ir.Value:
     """Fold the lanes as a fixed binary tree; returns the scalar."""
@@ -245,14 +274,14 @@ def softmax_block(_typing: Any, scores: Any, scale: Any, low: Any, high: Any, ru
         )
         scaled = builder.fmul(load(builder, address), splat(builder, scale))
         scaled = builder.select(inside, scaled, constant(float("-inf")))
-        top = _tree(builder, scaled, lambda a, b: _vector_call(builder, "maxnum", a, b))
+        top = fold(builder, scaled, lambda a, b: vector_call(builder, "maxnum", a, b))
         top = builder.select(builder.fcmp_ordered(">", top, running), top, running)
         # A block without a lane inside leaves the maximum at -inf; weigh against 0 then, to stay clear of NaN.
         empty = builder.fcmp_ordered("==", top, ir.Constant(F32, float("-inf")))
         base = builder.select(empty, ir.Constant(F32, 0.0), top)
         weights = emit_exp(builder, builder.fsub(scaled, splat(builder, base)))
         store(builder, weights, address)
-        total = _tree(builder, weights, builder.fadd)
+        total = fold(builder, weights, builder.fadd)
         return cgutils.pack_array(builder, [top, total])
 
     return types.UniTuple(types.float32, 2)(
@@ -301,16 +330,3 @@ def scale_block(_typing: Any, address: Any, factor: Any) -> Any:
 def address_of(array):  # type: ignore[no-untyped-def]
     """The address of an array's first element."""
     return array.ctypes.data
-
-
-def serial_and_parallel(function: Callable[..., None]) -> tuple[Any, Any]:
-    """Compile a kernel that uses `prange` twice: for one thread without a thread pool, and for several.
-
-    numba caches compiled code by a function's name and source file, blind to options and to the tiles inlined from
-    this folder, so that each variant gets a name with both in it.
-    """
-    tiles = zlib.crc32(
-        b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("cpu_*tiles.py")))
-    )
-    serial, parallel = (renamed(function, f"{kind}_{tiles:08x}") for kind in ("serial", "parallel"))
-    return njit(nogil=True, cache=True)(serial), njit(nogil=True, cache=True, parallel=True)(parallel)

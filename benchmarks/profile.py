@@ -28,9 +28,7 @@ from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import EngineConfig
 
 KINDS = {  # the first whose words are all in "file:function" takes a function's own time
-    "linear kernels": (("cpu_linear.py", ":_linear"),),
-    "expert kernels": (("cpu_linear.py", ":_grouped"), ("cpu_linear.py", ":_silu")),
-    "attention kernel": (("cpu_attention.py", ":_attend"), ("paged_cache.py", ":_write_heads")),
+    "programs of kernels": (("dispatch/team.py", ":_run"), ("paged_cache.py", ":_write")),
     "dispatch and combine": (("dispatch/",),),
     "our Python around kernels": (("moe/",), ("attention/",), ("kvcache/",)),
     "transformers' Python": (("transformers/",),),

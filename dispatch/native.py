@@ -8,17 +8,21 @@ Numba's cache looks at the file that holds the cached function only: after a cha
 """
 
 import platform
+import struct
 from collections.abc import Callable
+from functools import cached_property
+from types import FunctionType
 from typing import Any, TypeVar
 
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 CACHE_LINE_BYTES = 64
 _MACHINE = platform.machine()
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(_MACHINE, -1)  # asm/unistd.h
+_SYS_SCHED_YIELD = {"x86_64": 24, "aarch64": 124}.get(_MACHINE, -1)
 _FUTEX_WAIT = 0  # linux/futex.h; not the PRIVATE forms, as the waiters are processes
 _FUTEX_WAKE = 1
 _CLOCK_MONOTONIC = 1
@@ -75,6 +79,18 @@ def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 
 @_emitted
+def replace_if(typing_context: Any, address: Any, seen: Any, value: Any) -> Any:
+    """Store `value` at `address` if `seen` is there still, sequentially consistent; 1 if it was, else 0."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = _word(builder, args[0])
+        pair = builder.cmpxchg(word, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.zext(builder.extract_value(pair, 1), ir.IntType(64))
+
+    return _I64(_I64, _I64, _I64), emit
+
+
+@_emitted
 def fence(typing_context: Any) -> Any:
     """Order every access before it with every access after it, for all processes."""
 
@@ -111,6 +127,33 @@ def copy(typing_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(_I64, _I64, _I64), emit
+
+
+@_emitted
+def call(typing_context: Any, function: Any, first: Any, second: Any) -> Any:
+    """Call compiled code at an address, which takes two int64 and returns one: an `Addressed`'s."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        called = builder.inttoptr(args[0], ir.FunctionType(word, [word, word]).as_pointer())
+        return builder.call(called, args[1:])
+
+    return _I64(_I64, _I64, _I64), emit
+
+
+@_emitted
+def float_of(typing_context: Any, word: Any) -> Any:
+    """The float32 whose bits are a word's lower half; see `bits_of`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(_I64), emit
+
+
+def bits_of(value: float) -> int:
+    """The bits of a float32, as compiled code takes one among words."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 @_emitted
@@ -168,6 +211,47 @@ def futex_wait(address: int, seen: int, timeout_ns: int, scratch: int) -> None:
 def futex_wake(address: int) -> None:
     """Wake whoever sleeps on `address`."""
     _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+
+
+@compiled
+def yield_now() -> None:
+    """Let others run on this core."""
+    _syscall(_SYS_SCHED_YIELD, 0, 0, 0, 0, 0, 0)
+
+
+def renamed(function: Callable[..., Any], suffix: str) -> FunctionType:
+    """Copy a function under a name of its own.
+
+    Numba's symbols are a name and a number that differs from process to process: cached code of one process would call
+    another's functions of the same name.
+    """
+    assert isinstance(function, FunctionType)
+    name = f"{function.__name__}_{suffix}"
+    copy = FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    copy.__qualname__, copy.__module__ = name, function.__module__
+    return copy
+
+
+class Addressed:
+    """A function of int64 arguments that compiled code calls by address; compiled, or read from the cache, when asked for."""
+
+    def __init__(self, function: Callable[..., int], version: int) -> None:
+        """`version` changes with what the function inlines from other files, to which numba's cache is blind."""
+        self._function = renamed(function, f"{version:08x}")
+
+    def compile(self) -> None:
+        """Have it ready."""
+        assert self.address
+
+    @cached_property
+    def address(self) -> int:
+        """Where it is, for the life of the process."""
+        signature = _I64(*[_I64] * self._function.__code__.co_argcount)
+        self._compiled = cfunc(signature, cache=True, error_model="numpy")(self._function)
+        address: int = self._compiled.address
+        return address
 
 
 def compile_all(*functions: Callable[..., Any]) -> None:

@@ -4,10 +4,10 @@
 returns its inputs, and the attention organ reads the pages. A block holds `block_tokens` tokens of one layer,
 contiguous, so that it can be exported as bytes. Keys are kept transposed, [head, dim, token], so that a block
 is a panel of `attention.cpu_tiles`; values are [head, token, dim]. Multi-head latent attention keeps its
-latents only: [token, kv_lora_rank + qk_rope_head_dim] (DeepSeek-V2, 2024).
+latents only: [token, kv_lora_rank + qk_rope_head_dim rounded up to 16] (DeepSeek-V2, 2024).
 Paging follows PagedAttention (Kwon et al., 2023). Which block belongs to whom is `kvcache.blocks`' business.
 
-Legend: N blocks, B tokens of a block (16), G KV heads, D key dim, V value dim rounded up to 16, L latent dim,
+Legend: N blocks, B tokens of a block (16), G KV heads, D key dim, V value dim rounded up to 16, W width of a latent's row,
 T tokens.
 """
 
@@ -35,6 +35,11 @@ class LayerShape:
     window: int = 0  # tokens a row attends to, itself included; 0 is all
 
     @property
+    def padded_key_dim(self) -> int:
+        """What a token's key takes: a latent is rounded up to the kernels' 16 lanes."""
+        return -(-self.key_dim // 16) * 16 if self.latent else self.key_dim
+
+    @property
     def padded_value_dim(self) -> int:
         """The value dim rounded up to the kernels' 16 lanes."""
         return -(-self.value_dim // 16) * 16
@@ -42,7 +47,7 @@ class LayerShape:
     @property
     def token_bytes(self) -> int:
         """Bytes per token, float32."""
-        return self.num_kv_heads * (self.key_dim + self.padded_value_dim) * 4
+        return self.num_kv_heads * (self.padded_key_dim + self.padded_value_dim) * 4
 
 
 @njit(nogil=True, cache=True)
@@ -60,16 +65,16 @@ def _write_heads(key_TGD, value_TGV, slots, count, keys_NGDB, values_NGBV):  # t
 
 
 @njit(nogil=True, cache=True)
-def _write_latents(latent_TR, rotary_TE, slots, count, pages_NBL):  # type: ignore[no-untyped-def]
+def _write_latents(latent_TR, rotary_TE, slots, count, pages_NBW):  # type: ignore[no-untyped-def]
     rank = latent_TR.shape[1]
     for row in range(count):
         block, offset = slots[row] // BLOCK_TOKENS, slots[row] % BLOCK_TOKENS
         if offset == 0:  # as above
-            pages_NBL[block] = 0.0
+            pages_NBW[block] = 0.0
         for dim in range(rank):
-            pages_NBL[block, offset, dim] = latent_TR[row, dim]
+            pages_NBW[block, offset, dim] = latent_TR[row, dim]
         for dim in range(rotary_TE.shape[1]):
-            pages_NBL[block, offset, rank + dim] = rotary_TE[row, dim]
+            pages_NBW[block, offset, rank + dim] = rotary_TE[row, dim]
 
 
 def _lazy_zeros(*shape: int) -> Tensor:
@@ -88,11 +93,11 @@ class PagedCache:
         self.shapes = shapes
         self.num_blocks = num_blocks
         self.step: Step | None = None
-        self.keys: list[Tensor] = []  # [N, G, D, B], or [N, B, L] where latent
+        self.keys: list[Tensor] = []  # [N, G, D, B], or [N, B, W] where latent
         self.values: list[Tensor] = []  # [N, G, B, V]
         for shape in shapes:
             if shape.latent:
-                self.keys.append(_lazy_zeros(num_blocks, BLOCK_TOKENS, shape.key_dim))
+                self.keys.append(_lazy_zeros(num_blocks, BLOCK_TOKENS, shape.padded_key_dim))
                 self.values.append(torch.empty(0))
                 continue
             self.keys.append(_lazy_zeros(num_blocks, shape.num_kv_heads, shape.key_dim, BLOCK_TOKENS))

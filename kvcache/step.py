@@ -8,7 +8,7 @@ Legend: T tokens of the packed batch, S sequences in it, M blocks a sequence may
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,15 +40,15 @@ class Step:
     """The packed batch of one step. Rows past `num_tokens` are padding: not cached, attended to or sampled."""
 
     def __init__(
-        self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int, threads: int = 1
+        self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int, team: Any = None
     ) -> None:
         """Allocate for at most so many tokens, sequences, and blocks per sequence.
 
-        `threads` is how many the CPU kernels that run this step may use.
+        `team`: a `dispatch.team.Team`, whose threads the CPU kernels that run this step may use; None: the caller's alone.
         """
         padded = -(-max(max_tokens, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
-        self.block_tokens = block_tokens
-        self.is_parallel = threads > 1
+        self.block_tokens, self.max_tokens = block_tokens, max_tokens
+        self.team = team
         self.num_tokens = 0
         self.num_decodes = 0  # of the first rows
         self.num_padded = 0
@@ -73,6 +73,8 @@ class Step:
             ((), 0)
         ] * max_sequences  # blocks, and how many of them
         self.token_T = torch.zeros(padded, dtype=torch.int64)
+        # What compiled programs read: 0, num_tokens, num_padded, num_decodes.
+        self.facts = torch.zeros(4, dtype=torch.int64)
         self._tiles: dict[int, np.ndarray] = {}
         self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
 
@@ -108,6 +110,7 @@ class Step:
         self.agreed_tokens = agreed_tokens
         self.num_pairs = int(lengths @ self._context[:count])
         self.num_padded = self._padded(tokens)
+        self.facts.numpy()[1:] = tokens, self.num_padded, num_decodes
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0
         self._tiles.clear()

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from dispatch.dispatched import TokenDispatcher
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
-from moe.load.loader import Keep, Loader, Weight
+from moe.load.loader import Keep, Loader
 from moe.load.quantisation import Quantisation
 from moe.load_counts import LayerCounts, LoadCounts
 from moe.slot_choice import SlotChoice
@@ -150,18 +150,19 @@ class Backend:
         warms_up_together: `warm_up` runs steps, which are collective.
         register: makes the organs known to `transformers`; may be called again.
         why_unserved: what the kernels lack for a model on meta, as "the model has ..."; None: nothing.
-        keep_with: how plain weights are kept, for a model that runs a step, which is refilled; the function casts a weight as the
-            user wished.
+        keep_with: how weights that are no experts' are kept, for a model that runs a step, which is refilled; the loader
+            brings them to the form that the user wished.
         open_experts: for a loader, the experts modules by name (their parameters on meta, left alone), slots per
             layer, and experts that may be on their way to this rank at once: memory for them is reserved where
             it cannot be later.
         open_layer: puts one MoE layer together: up, down, choice, module, dispatcher, step.
         make_counts: counters for all layers; called as `LoadCounts` is.
-        make_step: the step that this device's model reads; called as `Step` is, and with `num_ranks` that run theirs
-            together.
+        make_step: the step that this device's model reads; called as `Step` is, and with `threads` of this process,
+            and `num_ranks` that run theirs together.
         make_cache: reserves pages of some shapes: so many blocks, for a step.
         token_bytes: of cache that one layer takes per token.
-        finish: takes a model whose weights are there: moves what is not, adopts faster forms of modules.
+        finish: takes a model whose weights are there, the step that it runs and what its layers cache: moves what is not
+            on the device, adopts faster forms of modules; local.
         enter_thread: lets the calling thread compute on this device, which it does not by itself.
         warm_up: compiles the kernels that the model uses, before the first step.
     """
@@ -173,13 +174,13 @@ class Backend:
     warms_up_together: bool
     register: Callable[[], None]
     why_unserved: Callable[[PreTrainedModel, list[LayerShape], Quantisation | None], str | None]
-    keep_with: Callable[[Step, Callable[[Weight], Weight]], Keep]
+    keep_with: Callable[[Step, Loader], Keep]
     open_experts: Callable[[Loader, Mapping[str, Any], int, int], ExpertReader]
     open_layer: Callable[[Any, Any, SlotChoice, Any, TokenDispatcher, Step], ExpertLayer]
     make_counts: Callable[..., LoadCounts]
     make_step: Callable[..., Step]
     make_cache: Callable[[list[LayerShape], int, Step], PagedCache]
     token_bytes: Callable[[LayerShape], int]
-    finish: Callable[[PreTrainedModel], None]
+    finish: Callable[[PreTrainedModel, Step, list[LayerShape]], None]
     enter_thread: Callable[[], None]
     warm_up: Callable[[LoadedModel, PagedCache], None]

@@ -38,7 +38,7 @@ class LayerCounts:
     def __init__(self, table: np.ndarray, num_experts: int, slots_per_rank: int) -> None:
         self._table, self._num_experts, self._slots_per_rank = table, num_experts, slots_per_rank
         self._num_ranks = table.shape[1] - num_experts
-        self._address: int = table.ctypes.data
+        self.address: int = table.ctypes.data  # of the table, for compiled code that counts by itself
         self.experts_ns = 0
 
     def add(self, ids_TK: Tensor, slots_TK: Tensor, num_decodes: int) -> None:
@@ -52,7 +52,7 @@ class LayerCounts:
         num_choices = ids_TK.shape[1]
         _count(
             ids_TK.data_ptr(), slots_TK.data_ptr(), ids_TK.numel(), num_decodes * num_choices,
-            self._num_experts, self._num_ranks, self._slots_per_rank, self._address,
+            self._num_experts, self._num_ranks, self._slots_per_rank, self.address,
         )  # fmt: skip
 
     @property

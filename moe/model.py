@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -65,7 +64,8 @@ class Skeleton:
         self.cache_shapes = rehearse(self.model)
         problem = backend.why_unserved(self.model, self.cache_shapes, self.quantisation)
         if problem is not None:
-            raise UnsupportedModelError(f"{config.model_type} has {problem}; serve it with --device cpu")
+            remedy = "" if backend is CPU else "; serve it with --device cpu"
+            raise UnsupportedModelError(f"{config.model_type} has {problem}{remedy}")
         self.model.set_attn_implementation(backend.attention)
         self.model.set_experts_implementation(backend.experts)
 
@@ -82,6 +82,7 @@ class Model:
         rank: int,
         step: Step,
         dtype: str = "auto",
+        quantization: str | None = None,
         num_spare: int = 0,
         checkpoint: Checkpoint | None = None,
         report: Report = lambda _stage, _fraction: None,
@@ -96,6 +97,7 @@ class Model:
             step: the backend's; refilled by the caller before every forward.
             dtype: auto, float32 or bfloat16; what weights are kept in, if not quantised, on a CPU, which computes in
                 float32.
+            quantization: int8 or int4: what experts and linear layers are quantised to as they are read, on a CPU.
             num_spare: experts that may move to this rank at once; see `Backend.open_experts`.
             checkpoint: what has the weights; None: the skeleton's directory.
             report: called with (stage, fraction).
@@ -113,16 +115,16 @@ class Model:
         }
         stored = StoredTensors(self.checkpoint, skeleton.quantisation)
         plan = LoadPlan(self.net, stored, parameters)
-        loader = Loader(self.net, stored, plan, dtype)
+        loader = Loader(self.net, stored, plan, dtype, quantization)
         self._backend = skeleton.backend
         self.load_counts = self._make_counts()
         with torch.no_grad():
-            loader.load_plain(self._backend.keep_with(self.step, loader.stored), report)
+            loader.load_plain(self._backend.keep_with(self.step, loader), report)
             local_LS = placement.local(rank)
             self._reader = self._backend.open_experts(loader, skeleton.experts, local_LS.shape[1], num_spare)
             self.layers = self._load_layers(local_LS, dispatcher, report)
             _restore_buffers(self.net)
-            self._backend.finish(self.net)
+            self._backend.finish(self.net, self.step, skeleton.cache_shapes)
         self._body = _KeptBody(self.net)
 
     def hold(self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int) -> None:
@@ -326,9 +328,3 @@ def _restore_buffers(model: PreTrainedModel) -> None:
         name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta
     ]
     assert not stranded, f"not materialised: {stranded}"
-
-
-def set_threads(count: int) -> None:
-    """Give this process's kernels so many threads; PyTorch's own small operations stay on one."""
-    torch.set_num_threads(1)
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))

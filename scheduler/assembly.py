@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -19,7 +20,7 @@ from kvcache.blocks import BlockPool
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.step import Step
 from moe.backend import Backend
-from moe.model import Model, Skeleton, set_threads
+from moe.model import Model, Skeleton
 from scheduler.engine import Engine
 from scheduler.epochs.connections import break_silent
 from scheduler.epochs.follower import EpochFollower, EpochLinks, RankParts, Regrouping
@@ -48,6 +49,7 @@ from scheduler.step.parts import (
     open_lockstep,
     open_sampler,
 )
+from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
 from scheduler.step.sizing import num_blocks
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
@@ -106,7 +108,7 @@ def assemble(
     # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
     sys.setswitchinterval(SWITCH_S)
     check_compiler(config)
-    set_threads(config.threads)
+    torch.set_num_threads(1)  # its small operations are not worth sharing: kernels have a team of threads
     backend = backend_of(config)
     skeleton = Skeleton(config.directory, backend)
     length = model_length(skeleton.model.config, config.max_model_len)
@@ -131,7 +133,22 @@ def assemble(
     links = None if lockstep is None else EpochLinks(dispatcher, lockstep)
     epochs = None if parts is None else _make_epochs(config, parts, links)
     heart = _make_heart(config)
-    engine = Engine(config.rank, scheduler, runner, lockstep, doorbell, relocation, structures, heart, epochs)
+    # Without a target nothing is measured on GPUs, where a prompt's chunk is short.
+    pace = PrefillPace(
+        config.target_itl_s, is_limited=config.device == "cpu" or config.target_itl_s is not None
+    )
+    engine = Engine(
+        config.rank,
+        scheduler,
+        runner,
+        lockstep,
+        doorbell,
+        relocation,
+        structures,
+        heart,
+        epochs,
+        prefill_pace=pace,
+    )
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
     return Assembled(
@@ -241,6 +258,7 @@ def _load_model(
         rank=config.rank,
         step=step,
         dtype=config.dtype,
+        quantization=config.quantization,
         num_spare=_num_spare(config, placement),
         checkpoint=open_checkpoint(config, skeleton),
         report=report,

@@ -26,6 +26,7 @@ from scheduler.moves.relocation import Relocation
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput
 from scheduler.policy.scheduler import Batch, Scheduler
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
+from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
 
@@ -73,6 +74,7 @@ class Engine:
         heart: Heart,
         epochs: EpochFollower | None = None,
         *,
+        prefill_pace: PrefillPace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Compose; nothing runs before `run`.
@@ -80,9 +82,11 @@ class Engine:
         Args:
             lockstep: of the epoch that this rank begins in; None: it is to be ordered to one.
             epochs: follows orders; None: none come, and a lost rank is an error.
+            prefill_pace: how many tokens of prompts a step may take on beside decodes; None: any number.
         """
         assert lockstep or epochs, "an engine without an epoch needs a way into one"
         self._epochs, self._heart = epochs, heart
+        self._prefill_pace = prefill_pace or PrefillPace(None, is_limited=False)
         self._planned: _Planned | None = None
         self._serving: _Serving | None = None
         self._relocation = relocation
@@ -244,18 +248,29 @@ class Engine:
 
     def _step(self, lockstep: LockStep, agreement: Agreement, on_step: OnStep) -> None:
         self._relocation.pace.step()
-        self._planned = batch, outputs = self._planned or self._plan(agreement.agreed_tokens)
+        self._planned = batch, outputs = self._planned or self._plan(agreement)
         self._post_next(lockstep)
+        begun_s = time.perf_counter()
         sampled = self._runner.run(batch, agreement.agreed_tokens, has_prefill=agreement.has_prefill)
+        num_prefill = batch.num_prefill_tokens
+        if num_prefill or not agreement.has_prefill:  # else others' prompts took the time
+            self._prefill_pace.note(
+                time.perf_counter() - begun_s,
+                num_decodes=batch.num_tokens - num_prefill,
+                num_prefill=num_prefill,
+            )
         self._planned = None
         outputs += self._scheduler.commit(batch, *sampled)
         on_step(outputs, self._stats(batch.num_tokens))
 
-    def _plan(self, agreed_tokens: int) -> _Planned:
+    def _plan(self, agreement: Agreement) -> _Planned:
         outputs = self._take_inbox()
         now_s = self._clock()
         outputs += self._scheduler.expire(now_s)
-        room = max(0, agreed_tokens - self._scheduler.next_step.num_decodes) if agreed_tokens else None
+        room, tokens = agreement.prefill_budget, agreement.agreed_tokens
+        if tokens:
+            fitting = max(0, tokens - self._scheduler.next_step.num_decodes)
+            room = fitting if room is None else min(room, fitting)
         return _Planned(self._scheduler.schedule(prefill_budget=room, now_s=now_s), outputs)
 
     def _post(self, lockstep: LockStep) -> None:
@@ -292,6 +307,7 @@ class Engine:
             ready_version=self._relocation.version_to_post(),
             num_prefill=num_prefill,
             ordered_epoch=self._told_epoch,
+            prefill_budget=self._prefill_pace.budget,
         )
 
     def _ordered_epoch(self, lockstep: LockStep) -> int:

@@ -20,6 +20,7 @@ from attention.gpu.decode import DecodeScratch, paged_decode
 from attention.gpu.limits import EXPANDED_BYTES, expanded_bytes_of_token
 from attention.gpu.mla import latent_decode
 from attention.gpu.prefill import paged_prefill, tile_tokens
+from attention.latents import halves_of
 from kvcache.gpu.cache import DeviceCache
 from kvcache.gpu.step import DeviceStep
 
@@ -121,7 +122,7 @@ def _decode_latents(module: Any, query_SHD: Tensor, pages: DeviceCache, layer: i
     assert step is not None
     S, H, D = query_SHD.shape
     U = D - module.qk_rope_head_dim
-    key_HUL, value_HVL = absorbed_parts(module.kv_b_proj.weight, H, U)
+    key_HUL, value_HVL = halves_of(module.kv_b_proj.weight, H, U)
     latent_dim = key_HUL.shape[2]
     query_HSL = torch.bmm(query_SHD[..., :U].transpose(0, 1), key_HUL)
     query_SHC = torch.cat((query_HSL.transpose(0, 1), query_SHD[..., U:]), dim=-1)
@@ -130,12 +131,6 @@ def _decode_latents(module: Any, query_SHD: Tensor, pages: DeviceCache, layer: i
         _scratch(pages, H, latent_dim), latent_dim=latent_dim, scale=scale,
     )  # fmt: skip
     return torch.bmm(out_SHL.transpose(0, 1), value_HVL.transpose(1, 2)).transpose(0, 1)
-
-
-def absorbed_parts(weight: Tensor, heads: int, unrotated_dim: int) -> tuple[Tensor, Tensor]:
-    """Split `kv_b_proj`'s weight into what makes keys [H, U, L] and values [H, V, L]; views."""
-    weight_HXL = weight.view(heads, -1, weight.shape[-1])
-    return weight_HXL[:, :unrotated_dim], weight_HXL[:, unrotated_dim:]
 
 
 def _prefill_latents(
@@ -167,31 +162,6 @@ def _expanded(module: Any, latent_XBC: Tensor, table_SM: Tensor, heads: int, her
     keys_XHBD[..., :U] = both_XBHY[..., :U].transpose(1, 2)
     keys_XHBD[..., U:] = latent_XBC[:, None, :, -E:]
     return Pages(keys_XHBD, both_XBHY[..., U:].transpose(1, 2).contiguous(), table_SM)
-
-
-def prepare(net: Any) -> None:
-    """Let latent attention's modules not expand the step's own rows: the kernels read them from the pages."""
-    for module in net.modules():
-        if hasattr(module, "expand_kv") and all(hasattr(module, name) for name in _Shapes.NEEDED):
-            module.expand_kv = _Shapes(module)
-
-
-class _Shapes:
-    """Answers `expand_kv` with tensors that have the right shapes and nothing in them."""
-
-    NEEDED = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-
-    def __init__(self, module: Any) -> None:
-        self._rope_dim = int(module.qk_rope_head_dim)
-        self._key_dim = int(module.qk_nope_head_dim) + self._rope_dim
-        self._value_dim = int(module.v_head_dim)
-
-    def __call__(self, latent: Tensor, _rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Return them, of one head."""
-        batch, _, rows, _ = latent.shape
-        return latent.new_empty(batch, 1, rows, self._key_dim), latent.new_empty(
-            batch, 1, rows, self._value_dim
-        )
 
 
 def register() -> None:

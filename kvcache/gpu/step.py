@@ -97,7 +97,7 @@ class DeviceStep(Step):
         self.device, self.sizes = device, decode_sizes(max_sequences)
         self._is_wide = num_ranks > 1
         self.graph_sizes = agreed_sizes(max_sequences) if self._is_wide else self.sizes
-        self.max_tokens, self.max_context = max_tokens, max_blocks * block_tokens
+        self.max_context = max_blocks * block_tokens
         self.max_rows = padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
         self._most_new = 4 * max_sequences  # blocks that travel one by one
         self._new: list[

@@ -4,7 +4,7 @@ A module is taken for an RMSNorm when it has one weight vector, an epsilon and t
 rows decide. Families whose norm does something else (adds one to the weight, norms in groups) keep their own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,33 +12,41 @@ import torch
 from torch import Tensor
 
 from moe.adopt.adopt import Candidate, SampleRows
-from moe.gpu.norm import rms_norm
 
 _ROWS = 4
 # What one rounding to the type may make of equal sums in another order.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-def norms(module: Any, rows: SampleRows) -> Iterator[Candidate]:
-    """Propose the kernel for a module that may be an RMSNorm."""
-    eps = _epsilon(module)
-    if eps is None:
-        return
+class Norms:
+    """Proposes a device's kernel."""
 
-    def forward(hidden_states: Tensor) -> Tensor:
-        rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return rms_norm(rows_TD.contiguous(), module.weight, eps).view(hidden_states.shape)
+    def __init__(self, launch: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+        """`launch` runs the kernel: rows [T, D], weight [D] and epsilon to the normed rows."""
+        self._launch = launch
 
-    yield Candidate(
-        own=module.forward,
-        ours=forward,
-        arguments=lambda: (rows.draw(_ROWS, len(module.weight), spread=3.0),),
-        tolerance=_TOLERANCE[rows.dtype],
-        install=partial(setattr, module, "forward", forward),
-    )
+    def __call__(self, module: Any, rows: SampleRows) -> Iterator[Candidate]:
+        """See `adopt.Propose`."""
+        eps = epsilon(module)
+        if eps is None:
+            return
+
+        weight = module.weight  # not the module, which will own the function
+
+        def forward(hidden_states: Tensor) -> Tensor:
+            rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+            return self._launch(rows_TD.contiguous(), weight, eps).view(hidden_states.shape)
+
+        yield Candidate(
+            own=module.forward,
+            ours=forward,
+            arguments=lambda: (rows.draw(_ROWS, len(module.weight), spread=3.0),),
+            tolerance=_TOLERANCE[rows.dtype],
+            install=partial(setattr, module, "forward", forward),
+        )
 
 
-def _epsilon(module: Any) -> float | None:
+def epsilon(module: Any) -> float | None:
     """The epsilon of what looks like an RMSNorm."""
     parameters = dict(module.named_parameters(recurse=False))
     if "RMSNorm" not in type(module).__name__ or set(parameters) != {"weight"}:

@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, SampleRows, first_agreeing
-from moe.gpu.routing import Routing, route
+from moe.routing import Routing
 
 _ROWS = {"cuda": 1024, "cpu": 16}  # to try; the interpreter takes its time for each
 _TOLERANCE = 1e-5  # of weights below some 3; the sums of exponentials have another order
 _WITH_BIAS = "correction_bias"  # in the name of what is added to scores where experts are chosen
 
-Launch = Callable[..., tuple[Tensor, Tensor]]  # `routing.route`, or the operator that is called like it
+Launch = Callable[
+    ..., tuple[Tensor, Tensor]
+]  # (logits [T, E], rule, bias_E=None or float32 [E]) -> ids, weights: a device's `routing.route`
 
 
 class Routed(NamedTuple):
@@ -53,9 +55,9 @@ class RouterForm(NamedTuple):
 class Routers:
     """Proposes the kernel for the routers of one model; their classes get the attribute `form`."""
 
-    def __init__(self, launch: Launch = route) -> None:
-        """`launch` runs the kernel."""
-        self._launch = launch
+    def __init__(self, launch: Launch, try_out: Launch | None = None) -> None:
+        """`launch` runs the kernel; so does `try_out` where it cannot be launched like that yet."""
+        self._launch, self._try_out = launch, try_out or launch
         self._rules: dict[Hashable, Routing | None] = {}
         self._classes: dict[Hashable, type[nn.Module]] = {}
 
@@ -67,7 +69,7 @@ class Routers:
             return
         kind = _kind(module)
         if kind not in self._rules:
-            self._rules[kind] = _find_rule(module, rows.device)
+            self._rules[kind] = _find_rule(module, rows.device, self._try_out)
         rule, x_TD = self._rules[kind], _draw(module, rows)
         tried = None if rule is None else _try(module, x_TD)
         if rule is None or tried is None:
@@ -96,7 +98,7 @@ def _one_launch(own: type[nn.Module], form: RouterForm, launch: Launch) -> type[
         if hidden_states.dim() > form.dims:
             return own.forward(self, hidden_states)
         logits_TE = _logits(self, hidden_states, widens=form.widens)
-        ids_TK, weights_TK = launch(logits_TE, form.rule, bias_E=_correction(self))
+        ids_TK, weights_TK = launch(logits_TE, form.rule, bias_E=correction(self))
         return Routed(logits_TE, weights_TK.to(form.weights_dtype), ids_TK)
 
     return type(own.__name__, (own,), {"forward": forward, "form": form})
@@ -113,7 +115,7 @@ def _kind(module: Any) -> tuple[Any, ...]:
 
 
 @torch.no_grad()
-def _find_rule(module: Any, device: torch.device) -> Routing | None:
+def _find_rule(module: Any, device: torch.device, launch: Launch) -> Routing | None:
     """Find the rule that a router's twin follows; None: the kernel does not do what it does."""
     twin = _twin(module, device)
     tried = _try(twin, _draw(module, SampleRows(torch.float32, device)))
@@ -124,7 +126,7 @@ def _find_rule(module: Any, device: torch.device) -> Routing | None:
     candidates = (
         Candidate(
             own=lambda: _dense(own),
-            ours=partial(_routed_by, rule, own.logits_TE, _correction(twin)),
+            ours=partial(_routed_by, launch, rule, own.logits_TE, correction(twin)),
             arguments=tuple,
             tolerance=_TOLERANCE,
             install=partial(found.append, rule),
@@ -137,9 +139,9 @@ def _find_rule(module: Any, device: torch.device) -> Routing | None:
     return found[0] if found else None
 
 
-def _routed_by(rule: Routing, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+def _routed_by(launch: Launch, rule: Routing, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
     """What the kernel makes of logits."""
-    ids_TK, weights_TK = route(logits_TE.float(), rule, bias_E=bias_E)
+    ids_TK, weights_TK = launch(logits_TE.float(), rule, bias_E=bias_E)
     return _dense(Routed(logits_TE, weights_TK, ids_TK))
 
 
@@ -229,11 +231,12 @@ def _logits(module: Any, hidden_states: Tensor, *, widens: bool) -> Tensor:
     return linear(x_TD.float(), module.weight.float(), None if bias_E is None else bias_E.float())
 
 
-def _correction(module: Any) -> Tensor | None:
+def correction(module: Any) -> Tensor | None:
+    """What a router adds to scores where experts are chosen: [E] float32."""
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if _WITH_BIAS in name:
-            corrected: Tensor = tensor.float()
-            return corrected
+            found: Tensor = tensor.float()
+            return found
     return None
 
 

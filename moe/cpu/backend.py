@@ -1,25 +1,38 @@
 """How a model is built for a CPU: weights in panels for the compiled kernels, activations in float32 (D9)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from attention import latents
 from attention import organ as attention_organ
-from attention.cpu_attention import paged_attention
+from attention.cpu_attention import ATTEND
+from attention.cpu_latents import LATENT_KERNELS, AbsorbedWeight
+from attention.cpu_norm import rms_norm
 from attention.cpu_tiles import LANES
+from dispatch.team import Team, program_of, run_alone
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
+from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.gates import Gate, gate_of
+from moe.adopt.norms import Norms
+from moe.adopt.routers import Routers
 from moe.backend import Backend, LoadedModel
 from moe.cpu import experts as experts_organ
+from moe.cpu.adopt_layers import adopt_layers
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.linear import silu_and_mul
 from moe.cpu.packed_weight import PackedWeight
+from moe.cpu.panels import pack
+from moe.cpu.products import GATHER, GROUPED, LINEAR
+from moe.cpu.routing import route
 from moe.cpu.slots import PackedSlots
 from moe.load.loader import Keep, Loader, Weight
+from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
 from moe.load_counts import LoadCounts
 from moe.slot_choice import SlotChoice
@@ -39,19 +52,19 @@ class PackedExperts:
         module, target = self._modules[name], f"{name}.{leaf}"
         slots: PackedSlots | None = None
         for slot, weight, bias in read(module, target, local_S):
-            kept = self._loader.stored(weight)
+            kept = self._loader.stored(target, weight)
             slots = slots or PackedSlots.like(kept, bias, len(local_S))
             slots.put(slot, kept, bias)
         if slots is None:
             _, weight, bias = next(read(module, target, np.zeros(1, np.int64)))
-            slots = PackedSlots.like(self._loader.stored(weight), bias, len(local_S))
+            slots = PackedSlots.like(self._loader.stored(target, weight), bias, len(local_S))
         return slots
 
     def read(self, name: str, leaf: str, expert: int, into: PackedSlots) -> None:
         """See `ExpertReader`."""
-        only = np.array([expert])
-        for slot, weight, bias in self._loader.read_experts(self._modules[name], f"{name}.{leaf}", only):
-            into.put(slot, self._loader.stored(weight), bias)
+        only, target = np.array([expert]), f"{name}.{leaf}"
+        for slot, weight, bias in self._loader.read_experts(self._modules[name], target, only):
+            into.put(slot, self._loader.stored(target, weight), bias)
 
 
 def _register() -> None:
@@ -59,12 +72,15 @@ def _register() -> None:
     experts_organ.register()
 
 
-def _keep_with(step: Step, stored: Callable[[Weight], Weight]) -> Keep:
-    """Matrices become `PackedWeight`s, other parameters float32."""
+def _keep_with(step: Step, loader: Loader) -> Keep:
+    """Matrices become `PackedWeight`s, other parameters float32; what is absorbed stays as it is until `_finish`."""
 
     def keep(name: str, tensor: Weight, _declared: Tensor) -> Tensor | nn.Parameter:
+        if name.endswith(latents.ABSORBED):
+            kept = tensor.dequantised() if isinstance(tensor, QuantisedWeight) else loader.cast(tensor)
+            return nn.Parameter(kept, requires_grad=False)
         if isinstance(tensor, QuantisedWeight) or (name.endswith(".weight") and tensor.dim() == 2):
-            return PackedWeight(stored(tensor), step)
+            return PackedWeight(loader.stored(name, tensor), step)
         return nn.Parameter(tensor.float(), requires_grad=False)
 
     return keep
@@ -77,8 +93,8 @@ def _open_layer(
     return PackedExpertLayer(up, down, choice, int(module.num_experts), dispatcher, step, has_silu)
 
 
-def _make_step(*, num_ranks: int = 1, **sizes: int) -> Step:
-    return Step(**sizes)
+def _make_step(*, threads: int, num_ranks: int = 1, **sizes: int) -> Step:
+    return Step(**sizes, team=Team(threads) if threads > 1 else None)
 
 
 def _make_cache(shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
@@ -88,34 +104,53 @@ def _make_cache(shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedC
     return cache
 
 
+def _why_unserved(
+    net: nn.Module, _shapes: list[LayerShape], _quantisation: Quantisation | None
+) -> str | None:
+    return latents.why_not(net)
+
+
+def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
+    """Pack the halves of every `kv_b_proj`, which are all that is used of it; adopt the kernels' forms of modules."""
+    for module in latents.latent_modules(net):
+        weight = module.kv_b_proj.weight.detach()
+        unrotated, value_dim = int(module.qk_nope_head_dim), int(module.v_head_dim)
+        halves = latents.halves_of(weight, len(weight) // (unrotated + value_dim), unrotated)
+        key, value = pack(halves.key_HUL.transpose(1, 2)), pack(halves.value_HVL)
+        module.absorbed = AbsorbedWeight(key, value, value_dim)
+        del module.kv_b_proj
+    latents.expand_nothing(net)
+    adopt(net.modules(), (Norms(rms_norm), Routers(route)), SampleRows(torch.float32, torch.device("cpu")))
+    adopt_layers(net, step, shapes)
+
+
 @torch.inference_mode()
 def compile_kernels(model: LoadedModel, served: PagedCache) -> None:
-    """Run every kernel once on tiny inputs of the types this model uses, before the first step; local.
+    """Compile every kernel that this model uses, before the first step; local.
 
     So no rank waits in a collective for another's compiler. Compiled kernels are cached on disk; the first start on a
     machine takes some seconds, later ones milliseconds.
     """
-    parallel = model.step.is_parallel
-    slots: PackedSlots = model.layers[0].up
-    offsets = torch.zeros(slots.num_slots + 1, dtype=torch.int64)
-    slots.apply(torch.zeros(0, slots.in_dim), offsets, parallel=parallel)
-    silu_and_mul(torch.zeros(1, 32), parallel=parallel)
-    shape = LayerShape(num_kv_heads=1, key_dim=16, value_dim=16)
-    step = Step(max_tokens=1, max_sequences=1, max_blocks=1, block_tokens=16, threads=1 + parallel)
+    for kernel in (
+        LINEAR,
+        GROUPED,
+        GATHER,
+        ATTEND,
+        *(LATENT_KERNELS if any(shape.latent for shape in served.shapes) else ()),
+    ):
+        kernel.compile()
+    nothing = program_of([])
+    run_alone(nothing)
+    if model.step.team is not None:
+        model.step.team.run(nothing)
+    step = Step(max_tokens=1, max_sequences=1, max_blocks=1, block_tokens=16)
     step.fill([Span(0, 1, [0])])
-    cache = _make_cache([shape], 1, step)
     row = torch.zeros(1, 1, step.num_padded, 16)
-    cache.update(row, row, 0)
-    if any(each.latent for each in served.shapes):
-        latents = PagedCache([LayerShape(num_kv_heads=1, key_dim=32, value_dim=0, latent=True)], 1)
-        latents.step = step
-        latents.update(row, row, 0)
-    for sinks in (None, torch.zeros(1)):
-        paged_attention(row[0], cache.keys[0], cache.values[0], step, scale=1.0, sinks_H=sinks)
-    weights = [getattr(module, "weight", None) for module in model.net.modules()]
-    of_each_kind = {weight.panels.dtype: weight for weight in weights if isinstance(weight, PackedWeight)}
-    for weight in of_each_kind.values():
-        torch.nn.functional.linear(torch.zeros(1, weight.in_dim), weight)
+    for shape in {each.latent: each for each in served.shapes}.values():
+        tiny = replace(
+            shape, num_kv_heads=1, key_dim=32 if shape.latent else 16, value_dim=0 if shape.latent else 16
+        )
+        _make_cache([tiny], 1, step).update(row, row, 0)
 
 
 CPU = Backend(
@@ -125,7 +160,7 @@ CPU = Backend(
     experts=experts_organ.NAME,
     warms_up_together=False,
     register=_register,
-    why_unserved=lambda _net, _shapes, _quantisation: None,  # the kernels take all shapes
+    why_unserved=_why_unserved,
     keep_with=_keep_with,
     open_experts=PackedExperts,
     open_layer=_open_layer,
@@ -133,7 +168,7 @@ CPU = Backend(
     make_step=_make_step,
     make_cache=_make_cache,
     token_bytes=lambda shape: shape.token_bytes,
-    finish=lambda _net: None,
+    finish=_finish,
     enter_thread=lambda: None,  # every thread computes on the CPU
     warm_up=compile_kernels,
 )

@@ -4,7 +4,7 @@ One call per MoE layer and step: logical experts to physical slots, dispatch, gr
 slots, combine. Gate functions are the modules' own (`_apply_gate`); what gives silu(gate) * up runs a fused kernel
 (`moe.adopt.gates`). The module is given its layer when the model is built; nothing is looked up globally.
 
-Legend: T tokens, D hidden dim, K choices per token, P pairs (row, choice) on this rank, I intermediate dim.
+Legend: T tokens, N received rows, D (H in dispatch) hidden dim, K choices per token, P pairs (row, choice) on this rank, I intermediate dim.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
+from dispatch.team import Team, program_of, run
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.backend import serve_experts
-from moe.cpu.linear import silu_and_mul
+from moe.cpu.products import gather_row, product_ns
 from moe.cpu.slots import PackedSlots
 from moe.expert_weights import grown_sample
 from moe.load_counts import LayerCounts
@@ -61,7 +62,7 @@ class PackedExpertLayer:
         slots_TK = self.choice.slots(ids_TK)
         sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, Mode(step.agreed_tokens))
         begun_ns = perf_counter_ns()
-        y_PD = self.compute(module, sent.x_NH[sent.row_P], sent.slot_offsets, parallel=step.is_parallel)
+        y_PD = self.compute(module, sent.x_NH, sent.row_P, sent.slot_offsets, step.team)
         if self.counts is not None:
             self.counts.experts_ns += perf_counter_ns() - begun_ns
             self.counts.add(ids_TK, slots_TK, step.num_decodes)
@@ -70,20 +71,52 @@ class PackedExpertLayer:
         self.dispatcher.combine(y_PD, weights_TK[:rows].float(), sent, out=out_TD[:rows])
         return out_TD
 
-    def compute(self, module: Any, x_PD: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
-        """Apply every slot's expert to its own rows; local. Returns [P, D] float32, new."""
-        raised_PN = self.up.apply(x_PD, slot_offsets, parallel=parallel)
-        if self.has_silu:
-            lowered_PI = silu_and_mul(raised_PN, parallel=parallel)
-        else:
-            own = module._apply_gate if module.has_gate else module.act_fn
-            lowered_PI = _on_full_vectors(own, raised_PN)
-        return self.down.apply(lowered_PI, slot_offsets, parallel=parallel)
+    def compute(
+        self, module: Any, x_NH: Tensor, row_P: Tensor, slot_offsets: Tensor, team: Team | None
+    ) -> Tensor:
+        """Apply every slot's expert to its own rows; local.
+
+        Args:
+            module: the experts module, for a gate that the kernels do not have.
+            x_NH: [N, H] float32, contiguous. row_P: int64, the row of each pair, pairs ordered by slot.
+            slot_offsets: [S + 1] int64; the pairs of slot s are [offsets[s], offsets[s + 1]).
+            team: threads to use; None: the caller's.
+
+        Returns:
+            [P, D] float32, new.
+        """
+        up, down, pairs = self.up, self.down, len(row_P)
+        offsets = slot_offsets.data_ptr()
+        x_PH = torch.empty(pairs, up.in_dim)
+        gather = gather_row(
+            x_NH.data_ptr(), up.in_dim * 4, row_P.data_ptr(), offsets + 8 * up.num_slots, x_PH.data_ptr()
+        )
+        up_ns, down_ns = (product_ns(pairs, each.format, each.num_slots) for each in (up, down))
+        out_PD = torch.empty(pairs, down.width)
+        if self.has_silu and not up.has_bias:
+            lowered_PI = torch.empty(pairs, up.width // 2)
+            rows = [
+                gather,
+                up.product_row(x_PH.data_ptr(), offsets, lowered_PI.data_ptr(), is_gated=True),
+                down.product_row(lowered_PI.data_ptr(), offsets, out_PD.data_ptr()),
+            ]
+            run(program_of(rows), team, up_ns + down_ns)
+            return down.finished(out_PD, slot_offsets)
+        raised_PN = torch.empty(pairs, up.width)
+        rows = [gather, up.product_row(x_PH.data_ptr(), offsets, raised_PN.data_ptr())]
+        run(program_of(rows), team, up_ns)
+        own = module._apply_gate if module.has_gate else module.act_fn
+        lowered_PI = _on_full_vectors(own, up.finished(raised_PN, slot_offsets))
+        rows = [down.product_row(lowered_PI.data_ptr(), offsets, out_PD.data_ptr())]
+        run(program_of(rows), team, down_ns)
+        return down.finished(out_PD, slot_offsets)
 
     def try_out(self, module: Any, up: PackedSlots, down: PackedSlots, x_TD: Tensor) -> Tensor:
         """Run rows through an expert that need not serve, on one thread, beside steps: [T, D] float32, new."""
         alone = replace(self, up=up, down=down)
-        return alone.compute(module, x_TD.contiguous(), torch.tensor([0, len(x_TD)]), parallel=False)
+        return alone.compute(
+            module, x_TD.contiguous(), torch.arange(len(x_TD)), torch.tensor([0, len(x_TD)]), None
+        )
 
 
 def _on_full_vectors(function: Callable[[Tensor], Tensor], x_PN: Tensor) -> Tensor:

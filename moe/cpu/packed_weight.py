@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attention.cpu_tiles import LANES
 from kvcache.step import Step
-from moe.cpu.linear import linear, pack, unpack
-from moe.cpu.quantised_linear import pack_codes, pack_scales, quantised_linear, unpack_quantised
+from moe.cpu.panels import Format, format_of, pack, pack_codes, pack_scales, unpack, unpack_quantised
+from moe.cpu.products import linear
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
 
@@ -22,6 +22,7 @@ class PackedWeight(KernelWeight):
     panels: Tensor  # [ceil(N / 16), K, 16]
     scales: Tensor | None  # [ceil(N / 16), blocks of K] float32, of FP8
     block: int  # inputs under one scale
+    format: Format
     out_dim: int  # N
     in_dim: int  # K
     step: Step
@@ -42,6 +43,7 @@ class PackedWeight(KernelWeight):
             self.block = weight_NK.block
         else:
             self.panels = pack(weight_NK)
+        self.format = format_of(self.panels, self.scales, self.block)
         self.out_dim, self.in_dim = weight_NK.shape
         self.step = step
         return self
@@ -65,7 +67,7 @@ class PackedWeight(KernelWeight):
         x_TK = x.reshape(-1, self.in_dim)
         rows = x_TK.shape[0]
         # Padding is not computed. The packed batch comes as [T, K] or [1, T, K]; what has more dimensions is
-        # something else that may happen to have as many rows (the latents that MLA expands).
+        # something else that may happen to have as many rows.
         real = step.num_tokens if rows == step.num_padded and x.dim() <= 3 else rows
         width = panels.shape[0] * LANES
         out_TN = torch.empty(rows, width) if real == rows else torch.zeros(rows, width)
@@ -73,10 +75,7 @@ class PackedWeight(KernelWeight):
             x_TK = x_TK[:real]
         if x_TK.stride(1) != 1:
             x_TK = x_TK.clone(memory_format=torch.contiguous_format)
-        if self.scales is None:
-            linear(x_TK, panels, out_TN, parallel=step.is_parallel)
-        else:
-            quantised_linear(x_TK, panels, self.scales, self.block, out_TN, parallel=step.is_parallel)
+        linear(x_TK, panels, self.scales, self.format, out_TN, step.team)
         if width != n:
             out_TN = out_TN[:, :n].contiguous()
         if bias is not None:

@@ -1,7 +1,7 @@
 """Experts in a CPU's memory: every slot's tensors are memory of their own, which kernels find by address.
 
 An expert that has moved is switched to by writing its address, and a slot that is given up gives its memory back to the
-system. Weights are in the kernels' panels (`moe.cpu.linear`), quantised ones as codes beside their scales.
+system. Weights are in the kernels' panels (`moe.cpu.panels`), quantised ones as codes beside their scales.
 
 Legend: S slots of a layer on this rank, N out features, P pairs (row, choice).
 """
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe.cpu.linear import grouped_linear, pack
-from moe.cpu.quantised_linear import grouped_quantised_linear, pack_codes, pack_scales
+from attention.cpu_tiles import LANES
+from moe.cpu.panels import Format, format_of, pack, pack_codes, pack_scales
+from moe.cpu.products import grouped_row
 from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
 
 Parts = dict[str, Tensor]  # one slot's: "" the panels, "scales" those of codes, "bias" [out_dim] float32
@@ -26,6 +27,7 @@ class PackedSlots:
         out_dim: features that a row leaves with.
         block: inputs under one scale; 0 where weights are not quantised.
         address_S, scale_address_S: int64, where each slot's panels and scales are now.
+        format: how kernels read each slot's.
     """
 
     def __init__(self, out_dim: int, parts_S: Sequence[Parts], block: int = 0) -> None:
@@ -43,6 +45,7 @@ class PackedSlots:
 
     def _serve(self, parts_S: Sequence[Parts]) -> None:
         self._parts_S = list(parts_S)
+        self.format: Format = format_of(parts_S[0][""], parts_S[0].get("scales"), self.block)
         self.address_S = _addresses([parts[""] for parts in parts_S])
         self.scale_address_S = _addresses([parts["scales"] for parts in parts_S if "scales" in parts])
         self._bias_SN = _gathered([parts["bias"] for parts in parts_S if "bias" in parts])
@@ -97,15 +100,25 @@ class PackedSlots:
         """What belongs to the first slot, by name: "" is the weight; views."""
         return dict(self._parts_S[0])
 
-    def apply(self, x_PK: Tensor, slot_offsets: Tensor, *, parallel: bool) -> Tensor:
-        """Multiply rows sorted by slot; returns [P, out_dim] float32, contiguous."""
-        like = self._parts_S[0][""]
-        if self.block:
-            out_PN = grouped_quantised_linear(
-                x_PK, like, self.address_S, self.scale_address_S, slot_offsets, block=self.block, parallel=parallel
-            )  # fmt: skip
-        else:
-            out_PN = grouped_linear(x_PK, like, self.address_S, slot_offsets, parallel=parallel)
+    @property
+    def width(self) -> int:
+        """Columns that a product has: `out_dim` and what pads the last panel."""
+        return self.format.panels * LANES
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether `finished` adds one."""
+        return self._bias_SN is not None
+
+    def product_row(self, x: int, offsets: int, out: int, *, is_gated: bool = False) -> list[int]:
+        """One row of a program: rows sorted by slot times their slots' weights; see `moe.cpu.products.grouped_row`."""
+        return grouped_row(
+            x, self.format, self.address_S.ctypes.data, self.scale_address_S.ctypes.data, offsets, self.num_slots, out,
+            is_gated=is_gated,
+        )  # fmt: skip
+
+    def finished(self, out_PN: Tensor, slot_offsets: Tensor) -> Tensor:
+        """Cut a product [P, width] to [P, out_dim], contiguous, and add the slots' biases."""
         if out_PN.shape[1] != self.out_dim:
             out_PN = out_PN[:, : self.out_dim].contiguous()
         if self._bias_SN is not None:

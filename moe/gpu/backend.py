@@ -3,7 +3,6 @@
 With tensors on the CPU and Triton's interpreter the same path runs without a GPU, which is how it is tested.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention import latents
 from attention.gpu import limits as attention_limits
 from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
@@ -23,7 +23,7 @@ from kvcache.gpu.step import ROWS, DeviceStep
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
 from moe.adopt.adopt import SampleRows, adopt
-from moe.adopt.norms import norms
+from moe.adopt.norms import Norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
 from moe.backend import Backend, LoadedModel
@@ -33,14 +33,15 @@ from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup
 from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.formats import SCALE_BLOCK
+from moe.gpu.norm import rms_norm
+from moe.gpu.routing import route
 from moe.gpu.slots import DeviceExperts, DeviceSlots, fused_gate
-from moe.load.loader import Keep, Weight
+from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
 from moe.slot_choice import SlotChoice
 
 LEAST_FP8_CAPABILITY = (8, 9)  # older GPUs have no such type, and Triton refuses to compile it for them
-_ABSORBED = ".kv_b_proj.weight"  # latent attention multiplies with parts of it, which have to be plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +111,8 @@ def _register() -> None:
 def _why_unserved(
     on: GpuDevice, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
 ) -> str | None:
-    ranks = [
-        int(getattr(module, "kv_lora_rank", 0)) for module in net.modules() if hasattr(module, "expand_kv")
-    ]
-    problem = attention_limits.why_not(shapes, ranks)
+    ranks = [int(getattr(module, "kv_lora_rank", 0)) for module in latents.latent_modules(net)]
+    problem = latents.why_not(net) or attention_limits.why_not(shapes, ranks)
     if quantisation is not None and quantisation.method == "fp8":
         problem = problem or why_no_fp8(quantisation, on.device)
     if on.compiler and not compiling.decoder_layers(net):
@@ -132,14 +131,14 @@ def why_no_fp8(quantisation: Quantisation, device: torch.device) -> str | None:
     return None
 
 
-def _keep_with(on: GpuDevice, _step: Step, _stored: Callable[[Weight], Weight]) -> Keep:
+def _keep_with(on: GpuDevice, _step: Step, _loader: Loader) -> Keep:
     """Every weight goes to the device, of the type that the model declared; FP8 stays FP8."""
     group = OneGroup(on.device, is_invariant=on.is_invariant)
 
     def keep(name: str, tensor: Weight, declared: Tensor) -> Tensor | nn.Parameter:
         is_quantised = isinstance(tensor, QuantisedWeight)
         is_own = on.is_invariant and name.endswith(".weight") and len(tensor.shape) == 2
-        if (is_quantised or is_own) and not name.endswith(_ABSORBED):
+        if (is_quantised or is_own) and not name.endswith(latents.ABSORBED):
             return DeviceWeight(tensor, group, declared.dtype, on.device)
         if isinstance(tensor, QuantisedWeight):
             tensor = tensor.dequantised()
@@ -184,16 +183,16 @@ def _make_cache(on: GpuDevice, shapes: list[LayerShape], num_blocks: int, step: 
     return cache
 
 
-def _finish(on: GpuDevice, net: PreTrainedModel) -> None:
+def _finish(on: GpuDevice, net: PreTrainedModel, _step: Step, _shapes: list[LayerShape]) -> None:
     """Move buffers to the device; adopt the kernels' forms of modules; do not expand latents twice."""
     net.to(on.device)
-    attention_organ.prepare(net)
+    latents.expand_nothing(net)
     rows = SampleRows(on.dtype, on.device)
     if not on.compiler:
-        adopt(net.modules(), (norms, rotary, Routers()), rows)
+        adopt(net.modules(), (Norms(rms_norm), rotary, Routers(route)), rows)
         return
-    adopt(compiling.outside_layers(net), (norms,), rows)
-    adopt(net.modules(), (Routers(compiling.route),), rows)
+    adopt(compiling.outside_layers(net), (Norms(rms_norm),), rows)
+    adopt(net.modules(), (Routers(compiling.route, route),), rows)
     attention_operator.enter(net)
     compiling.enter(net)
     compiling.compile_layers(net, on.compiler)

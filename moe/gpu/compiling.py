@@ -19,7 +19,7 @@ from kvcache.gpu.operators import Numbered
 from moe.backend import serve_experts
 from moe.gpu import routing
 from moe.gpu.device_weight import DeviceWeight
-from moe.gpu.routing import Routing
+from moe.routing import Routing
 
 NAME = "wideep_experts_gpu_operator"
 _MOST_GRAPHS = 64  # of one layer class: kinds of layers (dense, windows) times kinds of sizes (1, one, any)

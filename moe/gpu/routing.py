@@ -7,28 +7,14 @@ sigmoid routers with a correction bias that only chooses (DeepSeek-V3: "auxiliar
 Legend: T rows, E experts, K choices.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe.routing import Routing
+
 _LEAST = tl.constexpr(-1.0e38)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How a family chooses."""
-
-    choices: int
-    is_sigmoid: bool = False  # scores are sigmoids, else a softmax over all experts
-    softmax_after: bool = False  # weights are a softmax over the chosen logits (gpt-oss)
-    normalise: bool = False  # weights are divided by their sum
-    scale: float = 1.0  # and multiplied by this
-    groups: int = 1
-    groups_chosen: int = 1  # a group's score is the sum of its two best
-    best_of_group: bool = False  # or its best alone (DeepSeek-V2)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe.load.plan import LoadPlan, ParameterSource
-from moe.load.quantised_weight import QuantisedWeight
+from moe.load.quantised_weight import INTEGER_BLOCK, QUANTISE, QuantisedWeight
 from moe.load.stored_tensors import StoredTensors
 
 Report = Callable[[str, float], None]  # stage, fraction done
@@ -29,17 +29,40 @@ Keep = Callable[[str, Weight, Tensor], Tensor | nn.Parameter]
 class Loader:
     """Reads what a plan says into a model."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: StoredTensors, plan: LoadPlan, dtype: str) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: StoredTensors,
+        plan: LoadPlan,
+        dtype: str,
+        quantization: str | None = None,
+    ) -> None:
         """`dtype` is what weights are kept in: auto (the checkpoint's bfloat16 or float32), or one of the two.
 
-        Quantised weights are kept as they are, whatever it is.
+        With `quantization`, int8 or int4, experts and linear layers are quantised as they are read. Weights that are
+        quantised in the checkpoint are kept as they are, whatever is asked for.
         """
         self._model, self._checkpoint, self._plan, self._dtype = model, checkpoint, plan, dtype
+        self._quantise = None if quantization is None else QUANTISE[quantization]
 
-    def stored(self, tensor: Weight) -> Weight:
-        """Cast a tensor to the dtype that weights are kept in."""
+    def stored(self, name: str, tensor: Weight) -> Weight:
+        """Bring a parameter's tensor, or one expert's, to the form that weights are kept in."""
         if isinstance(tensor, QuantisedWeight):
             return tensor
+        if self._quantise is not None and tensor.shape[-1] % INTEGER_BLOCK == 0 and self._is_quantised(name):
+            return self._quantise(tensor)
+        return self.cast(tensor)
+
+    def _is_quantised(self, name: str) -> bool:
+        """Whether it is an expert's or a linear layer's; what chooses, and the last one, are left alone."""
+        if name in self._plan.experts or name in self._plan.fused:
+            return True
+        owner, _ = self._owner(name)
+        is_inner = isinstance(owner, nn.Linear) and owner is not self._model.get_output_embeddings()
+        return is_inner and not name.endswith(("gate.weight", "router.weight"))
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """Cast a tensor to the dtype that weights are kept in."""
         if self._dtype == "float32" or tensor.dtype not in (torch.bfloat16, torch.float32):
             return tensor.float()
         return tensor.bfloat16() if self._dtype == "bfloat16" else tensor

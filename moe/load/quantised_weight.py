@@ -1,9 +1,10 @@
 """A weight as quantised checkpoints hold it: codes of eight or four bits, and a scale per block of a row.
 
-Two formats: FP8 (e4m3 with float32 scales; DeepSeek-V3's files and transformers' fine-grained FP8, whose blocks are of
+From files two formats: FP8 (e4m3 with float32 scales; DeepSeek-V3's files and transformers' fine-grained FP8, whose blocks are of
 128 x 128) and MXFP4 (pairs of e2m1 with e8m0 scales per 32; gpt-oss' files; OCP Microscaling Formats 1.0). Scales are
 kept per row here, though FP8's are the same for many rows, because then they can be cut, merged and put together as
-the weights are. What it means is plain torch, the oracle of the kernels: value times scale, rounded once to float32.
+the weights are. On load two more may be made of plain weights: int8 and int4, a bfloat16 scale per 32 inputs of an output
+(`--quantization`; the second as llama.cpp's q4_0 chooses codes). What it means is plain torch, the oracle of the kernels: value times scale, rounded once to float32.
 
 Legend: N output features (rows), K input features, B blocks of K, R blocks of N.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from moe.load.checkpoint import CheckpointError
 
 MXFP4_BLOCK = 32
+INTEGER_BLOCK = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALE_LIMIT = 256.0  # 2^8, above which the CPU kernels' scale overflows; weights of 448 * 256 have no use
 _E8M0_LIMIT = 127 + 8
@@ -29,8 +31,8 @@ class QuantisedWeightError(CheckpointError):
 class QuantisedWeight:
     """One weight, or several of one shape."""
 
-    codes: Tensor  # [..., N, K] float8_e4m3fn, or [..., N, K / 2] uint8: the even input in the lower half
-    scales: Tensor  # [..., N, B] float32, or uint8 (e8m0) beside uint8 codes
+    codes: Tensor  # [..., N, K] float8_e4m3fn or int8, or [..., N, K / 2] uint8: the even input in the lower half
+    scales: Tensor  # [..., N, B] float32 of FP8, uint8 (e8m0) of MXFP4, bfloat16 of int8 and int4
     block: int  # inputs under one scale; the last block of a row may be short
 
     @property
@@ -74,8 +76,11 @@ class QuantisedWeight:
 
     def dequantised(self) -> Tensor:
         """The weight that it stands for: [..., N, K] float32, new."""
-        values = e2m1_values(self.codes) if self.codes.dtype == torch.uint8 else self.codes.float()
-        scales = e8m0_values(self.scales) if self.scales.dtype == torch.uint8 else self.scales
+        if self.codes.dtype != torch.uint8:
+            values = self.codes.float()
+        else:
+            values = (e2m1_values if self.scales.dtype == torch.uint8 else int4_values)(self.codes)
+        scales = e8m0_values(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
         return values * scales.repeat_interleave(self.block, dim=-1)[..., : self.in_dim]
 
     def block_scales(self, rows: int) -> Tensor:
@@ -97,6 +102,45 @@ class QuantisedWeight:
 def inputs_per_code(dtype: torch.dtype) -> int:
     """How many inputs an element of a weight kept as `dtype` stands for."""
     return 2 if dtype == torch.uint8 else 1
+
+
+def int8_weight(weight: Tensor) -> QuantisedWeight:
+    """Quantise [..., N, K] to eight bits, K a multiple of 32."""
+    blocks = weight.float().reshape(*weight.shape[:-1], -1, INTEGER_BLOCK)
+    scales = _bfloat16_above(blocks.abs().amax(-1) / 127)
+    codes = (blocks / _divisor(scales)).round().clamp(-127, 127).to(torch.int8)
+    return QuantisedWeight(codes=codes.flatten(-2), scales=scales, block=INTEGER_BLOCK)
+
+
+def int4_weight(weight: Tensor) -> QuantisedWeight:
+    """Quantise [..., N, K] to four bits, K a multiple of 32: the value furthest from 0 becomes -8 scales."""
+    blocks = weight.float().reshape(*weight.shape[:-1], -1, INTEGER_BLOCK)
+    furthest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    scales = (furthest / -8).bfloat16()
+    codes = ((blocks / _divisor(scales)).round() + 8).clamp(0, 15).to(torch.uint8).flatten(-2)
+    return QuantisedWeight(codes=codes[..., ::2] | codes[..., 1::2] << 4, scales=scales, block=INTEGER_BLOCK)
+
+
+QUANTISE = {"int8": int8_weight, "int4": int4_weight}  # by `--quantization`
+
+
+def _bfloat16_above(values: Tensor) -> Tensor:
+    """Round up: what is divided by it is at most as large as before."""
+    rounded = values.bfloat16()
+    return torch.where(
+        rounded.float() < values, torch.nextafter(rounded, torch.full_like(rounded, float("inf"))), rounded
+    )
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    """Of a block's weights; 1 where all are 0."""
+    wide = scales.float().unsqueeze(-1)
+    return torch.where(wide == 0, torch.ones_like(wide), wide)
+
+
+def int4_values(codes: Tensor) -> Tensor:
+    """[..., n] bytes to [..., 2 * n] float32."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float() - 8
 
 
 def e2m1_values(codes: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     device: str = "cpu"  # see `scheduler.step.parts`
     dtype: str = "auto"
+    quantization: str | None = None  # of a CPU: int8 or int4, on load
     load_format: str = "auto"  # the directory's safetensors; "random": see `moe.load.random_checkpoint`
     batch_invariant: bool = False  # of a GPU; a CPU always is
     enforce_eager: bool = False  # no CUDA graphs
@@ -60,6 +61,9 @@ class EngineConfig:
     threads: int = 1
     num_spare: int | None = (
         None  # experts that may move to a GPU at once; None: a layer's slots, if there are ranks
+    )
+    target_itl_s: float | None = (
+        None  # between two tokens, beside prompts; None: see `scheduler.step.prefill_pace`
     )
     timeout_s: float = 30.0  # of every collective
     heartbeat_timeout_s: float = (

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling.sampler import LEAST_PENALTY, LEAST_TEMPERATURE, uniform_at
+from scheduler.sampling.draw import LEAST_TEMPERATURE, uniform_at
+from scheduler.sampling.sampler import LEAST_PENALTY
 
 MOST_ROWS = 32  # that are sorted or measured at a time; each takes some 40 bytes x vocabulary
 _ALIGNMENT = 16  # bytes; wide enough for every type, and what loads of vectors want

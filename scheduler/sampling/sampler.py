@@ -1,8 +1,7 @@
 """From logits to tokens on the CPU: greedy and seeded sampling, rules for single tokens, penalties, logprobs.
 
-A token depends on its own row, its request's parameters and seed, and its position, never on the batch: every row
-is worked on alone, and the random number of a position is the first of a counter-based generator keyed by
-(seed, position) (Philox: Salmon et al., 2011), so that a replay draws the same tokens.
+A token depends on its own row, its request's parameters and seed, and its position, never on the batch, so that a
+replay draws the same tokens (`scheduler.sampling.draw`).
 Order as in vLLM: logprobs of the raw logits, the structure's mask, allowed ids, bad words, min_tokens, biases
 (`token_rules`), repetition, frequency and presence penalties, temperature, min-p, top-k, top-p.
 Log-probabilities are those of the model's raw logits (vLLM's logprobs_mode "raw_logprobs").
@@ -16,17 +15,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from scheduler.policy.request import Logprobs, SamplingParams
+from dispatch.team import Team
+from scheduler.policy.request import Logprobs
 from scheduler.policy.sequence import Sequence
+from scheduler.sampling.draw import DRAW, NOTHING, draw_tokens
 
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
-LEAST_TEMPERATURE = (
-    1e-5  # below, logits over temperature leave float32's range; the draw is greedy long before
-)
-
-LEAST_PENALTY = 1e-6  # of repetition, likewise
-
-CHUNK = 256  # tokens whose weights are summed before any of them is looked at alone
+LEAST_PENALTY = 1e-6  # of repetition: what is divided by less leaves float32's range
 
 
 class Sampled(NamedTuple):
@@ -57,39 +52,66 @@ class Sampler(Protocol):
 class HostSampler:
     """Samples on the CPU."""
 
+    def __init__(self, team: Team | None = None) -> None:
+        """`team`: threads to use; None: the caller's."""
+        self._team = team
+
+    def warm_up(self) -> None:
+        """Compile what draws, before the first step."""
+        DRAW.compile()
+
     def sample(self, logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
         """See `Sampler`."""
-        return sample(logits_RV.cpu(), sequences)
+        return sample(logits_RV.cpu(), sequences, self._team)
 
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
         """See `Sampler`."""
         return prompt_logprobs(logits_CV.cpu(), next_ids, num_top)
 
 
-def sample(logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
+def sample(logits_RV: Tensor, sequences: Rows[Sequence], team: Team | None = None) -> Sampled:
     """Choose a token per row.
 
     Args:
         logits_RV: [R, V] float32; rows may be changed in place.
         sequences: R, as they stand before this token.
+        team: threads to use; None: the caller's.
     """
+    rows_RV = logits_RV.numpy()
+    raws = [_chosen_from(logits_V, sequence) for logits_V, sequence in zip(rows_RV, sequences, strict=True)]
+    drawn = {row: NOTHING for row, each in enumerate(sequences) if each.request.params.temperature != 0}
+    if drawn:
+        params = [sequences[row].request.params for row in drawn]
+        positions = [sequences[row].num_output_tokens for row in drawn]
+        tokens = draw_tokens([rows_RV[row] for row in drawn], params, positions, team)
+        drawn = dict(zip(drawn, tokens, strict=True))
     token_ids: list[int] = []
     logprobs: list[Logprobs | None] = []
-    for logits_V, sequence in zip(logits_RV.numpy(), sequences, strict=True):
-        params, is_plain = sequence.request.params, _is_plain_greedy(sequence)
-        raw = None
-        if params.num_logprobs is not None:
-            stays = is_plain and sequence.matcher is None
-            raw = RowLogprobs(logits_V if stays else logits_V.copy())
-        if sequence.matcher is not None:
-            sequence.matcher.mask(logits_V)
-        token = int(logits_V.argmax()) if is_plain else _choose(logits_V, sequence)
+    for row, (raw, sequence) in enumerate(zip(raws, sequences, strict=True)):
+        token, asked = drawn.get(row, NOTHING), sequence.request.params
+        if token == NOTHING:  # greedy; or rules that exclude each other left nothing to draw from
+            token = int(rows_RV[row].argmax())
         token_ids.append(token)
         measured = None
         if raw is not None:
-            measured = raw.of(token, params.num_logprobs or 0, ids=params.logprob_token_ids)
+            measured = raw.of(token, asked.num_logprobs or 0, ids=asked.logprob_token_ids)
         logprobs.append(measured)
     return Sampled(token_ids, logprobs)
+
+
+def _chosen_from(logits_V: Row, sequence: Sequence) -> "RowLogprobs | None":
+    """Turn a row into what a token is chosen from, in place; returns what its logprobs are measured with, if they are wanted."""
+    is_plain, raw = _is_plain_greedy(sequence), None
+    if sequence.request.params.num_logprobs is not None:
+        stays = is_plain and sequence.matcher is None
+        raw = RowLogprobs(logits_V if stays else logits_V.copy())
+    if sequence.matcher is not None:
+        sequence.matcher.mask(logits_V)
+    if not is_plain:
+        if sequence.rules is not None:
+            sequence.rules.apply(logits_V, sequence.token_ids, sequence.num_output_tokens)
+        _penalise(logits_V, sequence)
+    return raw
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:
@@ -97,26 +119,6 @@ def _is_plain_greedy(sequence: Sequence) -> bool:
     penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
     ruled = rules is not None and rules.apply_at(sequence.num_output_tokens)
     return params.temperature == 0 and not penalised and not ruled
-
-
-def _choose(logits_V: Row, sequence: Sequence) -> int:
-    params = sequence.request.params
-    if sequence.rules is not None:
-        sequence.rules.apply(logits_V, sequence.token_ids, sequence.num_output_tokens)
-    _penalise(logits_V, sequence)
-    if params.temperature == 0:
-        return int(logits_V.argmax())
-    top = logits_V.max()
-    if not np.isfinite(
-        top
-    ):  # rules that exclude each other left nothing to draw from: one request's own trouble
-        return int(logits_V.argmax())
-    weights_V = np.exp((logits_V - top) * np.float32(1.0 / max(params.temperature, LEAST_TEMPERATURE)))
-    draw = uniform_at(params.seed, sequence.num_output_tokens)
-    if not params.top_k and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return _draw(weights_V, draw)
-    ids = _candidates(weights_V, params)
-    return int(ids[_draw(weights_V[ids], draw)])
 
 
 def _penalise(logits_V: Row, sequence: Sequence) -> None:
@@ -130,49 +132,6 @@ def _penalise(logits_V: Row, sequence: Sequence) -> None:
         generated = sequence.token_ids[sequence.num_prompt_tokens :]
         ids, counts = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
         logits_V[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
-
-
-def _candidates(weights_V: Row, params: SamplingParams) -> np.ndarray:
-    """Return the ids that min-p, top-k and top-p leave, likeliest first.
-
-    The nucleus is of the mass that min-p and top-k leave. Only what can be in it is sorted: tokens lighter than
-    (1 - top_p) / V of the mass are together lighter than 1 - top_p, so it ends before them.
-    """
-    least = np.float32(params.min_p) * weights_V.max()
-    if params.top_k:
-        count = min(params.top_k, weights_V.size)
-        ids = np.argpartition(weights_V, weights_V.size - count)[weights_V.size - count :]
-        ids.sort()
-        ids = ids[weights_V[ids] >= least]
-        mass = weights_V[ids].sum(dtype=np.float64)
-    else:
-        passing = weights_V if params.min_p <= 0.0 else weights_V[weights_V >= least]
-        mass = passing.sum(dtype=np.float64)
-        light = (1.0 - params.top_p) * mass / weights_V.size
-        ids = np.flatnonzero(weights_V >= max(least, np.float32(light)))
-    ids = ids[np.argsort(-weights_V[ids], kind="stable")]
-    weights = weights_V[ids].astype(np.float64)
-    keep = np.cumsum(weights) - weights < params.top_p * mass  # the one that crosses top_p stays
-    keep[0] = True
-    kept: np.ndarray = ids[keep]
-    return kept
-
-
-def _draw(weights: Row, uniform: float) -> int:
-    """Return the index at which the running sum of the weights passes `uniform` times their sum."""
-    chunks = np.add.reduceat(weights, np.arange(0, weights.size, CHUNK), dtype=np.float64)
-    ends = np.cumsum(chunks)
-    wanted = uniform * ends[-1]
-    chunk = min(int(np.searchsorted(ends, wanted, side="right")), chunks.size - 1)
-    inside = weights[chunk * CHUNK : (chunk + 1) * CHUNK].astype(np.float64)
-    index = np.searchsorted(np.cumsum(inside), wanted - (ends[chunk] - chunks[chunk]), side="right")
-    last = int(np.flatnonzero(inside)[-1])  # rounding must not step past the last token that has any weight
-    return chunk * CHUNK + min(int(index), last)
-
-
-def uniform_at(seed: int, position: int) -> float:
-    """The random number of a position, in [0, 1)."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 
 class RowLogprobs:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from dispatch.errors import DispatchError
 from dispatch.mode import SMALLEST_CAPACITY, fitting_capacity
 from scheduler.policy.config import DispatchMode
+from scheduler.step.prefill_pace import agree_on_prefill
 
 
 class LockStepError(RuntimeError):
@@ -52,6 +53,7 @@ class Header(NamedTuple):
     )
     num_prefill: int  # tokens of prompts that wait to run, at most a step's
     ordered_epoch: int  # the newest that the front has ordered; the one that serves if there is no other
+    prefill_budget: int = 0  # tokens of prompts that it could take on beside decodes; 0: any number
 
 
 class Decision(Enum):
@@ -72,6 +74,7 @@ class Agreement(NamedTuple):
     )
     switch_to: int | None = None  # the placement that serves from this step on; None: it stays
     has_prefill: bool = False  # some rank announced parts of prompts
+    prefill_budget: int | None = None  # no rank takes on more tokens of prompts; None: no limit
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -161,6 +164,7 @@ class LockStep:
         ready_version: int | None = None,
         num_prefill: int = 0,
         ordered_epoch: int | None = None,
+        prefill_budget: int = 0,
     ) -> None:
         """Say what this rank will have to do in the next step, which placement it could switch to, and which epoch
         it was ordered to, if another one."""
@@ -168,7 +172,7 @@ class LockStep:
         ready = self.placement_version if ready_version is None else ready_version
         ordered = self.epoch if ordered_epoch is None else ordered_epoch
         place = self.step, self.epoch, self.placement_version
-        self._mailbox.post(Header(*place, *flags, num_decodes, ready, num_prefill, ordered))
+        self._mailbox.post(Header(*place, *flags, num_decodes, ready, num_prefill, ordered, prefill_budget))
 
     def agree(self) -> Agreement:
         """Read everybody's header of this step and move to the next; collective."""
@@ -182,7 +186,11 @@ class LockStep:
             self.placement_version = switch_to
         tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens)
         has_prefill = any(header.has_prefill for header in headers)
-        return Agreement(decision, tokens, switch_to, has_prefill)
+        budget = agree_on_prefill(
+            [header.prefill_budget for header in headers],
+            has_decodes=any(header.num_decodes for header in headers),
+        )
+        return Agreement(decision, tokens, switch_to, has_prefill, budget)
 
     def interrupt(self, error: DispatchError) -> None:
         """Wait no longer for headers, now or next; from any thread."""

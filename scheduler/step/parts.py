@@ -93,9 +93,11 @@ def open_forward(
 
 
 def open_sampler(config: EngineConfig, model: Model) -> Sampler:
-    """Return what makes tokens of a model's logits: on a GPU there, loaded now."""
+    """Return what makes tokens of a model's logits: loaded now; on a GPU there."""
     if config.device == "cpu":
-        return HostSampler()
+        host = HostSampler(model.step.team)
+        host.warm_up()
+        return host
     sampler = DeviceSampler(model.device)
     sampler.warm_up(model.lm_head.shape[0])
     return sampler

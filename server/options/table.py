@@ -280,6 +280,11 @@ class Options:
         help="type the weights are kept in, but for quantised ones, which stay as they are; CPU computes in float32, a "
         "GPU in this type",
     )  # fmt: skip
+    quantization: str | None = flag(
+        RANKS, "--quantization", read=one_of("int8", "int4"), metavar="{int8,int4}",
+        help="on a CPU: quantise experts and linear layers as they are loaded, a scale per 32 inputs; less memory, faster "
+        "decodes, other answers (docs/quantised.md)",
+    )  # fmt: skip
     batch_invariant: bool = switch(
         RANKS, "--batch-invariant",
         help="on a GPU: no token's bits depend on the requests beside it, at a price in speed; always so on CPU",
@@ -356,6 +361,12 @@ class Options:
     max_num_batched_tokens: int | None = flag(
         LIMITS, "--max-num-batched-tokens", read=whole(16), metavar="TOKENS",
         default_text="512 on CPU, 8192 on a GPU", help="tokens a rank runs in one step",
+    )  # fmt: skip
+    target_itl_ms: float | None = flag(
+        LIMITS, "--target-itl-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS",
+        default_text="2.5 decode steps on CPU, none on a GPU",
+        help="time between two tokens of a stream that a step with prompts keeps to, as far as it can: it takes on fewer "
+        "tokens of prompts, at least 64",
     )  # fmt: skip
     request_timeout_s: float = flag(
         LIMITS, "--request-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=0.0, default_text="none",

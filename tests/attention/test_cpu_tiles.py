@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CHILDREN = ["linear-serial", "grouped-serial linear-serial", "grouped-serial linear-serial"]
+CHILDREN = ["linear", "grouped linear", "grouped linear"]
 
 
 @pytest.mark.slow

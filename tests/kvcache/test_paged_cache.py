@@ -32,7 +32,7 @@ def read(cache: PagedCache, layer: int, slot: int) -> torch.Tensor:
     block, offset = divmod(slot, BLOCK_TOKENS)
     shape = cache.shapes[layer]
     if shape.latent:
-        return cache.keys[layer][block, offset][None]
+        return cache.keys[layer][block, offset, : shape.key_dim][None]
     value = cache.values[layer][block, :, offset, : shape.value_dim]
     return torch.cat((cache.keys[layer][block, :, :, offset], value), dim=-1)
 

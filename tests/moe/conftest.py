@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numba
 import pytest
 import torch
 
+from dispatch.team import Team
 from tests.moe.loaded import SEQUENCES
 from tests.moe.quantised_cases import CASES, Case
 from tests.support.models.families import write_checkpoint
@@ -50,12 +50,16 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return written
 
 
+@pytest.fixture(scope="session")
+def two_threads() -> Iterator[Team]:
+    """A team of two."""
+    team = Team(2)
+    yield team
+    team.close()
+
+
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def parallel(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether kernels use threads; with as many of them."""
-    before = numba.get_num_threads()
-    if request.param > numba.config.NUMBA_NUM_THREADS:
-        pytest.skip(f"needs {request.param} cores; numba has {numba.config.NUMBA_NUM_THREADS}")
-    numba.set_num_threads(request.param)
-    yield request.param > 1
-    numba.set_num_threads(before)
+def team(request: pytest.FixtureRequest, two_threads: Team, monkeypatch: pytest.MonkeyPatch) -> Team | None:
+    """Threads that kernels use, however little there is to do: the test's own, or a team's."""
+    monkeypatch.setattr("dispatch.team.SHARED_NS", -1)
+    return None if request.param == 1 else two_threads

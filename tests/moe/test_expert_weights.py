@@ -42,7 +42,7 @@ def test_an_expert_answers_alone_as_in_its_slot(form: Form) -> None:
     x = sample(layer)
     offsets = torch.tensor([0, 0, 0, len(x), len(x), len(x)])
     with torch.inference_mode():
-        in_slot = layer.compute(module, x, offsets, parallel=False)
+        in_slot = layer.compute(module, x, torch.arange(len(x)), offsets, None)
     assert torch.equal(try_out(layer, module, read_slot(layer, 2), x), in_slot)
     assert not torch.equal(try_out(layer, module, read_slot(layer, 1), x), in_slot)
 

@@ -147,7 +147,7 @@ def test_a_directory_without_a_readable_configuration_is_refused(tmp_path: Path)
 
 @pytest.mark.parametrize("lengths", [(15, 15), (31, 31, 15), (14, 14, 14), (1,) * 12])
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_latents_are_expanded_whole_however_many_rows_the_batch_has(
+def test_latents_are_attended_to_however_many_rows_the_batch_has(
     family: str, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
     """As many cached latents as padded rows, with real ones past the last real row."""

@@ -13,7 +13,8 @@ from attention.gpu.rotary import rotate
 from benchmarks.gpu.bench import Bench, Call, bytes_of
 from kvcache.gpu.write import write_pages
 from moe.gpu.norm import rms_norm
-from moe.gpu.routing import Routing, route
+from moe.gpu.routing import route
+from moe.routing import Routing
 
 BLOCK = 16
 EPS = 1e-6

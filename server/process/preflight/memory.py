@@ -101,6 +101,7 @@ def slots_per_rank(
 
 # What a weight takes, by --dtype (D9: auto is fp32 on CPU).
 _FLOAT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
+_QUANTISED_BYTES = {"int8": 1.25, "int4": 0.75}  # 1.06 and 0.56, and more for what is left alone
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "F8_E4M3": 8,
     "F8_E8M0": 8,
@@ -117,7 +118,7 @@ class WeightBytes(NamedTuple):
     expert_layers: int = 1
 
 
-def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: int) -> WeightBytes:
+def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: float) -> WeightBytes:
     """Add up a checkpoint's tensors from the headers of its files.
 
     Raises:
@@ -128,7 +129,7 @@ def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: int) -> W
     num_layers = largest(field_of(config, "num_hidden_layers")) or math.inf
     for path in safetensors_files(directory):
         for name, tensor in read_header(path).items():
-            size = math.prod(tensor["shape"]) * _element_bits(tensor["dtype"], float_bytes) // 8
+            size = int(math.prod(tensor["shape"]) * _element_bits(tensor["dtype"], float_bytes) / 8)
             if _is_expert(name, tensor["shape"], num_experts(config)):
                 experts += size
                 numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first is the layer's
@@ -143,12 +144,14 @@ def _is_expert(name: str, shape: list[int], count: int) -> bool:
     return re.search(r"\bexperts\.", name) is not None or (len(shape) == 3 and shape[0] == count)
 
 
-def _element_bits(dtype: str, float_bytes: int) -> int:
+def _element_bits(dtype: str, float_bytes: float) -> float:
     return _BITS.get(dtype, float_bytes * 8)
 
 
-def float_bytes(options: Options) -> int:
-    """What one weight takes in memory."""
+def float_bytes(options: Options) -> float:
+    """What one weight takes in memory, about where they are quantised on load."""
+    if options.quantization is not None:
+        return _QUANTISED_BYTES[options.quantization]
     return 2 if options.device == "cuda" and options.dtype == "auto" else _FLOAT_BYTES[options.dtype]
 
 

@@ -99,12 +99,21 @@ def check_is_moe(config: dict[str, Any], directory: Path) -> None:
         )
 
 
-def check_quantisation(config: dict[str, Any], directory: Path) -> None:
-    """Check that the weights are kept in a way that is served."""
+def check_quantisation(
+    config: dict[str, Any], directory: Path, *, asked: str | None, on_gpus: bool = False
+) -> None:
+    """Check that the weights are kept in a way that is served, and may be quantised if that is `asked` for."""
     try:
-        read_quantisation(field_of(config, "quantization_config"))
+        found = read_quantisation(field_of(config, "quantization_config"))
     except UnservedQuantisationError as error:
         raise PreflightError(f"{directory} cannot be served: {error}") from error
+    if asked is not None and on_gpus:
+        raise PreflightError(f"--quantization {asked} is for CPUs; leave it out, or give --device cpu")
+    if asked is not None and found is not None:
+        raise PreflightError(
+            f"--quantization is {asked}; the weights of {directory} are quantised already ({found.method}) and stay as they "
+            "are: leave it out"
+        )
 
 
 def check_length(config: dict[str, Any], max_model_len: int | None) -> None:

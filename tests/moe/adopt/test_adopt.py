@@ -162,7 +162,8 @@ class CentredRMSNorm(PlainRMSNorm):
 def exchange_norms() -> tuple[int, list[bool], float]:
     """Exchange the norms of a small model; how many, which, and how far the exchanged one is from its own."""
     from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415 - in the interpreter
-    from moe.adopt.norms import norms  # noqa: PLC0415
+    from moe.adopt.norms import Norms  # noqa: PLC0415
+    from moe.gpu.norm import rms_norm  # noqa: PLC0415
 
     torch.manual_seed(0)
     net = nn.ModuleList(
@@ -170,7 +171,7 @@ def exchange_norms() -> tuple[int, list[bool], float]:
     )
     x = torch.randn(1, 3, 2, 16).transpose(1, 2)
     wanted = net[0](x)
-    count = adopt(net.modules(), (norms,), SampleRows(torch.float32, torch.device("cpu")))["norms"]
+    count = adopt(net.modules(), (Norms(rms_norm),), SampleRows(torch.float32, torch.device("cpu")))["Norms"]
     exchanged = ["forward" in vars(module) for module in net]
     return count, exchanged, float((net[0](x) - wanted).abs().max())
 

@@ -51,10 +51,11 @@ def route_both_ways(family: str) -> Seen:
     """Exchange a family's routers; rows through each, and through its class's own forward."""
     from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415 - in the interpreter
     from moe.adopt.routers import Routers  # noqa: PLC0415
+    from moe.gpu.routing import route  # noqa: PLC0415
 
     net = make_model(family)
     routers = [module for module in net.modules() if "Router" in type(module).__name__]
-    exchanged = adopt(net.modules(), (Routers(),), SampleRows(torch.float32, CPU))["Routers"]
+    exchanged = adopt(net.modules(), (Routers(route),), SampleRows(torch.float32, CPU))["Routers"]
     assert exchanged == sum(is_exchanged(module) for module in routers)
     worst, alike = 0.0, True
     rules = {module.form.rule for module in routers if is_exchanged(module)}
@@ -103,12 +104,13 @@ def kind_of_router(
 def exchanged_kinds() -> list[bool]:
     from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415 - in the interpreter
     from moe.adopt.routers import Routers  # noqa: PLC0415
+    from moe.gpu.routing import route  # noqa: PLC0415
 
     plain = kind_of_router()
     others = [{"power": 2}, {"warmth": 0.5}, {"largest": False}, {"first": 1}]
     odd = [kind_of_router(**other)() for other in others]  # type: ignore[arg-type]
     net = nn.ModuleList([plain(), *odd, nn.Linear(16, 8), plain()])
-    adopt(net.modules(), (Routers(),), SampleRows(torch.float32, CPU))
+    adopt(net.modules(), (Routers(route),), SampleRows(torch.float32, CPU))
     assert type(net[0]) is type(net[-1]), "one class for all of a kind, or torch.compile compiles each layer"
     return [is_exchanged(module) for module in net]
 
@@ -122,13 +124,14 @@ def route_by_a_devices_weight() -> tuple[bool, float, bool]:
     from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415
     from moe.adopt.routers import Routers  # noqa: PLC0415
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.routing import route  # noqa: PLC0415
 
     plain: Any = kind_of_router()
     net: Any = nn.ModuleList([plain()])
     weight = net[0].weight.detach()
     del net[0]._parameters["weight"]
     net[0].weight = DeviceWeight(weight, OneGroup(CPU, is_invariant=True), torch.float32, CPU)
-    adopt(net.modules(), (Routers(),), SampleRows(torch.float32, CPU))
+    adopt(net.modules(), (Routers(route),), SampleRows(torch.float32, CPU))
     x = torch.randn(ROWS, 16)
     ours, theirs = net[0](x), plain.forward(net[0], x)
     return (

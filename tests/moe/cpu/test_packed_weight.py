@@ -140,9 +140,9 @@ def test_padded_rows_of_the_packed_batch_come_back_as_zero() -> None:
 
 
 def test_what_is_not_the_packed_batch_is_computed_whole_though_it_has_as_many_rows() -> None:
-    """Two sequences of 15 tokens have 32 padded rows, and 32 latents for MLA to expand."""
+    """It has more dimensions: 30 tokens have 32 padded rows, and somebody else may have 32 too."""
     step = make_step(num_tokens=30)
     plain, _ = pair()
-    latents = torch.randn(1, 1, step.num_padded, 24, generator=torch.Generator().manual_seed(3))
-    out = functional.linear(latents, PackedWeight(plain, step))
-    torch.testing.assert_close(out, latents @ plain.T, **TOLERANCE)
+    others = torch.randn(1, 1, step.num_padded, 24, generator=torch.Generator().manual_seed(3))
+    out = functional.linear(others, PackedWeight(plain, step))
+    torch.testing.assert_close(out, others @ plain.T, **TOLERANCE)

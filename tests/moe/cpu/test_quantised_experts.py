@@ -81,7 +81,7 @@ def test_an_exchanged_slot_serves_the_new_codes_with_the_new_scales(layers: Laye
         tensor.view(-1).view(torch.uint8).fill_(7)  # what is spare may be written to
     offsets = torch.tensor([0, 0, 7, 7, 7, 7])
     with torch.inference_mode():
-        assert torch.equal(layer.compute(module, x, offsets, parallel=False), wanted[1])
+        assert torch.equal(layer.compute(module, x, torch.arange(7), offsets, None), wanted[1])
     assert not torch.equal(wanted[0], wanted[1])
 
 

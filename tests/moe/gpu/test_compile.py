@@ -15,8 +15,8 @@ from attention.gpu import decode, mla, prefill
 from attention.gpu.tiles import read_table, tile_of
 from expert_placement.choose import ReplicaChoice
 from moe.gpu import choose, norm, routing
-from moe.gpu.routing import Routing
 from moe.gpu.tiles import DECODE_TILE, PREFILL_TILE
+from moe.routing import Routing
 from moe.slot_choice import SlotChoice
 from tests.support.gpu.triton_compile import Kernel, check_budget
 from tests.support.placement.placements import random_placement

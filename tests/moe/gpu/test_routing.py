@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.routing import Routing
 from tests.support.ranks import RankPool
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,7 @@ def oracle(logits: Tensor, r: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def route_rows(kind: str, num_experts: int, has_bias: bool, has_ties: bool) -> None:
-    from moe.gpu.routing import Routing, route  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.routing import route  # noqa: PLC0415 - in the interpreter
 
     torch.manual_seed(0)
     logits = torch.randn(3, num_experts)
@@ -68,7 +69,7 @@ def test_of_equal_scores_the_lower_expert_is_chosen(interpreter: RankPool, kind:
 
 
 def route_nan() -> None:
-    from moe.gpu.routing import Routing, route  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.routing import route  # noqa: PLC0415 - in the interpreter
 
     logits = torch.randn(4, 8)
     logits[1], logits[2, 3], logits[3] = float("nan"), float("nan"), -float("inf")

@@ -109,11 +109,13 @@ class Moves:
         return self.moved
 
     def wait_for_end(self, version: int) -> None:
-        """Wait until this rank has reported that a move came to its end."""
-        self._until(
-            lambda: any(v == version and state is not MoveState.VERIFIED for v, state in self.moved.states()),
-            f"placement {version} has no end",
-        )
+        """Wait until this rank has reported that a move came to its end, as its next header would let it."""
+
+        def has_ended() -> bool:
+            self._built.relocation.version_to_post()
+            return any(v == version and state is not MoveState.VERIFIED for v, state in self.moved.states())
+
+        self._until(has_ended, f"placement {version} has no end")
 
     def ring(self, step: int) -> None:
         """Nobody sleeps."""

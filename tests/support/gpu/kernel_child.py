@@ -2,24 +2,22 @@
 
 import sys
 
-import numpy as np
 import torch
 
-from moe.cpu.linear import grouped_linear, linear, pack
+from moe.cpu.panels import format_of, pack
+from moe.cpu.products import linear
+from tests.moe.cpu.test_products import grouped
 
 
 def check(kernel: str) -> None:
-    """Run `linear` or `grouped`, `serial` or `parallel`, over both weight types."""
-    name, _, kind = kernel.partition("-")
+    """Run `linear` or `grouped` over both weight types."""
     for dtype in (torch.float32, torch.bfloat16):
         weight, x = torch.randn(32, 24).to(dtype), torch.randn(7, 24)
-        out = torch.empty(7, 32)
-        if name == "linear":
-            linear(x, pack(weight), out, parallel=kind == "parallel")
+        packed, out = pack(weight), torch.empty(7, 32)
+        if kernel == "linear":
+            linear(x, packed, None, format_of(packed, None, 0), out, None)
         else:
-            packed = pack(weight)
-            address_S, offsets = np.array([packed.data_ptr()]), torch.tensor([0, 7])
-            out = grouped_linear(x, packed, address_S, offsets, parallel=kind == "parallel")
+            out = grouped(x, packed[None], torch.tensor([0, 7]))
         torch.testing.assert_close(out, x @ weight.float().T, atol=1e-4, rtol=1e-4)
 
 

@@ -1,22 +1,24 @@
 """Kernels over FP8 and MXFP4 weights give the bits that the float32 kernels give for the dequantised weight."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from moe.cpu.linear import linear, pack
-from moe.cpu.quantised_linear import (
-    grouped_quantised_linear,
-    pack_codes,
-    pack_scales,
-    quantised_linear,
-    unpack_quantised,
+from dispatch.team import Team
+from moe.cpu.panels import format_of, pack, pack_codes, pack_scales, unpack_quantised
+from moe.cpu.products import linear
+from moe.load.quantised_weight import (
+    QuantisedWeight,
+    QuantisedWeightError,
+    e2m1_values,
+    e8m0_values,
+    int4_weight,
+    int8_weight,
 )
-from moe.load.quantised_weight import QuantisedWeight, QuantisedWeightError, e2m1_values, e8m0_values
-from tests.moe.cpu.test_linear import grouped
+from tests.moe.cpu.test_products import grouped
 
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
 SHAPES = [(16, 32), (48, 96), (17, 64), (250, 160)]  # N, K
@@ -49,14 +51,28 @@ def mxfp4(*shape: int) -> QuantisedWeight:
     return QuantisedWeight(codes=codes, scales=scales, block=32)
 
 
-FORMATS = {"fp8": fp8, "mxfp4": mxfp4}
+def int8(*shape: int) -> QuantisedWeight:
+    """Normal numbers, some blocks zero."""
+    weight = random(*shape)
+    weight[..., 0, :32] = 0.0
+    return int8_weight(weight)
 
 
-def multiply(x_TK: Tensor, weight: QuantisedWeight, *, parallel: bool = False) -> Tensor:
+def int4(*shape: int) -> QuantisedWeight:
+    """Likewise."""
+    weight = random(*shape)
+    weight[..., 0, :32] = 0.0
+    return int4_weight(weight)
+
+
+FORMATS = {"fp8": fp8, "mxfp4": mxfp4, "int8": int8, "int4": int4}
+
+
+def multiply(x_TK: Tensor, weight: QuantisedWeight, team: Team | None = None) -> Tensor:
     """Run the quantised kernel into a fresh output full of NaN."""
-    codes = pack_codes(weight)
+    codes, scales = pack_codes(weight), pack_scales(weight)
     out_TN = torch.full((len(x_TK), codes.shape[0] * 16), float("nan"))
-    quantised_linear(x_TK, codes, pack_scales(weight), weight.block, out_TN, parallel=parallel)
+    linear(x_TK, codes, scales, format_of(codes, scales, weight.block), out_TN, team)
     return out_TN
 
 
@@ -64,17 +80,19 @@ def expected(x_TK: Tensor, weight: QuantisedWeight) -> Tensor:
     """What the float32 kernel gives for the dequantised weight."""
     packed = pack(weight.dequantised())
     out_TN = torch.empty(len(x_TK), packed.shape[0] * 16)
-    linear(x_TK, packed, out_TN, parallel=False)
+    linear(x_TK, packed, None, format_of(packed, None, 0), out_TN, None)
     return out_TN
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_every_row_has_the_bits_of_the_dequantised_weight(n: int, k: int, name: str, parallel: bool) -> None:
+def test_every_row_has_the_bits_of_the_dequantised_weight(
+    n: int, k: int, name: str, team: Team | None
+) -> None:
     weight = FORMATS[name](n, k)
     for rows in ROWS:
         x = random(rows, k)
-        assert torch.equal(multiply(x, weight, parallel=parallel), expected(x, weight)), rows
+        assert torch.equal(multiply(x, weight, team), expected(x, weight)), rows
 
 
 @pytest.mark.parametrize("k", [1, 31, 65, 129, 300])
@@ -115,13 +133,14 @@ COUNTS = [[0, 0, 0], [1, 0, 0], [3, 1, 12], [0, 100, 1], [5]]  # rows of each sl
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_grouped_gives_every_row_its_own_slots_weight(counts: list[int], name: str, parallel: bool) -> None:
+def test_grouped_gives_every_row_its_own_slots_weight(
+    counts: list[int], name: str, team: Team | None
+) -> None:
     weight = FORMATS[name](len(counts), 40, 64)
     codes, scales, x = pack_codes(weight), pack_scales(weight), random(sum(counts), 64)
-    addresses = [np.array([part.data_ptr() for part in parts], dtype=np.int64) for parts in (codes, scales)]
     offsets = torch.tensor([0, *counts]).cumsum(0)
-    ours = grouped_quantised_linear(x, codes[0], *addresses, offsets, block=weight.block, parallel=parallel)
-    assert torch.equal(ours, grouped(x, pack(weight.dequantised()), offsets, parallel=False))
+    ours = grouped(x, codes, offsets, team, scales_S=scales, block=weight.block)
+    assert torch.equal(ours, grouped(x, pack(weight.dequantised()), offsets))
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
         own = QuantisedWeight(codes=weight.codes[slot], scales=weight.scales[slot], block=weight.block)
         assert torch.equal(ours[start:end], multiply(x[start:end], own)), "as linear, to the bit"
@@ -162,3 +181,16 @@ def test_fp8_codes_that_are_not_a_number_are_refused() -> None:
     weight.codes.view(torch.uint8)[2, 5] = 0xFF
     with pytest.raises(QuantisedWeightError, match="not a number"):
         weight.check("w")
+
+
+@pytest.mark.parametrize(("made", "step"), [(int8_weight, 1 / 127), (int4_weight, 2 / 8)])
+def test_integers_are_as_near_as_their_scale_allows(
+    made: Callable[[Tensor], QuantisedWeight], step: float
+) -> None:
+    """Half a step of the largest weight in the block, of int4 a whole one at one end, and what rounds scales."""
+    weight = random(48, 96) * torch.logspace(-6, 3, 48)[:, None]
+    made_weight = made(weight)
+    largest = weight.unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, dim=-1)
+    assert made_weight.shape == (48, 96)
+    assert ((made_weight.dequantised() - weight).abs() <= largest * (step * 0.51 + 2**-8)).all()
+    assert torch.equal(made(torch.zeros(16, 32)).dequantised(), torch.zeros(16, 32))

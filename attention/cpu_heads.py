@@ -1,0 +1,109 @@
+"""What happens to heads between their projection and attention, in one pass: norms, rotary embedding, the cache.
+
+A kernel of programs. A tile is one KV head with its query heads, of all rows: no two tiles write the same part of a
+block, and a block's tail is cleared by who begins it, as `kvcache.paged_cache` does.
+
+Legend: T rows, H query heads, G KV heads, D key dim, V value dim, E rotary dim, B tokens of a block (16).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from torch import Tensor
+
+from attention.cpu_norm import norm_row
+from attention.cpu_tiles import LANES, TILES_VERSION
+from dispatch.native import bits_of, float_of, floats, words
+from dispatch.team import WORDS, Kernel
+from kvcache.step import Step
+
+
+@njit(nogil=True, inline="always")
+def _rotate(x, cosine, sine, rotary):  # type: ignore[no-untyped-def]
+    # Pairs are (i, i + E/2).
+    half = rotary // 2
+    for i in range(half):
+        a, b = x[i], x[half + i]
+        x[i] = a * cosine[i] - b * sine[i]
+        x[half + i] = b * cosine[half + i] + a * sine[half + i]
+
+
+def _heads(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    x, stride, heads, kv_heads, key_dim, value_dim, rows = (
+        w[0],
+        w[1],
+        w[2],
+        w[3],
+        w[4],
+        w[5],
+        words(w[6], 1)[0],
+    )
+    cosines, sines, rotary, query_weight, key_weight, eps = w[7], w[8], w[9], w[10], w[11], float_of(w[12])
+    keys, values, slots = w[13], w[14], words(w[15], rows)
+    if tile < 0:
+        return kv_heads if rows > 0 else 0
+    group, value_lanes = heads // kv_heads, (value_dim + LANES - 1) // LANES * LANES
+    lanes = np.empty(LANES, np.float32)
+    for row in range(rows):
+        line = x + row * stride
+        cosine, sine = floats(cosines + row * rotary * 4, rotary), floats(sines + row * rotary * 4, rotary)
+        for head in range(tile * group, (tile + 1) * group):
+            query = floats(line + head * key_dim * 4, key_dim)
+            if query_weight != 0:
+                norm_row(query, floats(query_weight, key_dim), eps, key_dim, query, lanes)
+            _rotate(query, cosine, sine, rotary)
+        key = floats(line + (heads + tile) * key_dim * 4, key_dim)
+        if key_weight != 0:
+            norm_row(key, floats(key_weight, key_dim), eps, key_dim, key, lanes)
+        _rotate(key, cosine, sine, rotary)
+        value = floats(line + ((heads + kv_heads) * key_dim + tile * value_dim) * 4, value_dim)
+        block, offset = slots[row] // LANES * kv_heads + tile, slots[row] % LANES
+        key_page = floats(keys + block * key_dim * LANES * 4, key_dim * LANES)
+        value_page = floats(values + block * value_lanes * LANES * 4, value_lanes * LANES)
+        if offset == 0:  # a block's tail is read with weight 0, which only a finite value survives
+            key_page[:] = np.float32(0.0)
+            value_page[:] = np.float32(0.0)
+        for dim in range(key_dim):
+            key_page[dim * LANES + offset] = key[dim]
+        for dim in range(value_dim):
+            value_page[offset * value_lanes + dim] = value[dim]
+    return 0
+
+
+HEADS = Kernel(_heads, TILES_VERSION)
+
+
+class HeadNorms(NamedTuple):
+    """The weights [D] that query and key heads are normed with: addresses, 0 for none."""
+
+    query: int = 0
+    key: int = 0
+    eps: float = 0.0
+
+
+def heads_row(
+    x: int, stride: int, heads: int, value_dim: int, rotary_dim: int, norms: HeadNorms, pages: tuple[Tensor, Tensor],
+    step: Step,
+) -> list[int]:  # fmt: skip
+    """One row of a program: norm and rotate the heads of rows [q | k | v] in place, and cache keys and values.
+
+    Args:
+        x: address of [T, H * D + G * D + G * V] float32. stride: bytes from a row to the next.
+        heads: H. value_dim: V. rotary_dim: E, of whose angles the cosines and sines are given by `with_angles`.
+        pages: of a layer: [N, G, D, 16] and [N, G, 16, padded V] float32.
+        step: whose rows these are.
+    """
+    keys_NGDB, values_NGBV = pages
+    _, kv_heads, key_dim, _ = keys_NGDB.shape
+    return HEADS.row(
+        x, stride, heads, kv_heads, key_dim, value_dim, step.facts[1:].data_ptr(), 0, 0, rotary_dim, norms.query,
+        norms.key, bits_of(norms.eps), keys_NGDB.data_ptr(), values_NGBV.data_ptr(), step.cache_slot_T.data_ptr(),
+    )  # fmt: skip
+
+
+COSINES, SINES = (
+    8,
+    9,
+)  # places in `heads_row`'s row of the addresses of [T, E] float32, which every step has its own of

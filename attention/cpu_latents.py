@@ -1,0 +1,293 @@
+"""Attention to cached latents on CPU, absorbed: a latent is read as it lies, once for all heads, and never expanded.
+
+With one half of `kv_b_proj` multiplied into the query and the other into the output (DeepSeek-V2, 2024), all heads of a
+token share one key and value, the latent. So heads stand where `attention.cpu_attention` has a block's tokens: 16 heads
+of a query token side by side are a panel of `attention.cpu_tiles`, and a block's 16 latents are the rows that it
+multiplies. Softmax goes lane by lane, one head each. A row's result depends on its own query and latents only: every
+output is one chain over dims or tokens in order, whatever is computed beside it (D3 of the design).
+Rejected: expanding prompts, which above some 170 rows would cost half as much, but other bits than a decode's.
+
+Legend: T rows of the batch, H query heads, U unrotated dims of the key, E rotary dims, C = U + E, L latent dim, V value
+dim, W width of a page's row (L + E, padded), N blocks, B tokens of a block, R rows of the tiles at hand, G groups of 16 heads.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from attention.cpu_attention import PRODUCTS_PER_NS
+from attention.cpu_tiles import (
+    I64,
+    LANES,
+    TILES_VERSION,
+    TIMES_BF16,
+    TIMES_F32,
+    add_rows_times_panel_f32,
+    address_of,
+    constant,
+    emit_exp,
+    load,
+    load_f32,
+    rows_times_panel_f32,
+    scale_block,
+    splat,
+    store,
+    times_panel,
+    vector_call,
+)
+from dispatch.native import bits_of, float_of, floats, words
+from dispatch.team import WORDS, Kernel, program_of, run
+from kvcache.step import Step
+
+TILE_TOKENS = 4  # query tokens per task: a block's latents stay in L1 from one to the next
+TILES_AT_ONCE = (
+    64  # whose queries and sums in latent space are in memory: some 140 MB for DeepSeek-V3's 128 heads
+)
+
+
+@dataclass(frozen=True)
+class AbsorbedWeight:
+    """`kv_b_proj`'s halves in panels, float32 or bfloat16; from `moe.cpu.panels.pack`."""
+
+    key: Tensor  # [H, ceil(L / 16), U, 16]: multiplies the query
+    value: Tensor  # [H, ceil(V / 16), L, 16]: multiplies the sum of latents
+    value_dim: int  # V
+
+
+@intrinsic
+def _softmax_lanes(
+    _typing: Any, scores: Any, scale: Any, low: Any, high: Any, top: Any, total: Any, shrink: Any
+) -> Any:
+    """Turn [16 tokens, 16 heads] of raw scores into weights in place, a softmax in each lane that goes on.
+
+    `(scores, scale, low, high, top, total, shrink)`: tokens outside [low, high) get weight 0; the running maxima at
+    `top` and sums at `total` become the new ones; at `shrink` is left what earlier sums are to be multiplied by.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        scores, scale, low, high, top, total, shrink = args
+        factor = splat(builder, scale)
+        before = highest = load(builder, top)
+        scaled, places = [], []
+        for token in range(LANES):
+            place = builder.add(scores, ir.Constant(I64, token * LANES * 4))
+            inside = builder.and_(
+                builder.icmp_signed(">=", ir.Constant(I64, token), low),
+                builder.icmp_signed("<", ir.Constant(I64, token), high),
+            )
+            product = builder.fmul(load(builder, place), factor)
+            value = builder.select(inside, product, constant(float("-inf")))
+            highest = vector_call(builder, "maxnum", highest, value)
+            scaled.append(value)
+            places.append(place)
+        less = emit_exp(builder, builder.fsub(before, highest))
+        sums = builder.fmul(load(builder, total), less)
+        for value, place in zip(scaled, places, strict=True):
+            weight = emit_exp(builder, builder.fsub(value, highest))
+            store(builder, weight, place)
+            sums = builder.fadd(sums, weight)
+        for value, place in ((highest, top), (sums, total), (less, shrink)):
+            store(builder, value, place)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, *[types.int64] * 5), codegen
+
+
+def _absorb(at, tile):  # type: ignore[no-untyped-def]
+    # A tile multiplies one head's queries by one panel of its key half, into the head's lane of `out` [R, G, C, 16].
+    w = words(at, WORDS)
+    query, token_bytes, head_bytes, weights, panel_bytes, times = w[0], w[1], w[2], w[3], w[4], w[5]
+    heads, groups, unrotated, latent, rotary, rows, out = w[6], w[7], w[8], w[9], w[10], w[11], w[12]
+    panels = (latent + LANES - 1) // LANES
+    if tile < 0:
+        return heads * panels
+    head, panel = tile // panels, tile % panels
+    of_head = query + head * head_bytes
+    made = np.empty((rows, LANES), np.float32)
+    times_panel(
+        times,
+        of_head,
+        token_bytes,
+        weights + tile * panel_bytes,
+        0,
+        unrotated,
+        0,
+        address_of(made),
+        LANES * 4,
+        rows,
+    )
+    width = latent + rotary
+    for row in range(rows):
+        lanes = floats(
+            out + ((row * groups + head // LANES) * width * LANES + head % LANES) * 4, width * LANES
+        )
+        for dim in range(min(LANES, latent - panel * LANES)):
+            lanes[(panel * LANES + dim) * LANES] = made[row, dim]
+        if panel == 0:
+            for dim in range(rotary):
+                lanes[(latent + dim) * LANES] = load_f32(of_head + row * token_bytes + (unrotated + dim) * 4)
+    return 0
+
+
+def _attend(at, tile):  # type: ignore[no-untyped-def]
+    # A tile is 16 heads of up to TILE_TOKENS tokens; `out` [R, G, 16, padded L] are the weighted means of latents.
+    w = words(at, WORDS)
+    query, width, groups, latents, row_bytes, num_tiles, base = w[0], w[1], w[2], w[3], w[4], w[6], w[7]
+    scale, window, out, latent_lanes = float_of(w[12]), w[13], w[14], w[15]
+    if tile < 0:
+        return num_tiles * groups
+    group = tile % groups
+    part = words(w[5] + tile // groups * 24, 3)
+    sequence, first, count = part[0], part[1], part[2]
+    starts, context, table = (
+        words(w[8] + sequence * 8, 2),
+        words(w[9] + sequence * 8, 1)[0],
+        w[10] + sequence * w[11],
+    )
+    position = context - (starts[1] - starts[0]) + first  # of the tile's first query token
+    place = starts[0] + first - base  # its row in `query` and `out`
+    scores = np.empty((LANES, LANES), np.float32)  # [token, head]
+    weights = np.empty((LANES, LANES), np.float32)  # [head, token]
+    top = np.full((count, LANES), -np.inf, np.float32)
+    total = np.zeros((count, LANES), np.float32)
+    shrink = np.empty(LANES, np.float32)
+    for row in range(count):
+        floats(out + ((place + row) * groups + group) * LANES * latent_lanes * 4, LANES * latent_lanes)[:] = (
+            0.0
+        )
+    start = max(0, position - window + 1) // LANES if window > 0 else 0
+    for column in range(start, (position + count - 1) // LANES + 1):
+        page = latents + words(table + column * 8, 1)[0] * LANES * row_bytes
+        for row in range(count):
+            here = position + row
+            low = here - window + 1 - column * LANES if window > 0 else 0
+            high = here + 1 - column * LANES
+            if high <= 0 or low >= LANES:
+                continue
+            panel = query + ((place + row) * groups + group) * width * LANES * 4
+            rows_times_panel_f32(
+                page, row_bytes, panel, LANES * 4, width, address_of(scores), LANES * 4, LANES
+            )
+            _softmax_lanes(
+                address_of(scores),
+                scale,
+                low,
+                high,
+                address_of(top[row]),
+                address_of(total[row]),
+                address_of(shrink),
+            )
+            sums = out + ((place + row) * groups + group) * LANES * latent_lanes * 4
+            for lane in range(LANES):
+                for token in range(LANES):
+                    weights[lane, token] = scores[token, lane]
+                if shrink[lane] != 1.0:
+                    for dim in range(0, latent_lanes, LANES):
+                        scale_block(sums + (lane * latent_lanes + dim) * 4, shrink[lane])
+            for dim in range(0, latent_lanes, LANES):
+                add_rows_times_panel_f32(
+                    address_of(weights), LANES * 4, page + dim * 4, row_bytes, LANES,
+                    sums + dim * 4, latent_lanes * 4, LANES,
+                )  # fmt: skip
+    for row in range(count):
+        for lane in range(LANES):
+            at_lane = out + (((place + row) * groups + group) * LANES + lane) * latent_lanes * 4
+            sums_of_lane = floats(at_lane, latent_lanes)
+            for dim in range(latent_lanes):
+                sums_of_lane[dim] /= total[row, lane]
+    return 0
+
+
+def _expand(at, tile):  # type: ignore[no-untyped-def]
+    # A tile multiplies one head's means of latents by one panel of its value half, into `out` [R, H, padded V].
+    w = words(at, WORDS)
+    found, token_bytes, head_bytes, weights, panel_bytes, times = w[0], w[1], w[2], w[3], w[4], w[5]
+    heads, latent, rows, out, value_lanes = w[6], w[7], w[8], w[9], w[10]
+    panels = value_lanes // LANES
+    if tile < 0:
+        return heads * panels
+    head, panel = tile // panels, tile % panels
+    times_panel(
+        times, found + head * head_bytes, token_bytes, weights + tile * panel_bytes, 0, latent, 0,
+        out + (head * value_lanes + panel * LANES) * 4, heads * value_lanes * 4, rows,
+    )  # fmt: skip
+    return 0
+
+
+LATENT_KERNELS = ABSORB, ATTEND, EXPAND = tuple(
+    Kernel(each, TILES_VERSION) for each in (_absorb, _attend, _expand)
+)
+
+
+def latent_attention(
+    query_HTD: Tensor,
+    latents_NBW: Tensor,
+    step: Step,
+    weight: AbsorbedWeight,
+    *,
+    rotary_dim: int,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """Attend every row of the step to its own sequence's cached latents, its own included.
+
+    Args:
+        query_HTD: [H, T, U + E] float32, last dim contiguous; the rows that `step` describes come first.
+        latents_NBW: [N, 16, W] float32 pages of L latent, E rotary and any finite values, W a multiple of 16.
+        step: rows, contexts and block tables; the pages already hold the step's own tokens.
+        weight: `kv_b_proj`'s halves.
+        rotary_dim: E.
+        scale: factor on the scores.
+        window: tokens a row sees, itself included; 0 is all.
+
+    Returns:
+        [T, H, V] float32, new; padded rows are zero.
+    """
+    heads, num_rows, key_dim = query_HTD.shape
+    _, block_tokens, width = latents_NBW.shape
+    latent, unrotated = weight.value.shape[2], key_dim - rotary_dim
+    if block_tokens != LANES or width % LANES or width < latent + rotary_dim:
+        raise ValueError(
+            f"latent attention needs {LANES} tokens per block and rows of a multiple of {LANES} values that hold "
+            f"{latent} + {rotary_dim}; got {block_tokens} and {width}"
+        )
+    groups, latent_lanes = -(-heads // LANES), -(-latent // LANES) * LANES
+    value_lanes = weight.value.shape[1] * LANES
+    out_THV = torch.zeros(num_rows, heads, value_lanes)
+    token_bytes, head_bytes = query_HTD.stride(1) * 4, query_HTD.stride(0) * 4
+    tiles, starts = step.tiles(TILE_TOKENS), step.query_start_S
+    products = step.num_pairs * heads * 2 * latent + step.num_tokens * (
+        weight.key.numel() + weight.value.numel()
+    )
+    times = (TIMES_BF16 if weight.key.dtype is torch.bfloat16 else TIMES_F32).address
+    panel_bytes = LANES * weight.key.element_size()
+    for begin in range(0, len(tiles), TILES_AT_ONCE):
+        here = tiles[begin : begin + TILES_AT_ONCE]
+        base = int(starts[here[0, 0]] + here[0, 1])
+        rows = int(here[:, 2].sum())
+        make = torch.zeros if heads % LANES else torch.empty  # lanes of heads that there are not
+        query = make(rows, groups, latent + rotary_dim, LANES)
+        found = torch.empty(rows, groups, LANES, latent_lanes)
+        program = program_of([
+            ABSORB.row(
+                query_HTD.data_ptr() + base * token_bytes, token_bytes, head_bytes, weight.key.data_ptr(),
+                unrotated * panel_bytes, times, heads, groups, unrotated, latent, rotary_dim, rows, query.data_ptr(),
+            ),
+            ATTEND.row(
+                query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), width * 4, here.ctypes.data,
+                len(here), base, starts.data_ptr(), step.context_S.data_ptr(), step.block_table_SM.data_ptr(),
+                step.block_table_SM.stride(0) * 8, bits_of(scale), window, found.data_ptr(), latent_lanes,
+            ),
+            EXPAND.row(
+                found.data_ptr(), groups * LANES * latent_lanes * 4, latent_lanes * 4, weight.value.data_ptr(),
+                latent * panel_bytes, times, heads, latent, rows, out_THV[base:].data_ptr(), value_lanes,
+            ),
+        ])  # fmt: skip
+        run(program, step.team, products // PRODUCTS_PER_NS)
+    return out_THV[..., : weight.value_dim]

@@ -1,0 +1,114 @@
+"""What does `--quantization` cost in quality? KL divergence and agreement against the model as it is.
+
+Every prompt runs once through the model as it is and once as each quantised form, in one process after the other on one
+rank, and the next-token distributions of all positions are compared: the mean and the 99th percentile of KL(as it is ||
+quantised) in nats, and the share of positions whose likeliest token is the same. A model against itself is 0 and 1.
+
+Run: `python -m benchmarks.quantisation PROMPTS.jsonl ... [--model demo|DIRECTORY] [--prompts 100] [--tokens 256] [--save]`.
+A line of a file is an object with `prompt`, or `turns`, of which the first is taken.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.profile import NoDoorbell
+from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
+from kvcache.step import Span
+from scheduler.assembly import assemble
+from scheduler.policy.config import EngineConfig
+from server.process.preflight.model import resolve_model
+
+FORMS = ("int8", "int4")
+
+
+def prompts_of(files: list[Path], count: int) -> list[str]:
+    """Read prompts, the files in turn; the first `count` of each."""
+    prompts = []
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text().splitlines()[:count]]
+        prompts += [row["prompt"] if "prompt" in row else row["turns"][0] for row in rows]
+    return prompts
+
+
+def log_probabilities(directory: Path, form: str | None, sequences: list[list[int]]) -> Iterator[Tensor]:
+    """Run sequences through a model; yields [tokens, V] float32 of each."""
+    longest = max(map(len, sequences))
+    config = EngineConfig(
+        directory=directory, kv_cache_bytes=1 << 28, max_model_len=longest + 1, max_num_seqs=1,
+        max_num_batched_tokens=longest, quantization=form,
+    )  # fmt: skip
+    built = assemble(config, NoDoorbell())
+    step = built.runner.step
+    cache = PagedCache(built.model.skeleton.cache_shapes, -(-longest // BLOCK_TOKENS))
+    for sequence in sequences:
+        step.fill([Span(0, len(sequence), range(-(-len(sequence) // BLOCK_TOKENS)))])
+        inputs = step.inputs(sequence, range(len(sequence)))
+        yield built.model.forward(inputs.token_T, cache, inputs.row_R).log_softmax(-1)
+
+
+def compare(directory: Path, form: str, sequences: list[list[int]]) -> dict[str, float]:
+    """Compare one form with the model as it is."""
+    divergences, agreements = [], []
+    pairs = zip(
+        log_probabilities(directory, None, sequences),
+        log_probabilities(directory, form, sequences),
+        strict=True,
+    )
+    for exact, found in pairs:
+        divergences.append((exact.exp() * (exact - found)).sum(-1))
+        agreements.append((exact.argmax(-1) == found.argmax(-1)).float())
+    divergence, agreement = torch.cat(divergences).clamp(min=0).numpy(), torch.cat(agreements)
+    return {
+        "positions": float(divergence.size),
+        "kl_mean": float(divergence.mean()),
+        "kl_p99": float(np.quantile(divergence, 0.99)),
+        "top1_agreement": float(agreement.mean()),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a line per form and one JSON line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quantisation", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--prompts", type=int, default=100, help="of each file")
+    parser.add_argument("--tokens", type=int, default=256, help="that are read of each prompt at most")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args(arguments)
+    card = environment_card()
+    print_card(card)
+    directory = Path(resolve_model(options.model))
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    prompts = prompts_of(options.files, options.prompts)
+    sequences = [tokenizer(prompt)["input_ids"][: options.tokens] for prompt in prompts]
+    sequences = [sequence for sequence in sequences if sequence]
+    results: dict[str, Any] = {
+        "environment": card, "model": options.model, "files": [file.name for file in options.files],
+        "prompts": len(sequences), "tokens": options.tokens,
+    }  # fmt: skip
+    for form in FORMS:
+        results[form] = found = compare(directory, form, sequences)
+        print(
+            f"{form}: KL mean {found['kl_mean']:.5f}, p99 {found['kl_p99']:.4f} nats; top-1 agreement "
+            f"{found['top1_agreement']:.2%} of {found['positions']:.0f} positions"
+        )
+    if options.save:
+        print(f"saved {save_result('quantisation', results).name}")
+    print_tail(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

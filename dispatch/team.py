@@ -1,0 +1,224 @@
+"""A team of threads that runs programs of kernels: who is free takes the next tile, and nobody waits for one who sleeps.
+
+A program is a list of rows, each a kernel's address and the words that it reads: addresses and sizes. A kernel is
+compiled code `(words, tile) -> int`: for tile -1 it returns how many tiles it has, for others it computes one. Kernels
+run one after the other; the tiles of one run at the same time, in any order, and none may need another's result. What
+runs a program holds no interpreter lock, and a row's bits do not depend on who took which tile.
+
+The thread that calls `run` computes too. The others look for work for a while after a program (the next one is some
+microseconds away within a step), then let others have the core while they look, then sleep. A thread that the system
+takes off its core holds up only the tile that it has taken, and who waits for that yields.
+Rejected: OpenMP's regions through numba's `prange`, whose static parts are all held up by one preempted thread, and
+whose sleeping threads take 50 us to wake (docs/LOG.md).
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dispatch.native import (
+    CACHE_LINE_BYTES,
+    Addressed,
+    call,
+    compiled,
+    fetch_add,
+    futex_wait,
+    futex_wake,
+    load,
+    pause,
+    replace_if,
+    store,
+    words,
+    yield_now,
+)
+
+WORDS = 23  # that a kernel reads
+ROW_BYTES = 8 * (WORDS + 1)
+_LINE = CACHE_LINE_BYTES
+# Where a team's words are, each in a cache line of its own.
+_TAKE = 0  # the kernel's number << 44 | its tiles << 22 | the next tile
+_DONE = _LINE  # tiles of the kernel that are computed
+_ROW = 2 * _LINE  # address of the kernel's row
+_LEFT = 3 * _LINE  # rows after it
+_BUSY = 4 * _LINE  # 1 while a program runs
+_RUNS = 5 * _LINE  # programs so far: what sleepers watch
+_ASLEEP = 6 * _LINE  # threads that sleep, or are about to
+_CLOSED = 7 * _LINE
+_LINES = 8
+_TILE_BITS, _NUMBER_BITS = 22, 19
+_TILE_MASK, _NUMBER_MASK = (1 << _TILE_BITS) - 1, (1 << _NUMBER_BITS) - 1
+_PAUSES = 200  # some 10 us
+_YIELDS = 2000  # a millisecond where nobody else wants the core
+_SLEEP_NS = 1_000_000_000
+SHARED_NS = 50_000  # less of one thread's work is not worth another's attention
+
+# `Kernel.row` packs rows of this type; several rows are one program.
+Program = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+
+class Kernel(Addressed):
+    """Compiled code that a program runs: `(address of its words, tile) -> number of tiles for tile -1`."""
+
+    def row(self, *arguments: int) -> list[int]:
+        """One row of a program."""
+        return [self.address, *arguments, *[0] * (WORDS - len(arguments))]
+
+
+def program_of(rows: Sequence[list[int]]) -> Program:
+    """Put rows together."""
+    return np.array(rows, dtype=np.int64).reshape(len(rows), WORDS + 1)
+
+
+@compiled
+def _open_next(team: int, number: int) -> None:
+    # Publish the next kernel that has a tile; after the last, that nothing runs.
+    row, left = load(team + _ROW), load(team + _LEFT)
+    while left > 0:
+        row += ROW_BYTES
+        left -= 1
+        tiles = call(words(row, 1)[0], row + 8, -1)
+        if tiles > 0:
+            store(team + _ROW, row)
+            store(team + _LEFT, left)
+            store(team + _TAKE, (number & _NUMBER_MASK) << (2 * _TILE_BITS) | tiles << _TILE_BITS)
+            return
+    store(team + _TAKE, (number & _NUMBER_MASK) << (2 * _TILE_BITS))
+    store(team + _BUSY, 0)
+
+
+@compiled
+def _do_tile(team: int) -> int:
+    # 0 where there is none to take.
+    take = load(team + _TAKE)
+    tile, tiles = take & _TILE_MASK, (take >> _TILE_BITS) & _TILE_MASK
+    if tile >= tiles:
+        return 0
+    row = load(team + _ROW)
+    if replace_if(team + _TAKE, take, take + 1) == 0:
+        return 1  # somebody else was faster
+    call(words(row, 1)[0], row + 8, tile)
+    if fetch_add(team + _DONE, 1) + 1 == tiles:
+        store(team + _DONE, 0)
+        _open_next(team, (take >> (2 * _TILE_BITS)) + 1)
+    return 1
+
+
+@compiled
+def _run(team: int, program: int, num_rows: int) -> None:
+    number = (load(team + _TAKE) >> (2 * _TILE_BITS)) + 1
+    store(team + _ROW, program - ROW_BYTES)
+    store(team + _LEFT, num_rows)
+    store(team + _BUSY, 1)
+    _open_next(team, number)
+    fetch_add(team + _RUNS, 1)
+    if load(team + _ASLEEP) > 0:
+        futex_wake(team + _RUNS)
+    idle = 0
+    while load(team + _BUSY) != 0:
+        if _do_tile(team) != 0:
+            idle = 0
+            continue
+        idle += 1
+        if idle < _PAUSES:
+            pause()
+        else:
+            yield_now()
+
+
+@compiled
+def _run_alone(program: int, num_rows: int) -> None:
+    for index in range(num_rows):
+        row = program + index * ROW_BYTES
+        kernel = words(row, 1)[0]
+        for tile in range(call(kernel, row + 8, -1)):
+            call(kernel, row + 8, tile)
+
+
+@compiled
+def _help(team: int, scratch: int) -> None:
+    idle = 0
+    while load(team + _CLOSED) == 0:
+        if _do_tile(team) != 0:
+            idle = 0
+            continue
+        idle += 1
+        if idle < _PAUSES:
+            pause()
+        elif idle < _YIELDS or load(team + _BUSY) != 0:
+            yield_now()
+        else:
+            runs = load(team + _RUNS)
+            fetch_add(team + _ASLEEP, 1)
+            # Who runs a program says so before it looks for sleepers, and a sleeper looks after it has said that it sleeps.
+            if load(team + _BUSY) == 0 and load(team + _CLOSED) == 0:
+                futex_wait(team + _RUNS, runs, _SLEEP_NS, scratch)
+            fetch_add(team + _ASLEEP, -1)
+            idle = 0
+
+
+class Team:
+    """Threads of this process. One thread at a time may run programs with them.
+
+    Attributes:
+        num_threads: the caller's included.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        """Start all threads but the caller's."""
+        self.num_threads = num_threads
+        self._room = np.zeros((_LINES + 2 * num_threads) * _LINE // 8 + _LINE // 8, np.int64)
+        self._address = -(-self._room.ctypes.data // _LINE) * _LINE
+        scratch = self._address + _LINES * _LINE
+        helpers = [
+            threading.Thread(target=_help, args=(self._address, scratch + index * _LINE), daemon=True)
+            for index in range(num_threads - 1)
+        ]
+        self.close: Callable[[], object] = weakref.finalize(self, _end, self._room, self._address, helpers)
+        for helper in helpers:
+            helper.start()
+
+    def run(self, program: Program) -> None:
+        """Run a program's kernels in order; returns when all are done. Its memory, and what it names, is the caller's."""
+        if self.num_threads == 1:
+            run_alone(program)
+        else:
+            _run(self._address, program.ctypes.data, len(program))
+
+
+def run_alone(program: Program) -> None:
+    """Run a program on the calling thread."""
+    _run_alone(program.ctypes.data, len(program))
+
+
+def run(program: Program, team: Team | None, one_thread_ns: int) -> None:
+    """Run a program on a team, or on the calling thread where there is none, or too little to do for more.
+
+    Args:
+        one_thread_ns: what it takes one thread, about.
+    """
+    if team is not None and one_thread_ns > SHARED_NS:
+        team.run(program)
+    else:
+        run_alone(program)
+
+
+def _end(_room: np.ndarray, address: int, helpers: list[threading.Thread]) -> None:
+    store_now(address + _CLOSED, 1)
+    wake_now(address + _RUNS)
+    for helper in helpers:
+        helper.join()
+
+
+@compiled
+def store_now(address: int, value: int) -> None:
+    """Store a word, from Python."""
+    store(address, value)
+
+
+@compiled
+def wake_now(address: int) -> None:
+    """Let sleepers look again, from Python."""
+    fetch_add(address, 1)
+    futex_wake(address)

@@ -1,0 +1,174 @@
+"""Which decoder layers run as programs: those that give what their modules give, tried before the first step.
+
+The model runs once on a few tokens of its own, each layer's input and output are noted, and a layer's program takes its
+place where it answers alike. Experts are replaced by a cheap function of all that they are given, so that the trial is
+local, and the same however many ranks there are: what is adopted must not depend on it (I2). With one rank, programs with
+the experts in them are tried as well, against those without, to the bit.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dispatch.dispatcher import Dispatcher
+from dispatch.wires.local import LocalWire
+from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
+from kvcache.step import Span, Step
+from moe.adopt.adopt import Candidate, first_agreeing
+from moe.cpu.experts import PackedExpertLayer
+from moe.cpu.layer_parts import parts_of
+from moe.cpu.layer_program import Activations, LayerProgram, why_not_whole
+
+_TOLERANCE = 1e-4  # of hidden values; sums are made in another order
+_PROMPT_TOKENS, _DECODE_POSITION = 19, 20
+
+
+class _Call(NamedTuple):
+    """One layer's call in the model's own run."""
+
+    x: Tensor
+    options: dict[str, Any]
+    returned: Any
+    num_rows: int  # those before padding
+
+
+class _AnyExperts:
+    """Stands where a layer of experts is: an answer in which rows, choices and weights all show; local."""
+
+    def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """See `moe.backend.ExpertLayer`."""
+        share_T1 = (weights_TK * (ids_TK + 1)).sum(-1, keepdim=True) / int(module.num_experts)
+        return hidden_TD * share_T1
+
+
+def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
+    """Let decoder layers run as programs; returns how many do. Local; the step is refilled.
+
+    Args:
+        net: a model whose weights are there and whose routers were adopted.
+        step: what its steps will be filled into.
+        shapes: of what its layers cache.
+    """
+    found = [(module, parts_of(module, shapes)) for module in net.modules() if hasattr(module, "self_attn")]
+    layers = [(module, parts) for module, parts in found if parts is not None]
+    if not layers:
+        return 0
+    activations = Activations(len(step.token_T))
+    adopted = []
+    with torch.no_grad():
+        with _any_experts(net):
+            calls = _run_once(net, [module for module, _ in layers], step, _cache(step, shapes))
+            pages = _cache(step, shapes)
+            for module, parts in layers:
+                program = LayerProgram(module, parts, step, activations)
+                if module in calls and _is_adopted(module, program, calls[module], pages):
+                    adopted.append((module, program))
+        for module, program in adopted:
+            _try_whole(program, calls[module], pages)
+    return len(adopted)
+
+
+@contextmanager
+def _any_experts(net: nn.Module) -> Iterator[None]:
+    modules: list[Any] = [module for module in net.modules() if hasattr(module, "expert_layer")]
+    layers = [module.expert_layer for module in modules]
+    try:
+        for module in modules:
+            module.expert_layer = _AnyExperts()
+        yield
+    finally:
+        for module, layer in zip(modules, layers, strict=True):
+            module.expert_layer = layer
+
+
+def _cache(step: Step, shapes: Sequence[LayerShape]) -> PagedCache:
+    cache = PagedCache(list(shapes), 2 * (_DECODE_POSITION // BLOCK_TOKENS + 1))
+    cache.step = step
+    return cache
+
+
+def _run_once(
+    net: Any, modules: Sequence[nn.Module], step: Step, cache: PagedCache
+) -> dict[nn.Module, _Call]:
+    """Run a prompt and, where there is room, a decode; returns how layers were called and what they answered."""
+    calls: dict[nn.Module, _Call] = {}
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], returned: Any) -> None:
+        if len(inputs) == 1 and isinstance(inputs[0], Tensor):
+            answer = returned.clone() if isinstance(returned, Tensor) else returned
+            calls[module] = _Call(inputs[0].clone(), options, answer, step.num_tokens)
+
+    most_sequences, most_blocks = step.block_table_SM.shape
+    most_tokens = most_blocks * BLOCK_TOKENS
+    prompt = min(_PROMPT_TOKENS, most_tokens, step.max_tokens)
+    blocks = min(_DECODE_POSITION // BLOCK_TOKENS + 1, most_blocks)
+    spans = [Span(0, prompt, range(blocks))]
+    if most_sequences > 1 and prompt < step.max_tokens:
+        spans.append(Span(min(_DECODE_POSITION, most_tokens - 1), 1, range(blocks, 2 * blocks)))
+    step.fill(spans)
+    vocabulary = net.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(vocabulary, (step.num_tokens,), generator=torch.Generator().manual_seed(0))
+    inputs = step.inputs(tokens.tolist(), [0])
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    try:
+        net(
+            input_ids=inputs.token_T[None], position_ids=step.positions[None], past_key_values=cache, use_cache=True,
+            logits_to_keep=inputs.row_R, pages=cache,
+        )  # fmt: skip
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _is_adopted(module: nn.Module, program: LayerProgram, call: _Call, pages: PagedCache) -> bool:
+    rows = call.num_rows
+
+    def own(_x: Tensor) -> Tensor:
+        if not isinstance(call.returned, Tensor):
+            raise TypeError  # a layer that returns more than rows
+        return call.returned[:, :rows]
+
+    def ours(x: Tensor) -> Tensor:
+        out: Tensor = program.forward(x, **_on(pages, call.options))
+        return out[:, :rows]
+
+    install = partial(setattr, module, "forward", program.forward)
+    candidate = Candidate(
+        own=own, ours=ours, arguments=lambda: (call.x,), tolerance=_TOLERANCE, install=install
+    )
+    adopted = (
+        program.takes(call.x, call.options.get("position_embeddings"))
+        and first_agreeing([candidate]) is not None
+    )
+    if adopted:
+        install()
+    return adopted
+
+
+def _try_whole(program: LayerProgram, call: _Call, pages: PagedCache) -> None:
+    """Let a lone rank's experts be part of a layer's program, where that changes no bit."""
+    experts = program.parts.experts
+    layer = None if experts is None else experts.expert_layer
+    if not isinstance(layer, PackedExpertLayer) or layer.dispatcher.world_size > 1:
+        return
+    if why_not_whole(layer, program.parts.hidden) is not None:
+        return
+    options = _on(pages, call.options)
+    before = layer.counts, layer.dispatcher
+    alone = Dispatcher(LocalWire(), slots_per_rank=layer.up.num_slots)
+    layer.counts, layer.dispatcher = None, alone  # a rank that joins later has none that works yet
+    apart = program.forward(call.x, **options)
+    program.may_be_whole = True
+    program.may_be_whole = torch.equal(program.forward(call.x, **options), apart)
+    alone.close()
+    (layer.counts, layer.dispatcher), layer.sample_TD = before, None
+
+
+def _on(pages: PagedCache, options: dict[str, Any]) -> dict[str, Any]:
+    """A call's options, with other pages in the places of its own."""
+    return {name: pages if isinstance(option, PagedCache) else option for name, option in options.items()}

@@ -1,0 +1,211 @@
+"""What a program needs of a decoder layer's modules: weights in panels, norms, the rule of a router.
+
+A layer has these parts if its modules have the names and shapes that most of `transformers`' have; whether it computes
+with them what a program does is tried afterwards (`moe.cpu.adopt_layers`). Shapes are checked here, all of them, because
+programs know addresses only.
+
+Legend: H query heads, D head dim of queries and keys, G KV heads, V value dim, E experts, I intermediate dim.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.cpu_tiles import LANES
+from kvcache.paged_cache import LayerShape
+from moe.adopt.norms import epsilon
+from moe.adopt.routers import correction
+from moe.cpu.packed_weight import PackedWeight
+from moe.cpu.panels import Format, format_of
+from moe.routing import Routing
+
+
+class Norm(NamedTuple):
+    """An RMSNorm."""
+
+    weight: Tensor  # float32
+    eps: float
+
+
+class Matrix(NamedTuple):
+    """A weight in panels."""
+
+    panels: Tensor
+    scales: Tensor | None
+    format: Format
+
+
+class Attention(NamedTuple):
+    """Queries, keys and values of heads, and the projection of what they attend to."""
+
+    layer: int
+    heads: int
+    qkv: Matrix  # [H * D + G * D + G * V, hidden]
+    qkv_bias: Tensor | None
+    output: Matrix
+    output_bias: Tensor | None
+    query_norm: Norm | None  # of each head
+    key_norm: Norm | None
+    sinks_H: Tensor | None
+    scale: float
+
+
+class Mlp(NamedTuple):
+    """down(silu(gate(x)) * up(x))."""
+
+    gate_up: Matrix  # [2 * I, hidden], as one slot's experts
+    down: Matrix
+    addresses: np.ndarray  # [2, 1] int64: where `gate_up`'s panels and scales are
+
+
+class Router(NamedTuple):
+    """What chooses experts."""
+
+    weight: Matrix  # [E, hidden]
+    bias: Tensor | None  # of the product
+    correction_E: Tensor | None
+    rule: Routing
+
+
+class LayerParts(NamedTuple):
+    """A decoder layer: `h = x + attention(norm(x)); h + feed_forward(norm(h))`."""
+
+    hidden: int
+    input_norm: Norm
+    attention: Attention
+    post_norm: Norm
+    router: Router | None  # None: the layer is dense
+    experts: Any  # the module beside the router
+    mlp: Mlp | None  # all that a dense layer has, or what all tokens share beside the experts
+
+
+class _UnfitError(Exception):
+    """The layer has other parts."""
+
+
+def parts_of(module: Any, shapes: Sequence[LayerShape]) -> LayerParts | None:
+    """Find a layer's parts; None: it has others. Weights that are multiplied with the same rows are put together.
+
+    Args:
+        shapes: of what layers cache.
+    """
+    try:
+        input_norm, post_norm = (
+            _norm(module, name) for name in ("input_layernorm", "post_attention_layernorm")
+        )
+        hidden = input_norm.weight.numel()
+        _require(hidden % LANES == 0 and post_norm.weight.numel() == hidden)
+        attention = _attention(module.self_attn, shapes, hidden)
+        feed_forward = module.mlp
+        if not hasattr(feed_forward, "experts"):
+            return LayerParts(
+                hidden, input_norm, attention, post_norm, None, None, _mlp(feed_forward, hidden)
+            )
+        named = {name for name, _ in feed_forward.named_children()}
+        chooser = {"gate", "router"} & named
+        _require(named - chooser <= {"experts", "shared_experts"} and len(chooser) == 1)
+        shared = _mlp(feed_forward.shared_experts, hidden) if "shared_experts" in named else None
+        router = _router(getattr(feed_forward, chooser.pop()), hidden, int(feed_forward.experts.num_experts))
+        return LayerParts(hidden, input_norm, attention, post_norm, router, feed_forward.experts, shared)
+    except (AttributeError, _UnfitError):
+        return None
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise _UnfitError
+
+
+def _norm(module: Any, name: str) -> Norm:
+    norm = getattr(module, name)
+    eps = epsilon(norm)
+    _require(eps is not None)
+    assert eps is not None
+    return Norm(norm.weight, eps)
+
+
+def _attention(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Attention:
+    layer = int(module.layer_idx)
+    shape = shapes[layer]
+    _require(not shape.latent)
+    projections = [getattr(module, f"{name}_proj") for name in "qkvo"]
+    query, key, value, output = (_packed(each.weight) for each in projections)
+    heads, kv_heads, D, V = query.out_dim // shape.key_dim, shape.num_kv_heads, shape.key_dim, shape.value_dim
+    _require(query.out_dim == heads * D and heads % kv_heads == 0)
+    _require(key.out_dim == kv_heads * D and value.out_dim == kv_heads * V)
+    _require(output.in_dim == heads * V and output.out_dim == hidden)
+    _require(query.in_dim == key.in_dim == value.in_dim == hidden)
+    norms = [_norm(module, name) if hasattr(module, name) else None for name in ("q_norm", "k_norm")]
+    _require(all(norm is None or norm.weight.numel() == D for norm in norms))
+    _require(len({norm and norm.eps for norm in norms}) == 1)
+    sinks = getattr(module, "sinks", None)
+    _require(sinks is None or (sinks.numel() == heads and sinks.dtype is torch.float32))
+    biases = [each.bias for each in projections[:3]]
+    qkv_bias = None
+    if any(bias is not None for bias in biases):
+        parts = (query, key, value)
+        qkv_bias = torch.cat([
+            torch.zeros(part.out_dim) if bias is None else bias for part, bias in zip(parts, biases, strict=True)
+        ])  # fmt: skip
+    return Attention(
+        layer=layer,
+        heads=heads,
+        qkv=_together((query, key, value)),
+        qkv_bias=qkv_bias,
+        output=_matrix(output),
+        output_bias=projections[3].bias,
+        query_norm=norms[0],
+        key_norm=norms[1],
+        sinks_H=sinks,
+        scale=float(module.scaling),
+    )
+
+
+def _mlp(module: Any, hidden: int) -> Mlp:
+    projections = [getattr(module, f"{name}_proj") for name in ("gate", "up", "down")]
+    _require(all(each.bias is None for each in projections))
+    gate, up, down = (_packed(each.weight) for each in projections)
+    _require(gate.in_dim == up.in_dim == down.out_dim == hidden and gate.out_dim == up.out_dim == down.in_dim)
+    both = _together((gate, up))
+    scales = 0 if both.scales is None else both.scales.data_ptr()
+    return Mlp(both, _matrix(down), np.array([[both.panels.data_ptr()], [scales]]))
+
+
+def _router(module: Any, hidden: int, num_experts: int) -> Router:
+    weight, rule = _packed(module.weight), module.form.rule
+    _require(weight.in_dim == hidden and weight.out_dim == num_experts)
+    correction_E, bias_E = correction(module), module._parameters.get("bias")
+    _require(correction_E is None or correction_E.numel() == num_experts)
+    bias = None
+    if bias_E is not None:
+        bias = torch.zeros(weight.format.panels * LANES)
+        bias[:num_experts] = bias_E
+    return Router(_matrix(weight), bias, correction_E, rule)
+
+
+def _packed(weight: Any) -> PackedWeight:
+    _require(isinstance(weight, PackedWeight))
+    packed: PackedWeight = weight
+    return packed
+
+
+def _matrix(weight: PackedWeight) -> Matrix:
+    return Matrix(weight.panels, weight.scales, weight.format)
+
+
+def _together(weights: Sequence[PackedWeight]) -> Matrix:
+    """Put weights on the same inputs together; they stay, as views of the memory of all."""
+    first = weights[0]
+    _require(all(each.out_dim % LANES == 0 for each in weights))
+    _require(len({(each.panels.dtype, each.block, each.panels.shape[1:]) for each in weights}) == 1)
+    panels = torch.cat([each.panels.view(torch.uint8) for each in weights]).view(first.panels.dtype)
+    scales = torch.cat([each.scales for each in weights if each.scales is not None]) if first.block else None
+    begin = 0
+    for each in weights:
+        end = begin + each.format.panels
+        each.panels, each.scales = panels[begin:end], None if scales is None else scales[begin:end]
+        begin = end
+    return Matrix(panels, scales, format_of(panels, scales, first.block))

@@ -1,0 +1,299 @@
+"""Decoder layers as programs (D13): what lies between two exchanges with other ranks is one call without the interpreter.
+
+A layer's parts become a list of kernels over activations that are allocated once; with one rank its experts are in the
+list too, else it is cut where tokens travel. The kernels are those that modules run with one by one, and a row's bits
+are the same; so are those of the two forms.
+
+Legend: T rows, R rows at most, D hidden dim, H query heads, G KV heads, K choices, I intermediate dim, S slots.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attention.cpu_attention import NUM_TILES, TILES, Queries, attention_row, tile_tokens
+from attention.cpu_heads import COSINES, SINES, HeadNorms, heads_row
+from attention.cpu_norm import NORMED, norm_rows
+from attention.cpu_tiles import LANES
+from dispatch.row_formats import PlainRows
+from dispatch.team import Program, program_of, run_alone
+from kvcache.paged_cache import PagedCache
+from kvcache.step import Step
+from moe.cpu.experts import PackedExpertLayer
+from moe.cpu.layer_parts import LayerParts, Matrix, Mlp
+from moe.cpu.local_experts import ANSWERS, OUT, add_row, clock_row, sort_row
+from moe.cpu.products import gather_row, grouped_row, linear_row
+from moe.cpu.routing import route_row
+from moe.expert_weights import grown_sample
+
+Rows = list[list[int]]
+_FIRST_NORM, _HEADS, _ATTENTION, _SECOND_NORM = 0, 2, 3, 5  # in every program
+
+
+class Activations:
+    """Memory for what layers compute, shared by all of a model: they run one after the other."""
+
+    def __init__(self, rows: int) -> None:
+        """`rows`: R."""
+        self.rows = rows
+        self._rooms: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []  # programs of smaller layers know their addresses
+
+    def room(self, name: str, columns: int, dtype: torch.dtype = torch.float32, rows: int = 0) -> Tensor:
+        """Memory under a name: [R, columns], or [rows, columns]."""
+        rows = rows or self.rows
+        room = self._rooms.get(name)
+        if room is None or room.numel() < rows * columns:
+            if room is not None:
+                self._outgrown.append(room)
+            room = self._rooms[name] = torch.empty(rows * columns, dtype=dtype)
+        return room[: rows * columns].view(rows, columns)
+
+
+class _Programs(NamedTuple):
+    """What was written for some pages."""
+
+    pages: PagedCache
+    rotary_dim: int
+    tile_tokens: int
+    before: Program  # up to the experts
+    shared: Rows  # for what all tokens share beside the experts, or the dense layer
+    after: Program  # from the experts' answers on
+    normed_TD: Tensor  # what experts are given
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+class _Whole(NamedTuple):
+    """A program with the experts in it, and what it was written for."""
+
+    program: Program
+    written_for: tuple[Any, ...]
+    slot_of_E: Tensor  # a lone rank has one copy of each expert
+
+
+class LayerProgram:
+    """Runs one layer in its module's place.
+
+    Attributes:
+        may_be_whole: the experts of a lone rank may be part of the program; whoever tried it says so.
+    """
+
+    def __init__(self, module: nn.Module, parts: LayerParts, step: Step, activations: Activations) -> None:
+        """`module` is the layer, which answers what the program does not take; it owns the program."""
+        self.parts, self.may_be_whole = parts, False
+        self._module = weakref.ref(module)
+        self._step, self._activations = step, activations
+        self._programs: _Programs | None = None
+        self._whole: _Whole | None = None
+        self._experts_ns, self._scratch = np.zeros(1, np.int64), np.zeros(2, np.int64)
+
+    def forward(
+        self, hidden_states: Tensor, *more: Any, position_embeddings: Any = None, pages: Any = None, **options: Any
+    ) -> Any:  # fmt: skip
+        """See the module's: [1, T, D] to [1, T, D], new; rows of padding are zero. Collective where it is not whole."""
+        if more or pages is None or not self.takes(hidden_states, position_embeddings):
+            module: Any = self._module()
+            return type(module).forward(
+                module, hidden_states, *more, position_embeddings=position_embeddings, pages=pages, **options
+            )
+        cosines, sines = position_embeddings
+        programs = self._programs_for(pages, cosines.shape[2])
+        out, experts = torch.empty_like(hidden_states), self.parts.experts
+        expert_layer: Any = None if experts is None else experts.expert_layer
+        is_whole = self.may_be_whole and _is_alone(expert_layer)
+        first = self._whole_for(programs, expert_layer) if is_whole else programs.before
+        tiles = self._step.tiles(programs.tile_tokens)
+        first[_FIRST_NORM, NORMED] = first[_SECOND_NORM, NORMED] = hidden_states.data_ptr()
+        first[_HEADS, COSINES], first[_HEADS, SINES] = cosines.data_ptr(), sines.data_ptr()
+        first[_ATTENTION, TILES], first[_ATTENTION, NUM_TILES] = tiles.ctypes.data, len(tiles)
+        if is_whole:
+            first[-1, OUT] = out.data_ptr()
+            self._run(first)
+            self._note(programs, expert_layer)
+            return out
+        self._run(first)
+        after = programs.after
+        if experts is not None:
+            padded = hidden_states.shape[1]
+            given = (each[:padded] for each in (programs.normed_TD, programs.ids_TK, programs.weights_TK))
+            answers = expert_layer.run(experts, *given)
+            after[-1, ANSWERS] = answers.data_ptr()
+        after[-1, OUT] = out.data_ptr()
+        self._run(after)
+        return out
+
+    def takes(self, x: Tensor, angles: Any) -> bool:
+        """Whether the program runs for such rows and cosines and sines of their angles."""
+        rows = self._step.num_padded
+        return (
+            x.shape == (1, rows, self.parts.hidden)
+            and x.dtype is torch.float32
+            and x.is_contiguous()
+            and isinstance(angles, tuple)
+            and len(angles) == 2
+            and all(
+                each.dtype is torch.float32 and each.is_contiguous() and each.shape[:2] == (1, rows)
+                for each in angles
+            )
+        )
+
+    def _run(self, program: Program) -> None:
+        if self._step.team is None:
+            run_alone(program)
+        else:
+            self._step.team.run(program)
+
+    def _note(self, programs: _Programs, expert_layer: PackedExpertLayer) -> None:
+        """Keep what `PackedExpertLayer.run` keeps of a step."""
+        served_TD = programs.normed_TD[: self._step.num_tokens]
+        expert_layer.sample_TD = grown_sample(expert_layer.sample_TD, served_TD)
+        if expert_layer.counts is not None:
+            expert_layer.counts.experts_ns += int(self._experts_ns[0])
+        self._experts_ns[0] = 0
+
+    def _programs_for(self, pages: PagedCache, rotary_dim: int) -> _Programs:
+        programs = self._programs
+        if programs is None or programs.pages is not pages or programs.rotary_dim != rotary_dim:
+            programs = self._programs = self._write(pages, rotary_dim)
+            self._whole = None
+        return programs
+
+    def _write(self, pages: PagedCache, rotary_dim: int) -> _Programs:
+        parts, room, step = self.parts, self._activations.room, self._step
+        attention, D, facts = parts.attention, parts.hidden, self._facts
+        keys, values = pages.keys[attention.layer], pages.values[attention.layer]
+        _, kv_heads, key_dim, _ = keys.shape
+        heads, value_dim = attention.heads, pages.shapes[attention.layer].value_dim
+        width = attention.qkv.format.panels * LANES
+        normed, qkv, attended = room("normed", D), room("qkv", width), room("attended", heads * value_dim)
+        projected, sums = room("projected", D), room("sums", D)
+        query_norm, key_norm = attention.query_norm, attention.key_norm
+        head_norms = HeadNorms()
+        if query_norm is not None and key_norm is not None:
+            head_norms = HeadNorms(query_norm.weight.data_ptr(), key_norm.weight.data_ptr(), query_norm.eps)
+        rows = [
+            norm_rows(0, parts.input_norm.weight.data_ptr(), parts.input_norm.eps, D, normed.data_ptr(), facts),
+            self._linear(attention.qkv, normed, qkv, attention.qkv_bias),
+            heads_row(qkv.data_ptr(), width * 4, heads, value_dim, rotary_dim, head_norms, (keys, values), step),
+            attention_row(
+                Queries(qkv.data_ptr(), width * 4, key_dim * 4), heads, keys, values, step, value_dim=value_dim,
+                scale=attention.scale, window=pages.shapes[attention.layer].window,
+                sinks=0 if attention.sinks_H is None else attention.sinks_H.data_ptr(), out=attended.data_ptr(),
+            ),
+            self._linear(attention.output, attended, projected, attention.output_bias),
+            norm_rows(
+                0, parts.post_norm.weight.data_ptr(), parts.post_norm.eps, D, normed.data_ptr(), facts,
+                added=projected.data_ptr(), sums=sums.data_ptr(),
+            ),
+        ]  # fmt: skip
+        router, ids, weights = parts.router, torch.empty(0), torch.empty(0)
+        if router is not None:
+            columns, rule = router.weight.format.panels * LANES, router.rule
+            logits = room("logits", columns)
+            ids, weights = room("ids", rule.choices, torch.int64), room("weights", rule.choices)
+            rows += [
+                self._linear(router.weight, normed, logits, router.bias),
+                route_row(
+                    logits.data_ptr(), columns * 4, int(parts.experts.num_experts), rule,
+                    0 if router.correction_E is None else router.correction_E.data_ptr(), ids.data_ptr(),
+                    weights.data_ptr(), facts,
+                ),
+            ]  # fmt: skip
+        shared_out = room("shared", D)
+        shared = [] if parts.mlp is None else self._mlp(parts.mlp, normed, shared_out)
+        of_all = {"shared": shared_out.data_ptr()} if router is not None and parts.mlp is not None else {}
+        after = [*shared, add_row(shared_out.data_ptr(), sums.data_ptr(), D, facts, **of_all)]
+        return _Programs(
+            pages, rotary_dim, tile_tokens(heads, kv_heads), program_of(rows), shared, program_of(after), normed, ids,
+            weights,
+        )  # fmt: skip
+
+    @property
+    def _facts(self) -> int:
+        """Where T, T padded and the number of decodes are; before T there is a 0."""
+        return self._step.facts.data_ptr() + 8
+
+    def _linear(self, weight: Matrix, x: Tensor, out: Tensor, bias: Tensor | None = None) -> list[int]:
+        scales = 0 if weight.scales is None else weight.scales.data_ptr()
+        return linear_row(
+            x.data_ptr(), x.shape[1] * 4, weight.panels.data_ptr(), scales, weight.format, out.data_ptr(),
+            out.shape[1] * 4, self._facts, 0 if bias is None else bias.data_ptr(),
+        )  # fmt: skip
+
+    def _mlp(self, mlp: Mlp, x: Tensor, out: Tensor) -> Rows:
+        kind = mlp.gate_up.format
+        inner = self._activations.room("inner", kind.panels * LANES // 2)
+        codes, scales = (row.ctypes.data for row in mlp.addresses)
+        up = grouped_row(
+            x.data_ptr(), kind, codes, scales, self._facts - 8, 1, inner.data_ptr(), is_gated=True
+        )
+        return [up, self._linear(mlp.down, inner, out)]
+
+    def _whole_for(self, programs: _Programs, layer: PackedExpertLayer) -> Program:
+        written_for = (programs.before, layer.up.address_S, layer.down.address_S, layer.choice, layer.counts)
+        whole = self._whole
+        if whole is None or any(
+            one is not other for one, other in zip(whole.written_for, written_for, strict=True)
+        ):
+            slot_of_E = layer.choice.slots(torch.arange(layer.num_experts)[:, None])
+            whole = self._whole = _Whole(
+                self._write_whole(programs, layer, slot_of_E), written_for, slot_of_E
+            )
+        return whole.program
+
+    def _write_whole(self, programs: _Programs, layer: PackedExpertLayer, slot_of_E: Tensor) -> Program:
+        assert self.parts.router is not None
+        activations, D, facts = self._activations, self.parts.hidden, self._facts
+        choices, up, down = self.parts.router.rule.choices, layer.up, layer.down
+        num_slots, pairs = up.num_slots, activations.rows * choices
+        offsets = activations.room("offsets", num_slots + 1, torch.int64, rows=1)
+        row_of, pair_of = (
+            activations.room(name, 1, torch.int64, rows=pairs) for name in ("row_of", "pair_of")
+        )
+        x_PD, raised_PI = (
+            activations.room("x", D, rows=pairs),
+            activations.room("raised", down.in_dim, rows=pairs),
+        )
+        answers_PD = activations.room("answers", D, rows=pairs)
+        table = 0 if layer.counts is None else layer.counts.address
+        clock = (self._experts_ns.ctypes.data, self._scratch.ctypes.data)
+        shared = {"shared": activations.room("shared", D).data_ptr()} if programs.shared else {}
+        experts_rows = [
+            sort_row(
+                programs.ids_TK.data_ptr(), choices, slot_of_E.data_ptr(), layer.num_experts, num_slots,
+                offsets.data_ptr(), row_of.data_ptr(), pair_of.data_ptr(), facts, table,
+            ),
+            clock_row(clock[0], -1, clock[1]),
+            gather_row(
+                programs.normed_TD.data_ptr(), D * 4, row_of.data_ptr(), offsets.data_ptr() + 8 * num_slots, x_PD.data_ptr()
+            ),
+            up.product_row(x_PD.data_ptr(), offsets.data_ptr(), raised_PI.data_ptr(), is_gated=True),
+            down.product_row(raised_PI.data_ptr(), offsets.data_ptr(), answers_PD.data_ptr()),
+            clock_row(clock[0], 1, clock[1]),
+            *programs.shared,
+            add_row(
+                answers_PD.data_ptr(), activations.room("sums", D).data_ptr(), D, facts, choices=choices,
+                pair_of=pair_of.data_ptr(), weights=programs.weights_TK.data_ptr(), **shared,
+            ),
+        ]  # fmt: skip
+        return np.concatenate((programs.before, program_of(experts_rows)))
+
+
+def _is_alone(layer: PackedExpertLayer) -> bool:
+    """Whether rows would go nowhere, and as they are."""
+    return layer.dispatcher.world_size == 1 and layer.dispatcher.row_format == PlainRows.name
+
+
+def why_not_whole(layer: PackedExpertLayer, hidden: int) -> str | None:
+    """Say why a lone rank's experts cannot be part of a program; None: they can."""
+    if not layer.has_silu:
+        return "a gate that the kernels do not have"
+    if layer.up.has_bias or layer.down.has_bias:
+        return "biases"
+    if layer.down.width != hidden or layer.up.in_dim != hidden:
+        return f"other rows than {hidden}"
+    return None

@@ -1,0 +1,132 @@
+"""Kernels for experts that are all on this rank: from chosen ids to pairs sorted by slot, and from answers to sums.
+
+What `dispatch` does between ranks, with the same order and the same arithmetic: a token's answers are multiplied and added
+in the order of its choices (see `dispatch.cpu_kernels.answers`), so that a row's bits do not depend on the number of ranks.
+
+Legend: T rows, K choices, P = T x K pairs, S slots, E experts, D hidden dim.
+"""
+
+import numpy as np
+
+from attention.cpu_tiles import TILES_VERSION
+from dispatch.native import floats, now_ns, words
+from dispatch.team import WORDS, Kernel
+
+_TILE_VALUES = 1 << 14
+
+
+def _sort_pairs(at, tile):  # type: ignore[no-untyped-def]
+    if tile < 0:
+        return 1
+    w = words(at, WORDS)
+    choices, num_experts, num_slots, table = w[1], w[3], w[4], w[9]
+    rows, num_decodes = words(w[8], 3)[0], words(w[8], 3)[2]
+    pairs = rows * choices
+    ids, slot_of, offsets = words(w[0], pairs), words(w[2], num_experts), words(w[5], num_slots + 1)
+    row_of, pair_of = words(w[6], pairs), words(w[7], pairs)
+    offsets[:] = 0
+    for pair in range(pairs):
+        offsets[slot_of[ids[pair]] + 1] += 1
+    for slot in range(num_slots):
+        offsets[slot + 1] += offsets[slot]
+    place = offsets[:num_slots].copy()
+    for pair in range(pairs):
+        slot = slot_of[ids[pair]]
+        row_of[place[slot]] = pair // choices
+        pair_of[pair] = place[slot]
+        place[slot] += 1
+    if table != 0:
+        counts = words(table, 2 * (num_experts + 1))
+        for pair in range(pairs):
+            phase = num_experts + 1 if pair < num_decodes * choices else 0
+            counts[phase + ids[pair]] += 1
+            counts[phase + num_experts] += 1
+    return 0
+
+
+def _add(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    answers, pair_of, weights, choices, shared = w[0], w[1], w[2], w[3], w[4]
+    residual, out, dim, rows, padded = w[5], w[6], w[7], words(w[8], 2)[0], words(w[8], 2)[1]
+    at_once = max(1, _TILE_VALUES // (dim * (choices + 1)))
+    if tile < 0:
+        return (padded + at_once - 1) // at_once
+    made = np.empty(dim, np.float32)
+    for row in range(tile * at_once, min((tile + 1) * at_once, padded)):
+        total = floats(out + row * dim * 4, dim)
+        if row >= rows:
+            total[:] = np.float32(0.0)
+            continue
+        if choices == 0:
+            made[:] = floats(answers + row * dim * 4, dim)
+        else:
+            made[:] = np.float32(0.0)
+            for choice in range(row * choices, (row + 1) * choices):
+                answer = floats(answers + words(pair_of, (row + 1) * choices)[choice] * dim * 4, dim)
+                weight = floats(weights, (row + 1) * choices)[choice]
+                for index in range(dim):
+                    made[index] += weight * answer[index]
+        if shared != 0:
+            more = floats(shared + row * dim * 4, dim)
+            for index in range(dim):
+                made[index] += more[index]
+        before = floats(residual + row * dim * 4, dim)
+        for index in range(dim):
+            total[index] = before[index] + made[index]
+    return 0
+
+
+def _clock(at, tile):  # type: ignore[no-untyped-def]
+    if tile < 0:
+        return 1
+    w = words(at, WORDS)
+    words(w[0], 1)[0] += w[1] * now_ns(w[2])
+    return 0
+
+
+SORT_PAIRS, ADD, CLOCK = (Kernel(each, TILES_VERSION) for each in (_sort_pairs, _add, _clock))
+
+
+def sort_row(
+    ids: int, choices: int, slot_of: int, num_experts: int, num_slots: int, offsets: int, row_of: int, pair_of: int,
+    facts: int, table: int,
+) -> list[int]:  # fmt: skip
+    """One row of a program: sort the pairs by slot, then token, then choice, and count them.
+
+    Args:
+        ids: address of [T, K] int64. choices: K. slot_of: address of [E] int64, every expert's slot.
+        offsets: address of [S + 1] int64, written: the pairs of slot s are [offsets[s], offsets[s + 1]).
+        row_of, pair_of: addresses of [P] int64, written: each sorted pair's row, and each choice's sorted pair.
+        facts: address of T, T padded and the number of decodes, which are the first rows; read when the program runs.
+        table: address of [2, E + 1] int64, see `moe.load_counts`; 0: nothing is counted.
+    """
+    return SORT_PAIRS.row(
+        ids, choices, slot_of, num_experts, num_slots, offsets, row_of, pair_of, facts, table
+    )
+
+
+def add_row(
+    answers: int, residual: int, dim: int, facts: int, *, out: int = 0, shared: int = 0, choices: int = 0,
+    pair_of: int = 0, weights: int = 0,
+) -> list[int]:  # fmt: skip
+    """One row of a program: `out = residual + (answers + shared)`, rows of padding zero.
+
+    Args:
+        answers: address of [T, D] float32; with `choices` of [P, D], a row of which are summed with its `weights`.
+        residual, out, shared: addresses of [T, D] float32; `shared` 0: nothing.
+        dim: D. facts: see `sort_row`.
+        choices: K; 0: answers are sums already. pair_of, weights: addresses of [T, K], int64 and float32.
+    """
+    return ADD.row(answers, pair_of, weights, choices, shared, residual, out, dim, facts)
+
+
+ANSWERS, OUT = 1, 7  # places in `add_row`'s row, counted from the kernel's address
+
+
+def clock_row(total_ns: int, sign: int, scratch: int) -> list[int]:
+    """One row of a program: add the time, times `sign`, to a word; what lies between two is how long it took.
+
+    Args:
+        total_ns: address of an int64. scratch: address of two.
+    """
+    return CLOCK.row(total_ns, sign, scratch)

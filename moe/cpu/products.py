@@ -1,0 +1,215 @@
+"""The products of a step on a CPU, as kernels that a team of threads runs: linear layers, and experts by slot.
+
+A product's bits depend on the row alone: the tiles that multiply see to it, whatever is computed beside a row and whoever
+takes which part of the columns. Kernels know addresses and sizes (`dispatch.team`); `moe.cpu.packed_weight` puts `linear`
+under `torch.nn.functional.linear`, `moe.cpu.slots` and `moe.cpu.experts` the rest under experts modules.
+
+Legend: T tokens (rows), K input features, N output features, P pairs (row, expert choice), S slots, I intermediate dim.
+"""
+
+import numpy as np
+from numba import njit
+from torch import Tensor
+
+from attention.cpu_tiles import LANES, TILES_VERSION, address_of, silu_times, times_panel
+from dispatch.native import copy, floats, words
+from dispatch.team import WORDS, Kernel, Team, program_of, run
+from moe.cpu.panels import Format
+
+TILE_NS = 10_000  # of one thread: long beside taking a tile, short beside a step
+ROW_BLOCK = 96  # rows per tile: with K = 1024 they are 384 KiB of activations, which stay in L2
+BYTES_PER_NS, PRODUCTS_PER_NS = 8, 35  # what one thread reads and multiplies, about
+_PANEL_BYTES = LANES * 4  # of a row's 16 columns in `out`
+
+
+@njit(nogil=True, inline="always")
+def panels_per_tile(rows, k, panel_bytes):  # type: ignore[no-untyped-def]
+    """How many panels make a tile."""
+    ns = max(panel_bytes // BYTES_PER_NS, rows * k * LANES // PRODUCTS_PER_NS) + 1
+    return max(1, TILE_NS // ns)
+
+
+def _linear(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    x, x_stride, codes, scales, panel_bytes, scale_bytes, k, block = (
+        w[0],
+        w[1],
+        w[2],
+        w[3],
+        w[4],
+        w[5],
+        w[6],
+        w[7],
+    )
+    panels, times, out, out_stride, rows, bias = w[8], w[9], w[10], w[11], words(w[12], 1)[0], w[13]
+    at_once = panels_per_tile(min(rows, ROW_BLOCK), k, panel_bytes)
+    groups = (panels + at_once - 1) // at_once
+    if tile < 0:
+        return (rows + ROW_BLOCK - 1) // ROW_BLOCK * groups
+    first_row = tile // groups * ROW_BLOCK
+    count = min(ROW_BLOCK, rows - first_row)
+    first = tile % groups * at_once
+    for panel in range(first, min(first + at_once, panels)):
+        to = out + first_row * out_stride + panel * _PANEL_BYTES
+        times_panel(
+            times, x + first_row * x_stride, x_stride, codes + panel * panel_bytes, scales + panel * scale_bytes, k,
+            block, to, out_stride, count,
+        )  # fmt: skip
+        if bias != 0:
+            added = floats(bias + panel * _PANEL_BYTES, LANES)
+            for row in range(count):
+                values = floats(to + row * out_stride, LANES)
+                for lane in range(LANES):
+                    values[lane] += added[lane]
+    return 0
+
+
+def _grouped(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    x, x_stride, panel_bytes, scale_bytes, k, block, panels, times = (
+        w[0],
+        w[1],
+        w[2],
+        w[3],
+        w[4],
+        w[5],
+        w[6],
+        w[7],
+    )
+    num_slots, out, out_stride, is_gated = w[11], w[12], w[13], w[14]
+    code_address, scale_address, offsets = (
+        words(w[8], num_slots),
+        words(w[9], num_slots),
+        words(w[10], num_slots + 1),
+    )
+    made = panels // 2 if is_gated != 0 else panels
+    # A tile is a part of one slot's panels: of which slot, and which part?
+    slot, tiles, at_once = 0, 0, 1
+    while slot < num_slots:
+        rows = offsets[slot + 1] - offsets[slot]
+        if rows > 0:
+            at_once = panels_per_tile(rows, k, panel_bytes)
+            here = (made + at_once - 1) // at_once
+            if 0 <= tile < tiles + here:
+                break
+            tiles += here
+        slot += 1
+    if tile < 0:
+        return tiles
+    codes, scales = code_address[slot], scale_address[slot] if scale_bytes != 0 else 0
+    begin, end = offsets[slot], offsets[slot + 1]
+    first = (tile - tiles) * at_once
+    last = min(first + at_once, made)
+    both = np.empty((2 * ROW_BLOCK if is_gated != 0 else 0, LANES), np.float32)
+    for row in range(begin, end, ROW_BLOCK):
+        count, rows_at = min(ROW_BLOCK, end - row), x + row * x_stride
+        for panel in range(first, last):
+            to = out + row * out_stride + panel * _PANEL_BYTES
+            if is_gated == 0:
+                times_panel(
+                    times, rows_at, x_stride, codes + panel * panel_bytes, scales + panel * scale_bytes, k, block, to,
+                    out_stride, count,
+                )  # fmt: skip
+                continue
+            gate, up = address_of(both), address_of(both) + ROW_BLOCK * _PANEL_BYTES
+            other = panel + made
+            times_panel(
+                times, rows_at, x_stride, codes + panel * panel_bytes, scales + panel * scale_bytes, k, block, gate,
+                _PANEL_BYTES, count,
+            )  # fmt: skip
+            times_panel(
+                times, rows_at, x_stride, codes + other * panel_bytes, scales + other * scale_bytes, k, block, up,
+                _PANEL_BYTES, count,
+            )  # fmt: skip
+            for index in range(count):
+                silu_times(gate + index * _PANEL_BYTES, up + index * _PANEL_BYTES, to + index * out_stride)
+    return 0
+
+
+_GATHERED_BYTES = 1 << 16  # of a tile of GATHER
+
+
+def _gather(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    x, row_bytes, count, out = w[0], w[1], words(w[3], 1)[0], w[4]
+    source = words(w[2], count)
+    at_once = max(1, _GATHERED_BYTES // row_bytes)
+    if tile < 0:
+        return (count + at_once - 1) // at_once
+    for row in range(tile * at_once, min((tile + 1) * at_once, count)):
+        copy(out + row * row_bytes, x + source[row] * row_bytes, row_bytes)
+    return 0
+
+
+LINEAR, GROUPED, GATHER = (Kernel(each, TILES_VERSION) for each in (_linear, _grouped, _gather))
+
+
+def linear_row(
+    x: int, x_stride: int, codes: int, scales: int, kind: Format, out: int, out_stride: int, rows_at: int, bias: int = 0
+) -> list[int]:  # fmt: skip
+    """One row of a program: `out = x @ weight.T + bias`.
+
+    Args:
+        x: address of [T, K] float32. x_stride: bytes from a row to the next.
+        codes, scales: addresses of a weight's panels and scales.
+        kind: of the weight.
+        out: address of [T, panels * 16] float32. out_stride: in bytes.
+        rows_at: address of T, read when the program runs.
+        bias: address of [panels * 16] float32; 0: none.
+    """
+    return LINEAR.row(
+        x, x_stride, codes, scales, kind.panel_bytes, kind.scale_bytes, kind.k, kind.block, kind.panels,
+        kind.times_panel, out, out_stride, rows_at, bias,
+    )  # fmt: skip
+
+
+def grouped_row(
+    x: int, kind: Format, code_address_S: int, scale_address_S: int, offsets: int, num_slots: int, out: int,
+    *, is_gated: bool = False,
+) -> list[int]:  # fmt: skip
+    """One row of a program: every slot's weight times its own rows.
+
+    Args:
+        x: address of [P, K] float32, rows sorted by slot.
+        kind: of all slots' weights.
+        code_address_S, scale_address_S: addresses of [S] int64, where each slot's panels and scales are.
+        offsets: address of [S + 1] int64; rows [offsets[s], offsets[s + 1]) belong to slot s.
+        out: address of [P, panels * 16] float32, or where `is_gated` of [P, panels * 8].
+        is_gated: the first half of the columns is a gate, the second what it lets through: silu(gate) * up.
+    """
+    columns = kind.panels * LANES // (2 if is_gated else 1)
+    return GROUPED.row(
+        x, kind.k * 4, kind.panel_bytes, kind.scale_bytes, kind.k, kind.block, kind.panels, kind.times_panel,
+        code_address_S, scale_address_S, offsets, num_slots, out, columns * 4, int(is_gated),
+    )  # fmt: skip
+
+
+def gather_row(x: int, row_bytes: int, row_P: int, count_at: int, out: int) -> list[int]:
+    """One row of a program: `out[p] = x[row[p]]`, as many as the word at `count_at` says when it runs."""
+    return GATHER.row(x, row_bytes, row_P, count_at, out)
+
+
+def product_ns(rows: int, kind: Format, groups: int = 1) -> int:
+    """What one thread takes, about, for rows that go to at most so many weights of a kind."""
+    touched = kind.panels * kind.panel_bytes * min(rows, groups)
+    return max(touched // BYTES_PER_NS, rows * kind.panels * LANES * kind.k // PRODUCTS_PER_NS)
+
+
+def linear(
+    x_TK: Tensor, codes: Tensor, scales: Tensor | None, kind: Format, out_TN: Tensor, team: Team | None
+) -> None:
+    """Write `x @ weight.T` into `out`.
+
+    Args:
+        x_TK: [T, K] float32; rows may be strided, columns not.
+        codes, scales, kind: a weight, see `moe.cpu.panels`.
+        out_TN: [T, panels * 16] float32 contiguous, T or more rows.
+        team: threads to use; None: the caller's.
+    """
+    rows = np.array((x_TK.shape[0],))
+    assert x_TK.shape[1] == kind.k and x_TK.stride(1) == 1 and out_TN.stride(0) == kind.panels * LANES
+    row = linear_row(
+        x_TK.data_ptr(), x_TK.stride(0) * 4, codes.data_ptr(), 0 if scales is None else scales.data_ptr(), kind,
+        out_TN.data_ptr(), kind.panels * _PANEL_BYTES, rows.ctypes.data,
+    )  # fmt: skip
+    run(program_of([row]), team, product_ns(x_TK.shape[0], kind))

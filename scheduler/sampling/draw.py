@@ -1,0 +1,407 @@
+"""Drawing tokens on the CPU: temperature, min-p, top-k and top-p, a row at a time, as a kernel that a team's threads share.
+
+A row's weights are exp((logit - top) / temperature), in place of its logits. Plain rows are walked by the sums of chunks. Where
+tokens are left out, only those are looked at that can be in the nucleus: the lanes' largest weights say where they are.
+They fall into bins by the leading bits of their weights; whole bins are added up, and only the bins in which the nucleus ends
+and in which the drawn token lies are sorted. A token depends on its own row only.
+
+The random number of a position is the first of a counter-based generator keyed by (seed, position) (Philox: Salmon et
+al., 2011, as numpy counts), so that a replay draws the same tokens.
+
+Legend: D rows that are drawn, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from attention.cpu_tiles import LANES, TILES_VERSION, constant, emit_exp, load, splat, store, vector_call
+from dispatch.native import compiled, floats, pointer, words
+from dispatch.team import WORDS, Kernel, Team, program_of, run
+from scheduler.policy.request import SamplingParams
+
+LEAST_TEMPERATURE = (
+    1e-5  # below, logits over temperature leave float32's range; the draw is greedy long before
+)
+NOTHING = -1  # drawn where no logit is finite, or one is not a number
+CHUNK = 256  # weights whose sum is kept
+_SORTED = 192  # so few are sorted without bins
+_BIN_SHIFT = 20  # of a weight's bits: bins are 12 % wide
+_NUM_BINS = (0x3F800000 >> _BIN_SHIFT) + 1  # weights are at most 1
+_NS_PER_WEIGHT = 0.6
+_ASKED, _REALS = 5, 3  # words and numbers per row
+
+
+@intrinsic
+def _raise_to(_typing: Any, highest: Any, x: Any) -> Any:
+    """16 lanes of `highest = max(highest, x)`; two addresses. What is not a number stays."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        highest, x = load(builder, args[0]), load(builder, args[1])
+        larger = vector_call(builder, "maxnum", highest, x)
+        is_broken = builder.fcmp_unordered("uno", highest, x)
+        store(builder, builder.select(is_broken, constant(float("nan")), larger), args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _weigh(_typing: Any, x: Any, top: Any, inverse: Any, sums: Any, highest: Any) -> Any:
+    """16 lanes of `x = exp((x - top) * inverse)`, added to `sums`, and `highest` raised to them."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        x, top, inverse, sums, highest = args
+        above = builder.fsub(load(builder, x), splat(builder, top))
+        weight = emit_exp(builder, builder.fmul(above, splat(builder, inverse)))
+        store(builder, weight, x)
+        store(builder, builder.fadd(load(builder, sums), weight), sums)
+        store(builder, vector_call(builder, "maxnum", load(builder, highest), weight), highest)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.float32, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _bits(_typing: Any, value: Any) -> Any:
+    """A float32's bits as a number; those of positive ones are ordered as they are."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        return builder.zext(builder.bitcast(args[0], ir.IntType(32)), ir.IntType(64))
+
+    return types.int64(types.float32), codegen
+
+
+@intrinsic
+def _float(_typing: Any, bits: Any) -> Any:
+    """The float32 of some bits."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.int64), codegen
+
+
+_M0, _M1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
+_W0, _W1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
+_LOWER, _HALF, _ELEVEN = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(11)
+
+
+@njit(nogil=True, inline="always")
+def _upper_product(a, b):  # type: ignore[no-untyped-def]
+    # The upper 64 bits of a product of 64 by 64.
+    a_low, a_high, b_low, b_high = a & _LOWER, a >> _HALF, b & _LOWER, b >> _HALF
+    low, middle, other = a_low * b_low, a_high * b_low, a_low * b_high
+    carry = ((low >> _HALF) + (middle & _LOWER) + (other & _LOWER)) >> _HALF
+    return a_high * b_high + (middle >> _HALF) + (other >> _HALF) + carry
+
+
+@njit(nogil=True, inline="always")
+def _uniform(seed, position):  # type: ignore[no-untyped-def]
+    # numpy.random.Generator(Philox(key=seed, counter=position)).random(): it counts before it makes numbers.
+    one, zero = np.uint64(1), np.uint64(0)
+    c0, c1, c2, c3 = np.uint64(position) + one, zero, zero, zero
+    k0, k1 = np.uint64(seed), zero
+    for _ in range(10):
+        high0, low0 = _upper_product(_M0, c0), _M0 * c0
+        high1, low1 = _upper_product(_M1, c2), _M1 * c2
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _W0, k1 + _W1
+    return (c0 >> _ELEVEN) * (1.0 / 9007199254740992.0)
+
+
+@compiled
+def _uniform_at(seed: int, position: int) -> float:
+    return _uniform(seed, position)  # type: ignore[no-any-return]
+
+
+def uniform_at(seed: int, position: int) -> float:
+    """The random number of a position, in [0, 1).
+
+    Args:
+        seed: 64 bits.
+    """
+    return _uniform_at(seed - (1 << 64) if seed >= 1 << 63 else seed, position)
+
+
+@njit(nogil=True, inline="always")
+def _find_top(row, V, lanes):  # type: ignore[no-untyped-def]
+    # Not a number where a logit is none.
+    lanes[:] = np.float32(-np.inf)
+    at, step = lanes.ctypes.data, LANES * 4
+    whole = V // (4 * LANES) * (4 * LANES)
+    for first in range(0, whole, 4 * LANES):
+        x = row.ctypes.data + first * 4
+        for part in range(4):
+            _raise_to(at + part * step, x + part * step)
+    top = np.float32(-np.inf)
+    for index in range(whole, V):
+        lanes[0] = row[index] if math.isnan(row[index]) else max(lanes[0], row[index])
+    for lane in range(4 * LANES):
+        if math.isnan(lanes[lane]):
+            return lanes[lane]
+        top = max(top, lanes[lane])
+    return top
+
+
+@njit(nogil=True, inline="always")
+def _weigh_all(row, V, top, inverse, sums, highest):  # type: ignore[no-untyped-def]
+    # Weights in place; by chunk their sum, and of every lane the largest.
+    lanes, tail = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    total = 0.0
+    for chunk in range(sums.shape[0]):
+        lanes[:] = np.float32(0.0)
+        highest[chunk, :] = np.float32(0.0)
+        largest = highest.ctypes.data + chunk * LANES * 4
+        for first in range(chunk * CHUNK, min((chunk + 1) * CHUNK, V), LANES):
+            if first + LANES <= V:
+                _weigh(row.ctypes.data + first * 4, top, inverse, lanes.ctypes.data, largest)
+                continue
+            tail[:] = np.float32(-np.inf)
+            for index in range(first, V):
+                tail[index - first] = row[index]
+            _weigh(tail.ctypes.data, top, inverse, lanes.ctypes.data, largest)
+            for index in range(first, V):
+                row[index] = tail[index - first]
+        sums[chunk] = 0.0
+        for lane in range(LANES):
+            sums[chunk] += lanes[lane]
+        total += sums[chunk]
+    return total
+
+
+@njit(nogil=True, inline="always")
+def _walk(row, V, sums, wanted):  # type: ignore[no-untyped-def]
+    # The token at which the running sum of weights passes `wanted`.
+    chunk, before = 0, 0.0
+    while chunk < sums.shape[0] - 1 and before + sums[chunk] <= wanted:
+        before += sums[chunk]
+        chunk += 1
+    last = -1
+    for index in range(chunk * CHUNK, min((chunk + 1) * CHUNK, V)):
+        if row[index] > 0.0:
+            last = index
+            before += row[index]
+            if before > wanted:
+                return index
+    while last < 0 or row[last] <= 0.0:  # rounding must not step past the last token that has any weight
+        last = chunk * CHUNK - 1 if last < 0 else last - 1
+    return last
+
+
+@njit(nogil=True, inline="always")
+def _bin_of(weight):  # type: ignore[no-untyped-def]
+    return _bits(weight) >> _BIN_SHIFT
+
+
+@njit(nogil=True, inline="always")
+def _kth_largest_at_least(highest, top_k, counts):  # type: ignore[no-untyped-def]
+    # A weight that top_k tokens reach: of as many lanes, each with a token of its own.
+    counts[:] = 0
+    for chunk in range(highest.shape[0]):
+        for lane in range(LANES):
+            counts[_bin_of(highest[chunk, lane])] += 1
+    seen, bin_ = 0, _NUM_BINS
+    while bin_ > 0 and seen < top_k:
+        bin_ -= 1
+        seen += counts[bin_]
+    return _float(bin_ << _BIN_SHIFT) if seen >= top_k else np.float32(0.0)
+
+
+@njit(nogil=True, inline="always")
+def _gather(row, V, highest, least, keys):  # type: ignore[no-untyped-def]
+    # Keys of the tokens of a weight of `least` and more: weight, then the lower id first when sorted downwards.
+    count = 0
+    for chunk in range(highest.shape[0]):
+        for lane in range(LANES):
+            if highest[chunk, lane] >= least and highest[chunk, lane] > 0.0:
+                for index in range(chunk * CHUNK + lane, min((chunk + 1) * CHUNK, V), LANES):
+                    if row[index] >= least and row[index] > 0.0:
+                        keys[count] = _bits(row[index]) << 31 | (0x7FFFFFFF - index)
+                        count += 1
+    return count
+
+
+@njit(nogil=True, inline="always")
+def _weight_of(key):  # type: ignore[no-untyped-def]
+    return _float(key >> 31)
+
+
+@njit(nogil=True, inline="always")
+def _token_of(key):  # type: ignore[no-untyped-def]
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
+@njit(nogil=True)
+def _sort_down(keys):  # type: ignore[no-untyped-def]
+    keys.sort()
+    for index in range(keys.shape[0] // 2):
+        other = keys.shape[0] - 1 - index
+        keys[index], keys[other] = keys[other], keys[index]
+
+
+@njit(nogil=True)
+def _draw_sorted(keys, count, top_k, top_p, uniform):  # type: ignore[no-untyped-def]
+    # Of a few tokens: all of them sorted.
+    found = keys[:count]
+    _sort_down(found)
+    count = min(count, top_k) if top_k > 0 else count
+    mass = 0.0
+    for index in range(count):
+        mass += _weight_of(found[index])
+    kept, size = 0.0, 0
+    while size < count and (size == 0 or kept < top_p * mass):  # the one that crosses top_p stays
+        kept += _weight_of(found[size])
+        size += 1
+    return _walk_sorted(found, 0, size, uniform * kept)
+
+
+@njit(nogil=True)
+def _walk_sorted(keys, begin, end, wanted):  # type: ignore[no-untyped-def]
+    # The token at which the running sum passes `wanted`.
+    running = 0.0
+    for index in range(begin, end):
+        running += _weight_of(keys[index])
+        if running > wanted:
+            return _token_of(keys[index])
+    return _token_of(keys[end - 1])
+
+
+@njit(nogil=True)
+def _members(keys, count, bin_):  # type: ignore[no-untyped-def]
+    # A bin's keys, sorted downwards.
+    inside = np.empty(count, np.int64)
+    size = 0
+    for index in range(count):
+        if keys[index] >> (31 + _BIN_SHIFT) == bin_:
+            inside[size] = keys[index]
+            size += 1
+    _sort_down(inside[:size])
+    return inside[:size]
+
+
+@njit(nogil=True)
+def _draw_binned(keys, count, top_k, top_p, mass, uniform, counts, masses):  # type: ignore[no-untyped-def]
+    # Of many: what is left out is found by bins first. `mass` is not used where top_k leaves tokens out.
+    counts[:] = 0
+    masses[:] = 0.0
+    for index in range(count):
+        bin_ = keys[index] >> (31 + _BIN_SHIFT)
+        counts[bin_] += 1
+        masses[bin_] += _weight_of(keys[index])
+    last, left = -1, 0  # the bin in which top_k ends, and how many of it stay
+    if 0 < top_k < count:
+        mass, left, last = 0.0, top_k, _NUM_BINS - 1
+        while counts[last] < left:
+            left -= counts[last]
+            mass += masses[last]
+            last -= 1
+        of_last = _members(keys, count, last)
+        for index in range(left):
+            mass += _weight_of(of_last[index])
+    enough, kept, end = top_p * mass, 0.0, _NUM_BINS - 1
+    while end > 0 and (counts[end] == 0 or (end != last and kept + masses[end] < enough)):
+        kept += masses[end]
+        end -= 1
+    before = kept  # of the bins above the one in which the nucleus ends
+    inside = _members(keys, count, end)
+    most = left if end == last else inside.shape[0]
+    size = 0
+    while size < most and (kept < enough or kept == 0.0):
+        kept += _weight_of(inside[size])
+        size += 1
+    wanted = uniform * kept
+    if wanted >= before:
+        return _walk_sorted(inside, 0, size, wanted - before)
+    bin_, running = _NUM_BINS - 1, 0.0
+    while running + masses[bin_] <= wanted:
+        running += masses[bin_]
+        bin_ -= 1
+    drawn = _members(keys, count, bin_)
+    return _walk_sorted(drawn, 0, drawn.shape[0], wanted - running)
+
+
+def _draw(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    if tile < 0:
+        return w[0]
+    V = w[1]
+    asked, drawn = words(w[2] + tile * _ASKED * 8, _ASKED), words(w[4] + tile * 8, 1)
+    real = carray(pointer(w[3] + tile * _REALS * 8), (_REALS,), types.float64)
+    row, top_k = floats(asked[0], V), asked[1]
+    inverse, top_p, min_p = np.float32(real[0]), real[1], np.float32(real[2])
+    drawn[0] = NOTHING
+    top = _find_top(row, V, np.empty(4 * LANES, np.float32))
+    if math.isinf(top) or math.isnan(top):
+        return 0
+    chunks = (V + CHUNK - 1) // CHUNK
+    sums, highest = np.empty(chunks, np.float64), np.empty((chunks, LANES), np.float32)
+    total = _weigh_all(row, V, top, inverse, sums, highest)
+    uniform = _uniform(asked[2], asked[3])
+    if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
+        drawn[0] = _walk(row, V, sums, uniform * total)
+        return 0
+    counts, masses, least = np.empty(_NUM_BINS, np.int64), np.empty(_NUM_BINS, np.float64), min_p
+    if top_k > 0:
+        least = max(least, _kth_largest_at_least(highest, top_k, counts))
+    elif min_p <= 0.0:  # lighter ones are together lighter than 1 - top_p
+        least = max(least, np.float32((1.0 - top_p) * total / V))
+    keys = np.empty(V, np.int64)
+    count = _gather(row, V, highest, least, keys)
+    if top_k > 0 or min_p > 0.0:
+        total = 0.0
+        for index in range(count):
+            total += _weight_of(keys[index])
+    if count > _SORTED:
+        drawn[0] = _draw_binned(keys, count, top_k, top_p, total, uniform, counts, masses)
+    elif top_k > 0 or min_p > 0.0:
+        drawn[0] = _draw_sorted(keys, count, top_k, top_p, uniform)
+    else:
+        drawn[0] = _draw_binned(keys, count, 0, top_p, total, uniform, counts, masses)
+    return 0
+
+
+DRAW = Kernel(_draw, TILES_VERSION)
+
+
+def draw_tokens(
+    logits_DV: Rows[np.ndarray], params: Rows[SamplingParams], positions: Rows[int], team: Team | None = None
+) -> list[int]:
+    """Draw a token per row; the rows become weights.
+
+    Args:
+        logits_DV: D rows of V float32, contiguous each; changed in place.
+        params: D, with a temperature above 0.
+        positions: D, of the tokens among those that their requests have got.
+        team: threads to use; None: the caller's.
+
+    Returns:
+        D tokens; NOTHING where no logit is finite, or one is not a number.
+    """
+    count, V = len(logits_DV), logits_DV[0].size
+    asked = np.array(
+        [
+            (
+                row.ctypes.data,
+                each.top_k,
+                each.seed - (1 << 64) if each.seed >= 1 << 63 else each.seed,
+                position,
+                0,
+            )
+            for row, each, position in zip(logits_DV, params, positions, strict=True)
+        ],
+        dtype=np.int64,
+    )
+    reals = np.array(
+        [(1.0 / max(each.temperature, LEAST_TEMPERATURE), each.top_p, each.min_p) for each in params]
+    )
+    drawn = np.empty(count, np.int64)
+    row = DRAW.row(count, V, asked.ctypes.data, reals.ctypes.data, drawn.ctypes.data)
+    run(program_of([row]), team, int(count * V * _NS_PER_WEIGHT))
+    tokens: list[int] = drawn.tolist()
+    return tokens

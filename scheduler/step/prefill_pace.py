@@ -1,0 +1,50 @@
+"""How many prompt tokens a step may take on while streams wait for their next token.
+
+A step is as long as what is in it, and everybody waits for it: beside a whole chunk of a prompt a decode takes many times
+its own time. So a step's prompt tokens are limited to what fits a target for the time between two tokens (ITL), by what
+steps took so far. Every rank says what it could take on, and all keep to the least (D6): ranks wait for each other in
+every layer. Where no rank decodes there is no limit. What a row's bits are does not depend on how prompts are cut (I2).
+
+Idea: the token budget of Sarathi-Serve (Agrawal et al., 2024), there fixed beforehand.
+"""
+
+LEAST_TOKENS = 64  # of prompts per step: below, a step's fixed costs and weights are read for too little
+DECODE_STEPS = 2.5  # the target where none is given, in decode steps
+_WEIGHT = 0.1  # of the newest step in an average
+
+
+class PrefillPace:
+    """One rank's estimate; times in seconds."""
+
+    def __init__(self, target_s: float | None, *, is_limited: bool = True) -> None:
+        """`target_s`: between two tokens; None: DECODE_STEPS, as measured. Not `is_limited`: no limit is ever asked for."""
+        self._target_s, self._is_limited = target_s, is_limited
+        self._decode_s: float | None = None  # of a step without prompts
+        self._token_s: float | None = None  # of a prompt's token beside it
+
+    def note(self, seconds: float, *, num_decodes: int, num_prefill: int) -> None:
+        """Learn from a step that took so long, with these tokens on this rank; those without any say nothing."""
+        if num_prefill:
+            beside_s = self._decode_s or 0.0 if num_decodes else 0.0
+            self._token_s = _averaged(self._token_s, max(0.0, seconds - beside_s) / num_prefill)
+        elif num_decodes:
+            self._decode_s = _averaged(self._decode_s, seconds)
+
+    @property
+    def budget(self) -> int:
+        """Prompt tokens that this rank could take on beside decodes; 0: it knows of no limit."""
+        if not self._is_limited or self._token_s is None or self._decode_s is None:
+            return 0
+        target_s = self._target_s or DECODE_STEPS * self._decode_s
+        room_s = max(0.0, target_s - self._decode_s)
+        return max(LEAST_TOKENS, int(room_s / max(self._token_s, 1e-9)))
+
+
+def _averaged(before: float | None, newest: float) -> float:
+    return newest if before is None else before + _WEIGHT * (newest - before)
+
+
+def agree_on_prefill(budgets: list[int], *, has_decodes: bool) -> int | None:
+    """Derive from all ranks' budgets how many prompt tokens each may take on; None: any number."""
+    limits = [budget for budget in budgets if budget]
+    return min(limits) if limits and has_decodes else None

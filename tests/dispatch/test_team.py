@@ -1,0 +1,139 @@
+"""A team computes every tile of every kernel once, one kernel after the other, whoever is held up."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dispatch.native import fetch_add, words
+from dispatch.team import WORDS, Kernel, Team, program_of, run, run_alone
+
+
+def _count(at, tile):  # type: ignore[no-untyped-def]
+    # Words: tiles, counts of each, a number that a tile of the kernel before left, what this one leaves.
+    w = words(at, WORDS)
+    if tile < 0:
+        return w[0]
+    fetch_add(w[1] + tile * 8, 1)
+    if words(w[2], 1)[0] != w[3] * w[4]:
+        fetch_add(w[5], 1)
+    fetch_add(w[6], 1)
+    return 0
+
+
+COUNT = Kernel(_count, 1)
+
+
+@pytest.fixture(params=[1, 2, 4])
+def team(request: pytest.FixtureRequest) -> Iterator[Team]:
+    """A team."""
+    team = Team(request.param)
+    yield team
+    team.close()
+
+
+class Counted:
+    """A program of many kernels, each of which sees whether the one before it was whole."""
+
+    def __init__(self, tiles: list[int]) -> None:
+        self.computed = [np.zeros(max(1, count), np.int64) for count in tiles]
+        self.done = np.zeros(len(tiles) + 1, np.int64)
+        self.wrong = np.zeros(1, np.int64)
+        before, rows = 0, []
+        seen = self.done.ctypes.data
+        for index, count in enumerate(tiles):
+            leaves = self.done.ctypes.data + (index + 1) * 8
+            rows.append(
+                COUNT.row(
+                    count, self.computed[index].ctypes.data, seen, before, 1, self.wrong.ctypes.data, leaves
+                )
+            )
+            if count:
+                seen, before = leaves, count
+        self.program = program_of(rows)
+        self._tiles = tiles
+
+    def check(self) -> None:
+        """Every tile was computed once, when all of the kernels before had been."""
+        assert not self.wrong[0]
+        assert self.done[1:].tolist() == self._tiles
+        assert all((each == 1).all() for each, count in zip(self.computed, self._tiles, strict=True) if count)
+
+
+TILES = [[], [0], [1], [0, 3, 0, 0, 1, 0], [7, 1, 100, 2, 3], [1] * 300, [5000]]
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: f"{len(tiles)} kernels, {sum(tiles)} tiles")
+def test_every_tile_is_computed_once_and_kernels_keep_their_order(team: Team, tiles: list[int]) -> None:
+    for _ in range(20):
+        counted = Counted(tiles)
+        team.run(counted.program)
+        counted.check()
+    alone = Counted(tiles)
+    run_alone(alone.program)
+    alone.check()
+
+
+def test_programs_follow_each_other_at_any_pace(team: Team) -> None:
+    """At once, and after the others went to sleep."""
+    for pause_s in [0.0] * 2000 + [0.02] * 10:
+        if pause_s:
+            threading.Event().wait(pause_s)
+        counted = Counted([3, 2])
+        team.run(counted.program)
+        counted.check()
+
+
+def test_little_work_is_done_alone() -> None:
+    counted = Counted([3])
+    run(counted.program, None, 10**9)
+    counted.check()
+    team = Team(2)
+    team.close()  # who sleeps for ever is of no help, and none is needed
+    counted = Counted([3])
+    run(counted.program, team, 1000)
+    counted.check()
+
+
+def test_a_closed_team_has_no_threads() -> None:
+    before = threading.active_count()
+    team = Team(4)
+    assert threading.active_count() == before + 3
+    team.close()
+    assert threading.active_count() == before
+    team.close()
+
+
+def test_a_team_that_is_forgotten_ends_its_threads() -> None:
+    before = threading.active_count()
+    Team(3)
+    assert threading.active_count() == before
+
+
+def test_an_idle_team_uses_no_processor() -> None:
+    team = Team(3)
+    team.run(Counted([8]).program)
+    threading.Event().wait(0.2)  # it looks for work for a while
+    begun = time.process_time()
+    threading.Event().wait(0.5)
+    assert time.process_time() - begun < 0.1
+    team.close()
+
+
+def test_more_threads_than_cores_still_get_on() -> None:
+    """Who has a tile may be off its core; the others let it have one."""
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from tests.dispatch.test_team import Counted, Team\n"
+        "team = Team(4)\n"
+        "for _ in range(200):\n"
+        "    counted = Counted([5, 1, 9]); team.run(counted.program); counted.check()\n"
+        "team.close()\n"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60, check=True)

@@ -1,0 +1,116 @@
+"""Drawn tokens lie where a full sort of the row says, for every way of leaving tokens out, whoever shares the rows."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dispatch.team import Team
+from scheduler.policy.request import SamplingParams
+from scheduler.sampling.draw import NOTHING, draw_tokens, uniform_at
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hot": {"temperature": 3.0},
+    "cold": {"temperature": 1e-6},
+    "top_k": {"top_k": 20},
+    "a large top_k": {"top_k": 5000, "temperature": 2.0},
+    "top_k beyond the vocabulary": {"top_k": 10**9},
+    "top_p": {"top_p": 0.9},
+    "a tiny top_p": {"top_p": 1e-9},
+    "nearly all": {"top_p": 0.999999},
+    "min_p": {"min_p": 0.05},
+    "all of them": {"top_k": 300, "top_p": 0.95, "min_p": 0.001, "temperature": 1.3},
+}
+ROWS = {"as models have": 3.0, "peaked": 12.0, "flat": 0.05}
+
+
+def asked(**fields: Any) -> SamplingParams:
+    """Parameters with a temperature of 1 where none is said."""
+    return SamplingParams(**{"max_tokens": 1, "temperature": 1.0, **fields})
+
+
+def intervals(logits_V: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """What is left of a row, likeliest first (of equal ones the lower id), and where each token's share of [0, 1] ends."""
+    x = logits_V.astype(np.float64)
+    weights = np.exp((x - x.max()) / max(params.temperature, 1e-5))
+    order = np.lexsort((np.arange(weights.size), -weights.astype(np.float32)))
+    if params.top_k:
+        order = order[: params.top_k]
+    order = order[weights[order] >= params.min_p]
+    sorted_ = weights[order]
+    before = np.cumsum(sorted_) - sorted_
+    kept = before < params.top_p * sorted_.sum()
+    kept[0] = True
+    return order[kept], np.cumsum(sorted_[kept]) / sorted_[kept].sum()
+
+
+def distance(token: int, uniform: float, logits_V: np.ndarray, params: SamplingParams) -> float:
+    """How far the random number is from the share of the token that was drawn; infinite where it has none."""
+    if not params.top_k and params.top_p >= 1 and params.min_p <= 0:  # a plain row is walked by ids
+        x = logits_V.astype(np.float64)
+        weights = np.exp((x - x.max()) / max(params.temperature, 1e-5))
+        ids, ends = np.arange(weights.size), np.cumsum(weights) / weights.sum()
+    else:
+        ids, ends = intervals(logits_V, params)
+    (places,) = np.nonzero(ids == token)
+    if not places.size:
+        return float("inf")
+    begin = ends[places[0] - 1] if places[0] else 0.0
+    return float(max(begin - uniform, uniform - ends[places[0]], 0.0))
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 500, 4097, 49152])
+@pytest.mark.parametrize("shape", ROWS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_token_is_drawn_where_a_full_sort_has_it(way: str, shape: str, size: int) -> None:
+    """Up to rounding: weights are float32, and which of nearly equal ones comes first may differ."""
+    generator, params = np.random.default_rng(size), asked(**WAYS[way])
+    rows = (generator.standard_normal((6, size)) * ROWS[shape]).astype(np.float32)
+    seeds = [int(seed) for seed in generator.integers(0, 2**63, 6)]
+    each = [asked(**WAYS[way], seed=seed) for seed in seeds]
+    tokens = draw_tokens(list(rows.copy()), each, [3] * 6)
+    for row, seed, token in zip(rows, seeds, tokens, strict=True):
+        assert distance(token, uniform_at(seed, 3), row, params) < (2e-3 if shape == "flat" else 2e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345, 2**63 - 1, 2**63, 2**64 - 1])
+def test_random_numbers_are_numpys(seed: int) -> None:
+    for position in (0, 1, 7, 100_000):
+        numpys = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
+        assert uniform_at(seed, position) == numpys
+
+
+def test_rows_do_not_depend_on_each_other_nor_on_threads() -> None:
+    generator = np.random.default_rng(0)
+    rows = (generator.standard_normal((33, 3000)) * 3).astype(np.float32)
+    each = [asked(**way, seed=seed) for seed, way in enumerate(list(WAYS.values()) * 3)]
+    positions = list(range(33))
+    alone = [
+        draw_tokens([row.copy()], [params], [position])[0]
+        for row, params, position in zip(rows, each, positions, strict=True)
+    ]
+    team = Team(2)
+    assert draw_tokens(list(rows.copy()), each, positions, team) == alone
+    team.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_what_is_left_by_masks_is_drawn(way: str) -> None:
+    row = np.full(5000, -np.inf, np.float32)
+    row[[4, 4321, 4999]] = 1.0, 2.0, 1.5
+    tokens = {draw_tokens([row.copy()], [asked(**WAYS[way], seed=seed)], [0])[0] for seed in range(60)}
+    assert tokens <= {4, 4321, 4999} and 4321 in tokens
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_drawn_from_rows_that_say_nothing(way: str) -> None:
+    empty, broken = np.full(300, -np.inf, np.float32), np.ones(300, np.float32)
+    broken[77] = np.nan
+    assert draw_tokens([empty, broken], [asked(**WAYS[way])] * 2, [0, 0]) == [NOTHING, NOTHING]
+
+
+def test_of_equal_weights_the_lower_token_comes_first() -> None:
+    row = np.zeros(1000, np.float32)
+    drawn = {draw_tokens([row.copy()], [asked(top_k=3, seed=seed)], [0])[0] for seed in range(100)}
+    assert drawn == {0, 1, 2}

@@ -1,0 +1,81 @@
+"""How many prompt tokens a step takes on follows what steps took."""
+
+from pathlib import Path
+
+import pytest
+
+from scheduler.step.prefill_pace import DECODE_STEPS, LEAST_TOKENS, PrefillPace, agree_on_prefill
+from tests.support.engines.serving import build, request, serve
+from tests.support.models.families import write_checkpoint
+
+
+def learned(target_s: float | None = None, **settings: bool) -> PrefillPace:
+    """From decodes of 20 ms and prompts of 0.1 ms a token."""
+    pace = PrefillPace(target_s, **settings)
+    for _ in range(50):
+        pace.note(0.020, num_decodes=4, num_prefill=0)
+        pace.note(0.020 + 0.0512, num_decodes=4, num_prefill=512)
+    return pace
+
+
+def test_there_is_no_limit_before_anything_is_known() -> None:
+    pace = PrefillPace(None)
+    assert pace.budget == 0
+    pace.note(0.1, num_decodes=0, num_prefill=512)
+    assert pace.budget == 0, "what a decode takes is not known"
+    pace.note(0.02, num_decodes=1, num_prefill=0)
+    assert pace.budget > 0
+
+
+def test_the_budget_is_what_fits_beside_the_decodes() -> None:
+    assert learned(0.050).budget == pytest.approx(300, abs=2)
+    assert learned(0.120).budget == pytest.approx(1000, abs=5)
+    assert learned().budget == pytest.approx((DECODE_STEPS - 1) * 200, abs=2)
+
+
+def test_prompts_get_on_however_short_the_target_is() -> None:
+    assert learned(0.001).budget == LEAST_TOKENS
+
+
+def test_without_a_limit_none_is_asked_for() -> None:
+    assert learned(is_limited=False).budget == 0
+
+
+def test_it_follows_a_machine_that_becomes_slower() -> None:
+    pace = learned(0.050)
+    for _ in range(50):
+        pace.note(0.020 + 0.1024, num_decodes=4, num_prefill=512)
+    assert pace.budget == pytest.approx(150, abs=2)
+
+
+def test_steps_without_tokens_say_nothing() -> None:
+    pace = learned(0.050)
+    before = pace.budget
+    pace.note(5.0, num_decodes=0, num_prefill=0)
+    assert pace.budget == before
+
+
+def test_all_keep_to_the_least_budget_while_anybody_decodes() -> None:
+    assert agree_on_prefill([300, 0, 200], has_decodes=True) == 200
+    assert agree_on_prefill([300, 200], has_decodes=False) is None
+    assert agree_on_prefill([0, 0], has_decodes=True) is None
+
+
+def steps_and_tokens(directory: Path, target_s: float) -> tuple[list[int], dict[str, list[int]]]:
+    """Serve a stream and a long prompt together, after both kinds of steps were seen; the second wave's steps."""
+    built = build(directory, max_model_len=512, max_num_batched_tokens=256, target_itl_s=target_s)
+    first = [request("warm", range(3, 40), max_tokens=6)]
+    second = [request("stream", [7, 8], max_tokens=30), request("long", [9] * 420, max_tokens=4)]
+    served = serve(built, first, second)
+    sizes = [stats.num_step_tokens for stats in served.stats]
+    return sizes[sizes.index(256) :], served.token_ids
+
+
+def test_a_long_prompt_is_cut_so_that_streams_keep_their_pace(tmp_path: Path) -> None:
+    write_checkpoint("mixtral", tmp_path)
+    short, same = steps_and_tokens(tmp_path, 1e-9)
+    whole, tokens = steps_and_tokens(tmp_path, 1e9)
+    # Nobody decodes in the step in which both begin. Then the prompt's other 166 tokens run beside the stream's.
+    assert short[1:4] == [LEAST_TOKENS + 1, LEAST_TOKENS + 1, 166 - 2 * LEAST_TOKENS + 1]
+    assert whole[1] == 166 + 1
+    assert same == tokens
