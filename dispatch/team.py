@@ -204,21 +204,14 @@ def run(program: Program, team: Team | None, one_thread_ns: int) -> None:
         run_alone(program)
 
 
+@compiled
+def _close(team: int) -> None:
+    store(team + _CLOSED, 1)
+    fetch_add(team + _RUNS, 1)
+    futex_wake(team + _RUNS)
+
+
 def _end(_room: np.ndarray, address: int, helpers: list[threading.Thread]) -> None:
-    store_now(address + _CLOSED, 1)
-    wake_now(address + _RUNS)
+    _close(address)
     for helper in helpers:
         helper.join()
-
-
-@compiled
-def store_now(address: int, value: int) -> None:
-    """Store a word, from Python."""
-    store(address, value)
-
-
-@compiled
-def wake_now(address: int) -> None:
-    """Let sleepers look again, from Python."""
-    fetch_add(address, 1)
-    futex_wake(address)

@@ -61,8 +61,8 @@ class Mlp(NamedTuple):
     addresses: np.ndarray  # [2, 1] int64: where `gate_up`'s panels and scales are
 
 
-class Router(NamedTuple):
-    """What chooses experts."""
+class Chooser(NamedTuple):
+    """What chooses experts: a router's product and rule."""
 
     weight: Matrix  # [E, hidden]
     bias: Tensor | None  # of the product
@@ -77,7 +77,7 @@ class LayerParts(NamedTuple):
     input_norm: Norm
     attention: Attention
     post_norm: Norm
-    router: Router | None  # None: the layer is dense
+    router: Chooser | None  # None: the layer is dense
     experts: Any  # the module beside the router
     mlp: Mlp | None  # all that a dense layer has, or what all tokens share beside the experts
 
@@ -174,7 +174,7 @@ def _mlp(module: Any, hidden: int) -> Mlp:
     return Mlp(both, _matrix(down), np.array([[both.panels.data_ptr()], [scales]]))
 
 
-def _router(module: Any, hidden: int, num_experts: int) -> Router:
+def _router(module: Any, hidden: int, num_experts: int) -> Chooser:
     weight, rule = _packed(module.weight), module.form.rule
     _require(weight.in_dim == hidden and weight.out_dim == num_experts)
     correction_E, bias_E = correction(module), module._parameters.get("bias")
@@ -183,7 +183,7 @@ def _router(module: Any, hidden: int, num_experts: int) -> Router:
     if bias_E is not None:
         bias = torch.zeros(weight.format.panels * LANES)
         bias[:num_experts] = bias_E
-    return Router(_matrix(weight), bias, correction_E, rule)
+    return Chooser(_matrix(weight), bias, correction_E, rule)
 
 
 def _packed(weight: Any) -> PackedWeight:
