@@ -1,4 +1,4 @@
-"""Register tiles for weights that stay quantised in memory: FP8 (e4m3), MXFP4 (pairs of e2m1), int8 and int4, panels of 16.
+"""Register tiles for checkpoints' weights that stay quantised in memory: FP8 (e4m3) and MXFP4 (pairs of e2m1), panels of 16.
 
 A weight becomes the float32 number that it stands for, value times scale with one rounding, in registers, and is then
 multiplied and added just as `cpu_tiles` does it: every output is the very chain of fused multiply-adds that the
@@ -11,8 +11,7 @@ register). 2^120 is put into the scale, which must therefore stay below 2^8 (`mo
 e4m3's NaN is not decoded (likewise). Rejected: a table in memory, which AVX2 gathers from one element at a time.
 
 Layout of a panel, K inputs of 16 output columns: FP8 codes [K, 16] and one float32 scale per block of K; MXFP4 codes
-[K / 2, 16], the even input in the lower half of a byte, and 16 scales (e8m0: 2^(byte - 127)) per block of K; int8 codes
-[K, 16] and int4 codes [K / 2, 16], likewise, both with 16 bfloat16 scales per block of K.
+[K / 2, 16], the even input in the lower half of a byte, and 16 scales (e8m0: 2^(byte - 127)) per block of K.
 """
 
 from typing import Any
@@ -35,7 +34,6 @@ from attention.cpu_tiles import (
     constant,
     emit_products,
     load,
-    load_weights,
     splat,
     store,
 )
@@ -112,34 +110,7 @@ class _Mxfp4:
         return [_widen(builder, _look_up(builder, half), scale) for half in halves]
 
 
-class _Int8:
-    """A byte per weight, a bfloat16 scale per block of a column."""
-
-    inputs_per_byte, scale_bytes = 1, 2 * LANES
-
-    @staticmethod
-    def scale(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-        return load_weights(builder, address, bf16=True)
-
-    @staticmethod
-    def decode(builder: ir.IRBuilder, codes: ir.Value, scale: ir.Value) -> list[ir.Value]:
-        return [builder.fmul(builder.sitofp(builder.sext(codes, I32V), F32V), scale)]
-
-
-class _Int4:
-    """Half a byte per weight, 8 more than its code; scales as `_Int8`'s."""
-
-    inputs_per_byte, scale_bytes = 2, 2 * LANES
-    scale = _Int8.scale
-
-    @staticmethod
-    def decode(builder: ir.IRBuilder, codes: ir.Value, scale: ir.Value) -> list[ir.Value]:
-        halves = (builder.and_(codes, _same(I8V, 15)), builder.lshr(codes, _same(I8V, 4)))
-        numbers = (builder.sub(builder.zext(half, I32V), _same(I32V, 8)) for half in halves)
-        return [builder.fmul(builder.sitofp(number, F32V), scale) for number in numbers]
-
-
-_Kind = type[_Fp8] | type[_Mxfp4] | type[_Int8] | type[_Int4]
+_Kind = type[_Fp8] | type[_Mxfp4]
 
 
 def _tile(kind: _Kind, rows: int) -> Any:
@@ -247,8 +218,6 @@ def _rows_function(kind: _Kind, name: str) -> Any:
 
 rows_times_panel_fp8 = _rows_function(_Fp8, "fp8")
 rows_times_panel_mxfp4 = _rows_function(_Mxfp4, "mxfp4")
-rows_times_panel_int8 = _rows_function(_Int8, "int8")
-rows_times_panel_int4 = _rows_function(_Int4, "int4")
 
 
 def _times_fp8(x, x_stride, codes, scales, k, block, out, out_stride, rows):  # type: ignore[no-untyped-def]
@@ -261,16 +230,4 @@ def _times_mxfp4(x, x_stride, codes, scales, k, block, out, out_stride, rows):  
     return 0
 
 
-def _times_int8(x, x_stride, codes, scales, k, block, out, out_stride, rows):  # type: ignore[no-untyped-def]
-    rows_times_panel_int8(x, x_stride, codes, scales, k, block, out, out_stride, rows)
-    return 0
-
-
-def _times_int4(x, x_stride, codes, scales, k, block, out, out_stride, rows):  # type: ignore[no-untyped-def]
-    rows_times_panel_int4(x, x_stride, codes, scales, k, block, out, out_stride, rows)
-    return 0
-
-
-TIMES_FP8, TIMES_MXFP4, TIMES_INT8, TIMES_INT4 = (
-    Addressed(each, TILES_VERSION) for each in (_times_fp8, _times_mxfp4, _times_int8, _times_int4)
-)
+TIMES_FP8, TIMES_MXFP4 = (Addressed(each, TILES_VERSION) for each in (_times_fp8, _times_mxfp4))

@@ -108,10 +108,12 @@ def digest(tensors: Mapping[str, Tensor]) -> bytes:
 
 def grown_sample(sample_TD: Tensor | None, served_TD: Tensor) -> Tensor | None:
     """Return the rows to try experts with, once these are served: up to SAMPLE_ROWS, the first that come together."""
-    num_kept = 0 if sample_TD is None else len(sample_TD)
-    if num_kept >= min(len(served_TD), SAMPLE_ROWS):
-        return sample_TD
-    return served_TD[:SAMPLE_ROWS].float().cpu().clone()
+    return served_TD[:SAMPLE_ROWS].float().cpu().clone() if is_grown(sample_TD, len(served_TD)) else sample_TD
+
+
+def is_grown(sample_TD: Tensor | None, num_rows: int) -> bool:
+    """Whether so many rows more than are kept would be."""
+    return min(num_rows, SAMPLE_ROWS) > (0 if sample_TD is None else len(sample_TD))
 
 
 def sample(layer: ExpertLayer) -> Tensor:

@@ -18,10 +18,12 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.wires.local import LocalWire
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
-from moe.adopt.adopt import Candidate, first_agreeing
+from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, first_agreeing
+from moe.adopt.norms import epsilon
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.layer_parts import parts_of
+from moe.cpu.layer_parts import Norm, parts_of
 from moe.cpu.layer_program import Activations, LayerProgram, why_not_whole
+from moe.cpu.step_program import StepProgram
 
 _TOLERANCE = 1e-4  # of hidden values; sums are made in another order
 _PROMPT_TOKENS, _DECODE_POSITION = 19, 20
@@ -67,6 +69,7 @@ def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
                 program = LayerProgram(module, parts, step, activations)
                 if module in calls and _is_adopted(module, program, calls[module], pages):
                     adopted.append((module, program))
+            _adopt_decoder(net, dict(adopted), step, activations, _cache(step, shapes))
         for module, program in adopted:
             _try_whole(program, calls[module], pages)
     return len(adopted)
@@ -94,7 +97,7 @@ def _cache(step: Step, shapes: Sequence[LayerShape]) -> PagedCache:
 def _run_once(
     net: Any, modules: Sequence[nn.Module], step: Step, cache: PagedCache
 ) -> dict[nn.Module, _Call]:
-    """Run a prompt and, where there is room, a decode; returns how layers were called and what they answered."""
+    """Run a prompt and, where there is room, a decode; returns how modules were called and what they answered."""
     calls: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], returned: Any) -> None:
@@ -102,6 +105,17 @@ def _run_once(
             answer = returned.clone() if isinstance(returned, Tensor) else returned
             calls[module] = _Call(inputs[0].clone(), options, answer, step.num_tokens)
 
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    try:
+        _run(net, step, cache)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
+    """Fill the step with a prompt and, where there is room, a decode, and run it: [1, T, V] logits."""
     most_sequences, most_blocks = step.block_table_SM.shape
     most_tokens = most_blocks * BLOCK_TOKENS
     prompt = min(_PROMPT_TOKENS, most_tokens, step.max_tokens)
@@ -112,17 +126,39 @@ def _run_once(
     step.fill(spans)
     vocabulary = net.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(vocabulary, (step.num_tokens,), generator=torch.Generator().manual_seed(0))
-    inputs = step.inputs(tokens.tolist(), [0])
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    inputs = step.inputs(tokens.tolist(), range(step.num_tokens))
+    output = net(
+        input_ids=inputs.token_T[None], position_ids=step.positions[None], past_key_values=cache, use_cache=True,
+        logits_to_keep=inputs.row_R, pages=cache,
+    )  # fmt: skip
+    logits: Tensor = output.logits
+    return logits
+
+
+def _adopt_decoder(
+    net: Any, programs: dict[nn.Module, LayerProgram], step: Step, activations: Activations, pages: PagedCache
+) -> None:
+    """Let a decoder whose layers all run as programs run as one, where the model's logits stay the same to the bit."""
+    decoder = getattr(net, net.base_model_prefix)
+    layers = list(getattr(decoder, "layers", ()))
+    eps = epsilon(decoder.norm) if hasattr(decoder, "norm") else None
+    if not layers or eps is None or not all(layer in programs for layer in layers):
+        return
+    outputs: list[Any] = []
+    hook = decoder.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    wanted = _run(net, step, pages).clone()
+    hook.remove()
+    program = StepProgram(
+        decoder, [programs[layer] for layer in layers], Norm(decoder.norm.weight, eps), step, activations
+    )
+    program.returns(outputs[0])
+    decoder.forward = program.forward
     try:
-        net(
-            input_ids=inputs.token_T[None], position_ids=step.positions[None], past_key_values=cache, use_cache=True,
-            logits_to_keep=inputs.row_R, pages=cache,
-        )  # fmt: skip
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
+        is_same = torch.equal(_run(net, step, pages), wanted)
+    except FOREIGN_ERRORS:
+        is_same = False
+    if not is_same:
+        del decoder.forward
 
 
 def _is_adopted(module: nn.Module, program: LayerProgram, call: _Call, pages: PagedCache) -> bool:

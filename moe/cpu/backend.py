@@ -28,7 +28,7 @@ from moe.cpu.adopt_layers import adopt_layers
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.packed_weight import PackedWeight
 from moe.cpu.panels import pack
-from moe.cpu.products import GATHER, GROUPED, LINEAR
+from moe.cpu.products import GATHER, GROUPED, LINEAR, QUANTISE
 from moe.cpu.routing import route
 from moe.cpu.slots import PackedSlots
 from moe.load.loader import Keep, Loader, Weight
@@ -135,6 +135,7 @@ def compile_kernels(model: LoadedModel, served: PagedCache) -> None:
         LINEAR,
         GROUPED,
         GATHER,
+        QUANTISE,
         ATTEND,
         *(LATENT_KERNELS if any(shape.latent for shape in served.shapes) else ()),
     ):

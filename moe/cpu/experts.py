@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -21,7 +22,8 @@ from dispatch.mode import Mode
 from dispatch.team import Team, program_of, run
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.backend import serve_experts
-from moe.cpu.products import gather_row, product_ns
+from moe.cpu.panels import Format
+from moe.cpu.products import gather_row, product_ns, quantise_row
 from moe.cpu.slots import PackedSlots
 from moe.expert_weights import grown_sample
 from moe.load_counts import LayerCounts
@@ -86,29 +88,30 @@ class PackedExpertLayer:
             [P, D] float32, new.
         """
         up, down, pairs = self.up, self.down, len(row_P)
-        offsets = slot_offsets.data_ptr()
-        x_PH = torch.empty(pairs, up.in_dim)
-        gather = gather_row(
-            x_NH.data_ptr(), up.in_dim * 4, row_P.data_ptr(), offsets + 8 * up.num_slots, x_PH.data_ptr()
-        )
+        offsets, gathered = slot_offsets.data_ptr(), _Rows(up.format, pairs)
+        num_pairs = offsets + 8 * up.num_slots  # where their number is
+        given, num_given = _Rows(up.format, len(x_NH), x_NH), np.array([len(x_NH)])
+        before = [
+            *given.quantised(num_given.ctypes.data),
+            gather_row(given.address, up.format.row_bytes, row_P.data_ptr(), num_pairs, gathered.address),
+        ]
         up_ns, down_ns = (product_ns(pairs, each.format, each.num_slots) for each in (up, down))
         out_PD = torch.empty(pairs, down.width)
-        if self.has_silu and not up.has_bias:
-            lowered_PI = torch.empty(pairs, up.width // 2)
-            rows = [
-                gather,
-                up.product_row(x_PH.data_ptr(), offsets, lowered_PI.data_ptr(), is_gated=True),
-                down.product_row(lowered_PI.data_ptr(), offsets, out_PD.data_ptr()),
-            ]
-            run(program_of(rows), team, up_ns + down_ns)
-            return down.finished(out_PD, slot_offsets)
-        raised_PN = torch.empty(pairs, up.width)
-        rows = [gather, up.product_row(x_PH.data_ptr(), offsets, raised_PN.data_ptr())]
-        run(program_of(rows), team, up_ns)
-        own = module._apply_gate if module.has_gate else module.act_fn
-        lowered_PI = _on_full_vectors(own, up.finished(raised_PN, slot_offsets))
-        rows = [down.product_row(lowered_PI.data_ptr(), offsets, out_PD.data_ptr())]
-        run(program_of(rows), team, down_ns)
+        is_fused = self.has_silu and not up.has_bias
+        raised_PI = torch.empty(pairs, up.width // 2 if is_fused else up.width)
+        before.append(up.product_row(gathered.address, offsets, raised_PI.data_ptr(), is_gated=is_fused))
+        if not is_fused:
+            run(program_of(before), team, up_ns)
+            own = module._apply_gate if module.has_gate else module.act_fn
+            raised_PI = _on_full_vectors(own, up.finished(raised_PI, slot_offsets))
+            before, up_ns = [], 0
+        lowered = _Rows(down.format, pairs, raised_PI)
+        rows = [
+            *before,
+            *lowered.quantised(num_pairs),
+            down.product_row(lowered.address, offsets, out_PD.data_ptr()),
+        ]
+        run(program_of(rows), team, up_ns + down_ns)
         return down.finished(out_PD, slot_offsets)
 
     def try_out(self, module: Any, up: PackedSlots, down: PackedSlots, x_TD: Tensor) -> Tensor:
@@ -117,6 +120,30 @@ class PackedExpertLayer:
         return alone.compute(
             module, x_TD.contiguous(), torch.arange(len(x_TD)), torch.tensor([0, len(x_TD)]), None
         )
+
+
+class _Rows:
+    """Rows as a weight takes them: the given ones, or memory for what they are quantised to, or for others such as these."""
+
+    def __init__(self, kind: Format, num_rows: int, x_TK: Tensor | None = None) -> None:
+        self._kind, self._x_TK = kind, x_TK
+        needs_own = x_TK is None or kind.takes_integers
+        self._own = np.empty((num_rows, kind.row_bytes), np.uint8) if needs_own else None
+
+    @property
+    def address(self) -> int:
+        """Where they are."""
+        if self._own is not None:
+            return int(self._own.ctypes.data)
+        assert self._x_TK is not None
+        return self._x_TK.data_ptr()
+
+    def quantised(self, rows_at: int) -> list[list[int]]:
+        """The row of a program that quantises, if there is to be one; `rows_at`: where their number is."""
+        kind, x_TK = self._kind, self._x_TK
+        if x_TK is None or not kind.takes_integers:
+            return []
+        return [quantise_row(x_TK.data_ptr(), x_TK.shape[1] * 4, kind.k, self.address, rows_at)]
 
 
 def _on_full_vectors(function: Callable[[Tensor], Tensor], x_PN: Tensor) -> Tensor:

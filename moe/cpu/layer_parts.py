@@ -43,6 +43,7 @@ class Attention(NamedTuple):
 
     layer: int
     heads: int
+    kv_heads: int
     qkv: Matrix  # [H * D + G * D + G * V, hidden]
     qkv_bias: Tensor | None
     output: Matrix
@@ -153,6 +154,7 @@ def _attention(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Attent
     return Attention(
         layer=layer,
         heads=heads,
+        kv_heads=kv_heads,
         qkv=_together((query, key, value)),
         qkv_bias=qkv_bias,
         output=_matrix(output),

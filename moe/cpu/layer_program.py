@@ -2,7 +2,7 @@
 
 A layer's parts become a list of kernels over activations that are allocated once; with one rank its experts are in the
 list too, else it is cut where tokens travel. The kernels are those that modules run with one by one, and a row's bits
-are the same; so are those of the two forms.
+are the same; so are those of the two forms. `moe.cpu.step_program` puts all layers together.
 
 Legend: T rows, R rows at most, D hidden dim, H query heads, G KV heads, K choices, I intermediate dim, S slots.
 """
@@ -25,12 +25,12 @@ from kvcache.step import Step
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.layer_parts import LayerParts, Matrix, Mlp
 from moe.cpu.local_experts import ANSWERS, OUT, add_row, clock_row, sort_row
-from moe.cpu.products import gather_row, grouped_row, linear_row
+from moe.cpu.panels import Format
+from moe.cpu.products import gather_row, grouped_row, linear_row, quantise_row
 from moe.cpu.routing import route_row
-from moe.expert_weights import grown_sample
+from moe.expert_weights import grown_sample, is_grown
 
 Rows = list[list[int]]
-_FIRST_NORM, _HEADS, _ATTENTION, _SECOND_NORM = 0, 2, 3, 5  # in every program
 
 
 class Activations:
@@ -53,18 +53,34 @@ class Activations:
         return room[: rows * columns].view(rows, columns)
 
 
+class Places(NamedTuple):
+    """Which of a layer's rows are told, step by step, where something is."""
+
+    heads: int
+    attention: int
+    second_norm: int  # the first is row 0
+
+
 class _Programs(NamedTuple):
     """What was written for some pages."""
 
     pages: PagedCache
     rotary_dim: int
-    tile_tokens: int
     before: Program  # up to the experts
+    places: Places
     shared: Rows  # for what all tokens share beside the experts, or the dense layer
     after: Program  # from the experts' answers on
     normed_TD: Tensor  # what experts are given
     ids_TK: Tensor
     weights_TK: Tensor
+
+
+class LayerRows(NamedTuple):
+    """A layer's rows of a step's program; the same objects until something else is to be run."""
+
+    places: Places
+    before: Program  # up to the experts, or all of it
+    after: Program | None  # from the experts' answers on, or what all of a dense layer's feed-forward is
 
 
 class _Whole(NamedTuple):
@@ -80,11 +96,13 @@ class LayerProgram:
 
     Attributes:
         may_be_whole: the experts of a lone rank may be part of the program; whoever tried it says so.
+        tile_tokens: of its attention, see `Step.tiles`.
     """
 
     def __init__(self, module: nn.Module, parts: LayerParts, step: Step, activations: Activations) -> None:
         """`module` is the layer, which answers what the program does not take; it owns the program."""
         self.parts, self.may_be_whole = parts, False
+        self.tile_tokens = tile_tokens(parts.attention.heads, parts.attention.kv_heads)
         self._module = weakref.ref(module)
         self._step, self._activations = step, activations
         self._programs: _Programs | None = None
@@ -101,30 +119,38 @@ class LayerProgram:
                 module, hidden_states, *more, position_embeddings=position_embeddings, pages=pages, **options
             )
         cosines, sines = position_embeddings
-        programs = self._programs_for(pages, cosines.shape[2])
-        out, experts = torch.empty_like(hidden_states), self.parts.experts
-        expert_layer: Any = None if experts is None else experts.expert_layer
-        is_whole = self.may_be_whole and _is_alone(expert_layer)
-        first = self._whole_for(programs, expert_layer) if is_whole else programs.before
-        tiles = self._step.tiles(programs.tile_tokens)
-        first[_FIRST_NORM, NORMED] = first[_SECOND_NORM, NORMED] = hidden_states.data_ptr()
-        first[_HEADS, COSINES], first[_HEADS, SINES] = cosines.data_ptr(), sines.data_ptr()
-        first[_ATTENTION, TILES], first[_ATTENTION, NUM_TILES] = tiles.ctypes.data, len(tiles)
-        if is_whole:
+        places, first, after = self.rows(pages, cosines.shape[2])
+        out, tiles = torch.empty_like(hidden_states), self._step.tiles(self.tile_tokens)
+        give_rows(first, places, hidden_states, cosines, sines)
+        first[places.attention, TILES] = tiles.ctypes.data
+        first[places.attention, NUM_TILES] = len(tiles)
+        if after is None:
             first[-1, OUT] = out.data_ptr()
             self._run(first)
-            self._note(programs, expert_layer)
+            self.note()
             return out
         self._run(first)
-        after = programs.after
-        if experts is not None:
-            padded = hidden_states.shape[1]
-            given = (each[:padded] for each in (programs.normed_TD, programs.ids_TK, programs.weights_TK))
-            answers = expert_layer.run(experts, *given)
+        if self.parts.experts is not None:
+            answers = self.ask_experts()  # kept until it has been read
             after[-1, ANSWERS] = answers.data_ptr()
         after[-1, OUT] = out.data_ptr()
         self._run(after)
         return out
+
+    def rows(self, pages: PagedCache, rotary_dim: int) -> LayerRows:
+        """The layer's rows for these pages and angles of so many dims."""
+        programs, experts = self._programs_for(pages, rotary_dim), self.parts.experts
+        if self.may_be_whole and _is_alone(experts.expert_layer):
+            return LayerRows(programs.places, self._whole_for(programs, experts.expert_layer), None)
+        return LayerRows(programs.places, programs.before, programs.after)
+
+    def ask_experts(self) -> Tensor:
+        """Let the layer's experts answer what the rows before them left: [T, D], new. Collective."""
+        programs, experts, padded = self._programs, self.parts.experts, self._step.num_padded
+        assert programs is not None
+        given = (each[:padded] for each in (programs.normed_TD, programs.ids_TK, programs.weights_TK))
+        answers: Tensor = experts.expert_layer.run(experts, *given)
+        return answers
 
     def takes(self, x: Tensor, angles: Any) -> bool:
         """Whether the program runs for such rows and cosines and sines of their angles."""
@@ -147,13 +173,26 @@ class LayerProgram:
         else:
             self._step.team.run(program)
 
-    def _note(self, programs: _Programs, expert_layer: PackedExpertLayer) -> None:
-        """Keep what `PackedExpertLayer.run` keeps of a step."""
-        served_TD = programs.normed_TD[: self._step.num_tokens]
-        expert_layer.sample_TD = grown_sample(expert_layer.sample_TD, served_TD)
-        if expert_layer.counts is not None:
-            expert_layer.counts.experts_ns += int(self._experts_ns[0])
-        self._experts_ns[0] = 0
+    def note(self) -> None:
+        """Keep what `PackedExpertLayer.run` keeps of a step, once the rows of a whole layer have run."""
+        self.note_times()
+        if self.wants_sample(self._step.num_tokens):
+            assert self._programs is not None
+            expert_layer = self.parts.experts.expert_layer
+            served_TD = self._programs.normed_TD[: self._step.num_tokens]
+            expert_layer.sample_TD = grown_sample(expert_layer.sample_TD, served_TD)
+
+    def note_times(self) -> None:
+        """Keep how long experts took that are part of the rows."""
+        if self._experts_ns[0]:
+            counts = self.parts.experts.expert_layer.counts
+            if counts is not None:
+                counts.experts_ns += int(self._experts_ns[0])
+            self._experts_ns[0] = 0
+
+    def wants_sample(self, num_rows: int) -> bool:
+        """Whether so many rows would be kept of what a whole layer's experts are given, before the next layer runs."""
+        return is_grown(self.parts.experts.expert_layer.sample_TD, num_rows)
 
     def _programs_for(self, pages: PagedCache, rotary_dim: int) -> _Programs:
         programs = self._programs
@@ -166,8 +205,8 @@ class LayerProgram:
         parts, room, step = self.parts, self._activations.room, self._step
         attention, D, facts = parts.attention, parts.hidden, self._facts
         keys, values = pages.keys[attention.layer], pages.values[attention.layer]
-        _, kv_heads, key_dim, _ = keys.shape
-        heads, value_dim = attention.heads, pages.shapes[attention.layer].value_dim
+        key_dim, value_dim = keys.shape[2], pages.shapes[attention.layer].value_dim
+        heads = attention.heads
         width = attention.qkv.format.panels * LANES
         normed, qkv, attended = room("normed", D), room("qkv", width), room("attended", heads * value_dim)
         projected, sums = room("projected", D), room("sums", D)
@@ -177,26 +216,32 @@ class LayerProgram:
             head_norms = HeadNorms(query_norm.weight.data_ptr(), key_norm.weight.data_ptr(), query_norm.eps)
         rows = [
             norm_rows(0, parts.input_norm.weight.data_ptr(), parts.input_norm.eps, D, normed.data_ptr(), facts),
-            self._linear(attention.qkv, normed, qkv, attention.qkv_bias),
+            *self._linear(attention.qkv, normed, qkv, attention.qkv_bias),
+        ]  # fmt: skip
+        heads_at = len(rows)
+        rows += [
             heads_row(qkv.data_ptr(), width * 4, heads, value_dim, rotary_dim, head_norms, (keys, values), step),
             attention_row(
                 Queries(qkv.data_ptr(), width * 4, key_dim * 4), heads, keys, values, step, value_dim=value_dim,
                 scale=attention.scale, window=pages.shapes[attention.layer].window,
                 sinks=0 if attention.sinks_H is None else attention.sinks_H.data_ptr(), out=attended.data_ptr(),
             ),
-            self._linear(attention.output, attended, projected, attention.output_bias),
+            *self._linear(attention.output, attended, projected, attention.output_bias),
+        ]  # fmt: skip
+        places = Places(heads_at, heads_at + 1, len(rows))
+        rows.append(
             norm_rows(
                 0, parts.post_norm.weight.data_ptr(), parts.post_norm.eps, D, normed.data_ptr(), facts,
                 added=projected.data_ptr(), sums=sums.data_ptr(),
-            ),
-        ]  # fmt: skip
+            )
+        )  # fmt: skip
         router, ids, weights = parts.router, torch.empty(0), torch.empty(0)
         if router is not None:
             columns, rule = router.weight.format.panels * LANES, router.rule
             logits = room("logits", columns)
             ids, weights = room("ids", rule.choices, torch.int64), room("weights", rule.choices)
             rows += [
-                self._linear(router.weight, normed, logits, router.bias),
+                *self._linear(router.weight, normed, logits, router.bias),
                 route_row(
                     logits.data_ptr(), columns * 4, int(parts.experts.num_experts), rule,
                     0 if router.correction_E is None else router.correction_E.data_ptr(), ids.data_ptr(),
@@ -208,8 +253,7 @@ class LayerProgram:
         of_all = {"shared": shared_out.data_ptr()} if router is not None and parts.mlp is not None else {}
         after = [*shared, add_row(shared_out.data_ptr(), sums.data_ptr(), D, facts, **of_all)]
         return _Programs(
-            pages, rotary_dim, tile_tokens(heads, kv_heads), program_of(rows), shared, program_of(after), normed, ids,
-            weights,
+            pages, rotary_dim, program_of(rows), places, shared, program_of(after), normed, ids, weights
         )  # fmt: skip
 
     @property
@@ -217,21 +261,29 @@ class LayerProgram:
         """Where T, T padded and the number of decodes are; before T there is a 0."""
         return self._step.facts.data_ptr() + 8
 
-    def _linear(self, weight: Matrix, x: Tensor, out: Tensor, bias: Tensor | None = None) -> list[int]:
+    def _taken(self, kind: Format, x: Tensor, rows_at: int) -> tuple[Rows, int]:
+        """Rows as a weight takes them: what makes them, and where they are."""
+        if not kind.takes_integers:
+            return [], x.data_ptr()
+        made = self._activations.room("quantised", kind.row_bytes, torch.uint8, rows=len(x)).data_ptr()
+        return [quantise_row(x.data_ptr(), x.shape[1] * 4, kind.k, made, rows_at)], made
+
+    def _linear(self, weight: Matrix, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Rows:
+        before, rows = self._taken(weight.format, x, self._facts)
         scales = 0 if weight.scales is None else weight.scales.data_ptr()
-        return linear_row(
-            x.data_ptr(), x.shape[1] * 4, weight.panels.data_ptr(), scales, weight.format, out.data_ptr(),
+        product = linear_row(
+            rows, weight.format.row_bytes, weight.panels.data_ptr(), scales, weight.format, out.data_ptr(),
             out.shape[1] * 4, self._facts, 0 if bias is None else bias.data_ptr(),
         )  # fmt: skip
+        return [*before, product]
 
     def _mlp(self, mlp: Mlp, x: Tensor, out: Tensor) -> Rows:
         kind = mlp.gate_up.format
         inner = self._activations.room("inner", kind.panels * LANES // 2)
         codes, scales = (row.ctypes.data for row in mlp.addresses)
-        up = grouped_row(
-            x.data_ptr(), kind, codes, scales, self._facts - 8, 1, inner.data_ptr(), is_gated=True
-        )
-        return [up, self._linear(mlp.down, inner, out)]
+        before, rows = self._taken(kind, x, self._facts)
+        up = grouped_row(rows, kind, codes, scales, self._facts - 8, 1, inner.data_ptr(), is_gated=True)
+        return [*before, up, *self._linear(mlp.down, inner, out)]
 
     def _whole_for(self, programs: _Programs, layer: PackedExpertLayer) -> Program:
         written_for = (programs.before, layer.up.address_S, layer.down.address_S, layer.choice, layer.counts)
@@ -254,10 +306,11 @@ class LayerProgram:
         row_of, pair_of = (
             activations.room(name, 1, torch.int64, rows=pairs) for name in ("row_of", "pair_of")
         )
-        x_PD, raised_PI = (
-            activations.room("x", D, rows=pairs),
-            activations.room("raised", down.in_dim, rows=pairs),
-        )
+        gathered = activations.room("gathered", up.format.row_bytes, torch.uint8, rows=pairs).data_ptr()
+        raised_PI = activations.room("raised", down.in_dim, rows=pairs)
+        num_pairs = offsets.data_ptr() + 8 * num_slots  # where their number is
+        quantised, given = self._taken(up.format, programs.normed_TD, facts)
+        lowered, taken = self._taken(down.format, raised_PI, num_pairs)
         answers_PD = activations.room("answers", D, rows=pairs)
         table = 0 if layer.counts is None else layer.counts.address
         clock = (self._experts_ns.ctypes.data, self._scratch.ctypes.data)
@@ -268,11 +321,11 @@ class LayerProgram:
                 offsets.data_ptr(), row_of.data_ptr(), pair_of.data_ptr(), facts, table,
             ),
             clock_row(clock[0], -1, clock[1]),
-            gather_row(
-                programs.normed_TD.data_ptr(), D * 4, row_of.data_ptr(), offsets.data_ptr() + 8 * num_slots, x_PD.data_ptr()
-            ),
-            up.product_row(x_PD.data_ptr(), offsets.data_ptr(), raised_PI.data_ptr(), is_gated=True),
-            down.product_row(raised_PI.data_ptr(), offsets.data_ptr(), answers_PD.data_ptr()),
+            *quantised,
+            gather_row(given, up.format.row_bytes, row_of.data_ptr(), num_pairs, gathered),
+            up.product_row(gathered, offsets.data_ptr(), raised_PI.data_ptr(), is_gated=True),
+            *lowered,
+            down.product_row(taken, offsets.data_ptr(), answers_PD.data_ptr()),
             clock_row(clock[0], 1, clock[1]),
             *programs.shared,
             add_row(
@@ -281,6 +334,12 @@ class LayerProgram:
             ),
         ]  # fmt: skip
         return np.concatenate((programs.before, program_of(experts_rows)))
+
+
+def give_rows(before: Program, places: Places, x: Tensor, cosines: Tensor, sines: Tensor) -> None:
+    """Let a layer's rows start from these: [1, T, D], and the cosines and sines of their angles [1, T, E]."""
+    before[0, NORMED] = before[places.second_norm, NORMED] = x.data_ptr()
+    before[places.heads, COSINES], before[places.heads, SINES] = cosines.data_ptr(), sines.data_ptr()
 
 
 def _is_alone(layer: PackedExpertLayer) -> bool:

@@ -3,7 +3,8 @@
 A weight [N, K] is packed once, at load, into panels `[ceil(N / 16), K, 16]`; the tiles that read them are in
 `attention.cpu_tiles` and `attention.cpu_quantised_tiles`. bfloat16 weights stay bfloat16 in memory and are widened in
 registers: half the bytes per decoded token and, since activations are float32, the very bits that float32 weights would
-give. Quantised weights stay codes beside their scales; a tile gives the bits of the dequantised weight.
+give. A checkpoint's quantised weights stay codes beside their scales; a tile gives the bits of the dequantised weight.
+int8 and int4, to which plain weights are quantised on load, multiply integers: their tiles read quantised rows.
 
 Legend: K input features, N output features, B blocks of K.
 """
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.cpu_quantised_tiles import MAX_BLOCK, TIMES_FP8, TIMES_INT4, TIMES_INT8, TIMES_MXFP4
+from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, TIMES_INT4, TIMES_INT8
+from attention.cpu_quantised_tiles import MAX_BLOCK, TIMES_FP8, TIMES_MXFP4
 from attention.cpu_tiles import LANES, TIMES_BF16, TIMES_F32
 from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
 
@@ -37,6 +39,12 @@ class Format(NamedTuple):
     k: int  # input features
     block: int  # inputs under one scale; 0: there are none
     panels: int
+    takes_integers: bool  # its tile reads quantised rows (`moe.cpu.products.quantise_row`)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of inputs as its tile reads it."""
+        return self.k // BLOCK * QUANTISED_BLOCK_BYTES if self.takes_integers else self.k * 4
 
 
 def format_of(panels: Tensor, scales: Tensor | None, block: int) -> Format:
@@ -49,6 +57,7 @@ def format_of(panels: Tensor, scales: Tensor | None, block: int) -> Format:
         k=panels.shape[1] * inputs_per_code(panels.dtype),
         block=block,
         panels=panels.shape[0],
+        takes_integers=scales is not None and scales.dtype == torch.bfloat16,
     )
 
 
@@ -77,8 +86,37 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 
 
 def pack_codes(weight: QuantisedWeight) -> Tensor:
-    """Lay out codes in panels: [..., panels, K, 16] of their dtype, or two to a byte [..., panels, K / 2, 16] uint8."""
-    return pack(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
+    """Lay out codes in panels: [..., panels, K, 16] of their dtype, or two to a byte [..., panels, K / 2, 16] uint8.
+
+    Those of int8 and int4 are in the order of `attention.cpu_integer_tiles`.
+    """
+    if weight.scales.dtype != torch.bfloat16:
+        return pack(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
+    if weight.codes.dtype == torch.int8:
+        return _four_by_four(pack(weight.codes.view(torch.uint8) ^ 0x80)).view(torch.int8)
+    low, high = (_four_by_four(pack(half)) for half in _halves_of_eight(_nibbles(weight.codes)))
+    return low | high << 4
+
+
+def _four_by_four(panels: Tensor) -> Tensor:
+    """Let four inputs of a column follow each other: [..., K, 16], in which they are [K / 4, 16, 4]."""
+    return panels.unflatten(-2, (-1, 4)).transpose(-1, -2).flatten(-3).view(panels.shape)
+
+
+def _four_apart(panels: Tensor) -> Tensor:
+    """Undo `_four_by_four`."""
+    *lead, k, lanes = panels.shape
+    return panels.reshape(*lead, k // 4, lanes, 4).transpose(-1, -2).reshape(panels.shape)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """[..., n] bytes to [..., 2 n], the lower half first."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+
+
+def _halves_of_eight(codes: Tensor) -> Tensor:
+    """[..., K] to [2, ..., K / 2]: the first four of every eight, and the others."""
+    return codes.unflatten(-1, (-1, 2, 4)).movedim(-2, 0).flatten(-2)
 
 
 def pack_scales(weight: QuantisedWeight) -> Tensor:
@@ -94,8 +132,20 @@ def pack_scales(weight: QuantisedWeight) -> Tensor:
 
 def unpack_quantised(codes: Tensor, scales: Tensor, n: int, block: int) -> QuantisedWeight:
     """Undo `pack_codes` and `pack_scales`, for N = n; a copy."""
+    if scales.dtype == torch.bfloat16:
+        plain = _unpack_integers(codes, n)
+        return QuantisedWeight(codes=plain, scales=unpack(scales, n), block=block)
     plain = unpack(codes.view(torch.uint8), n).view(codes.dtype)
     if codes.dtype != torch.float8_e4m3fn:
         return QuantisedWeight(codes=plain, scales=unpack(scales, n), block=block)
     rows = scales.repeat_interleave(LANES, dim=-2)[..., :n, :]
     return QuantisedWeight(codes=plain, scales=rows, block=block)
+
+
+def _unpack_integers(codes: Tensor, n: int) -> Tensor:
+    """Undo what `pack_codes` does with int8 and int4."""
+    if codes.dtype == torch.int8:
+        return (unpack(_four_apart(codes.view(torch.uint8)), n) ^ 0x80).view(torch.int8)
+    halves = [unpack(_four_apart(half), n).unflatten(-1, (-1, 4)) for half in (codes & 15, codes >> 4)]
+    plain = torch.stack(halves, dim=-2).flatten(-3)
+    return plain[..., ::2] | plain[..., 1::2] << 4

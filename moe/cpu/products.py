@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
+from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, quantise_block
 from attention.cpu_tiles import LANES, TILES_VERSION, address_of, silu_times, times_panel
 from dispatch.native import copy, floats, words
 from dispatch.team import WORDS, Kernel, Team, program_of, run
@@ -141,7 +142,26 @@ def _gather(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-LINEAR, GROUPED, GATHER = (Kernel(each, TILES_VERSION) for each in (_linear, _grouped, _gather))
+_QUANTISED_BLOCKS = 256  # of a tile of QUANTISE
+
+
+def _quantise(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    x, x_stride, blocks, out, rows = w[0], w[1], w[2], w[3], words(w[4], 1)[0]
+    at_once = max(1, _QUANTISED_BLOCKS // blocks)
+    if tile < 0:
+        return (rows + at_once - 1) // at_once
+    for row in range(tile * at_once, min((tile + 1) * at_once, rows)):
+        for block in range(blocks):
+            quantise_block(
+                x + row * x_stride + block * BLOCK * 4, out + (row * blocks + block) * QUANTISED_BLOCK_BYTES
+            )
+    return 0
+
+
+LINEAR, GROUPED, GATHER, QUANTISE = (
+    Kernel(each, TILES_VERSION) for each in (_linear, _grouped, _gather, _quantise)
+)
 
 
 def linear_row(
@@ -150,7 +170,7 @@ def linear_row(
     """One row of a program: `out = x @ weight.T + bias`.
 
     Args:
-        x: address of [T, K] float32. x_stride: bytes from a row to the next.
+        x: address of [T, K], rows as `kind` takes them. x_stride: bytes from a row to the next.
         codes, scales: addresses of a weight's panels and scales.
         kind: of the weight.
         out: address of [T, panels * 16] float32. out_stride: in bytes.
@@ -170,7 +190,7 @@ def grouped_row(
     """One row of a program: every slot's weight times its own rows.
 
     Args:
-        x: address of [P, K] float32, rows sorted by slot.
+        x: address of [P, K], rows sorted by slot, as `kind` takes them.
         kind: of all slots' weights.
         code_address_S, scale_address_S: addresses of [S] int64, where each slot's panels and scales are.
         offsets: address of [S + 1] int64; rows [offsets[s], offsets[s + 1]) belong to slot s.
@@ -179,7 +199,7 @@ def grouped_row(
     """
     columns = kind.panels * LANES // (2 if is_gated else 1)
     return GROUPED.row(
-        x, kind.k * 4, kind.panel_bytes, kind.scale_bytes, kind.k, kind.block, kind.panels, kind.times_panel,
+        x, kind.row_bytes, kind.panel_bytes, kind.scale_bytes, kind.k, kind.block, kind.panels, kind.times_panel,
         code_address_S, scale_address_S, offsets, num_slots, out, columns * 4, int(is_gated),
     )  # fmt: skip
 
@@ -187,6 +207,18 @@ def grouped_row(
 def gather_row(x: int, row_bytes: int, row_P: int, count_at: int, out: int) -> list[int]:
     """One row of a program: `out[p] = x[row[p]]`, as many as the word at `count_at` says when it runs."""
     return GATHER.row(x, row_bytes, row_P, count_at, out)
+
+
+def quantise_row(x: int, x_stride: int, k: int, out: int, rows_at: int) -> list[int]:
+    """One row of a program: quantise rows for weights that take integers.
+
+    Args:
+        x: address of [T, K] float32. x_stride: bytes from a row to the next.
+        k: K, a multiple of 32.
+        out: address of T rows of `Format.row_bytes`; see `attention.cpu_integer_tiles`.
+        rows_at: address of T, read when the program runs.
+    """
+    return QUANTISE.row(x, x_stride, k // BLOCK, out, rows_at)
 
 
 def product_ns(rows: int, kind: Format, groups: int = 1) -> int:
@@ -208,8 +240,13 @@ def linear(
     """
     rows = np.array((x_TK.shape[0],))
     assert x_TK.shape[1] == kind.k and x_TK.stride(1) == 1 and out_TN.stride(0) == kind.panels * LANES
+    x, x_stride, before = x_TK.data_ptr(), x_TK.stride(0) * 4, []
+    if kind.takes_integers:
+        quantised = np.empty((x_TK.shape[0], kind.row_bytes), np.uint8)
+        before = [quantise_row(x, x_stride, kind.k, quantised.ctypes.data, rows.ctypes.data)]
+        x, x_stride = quantised.ctypes.data, kind.row_bytes
     row = linear_row(
-        x_TK.data_ptr(), x_TK.stride(0) * 4, codes.data_ptr(), 0 if scales is None else scales.data_ptr(), kind,
-        out_TN.data_ptr(), kind.panels * _PANEL_BYTES, rows.ctypes.data,
+        x, x_stride, codes.data_ptr(), 0 if scales is None else scales.data_ptr(), kind, out_TN.data_ptr(),
+        kind.panels * _PANEL_BYTES, rows.ctypes.data,
     )  # fmt: skip
-    run(program_of([row]), team, product_ns(x_TK.shape[0], kind))
+    run(program_of([*before, row]), team, product_ns(x_TK.shape[0], kind))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe.load.plan import LoadPlan, ParameterSource
-from moe.load.quantised_weight import INTEGER_BLOCK, QUANTISE, QuantisedWeight
+from moe.load.quantised_weight import INTEGER_BLOCK, QUANTISE, QuantisedWeight, int8_weight
 from moe.load.stored_tensors import StoredTensors
 
 Report = Callable[[str, float], None]  # stage, fraction done
@@ -50,16 +50,19 @@ class Loader:
         if isinstance(tensor, QuantisedWeight):
             return tensor
         if self._quantise is not None and tensor.shape[-1] % INTEGER_BLOCK == 0 and self._is_quantised(name):
-            return self._quantise(tensor)
+            return (int8_weight if self._is_last(name) else self._quantise)(tensor)
         return self.cast(tensor)
 
     def _is_quantised(self, name: str) -> bool:
-        """Whether it is an expert's or a linear layer's; what chooses, and the last one, are left alone."""
+        """Whether it is an expert's or a linear layer's; what chooses is left alone."""
         if name in self._plan.experts or name in self._plan.fused:
             return True
         owner, _ = self._owner(name)
-        is_inner = isinstance(owner, nn.Linear) and owner is not self._model.get_output_embeddings()
-        return is_inner and not name.endswith(("gate.weight", "router.weight"))
+        return isinstance(owner, nn.Linear) and not name.endswith(("gate.weight", "router.weight"))
+
+    def _is_last(self, name: str) -> bool:
+        """Whether it is the output projection, which has eight bits at least."""
+        return self._owner(name)[0] is self._model.get_output_embeddings()
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Cast a tensor to the dtype that weights are kept in."""
@@ -75,8 +78,12 @@ class Loader:
                 self._assign(name, tensor, keep)
             report("weights", (done + 1) / len(plan.plain))
         for target, original in (getattr(self._model, "all_tied_weights_keys", None) or {}).items():
-            if target not in plan.plain:
-                owner, leaf = self._owner(target)
+            if target in plan.plain:
+                continue
+            owner, leaf = self._owner(target)
+            if self._quantise is not None and self._is_last(target):  # the embedding is left alone
+                self._assign(target, self._convert(original, plan.plain[original])[original], keep)
+            else:
                 other, other_leaf = self._owner(original)
                 owner._parameters.pop(leaf, None)
                 setattr(owner, leaf, getattr(other, other_leaf))

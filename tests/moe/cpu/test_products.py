@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dispatch.team import Team, program_of, run, run_alone
 from moe.cpu.panels import format_of, pack, unpack
-from moe.cpu.products import gather_row, grouped_row, linear, linear_row
+from moe.cpu.products import gather_row, grouped_row, linear, linear_row, quantise_row
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(16, 1), (1, 1), (15, 7), (17, 64), (48, 33), (250, 128)]  # N, K
@@ -92,11 +92,16 @@ def grouped(
         for parts in (panels_S, scales_S)
     )
     out_PN = torch.full((len(x_PK), kind.panels * (8 if is_gated else 16)), float("nan"))
+    rows, x = np.array([len(x_PK)]), x_PK.data_ptr()
+    taken, before = np.empty((len(x_PK), kind.row_bytes), np.uint8), []
+    if kind.takes_integers:
+        before = [quantise_row(x, kind.k * 4, kind.k, taken.ctypes.data, rows.ctypes.data)]
+        x = taken.ctypes.data
     row = grouped_row(
-        x_PK.data_ptr(), kind, address_S.ctypes.data, scale_address_S.ctypes.data, slot_offsets.data_ptr(),
+        x, kind, address_S.ctypes.data, scale_address_S.ctypes.data, slot_offsets.data_ptr(),
         len(panels_S), out_PN.data_ptr(), is_gated=is_gated,
     )  # fmt: skip
-    run(program_of([row]), team, 0)
+    run(program_of([*before, row]), team, 0)
     return out_PN
 
 
