@@ -15,7 +15,7 @@ LOWEST_TESTS := tests/house tests/server/link tests/server/http tests/server/opt
 NPM := tests/clients/npm
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: serve test test-all test-clients test-lowest lint sizes bench-serve clean
+.PHONY: serve test test-all test-clients test-lowest lint sizes bench-serve bench-peers clean
 
 serve: $(RUNTIME)
 	@$(BIN)/wideep serve $(ARGS)
@@ -43,6 +43,10 @@ sizes:
 
 bench-serve: $(DEVELOP)
 	$(BIN)/python -m benchmarks.serve $(ARGS)
+
+# vLLM, llama.cpp and transformers beside us; installs them once, outside of this checkout ($$WIDEEP_PEERS or the cache folder).
+bench-peers: $(DEVELOP)
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS_VENV) $(LOWEST_VENV) $(NPM)/node_modules

@@ -1,38 +1,42 @@
-"""A seeded random Qwen3-MoE checkpoint with the demo model's tokenizer, made once in the cache folder.
+"""Seeded random checkpoints with the demo model's tokenizer, made once in the cache folder.
 
-The shape is small enough for a laptop and large enough that weights, not overhead, set the time of a step: 43 M
-active parameters per decoded token. Weights are drawn so wide that activations keep their size through the layers,
-routers are decided and logits have a clear maximum: with a usual initialisation (0.02) the softmax is nearly flat,
-greedy tokens hang on the last bits, and no two programs agree. Random text says nothing, the time it takes does.
+Two shapes, Qwen3-MoE's and DeepSeek-V3's, small enough for a laptop and large enough that weights, not overhead, set the
+time of a step: 43 M active parameters per decoded token of the first. Weights are drawn so wide that activations keep
+their size through the layers, routers are decided and logits have a clear maximum: with a usual initialisation (0.02) the
+softmax is nearly flat, greedy tokens hang on the last bits, and no two programs agree. Random text says nothing, the time it takes does.
 
-Run `python -m benchmarks.random_model` to make it and print its path.
+Run `python -m benchmarks.random_model` to make the first and print its path.
 """
 
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from moe.demo_model import demo_model_path, ensure_demo_model
 
-FOLDER_NAME = "random-qwen3-moe-v1"  # a change of shape, seed or spread gets a new one
 SEED = 0
 LOGIT_SPREAD = 4.0  # standard deviation of the logits
 ROUTER_SPREAD = 2.0  # likewise of the router's
-SHAPE = {
+CORRECTION_SPREAD = 0.05  # of what balances DeepSeek's router
+_COMMON = {
     "vocab_size": 49152,
     "hidden_size": 512,
-    "num_hidden_layers": 8,
     "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 32,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 256,
-    "intermediate_size": 1024,  # of dense layers, of which there are none
     "norm_topk_prob": True,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
@@ -42,16 +46,71 @@ SHAPE = {
 }
 
 
-def ensure_random_model(cache_root: Path | None = None) -> Path:
-    """Return the checkpoint's folder, making it (and the demo model, for its tokenizer) where it is not there."""
-    target = demo_model_path(cache_root).with_name(FOLDER_NAME)
+class Shape(NamedTuple):
+    """One architecture at one size."""
+
+    config: type[PreTrainedConfig]
+    sizes: dict[str, Any]
+    said: dict[str, Any]  # what real checkpoints say beside it, and other programs read
+
+
+SHAPES = {
+    "qwen3-moe": Shape(
+        Qwen3MoeConfig,
+        {
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 32,
+            "intermediate_size": 1024,  # of dense layers, of which there are none
+        },
+        {},
+    ),
+    "deepseek-v3": Shape(
+        DeepseekV3Config,
+        {
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 8,
+            "n_routed_experts": 32,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "kv_lora_rank": 128,
+            "q_lora_rank": 192,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 1536,
+        },
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+}
+
+
+def ensure_random_model(
+    cache_root: Path | None = None, *, shape: str = "qwen3-moe", dtype: torch.dtype = torch.float32
+) -> Path:
+    """Return the checkpoint's folder, making it (and the demo model, for its tokenizer) where it is not there.
+
+    Args:
+        cache_root: the cache folder; None: the user's.
+        shape: of `SHAPES`.
+        dtype: of its weights, float32 or bfloat16.
+    """
+    kind = "" if dtype is torch.float32 else "-bf16"
+    # A change of shape, seed or spread gets a new number.
+    target = demo_model_path(cache_root).with_name(f"random-{shape}{kind}-v1")
     if target.exists():
         return target
     tokenizer = AutoTokenizer.from_pretrained(ensure_demo_model(cache_root))
-    scratch = Path(tempfile.mkdtemp(prefix=f"{FOLDER_NAME}.", dir=target.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
     try:
-        draw_model(Qwen3MoeConfig(**SHAPE)).save_pretrained(scratch)
+        draw_model(shape).to(dtype).save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+        config = scratch / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **SHAPES[shape].said}, indent=2))
         os.rename(scratch, target)  # whole or not at all; fails where another process was first
     except OSError:
         if not target.exists():
@@ -61,9 +120,10 @@ def ensure_random_model(cache_root: Path | None = None) -> Path:
     return target
 
 
-def draw_model(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
+def draw_model(shape: str) -> PreTrainedModel:
     """Return a float32 model with weights from `SEED`."""
-    model = Qwen3MoeForCausalLM(config).to(torch.float32)
+    config = SHAPES[shape].config(**_COMMON, **SHAPES[shape].sizes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.float32)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -71,6 +131,9 @@ def draw_model(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=spread(name, parameter.shape[-1]), generator=generator)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=CORRECTION_SPREAD, generator=generator)
     return model
 
 

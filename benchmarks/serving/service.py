@@ -1,4 +1,4 @@
-"""Our service as a benchmark sees it: `wideep serve` in processes of its own, and a client that streams from it.
+"""A server as a benchmark sees it: processes of its own, and a client that streams from it; ours is `wideep serve`.
 
 The client speaks just enough HTTP/1.1 to time a stream. It runs on the cores that it measures, and a full client
 library takes several times the CPU per token.
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -31,22 +31,41 @@ class BenchServiceError(RuntimeError):
     """The service did not start, or refused a request that it should serve; the message says why."""
 
 
-class Service:
-    """A running `wideep serve`; a context that ends it."""
+class Server:
+    """A running server with OpenAI's completions; a context that ends it.
 
-    def __init__(self, model: str, arguments: Sequence[str], log: IO[bytes]) -> None:
+    Attributes:
+        start_s: from its start until it was healthy.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        log: IO[bytes],
+        *,
+        environment: Mapping[str, str] | None = None,
+        fields: Mapping[str, Any] | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
         """Start, and wait until /health answers 200.
+
+        Args:
+            command: what serves at `port`.
+            log: takes what it says.
+            environment: added to ours.
+            fields: added to every request.
+            timeout_s: for it to be healthy.
 
         Raises:
             BenchServiceError: it ended, or did not answer in time; quotes its log.
         """
-        self.port = free_port()
-        command = [sys.executable, "-m", "server", "serve", model, f"--port={self.port}", *arguments]
-        self._log = log
+        self.port, self._log, self._fields = port, log, dict(fields or {})
         self._started_s = time.monotonic()
         self.process = subprocess.Popen(
             command,
             cwd=Path(__file__).parents[2],
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -54,7 +73,7 @@ class Service:
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM, parent_pid=os.getpid()),
         )
         try:
-            self._wait_until_healthy()
+            self._wait_until_healthy(timeout_s)
         except BaseException:
             self.close()
             raise
@@ -81,7 +100,7 @@ class Service:
         Raises:
             BenchServiceError: the service has ended, or refused or failed a request.
         """
-        complete = functools.partial(stream_completion, self.port, num_tokens=num_tokens)
+        complete = functools.partial(stream_completion, self.port, num_tokens=num_tokens, **self._fields)
         try:
             return asyncio.run(closed_loop(complete, prompts, concurrency))
         except OSError as error:
@@ -93,10 +112,10 @@ class Service:
         """Return the greedy tokens after a prompt."""
         return greedy_tokens(self.port, prompt, num_tokens)
 
-    def _wait_until_healthy(self) -> None:
+    def _wait_until_healthy(self, timeout_s: float) -> None:
         while not is_healthy(HOST, self.port):
             waited_s = time.monotonic() - self._started_s
-            if self.process.poll() is not None or waited_s > START_TIMEOUT_S:
+            if self.process.poll() is not None or waited_s > timeout_s:
                 raise BenchServiceError(
                     f"the service did not answer within {waited_s:.0f} s; it said:\n{self._said()}"
                 )
@@ -104,6 +123,17 @@ class Service:
 
     def _said(self) -> str:
         return Path(self._log.name).read_text(errors="replace")
+
+
+class Service(Server):
+    """A running `wideep serve`."""
+
+    def __init__(self, model: str, arguments: Sequence[str], log: IO[bytes]) -> None:
+        """See `Server`."""
+        port = free_port()
+        super().__init__(
+            [sys.executable, "-m", "server", "serve", model, f"--port={port}", *arguments], port, log
+        )
 
 
 def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
@@ -120,14 +150,14 @@ def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
     return [int(token.removeprefix("token_id:")) for token in spelled]
 
 
-async def stream_completion(port: int, prompt: list[int], *, num_tokens: int) -> RequestTiming:
-    """Stream one completion and note when each piece came.
+async def stream_completion(port: int, prompt: list[int], *, num_tokens: int, **fields: Any) -> RequestTiming:
+    """Stream one completion and note when each piece came; `fields` are added to the request.
 
     Raises:
         BenchServiceError: any status but 200, or another number of tokens than was asked for.
     """
     start_s = time.perf_counter()
-    body = _body(prompt, num_tokens, stream=True, stream_options={"include_usage": True})
+    body = _body(prompt, num_tokens, stream=True, stream_options={"include_usage": True}, **fields)
     status, lines = await post(port, body)
     if status != 200:
         raise BenchServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
@@ -42,6 +43,7 @@ class TransformersPeer:
             PeerError: it ended.
         """
         self._log = log
+        started_s = time.monotonic()
         limits = [
             f"--threads={threads}",
             f"--max-num-seqs={max_num_seqs}",
@@ -64,6 +66,7 @@ class TransformersPeer:
         except BaseException:
             self.close()
             raise
+        self.start_s = time.monotonic() - started_s
 
     def __enter__(self) -> Self:
         return self

@@ -100,7 +100,8 @@ def pack_codes(weight: QuantisedWeight) -> Tensor:
 
 def _four_by_four(panels: Tensor) -> Tensor:
     """Let four inputs of a column follow each other: [..., K, 16], in which they are [K / 4, 16, 4]."""
-    return panels.unflatten(-2, (-1, 4)).transpose(-1, -2).flatten(-3).view(panels.shape)
+    *lead, k, lanes = panels.shape
+    return panels.reshape(*lead, k // 4, 4, lanes).transpose(-1, -2).reshape(panels.shape)
 
 
 def _four_apart(panels: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 
 def _halves_of_eight(codes: Tensor) -> Tensor:
     """[..., K] to [2, ..., K / 2]: the first four of every eight, and the others."""
-    return codes.unflatten(-1, (-1, 2, 4)).movedim(-2, 0).flatten(-2)
+    return codes.reshape(*codes.shape[:-1], -1, 2, 4).movedim(-2, 0).flatten(-2)
 
 
 def pack_scales(weight: QuantisedWeight) -> Tensor:
@@ -146,6 +147,6 @@ def _unpack_integers(codes: Tensor, n: int) -> Tensor:
     """Undo what `pack_codes` does with int8 and int4."""
     if codes.dtype == torch.int8:
         return (unpack(_four_apart(codes.view(torch.uint8)), n) ^ 0x80).view(torch.int8)
-    halves = [unpack(_four_apart(half), n).unflatten(-1, (-1, 4)) for half in (codes & 15, codes >> 4)]
-    plain = torch.stack(halves, dim=-2).flatten(-3)
+    low, high = (unpack(_four_apart(half), n) for half in (codes & 15, codes >> 4))
+    plain = torch.stack([half.reshape(*half.shape[:-1], -1, 4) for half in (low, high)], dim=-2).flatten(-3)
     return plain[..., ::2] | plain[..., 1::2] << 4

@@ -61,6 +61,7 @@ ORDER = (
     ("attention.cpu_heads", "attention.cpu_latents"),
     (
         "attention.cpu_attention",
+        "attention.cpu_integer_tiles",
         "attention.cpu_norm",
         "attention.cpu_quantised_tiles",
         "attention.latents",

@@ -39,7 +39,7 @@ def weight_of(name: str, *shape: int) -> QuantisedWeight:
 
 def quantised(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """The oracle: codes [T, K] and scales [T, K / 32], in plain torch."""
-    blocks = x_TK.unflatten(-1, (-1, BLOCK))
+    blocks = x_TK.reshape(len(x_TK), -1, BLOCK)
     highest = blocks.abs().amax(-1)
     codes = (blocks * (127 / highest).unsqueeze(-1)).round()
     return torch.where(highest.unsqueeze(-1) > 1e-30, codes, 0).flatten(-2), torch.where(
@@ -52,7 +52,8 @@ def expected(x_TK: Tensor, weight: QuantisedWeight) -> Tensor:
     codes, scales = quantised(x_TK)
     values = weight.dequantised().double().unflatten(-1, (-1, BLOCK))
     rows = (codes.double().unflatten(-1, (-1, BLOCK)) * scales.double().unsqueeze(-1)).flatten(-2)
-    return (rows @ values.flatten(-2).T).float()
+    made: Tensor = (rows @ values.flatten(-2).T).float()
+    return made
 
 
 def multiply(x_TK: Tensor, weight: QuantisedWeight, team: Team | None = None) -> Tensor:
