@@ -17,9 +17,9 @@ Legend: x rows [m, k] quantised; w panel [k, 16]; out rows [m, 16] float32.
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from attention.cpu_tiles import (
@@ -29,8 +29,11 @@ from attention.cpu_tiles import (
     I32V,
     I64,
     LANES,
+    MOST_ROWS,
+    ROWS,
     TILES_VERSION,
     TileRows,
+    compiles_for,
     constant,
     fold,
     load,
@@ -45,16 +48,8 @@ BLOCK = 32  # inputs under one scale, of rows and of weights
 QUANTISED_BLOCK_BYTES = BLOCK + 8
 _SCALE, _SUM = BLOCK, BLOCK + 4  # where a block's scale and sum are
 _GROUP = 4  # inputs in a lane
-_MOST_ROWS = 6  # of the largest tile
 _SCALE_BYTES = 2 * LANES
 I8 = ir.IntType(8)
-
-
-def _has(feature: str) -> bool:
-    """Whether the machine that numba compiles for has an instruction set."""
-    if config.CPU_FEATURES is not None:
-        return f"+{feature}" in config.CPU_FEATURES.split(",")
-    return bool(binding.get_host_cpu_features().get(feature, False))
 
 
 def _same(value: int, kind: ir.VectorType = I32V) -> ir.Constant:
@@ -131,7 +126,7 @@ def _halves(builder: ir.IRBuilder, lanes: ir.Value) -> list[ir.Value]:
     ]
 
 
-_PRODUCTS = _Vnni if _has("avx512vnni") else _Avx2 if _has("avx2") else _Plain
+_PRODUCTS = _Vnni if compiles_for("avx512vnni") else _Avx2 if compiles_for("avx2") else _Plain
 
 
 class _Int8:
@@ -296,10 +291,16 @@ def quantise_block(_typing: Any, x: Any, out: Any) -> Any:
 
 def _rows_function(kind: _Kind, name: str) -> Any:
     """Return njit `(x, x_stride, codes, scales, k, out, out_stride, rows)`: any number of rows."""
-    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, _MOST_ROWS + 1))
+    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, ROWS + 1))
+    most, most_rows = _tile(kind, MOST_ROWS), MOST_ROWS
 
     def rows_times_panel(x, x_stride, codes, scales, k, out, out_stride, rows):  # type: ignore[no-untyped-def]
         blocks = k // BLOCK
+        while rows >= most_rows:
+            most(x, x_stride, codes, scales, blocks, out, out_stride)
+            x += most_rows * x_stride
+            out += most_rows * out_stride
+            rows -= most_rows
         while rows >= 6:
             six(x, x_stride, codes, scales, blocks, out, out_stride)
             x += 6 * x_stride

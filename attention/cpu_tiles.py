@@ -19,16 +19,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from dispatch import native
 from dispatch.native import Addressed, renamed
 
 LANES = 16  # output columns of a panel; also the tokens of a KV block
-ROWS = 6  # rows of the largest tile: 12 accumulators of 8 floats fit AVX2's 16 registers
+
+
+def compiles_for(feature: str) -> bool:
+    """Whether the machine that numba compiles for has an instruction set, by LLVM's name."""
+    if config.CPU_FEATURES is not None:
+        return f"+{feature}" in config.CPU_FEATURES.split(",")
+    return bool(binding.get_host_cpu_features().get(feature, False))
+
+
+ROWS = 6  # of a tile: 12 accumulators of 8 floats fit AVX2's 16 registers
+MOST_ROWS = (
+    12 if compiles_for("avx512f") else ROWS
+)  # of the largest: 12 accumulators of 16 floats fit 32 registers
 
 # Of all that kernels inline from this folder's `cpu_` files and from `native`: part of every kernel's name.
 TILES_VERSION = zlib.crc32(
@@ -174,8 +186,14 @@ def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
 def _rows_function(bf16: bool, accumulate: bool) -> Any:
     """Return njit `(x, x_stride, w, w_stride, k, out, out_stride, rows)`: any number of rows; k at least 1."""
     one, two, three, four, five, six = (_tile(rows, bf16, accumulate) for rows in range(1, ROWS + 1))
+    most, most_rows = _tile(MOST_ROWS, bf16, accumulate), MOST_ROWS
 
     def rows_times_panel(x, x_stride, w, w_stride, k, out, out_stride, rows):  # type: ignore[no-untyped-def]
+        while rows >= most_rows:
+            most(x, x_stride, w, w_stride, k, out, out_stride)
+            x += most_rows * x_stride
+            out += most_rows * out_stride
+            rows -= most_rows
         while rows >= 6:
             six(x, x_stride, w, w_stride, k, out, out_stride)
             x += 6 * x_stride

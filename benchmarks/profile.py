@@ -5,7 +5,8 @@ time by what it belongs to. The profiler itself adds some microseconds per call,
 time is taken without it. Expected bound: bytes of active weights over memory bandwidth at batch 1, operations over
 rate at batch 32.
 
-Run: `python -m benchmarks.profile [DIRECTORY] [--batch 1,16,32] [--threads 1] [--context 150] [--steps 10]`;
+Run: `python -m benchmarks.profile [DIRECTORY] [--batch 1,16,32] [--threads 1] [--context 150] [--steps 10]
+[--quantization int8]`;
 DIRECTORY defaults to the random model of `benchmarks.serve`.
 """
 
@@ -94,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=150)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--quantization", choices=("int8", "int4"))
     options = parser.parse_args(arguments)
     card = environment_card()
     print_card(card)
@@ -104,6 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         max_model_len=options.context + 1,
         max_num_seqs=max(batches),
         threads=options.threads,
+        quantization=options.quantization,
     )
     built = assemble(config, NoDoorbell())
     cache = PagedCache(built.model.skeleton.cache_shapes, max(batches) * (options.context // 16 + 1))

@@ -75,6 +75,7 @@ class Step:
         self.token_T = torch.zeros(padded, dtype=torch.int64)
         # What compiled programs read: 0, num_tokens, num_padded, num_decodes.
         self.facts = torch.zeros(4, dtype=torch.int64)
+        self._facts = self.facts.numpy()
         self._tiles: dict[int, np.ndarray] = {}
         self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
 
@@ -110,7 +111,7 @@ class Step:
         self.agreed_tokens = agreed_tokens
         self.num_pairs = int(lengths @ self._context[:count])
         self.num_padded = self._padded(tokens)
-        self.facts.numpy()[1:] = tokens, self.num_padded, num_decodes
+        self._facts[1:] = tokens, self.num_padded, num_decodes
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0
         self._tiles.clear()

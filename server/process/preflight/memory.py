@@ -99,8 +99,8 @@ def slots_per_rank(
     return min(num_experts, -(-(num_experts + num_redundant) // num_ranks))
 
 
-# What a weight takes, by --dtype (D9: auto is fp32 on CPU).
-_FLOAT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
+# What a weight takes, by --dtype; on a CPU auto is the checkpoint's, bfloat16 or else float32 (D9).
+_FLOAT_BYTES = {"auto": None, "float32": 4, "bfloat16": 2}
 _QUANTISED_BYTES = {"int8": 1.25, "int4": 0.75}  # 1.06 and 0.56, and more for what is left alone
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "F8_E4M3": 8,
@@ -118,8 +118,11 @@ class WeightBytes(NamedTuple):
     expert_layers: int = 1
 
 
-def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: float) -> WeightBytes:
+def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: float | None) -> WeightBytes:
     """Add up a checkpoint's tensors from the headers of its files.
+
+    Args:
+        float_bytes: what a number that is not quantised takes; None: what it takes on a CPU as the file has it.
 
     Raises:
         PreflightError: there is no safetensors file, or one is missing, damaged or cut short.
@@ -144,12 +147,13 @@ def _is_expert(name: str, shape: list[int], count: int) -> bool:
     return re.search(r"\bexperts\.", name) is not None or (len(shape) == 3 and shape[0] == count)
 
 
-def _element_bits(dtype: str, float_bytes: float) -> float:
-    return _BITS.get(dtype, float_bytes * 8)
+def _element_bits(dtype: str, float_bytes: float | None) -> float:
+    own_bytes = 2 if dtype == "BF16" else 4
+    return _BITS.get(dtype, 8 * (own_bytes if float_bytes is None else float_bytes))
 
 
-def float_bytes(options: Options) -> float:
-    """What one weight takes in memory, about where they are quantised on load."""
+def float_bytes(options: Options) -> float | None:
+    """What one weight takes in memory, about where they are quantised on load; None: as `weight_bytes` takes it."""
     if options.quantization is not None:
         return _QUANTISED_BYTES[options.quantization]
     return 2 if options.device == "cuda" and options.dtype == "auto" else _FLOAT_BYTES[options.dtype]

@@ -173,17 +173,19 @@ def test_what_ended_a_child_says_whose_fault_it_is(
     monkeypatch.setattr(checker_process, "_write", written.append)
     child = subprocess.Popen(["sleep", "60"])
     child.send_signal(number)
-    monkeypatch.setattr(os, "waitpid", _waiting_first(os.waitpid))
+    monkeypatch.setattr(os, "waitpid", _waiting_for(child.pid, os.waitpid))
     checker_process._reap({child.pid: 5})
     child.returncode = 0  # it is reaped
     [answer] = written
     assert (answer["why_not"], answer["is_slow"], answer["is_unknown"]) == told
 
 
-def _waiting_first(waitpid: Callable[[int, int], tuple[int, int]]) -> Callable[[int, int], tuple[int, int]]:
-    """The first child's end is waited for."""
+def _waiting_for(
+    child: int, waitpid: Callable[[int, int], tuple[int, int]]
+) -> Callable[[int, int], tuple[int, int]]:
+    """Wait for a child's end first; whatever other children this process has are nobody's here."""
     flags = iter((0,))
-    return lambda pid, given: waitpid(pid, next(flags, given))
+    return lambda _pid, given: waitpid(child, next(flags, given))
 
 
 def test_forms_asked_for_at_once_get_their_own_answers() -> None:

@@ -41,7 +41,14 @@ def test_weights_are_counted_in_the_type_they_are_kept_in(tmp_path: Path) -> Non
     write_safetensors(tmp_path / "more.safetensors", {**layers, "experts.bias": [1]}, element_bytes=4)
     assert weight_bytes(tmp_path, CONFIG, 4).expert_layers == 4, "layer 0 and these"
     (tmp_path / "more.safetensors").unlink()
-    assert weight_bytes(tmp_path, CONFIG, 2) == WeightBytes(shared=(15 + 6) * 2, experts=(4 + 16) * 2)
+    as_stored = weight_bytes(tmp_path, CONFIG, None)
+    assert (
+        as_stored
+        == weight_bytes(tmp_path, CONFIG, 2)
+        == WeightBytes(shared=(15 + 6) * 2, experts=(4 + 16) * 2)
+    )
+    write_safetensors(tmp_path / "more.safetensors", {"scales": [10]}, element_bytes=4)
+    assert weight_bytes(tmp_path, CONFIG, None).shared == as_stored.shared + 40, "float32 stays it"
 
 
 def test_quantised_weights_are_counted_as_they_are(tmp_path: Path) -> None:
