@@ -23,6 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from attention.cpu_tiles import (
+    AHEAD_BYTES,
     F32,
     F32V,
     I32,
@@ -38,6 +39,7 @@ from attention.cpu_tiles import (
     fold,
     load,
     load_weights,
+    prefetch,
     splat,
     store,
     vector_call,
@@ -129,6 +131,13 @@ def _halves(builder: ir.IRBuilder, lanes: ir.Value) -> list[ir.Value]:
 _PRODUCTS = _Vnni if compiles_for("avx512vnni") else _Avx2 if compiles_for("avx2") else _Plain
 
 
+def _next(builder: ir.IRBuilder, codes: ir.Value, place: int) -> ir.Value:
+    """The block's vector of codes at a place; what is read later is asked for."""
+    at = builder.add(codes, ir.Constant(I64, 64 * place))
+    prefetch(builder, builder.add(at, ir.Constant(I64, AHEAD_BYTES)))
+    return load(builder, at, I32V)
+
+
 class _Int8:
     """A byte per weight, 128 more than it means."""
 
@@ -137,10 +146,7 @@ class _Int8:
     @staticmethod
     def groups(builder: ir.IRBuilder, codes: ir.Value) -> list[ir.Value]:
         """The block's vectors of four inputs in each lane."""
-        return [
-            load(builder, builder.add(codes, ir.Constant(I64, 64 * group)), I32V)
-            for group in range(BLOCK // _GROUP)
-        ]
+        return [_next(builder, codes, group) for group in range(BLOCK // _GROUP)]
 
 
 class _Int4:
@@ -153,7 +159,7 @@ class _Int4:
         """The block's vectors of four inputs in each lane."""
         low, groups = 0x0F0F0F0F, []
         for pair in range(BLOCK // _GROUP // 2):
-            both = load(builder, builder.add(codes, ir.Constant(I64, 64 * pair)), I32V)
+            both = _next(builder, codes, pair)
             groups += [
                 builder.and_(both, _same(low)),
                 builder.and_(builder.lshr(both, _same(4)), _same(low)),

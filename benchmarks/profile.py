@@ -52,11 +52,14 @@ def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Cal
     blocks = -(-context // built.runner.step.block_tokens)
     spans = [Span(context - 1, 1, range(row * blocks, (row + 1) * blocks)) for row in range(batch)]
     rows = torch.arange(batch)
+    # Tokens of all kinds: equal ones would go to the same experts.
+    vocabulary, most = built.model.lm_head.shape[0], len(built.runner.step.token_T)
+    tokens = torch.randint(vocabulary, (most,), generator=torch.Generator().manual_seed(0))
 
     def run() -> None:
         step = built.runner.step
         step.fill(spans)
-        built.model.forward(torch.full((step.num_padded,), 100), cache, rows)
+        built.model.forward(tokens[: step.num_padded], cache, rows)
 
     return run
 

