@@ -44,6 +44,7 @@ ROWS = 6  # of a tile: 12 accumulators of 8 floats fit AVX2's 16 registers
 MOST_ROWS = (
     12 if compiles_for("avx512f") else ROWS
 )  # of the largest: 12 accumulators of 16 floats fit 32 registers
+LEAST_FOR_TWO = 8  # rows that are worth multiplying with two panels at once, which takes 32 registers
 
 # Of all that kernels inline from this folder's `cpu_` files and from `native`: part of every kernel's name.
 TILES_VERSION = zlib.crc32(
@@ -232,6 +233,104 @@ rows_times_panel_bf16 = _rows_function(bf16=True, accumulate=False)
 add_rows_times_panel_f32 = _rows_function(bf16=False, accumulate=True)
 
 
+def _two_panels(rows: int, bf16: bool) -> Any:
+    """Intrinsic `(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)`: rows times two panels."""
+
+    def tile(
+        _typing: Any, x: Any, xs: Any, w: Any, other: Any, ws: Any, k: Any, out: Any, other_out: Any, os: Any
+    ) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+            x, x_stride, w, other, w_stride, k, out, other_out, out_stride = args
+            x_rows = [TileRows(x, x_stride).at(builder, row) for row in range(rows)]
+            entry, loop = builder.block, builder.append_basic_block("loop")
+            end = builder.append_basic_block("end")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            index = builder.phi(I64)
+            index.add_incoming(ir.Constant(I64, 0), entry)
+            sums = [builder.phi(F32V) for _ in range(2 * rows)]
+            for total in sums:
+                total.add_incoming(constant(0.0), entry)
+            offset = builder.mul(index, w_stride)
+            places = [builder.add(panel, offset) for panel in (w, other)]
+            for place in places:
+                prefetch(builder, builder.add(place, ir.Constant(I64, AHEAD_BYTES)))
+            weights = [load_weights(builder, place, bf16) for place in places]
+            following = []
+            for row, address in enumerate(x_rows):
+                at = builder.add(address, builder.mul(index, ir.Constant(I64, 4)))
+                value = splat(builder, builder.load(builder.inttoptr(at, F32.as_pointer()), align=4))
+                for panel, weight in enumerate(weights):
+                    following.append(vector_call(builder, "fma", value, weight, sums[2 * row + panel]))
+            step = builder.add(index, ir.Constant(I64, 1))
+            index.add_incoming(step, builder.block)
+            for total, value in zip(sums, following, strict=True):
+                total.add_incoming(value, builder.block)
+            builder.cbranch(builder.icmp_signed("<", step, k), loop, end)
+            builder.position_at_end(end)
+            for row in range(rows):
+                for panel, place in enumerate((out, other_out)):
+                    store(builder, following[2 * row + panel], TileRows(place, out_stride).at(builder, row))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), codegen
+
+    return intrinsic(tile)
+
+
+def _two_panels_function(bf16: bool) -> Any:
+    """Return njit `(x, x_stride, w, other, w_stride, k, out, other_out, out_stride, rows)`: LEAST_FOR_TWO rows or more."""
+    eight, twelve = _two_panels(8, bf16), _two_panels(12, bf16)
+    few = rows_times_panel_bf16 if bf16 else rows_times_panel_f32
+
+    def rows_times_two_panels(x, x_stride, w, other, w_stride, k, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
+        while rows >= 8:
+            taken = 12 if rows >= 20 or 12 <= rows < 16 else 8
+            if taken == 12:
+                twelve(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+            else:
+                eight(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+            x += taken * x_stride
+            out += taken * out_stride
+            other_out += taken * out_stride
+            rows -= taken
+        few(x, x_stride, w, w_stride, k, out, out_stride, rows)
+        few(x, x_stride, other, w_stride, k, other_out, out_stride, rows)
+
+    return njit(nogil=True)(renamed(rows_times_two_panels, f"bf16_{bf16}"))
+
+
+_two_f32, _two_bf16 = _two_panels_function(bf16=False), _two_panels_function(bf16=True)
+
+
+def _times_two_f32(x, x_stride, panel, other, k, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
+    _two_f32(x, x_stride, panel, other, 4 * LANES, k, out, other_out, out_stride, rows)
+    return 0
+
+
+def _times_two_bf16(x, x_stride, panel, other, k, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
+    _two_bf16(x, x_stride, panel, other, 2 * LANES, k, out, other_out, out_stride, rows)
+    return 0
+
+
+# What `times_two_panels` is given, by how panels are kept: a value that was loaded is multiplied twice.
+TIMES_TWO_F32, TIMES_TWO_BF16 = (Addressed(each, TILES_VERSION) for each in (_times_two_f32, _times_two_bf16))
+
+
+@intrinsic
+def times_two_panels(
+    _typing: Any, function: Any, x: Any, x_stride: Any, panel: Any, other: Any, k: Any, out: Any, other_out: Any,
+    out_stride: Any, rows: Any,
+) -> Any:  # fmt: skip
+    """Rows times two panels: the function, by address, then its arguments."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+        called = builder.inttoptr(args[0], ir.FunctionType(I64, [I64] * 9).as_pointer())
+        return builder.call(called, args[1:])
+
+    return types.int64(*[types.int64] * 10), codegen
+
+
 def _times_f32(x, x_stride, panel, _scales, k, _block, out, out_stride, rows):  # type: ignore[no-untyped-def]
     rows_times_panel_f32(x, x_stride, panel, 4 * LANES, k, out, out_stride, rows)
     return 0
@@ -242,7 +341,7 @@ def _times_bf16(x, x_stride, panel, _scales, k, _block, out, out_stride, rows): 
     return 0
 
 
-# What `times_panel` is given, by how a panel is kept; two more in `cpu_quantised_tiles`.
+# What `times_panel` is given, by how a panel is kept; more in `cpu_quantised_tiles` and `cpu_integer_tiles`.
 TIMES_F32, TIMES_BF16 = Addressed(_times_f32, TILES_VERSION), Addressed(_times_bf16, TILES_VERSION)
 
 

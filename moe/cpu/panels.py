@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, TIMES_INT4, TIMES_INT8
 from attention.cpu_quantised_tiles import MAX_BLOCK, TIMES_FP8, TIMES_MXFP4
-from attention.cpu_tiles import LANES, TIMES_BF16, TIMES_F32
+from attention.cpu_tiles import LANES, MOST_ROWS, ROWS, TIMES_BF16, TIMES_F32, TIMES_TWO_BF16, TIMES_TWO_F32
 from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
 
 # By what panels and scales are made of.
@@ -30,10 +30,14 @@ _TIMES_PANEL = {
 }
 
 
+_TIMES_TWO = {torch.float32: TIMES_TWO_F32, torch.bfloat16: TIMES_TWO_BF16} if MOST_ROWS > ROWS else {}
+
+
 class Format(NamedTuple):
     """How kernels read a weight's panels."""
 
     times_panel: int  # the address of its tile
+    times_two: int  # of that for two panels; 0: there is none
     panel_bytes: int  # from one panel to the next
     scale_bytes: int  # from one panel's scales to the next one's
     k: int  # input features
@@ -50,8 +54,10 @@ class Format(NamedTuple):
 def format_of(panels: Tensor, scales: Tensor | None, block: int) -> Format:
     """Describe a weight: panels from `pack` or `pack_codes`, scales from `pack_scales`."""
     assert block <= MAX_BLOCK
+    two = _TIMES_TWO.get(panels.dtype) if scales is None else None
     return Format(
         times_panel=_TIMES_PANEL[panels.dtype, None if scales is None else scales.dtype].address,
+        times_two=0 if two is None else two.address,
         panel_bytes=panels[0].numel() * panels.element_size(),
         scale_bytes=0 if scales is None else scales[0].numel() * scales.element_size(),
         k=panels.shape[1] * inputs_per_code(panels.dtype),

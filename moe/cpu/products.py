@@ -12,7 +12,15 @@ from numba import njit
 from torch import Tensor
 
 from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, quantise_block
-from attention.cpu_tiles import LANES, TILES_VERSION, address_of, silu_times, times_panel
+from attention.cpu_tiles import (
+    LANES,
+    LEAST_FOR_TWO,
+    TILES_VERSION,
+    address_of,
+    silu_times,
+    times_panel,
+    times_two_panels,
+)
 from dispatch.native import copy, floats, words
 from dispatch.team import WORDS, Kernel, Team, program_of, run
 from moe.cpu.panels import Format
@@ -27,7 +35,7 @@ _PANEL_BYTES = LANES * 4  # of a row's 16 columns in `out`
 def panels_per_tile(rows, k, panel_bytes):  # type: ignore[no-untyped-def]
     """How many panels make a tile."""
     ns = max(panel_bytes // BYTES_PER_NS, rows * k * LANES // PRODUCTS_PER_NS) + 1
-    return max(1, TILE_NS // ns)
+    return max(2, TILE_NS // ns)  # two are multiplied at once where rows are many
 
 
 def _linear(at, tile):  # type: ignore[no-untyped-def]
@@ -43,6 +51,7 @@ def _linear(at, tile):  # type: ignore[no-untyped-def]
         w[7],
     )
     panels, times, out, out_stride, rows, bias = w[8], w[9], w[10], w[11], words(w[12], 1)[0], w[13]
+    times_two = w[14]
     at_once = panels_per_tile(min(rows, ROW_BLOCK), k, panel_bytes)
     groups = (panels + at_once - 1) // at_once
     if tile < 0:
@@ -50,12 +59,21 @@ def _linear(at, tile):  # type: ignore[no-untyped-def]
     first_row = tile // groups * ROW_BLOCK
     count = min(ROW_BLOCK, rows - first_row)
     first = tile % groups * at_once
-    for panel in range(first, min(first + at_once, panels)):
-        to = out + first_row * out_stride + panel * _PANEL_BYTES
-        times_panel(
-            times, x + first_row * x_stride, x_stride, codes + panel * panel_bytes, scales + panel * scale_bytes, k,
-            block, to, out_stride, count,
-        )  # fmt: skip
+    last, done = min(first + at_once, panels), first
+    for panel in range(first, last):
+        to, weights = out + first_row * out_stride + panel * _PANEL_BYTES, codes + panel * panel_bytes
+        if panel == done and times_two != 0 and count >= LEAST_FOR_TWO and panel + 1 < last:
+            times_two_panels(
+                times_two, x + first_row * x_stride, x_stride, weights, weights + panel_bytes, k, to, to + _PANEL_BYTES,
+                out_stride, count,
+            )  # fmt: skip
+            done = panel + 2
+        elif panel == done:
+            times_panel(
+                times, x + first_row * x_stride, x_stride, weights, scales + panel * scale_bytes, k, block, to,
+                out_stride, count,
+            )  # fmt: skip
+            done = panel + 1
         if bias != 0:
             added = floats(bias + panel * _PANEL_BYTES, LANES)
             for row in range(count):
@@ -77,7 +95,7 @@ def _grouped(at, tile):  # type: ignore[no-untyped-def]
         w[6],
         w[7],
     )
-    num_slots, out, out_stride, is_gated = w[11], w[12], w[13], w[14]
+    num_slots, out, out_stride, is_gated, times_two = w[11], w[12], w[13], w[14], w[15]
     code_address, scale_address, offsets = (
         words(w[8], num_slots),
         words(w[9], num_slots),
@@ -104,24 +122,63 @@ def _grouped(at, tile):  # type: ignore[no-untyped-def]
     both = np.empty((2 * ROW_BLOCK if is_gated != 0 else 0, LANES), np.float32)
     for row in range(begin, end, ROW_BLOCK):
         count, rows_at = min(ROW_BLOCK, end - row), x + row * x_stride
+        is_paired, done = times_two != 0 and count >= LEAST_FOR_TWO, first
         for panel in range(first, last):
-            to = out + row * out_stride + panel * _PANEL_BYTES
+            to, weights = out + row * out_stride + panel * _PANEL_BYTES, codes + panel * panel_bytes
             if is_gated == 0:
-                times_panel(
-                    times, rows_at, x_stride, codes + panel * panel_bytes, scales + panel * scale_bytes, k, block, to,
-                    out_stride, count,
-                )  # fmt: skip
+                if panel == done and is_paired and panel + 1 < last:
+                    times_two_panels(
+                        times_two, rows_at, x_stride, weights, weights + panel_bytes, k, to, to + _PANEL_BYTES,
+                        out_stride, count,
+                    )  # fmt: skip
+                    done = panel + 2
+                elif panel == done:
+                    times_panel(
+                        times,
+                        rows_at,
+                        x_stride,
+                        weights,
+                        scales + panel * scale_bytes,
+                        k,
+                        block,
+                        to,
+                        out_stride,
+                        count,
+                    )
+                    done = panel + 1
                 continue
             gate, up = address_of(both), address_of(both) + ROW_BLOCK * _PANEL_BYTES
             other = panel + made
-            times_panel(
-                times, rows_at, x_stride, codes + panel * panel_bytes, scales + panel * scale_bytes, k, block, gate,
-                _PANEL_BYTES, count,
-            )  # fmt: skip
-            times_panel(
-                times, rows_at, x_stride, codes + other * panel_bytes, scales + other * scale_bytes, k, block, up,
-                _PANEL_BYTES, count,
-            )  # fmt: skip
+            if is_paired:
+                times_two_panels(
+                    times_two,
+                    rows_at,
+                    x_stride,
+                    weights,
+                    codes + other * panel_bytes,
+                    k,
+                    gate,
+                    up,
+                    _PANEL_BYTES,
+                    count,
+                )
+            else:
+                times_panel(
+                    times,
+                    rows_at,
+                    x_stride,
+                    weights,
+                    scales + panel * scale_bytes,
+                    k,
+                    block,
+                    gate,
+                    _PANEL_BYTES,
+                    count,
+                )
+                times_panel(
+                    times, rows_at, x_stride, codes + other * panel_bytes, scales + other * scale_bytes, k, block, up,
+                    _PANEL_BYTES, count,
+                )  # fmt: skip
             for index in range(count):
                 silu_times(gate + index * _PANEL_BYTES, up + index * _PANEL_BYTES, to + index * out_stride)
     return 0
@@ -179,7 +236,7 @@ def linear_row(
     """
     return LINEAR.row(
         x, x_stride, codes, scales, kind.panel_bytes, kind.scale_bytes, kind.k, kind.block, kind.panels,
-        kind.times_panel, out, out_stride, rows_at, bias,
+        kind.times_panel, out, out_stride, rows_at, bias, kind.times_two,
     )  # fmt: skip
 
 
@@ -200,7 +257,7 @@ def grouped_row(
     columns = kind.panels * LANES // (2 if is_gated else 1)
     return GROUPED.row(
         x, kind.row_bytes, kind.panel_bytes, kind.scale_bytes, kind.k, kind.block, kind.panels, kind.times_panel,
-        code_address_S, scale_address_S, offsets, num_slots, out, columns * 4, int(is_gated),
+        code_address_S, scale_address_S, offsets, num_slots, out, columns * 4, int(is_gated), kind.times_two,
     )  # fmt: skip
 
 
