@@ -14,7 +14,6 @@ from torch import Tensor
 from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, quantise_block
 from attention.cpu_tiles import (
     LANES,
-    LEAST_FOR_TWO,
     TILES_VERSION,
     address_of,
     silu_times,
@@ -35,7 +34,7 @@ _PANEL_BYTES = LANES * 4  # of a row's 16 columns in `out`
 def panels_per_tile(rows, k, panel_bytes):  # type: ignore[no-untyped-def]
     """How many panels make a tile."""
     ns = max(panel_bytes // BYTES_PER_NS, rows * k * LANES // PRODUCTS_PER_NS) + 1
-    return max(2, TILE_NS // ns)  # two are multiplied at once where rows are many
+    return max(2, TILE_NS // ns)  # two are multiplied at once
 
 
 def _linear(at, tile):  # type: ignore[no-untyped-def]
@@ -62,7 +61,7 @@ def _linear(at, tile):  # type: ignore[no-untyped-def]
     last, done = min(first + at_once, panels), first
     for panel in range(first, last):
         to, weights = out + first_row * out_stride + panel * _PANEL_BYTES, codes + panel * panel_bytes
-        if panel == done and times_two != 0 and count >= LEAST_FOR_TWO and panel + 1 < last:
+        if panel == done and times_two != 0 and panel + 1 < last:
             times_two_panels(
                 times_two, x + first_row * x_stride, x_stride, weights, weights + panel_bytes, k, to, to + _PANEL_BYTES,
                 out_stride, count,
@@ -122,11 +121,11 @@ def _grouped(at, tile):  # type: ignore[no-untyped-def]
     both = np.empty((2 * ROW_BLOCK if is_gated != 0 else 0, LANES), np.float32)
     for row in range(begin, end, ROW_BLOCK):
         count, rows_at = min(ROW_BLOCK, end - row), x + row * x_stride
-        is_paired, done = times_two != 0 and count >= LEAST_FOR_TWO, first
+        done = first
         for panel in range(first, last):
             to, weights = out + row * out_stride + panel * _PANEL_BYTES, codes + panel * panel_bytes
             if is_gated == 0:
-                if panel == done and is_paired and panel + 1 < last:
+                if panel == done and times_two != 0 and panel + 1 < last:
                     times_two_panels(
                         times_two, rows_at, x_stride, weights, weights + panel_bytes, k, to, to + _PANEL_BYTES,
                         out_stride, count,
@@ -149,7 +148,7 @@ def _grouped(at, tile):  # type: ignore[no-untyped-def]
                 continue
             gate, up = address_of(both), address_of(both) + ROW_BLOCK * _PANEL_BYTES
             other = panel + made
-            if is_paired:
+            if times_two != 0:
                 times_two_panels(
                     times_two,
                     rows_at,

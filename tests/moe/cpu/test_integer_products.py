@@ -139,10 +139,14 @@ def test_what_is_no_number_stays_none(value: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 def test_other_instructions_give_the_same_bits(machine: str) -> None:
-    """In another process, as numba compiles for one machine only."""
+    """Of plain weights too. In another process, as numba compiles for one machine only."""
     script = (
         "import torch; from tests.moe.cpu.test_integer_products import *\n"
+        "from tests.moe.cpu.test_products import multiply as plain; from moe.cpu.panels import pack\n"
         "found = [multiply(random(13, 160, seed=2), weight_of(name, 48, 160)) for name in FORMATS]\n"
+        "for rows in (1, 2, 5, 45):\n"
+        "    for dtype in (torch.float32, torch.bfloat16):\n"
+        "        found.append(plain(random(rows, 160, seed=2), pack(random(48, 160).to(dtype)), 48))\n"
         "print(torch.cat(found).double().numpy().tobytes().hex())"
     )
     said = []
