@@ -125,6 +125,7 @@ class Model:
             self.layers = self._load_layers(local_LS, dispatcher, report)
             _restore_buffers(self.net)
             self._backend.finish(self.net, self.step, skeleton.cache_shapes)
+        self.checkpoint.release_memory()
         self._body = _KeptBody(self.net)
 
     def hold(self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int) -> None:

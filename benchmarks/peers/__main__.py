@@ -2,8 +2,8 @@
 
 A closed loop at several concurrencies: prompts of 128 and answers of 64 tokens, greedy, streamed over HTTP; transformers'
 continuous batching runs in a process of its own, without HTTP. Those of one set are loaded together and take turns round
-by round with the same prompts. Two sets: `exact`, each with its best setting that computes in float32 (ours and llama.cpp's
-also with the checkpoint's bfloat16 weights), and `quantised`: int8 and int4 against q8_0 and q4_0. llama.cpp may round rows to
+by round with the same prompts. Three sets: `exact`, each with its best setting that computes in float32 (ours and llama.cpp's
+also with the checkpoint's bfloat16 weights), `int8` against q8_0 and `int4` against q4_0. llama.cpp may round rows to
 bfloat16 for weights that are, where a machine multiplies those; ours never does.
 
 What others used more than 0.1 core beside is measured again, and dropped if it stays so. A peer that cannot be installed is
@@ -11,7 +11,7 @@ named as missing. Peers are installed once, into $WIDEEP_PEERS or the cache fold
 
 Expected bound: see `benchmarks.serve`.
 
-Run: `make bench-peers` or `python -m benchmarks.peers [--shapes qwen3-moe,deepseek-v3] [--sets exact,quantised]
+Run: `make bench-peers` or `python -m benchmarks.peers [--shapes qwen3-moe,deepseek-v3] [--sets exact,int8,int4]
 [--concurrency 1,4,16,32] [--rounds 3] [--threads 2] [--without vllm,...] [--quick] [--save]`.
 """
 
@@ -121,9 +121,11 @@ SETS = {
         Program("llama.cpp f32", _llama_cpp("f32")),
         Program("transformers", _transformers),
     ],
-    "quantised": [
+    "int8": [
         Program(f"{OURS} int8", _service(*_LONE, "--quantization=int8")),
         Program("llama.cpp q8_0", _llama_cpp("q8_0")),
+    ],
+    "int4": [
         Program(f"{OURS} int4", _service(*_LONE, "--quantization=int4")),
         Program("llama.cpp q4_0", _llama_cpp("q4_0")),
     ],

@@ -4,6 +4,7 @@ Reads are lazy (memory-mapped safetensors), whole tensors or rows of the first d
 only what it keeps. It knows nothing of models; `moe.load.loader` maps names to parameters.
 """
 
+import ctypes
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 INDEX_NAME = "model.safetensors.index.json"
+_MAPS = Path("/proc/self/maps")
+_DONTNEED = 4  # madvise(2)
 
 
 class CheckpointError(ValueError):
@@ -70,6 +73,18 @@ class Checkpoint:
     def read_row(self, name: str, row: int) -> Tensor:
         """Read row `row` of the first dimension, kept as a dimension of 1."""
         return self._counted(self._shards[name].get_slice(name)[row : row + 1])
+
+    def release_memory(self) -> None:
+        """Give the memory that reads have mapped back to the system; what is read again comes from the same files.
+
+        Tensors that were read stay as they are, unless somebody has written into one since.
+        """
+        firsts = {id(shard): name for name, shard in self._shards.items()}.values()
+        mapped = [self._shards[name].get_tensor(name).data_ptr() for name in firsts]
+        for line in _MAPS.read_text().splitlines() if mapped and _MAPS.exists() else ():
+            begin, end = (int(part, 16) for part in line.partition(" ")[0].split("-"))
+            if "/" in line and any(begin <= address < end for address in mapped):
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
 
     def _counted(self, tensor: Tensor) -> Tensor:
         self.bytes_read += tensor.numel() * tensor.element_size()

@@ -46,6 +46,7 @@ class RandomCheckpoint(Checkpoint):
             dtype: what they are of, bfloat16 or float32.
         """
         self.directory, self.bytes_read = directory, 0
+        self._shards = {}
         self._device, self._dtype, self._seed = device, dtype, seed
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
