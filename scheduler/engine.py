@@ -307,7 +307,7 @@ class Engine:
             ready_version=self._relocation.version_to_post(),
             num_prefill=num_prefill,
             ordered_epoch=self._told_epoch,
-            prefill_budget=self._prefill_pace.budget,
+            prefill_budget=self._prefill_pace.budget(num_decodes, self._scheduler.num_open),
         )
 
     def _ordered_epoch(self, lockstep: LockStep) -> int:

@@ -103,6 +103,11 @@ class Scheduler:
         return NextStep(len(running), bool(waiting) or is_mid_prompt, num_prefill)
 
     @property
+    def num_open(self) -> int:
+        """Sequences that run together once those that wait have begun, at most."""
+        return min(self._max_num_seqs, len(self._roster.running) + len(self._roster.waiting))
+
+    @property
     def stats(self) -> SchedulerStats:
         """Counts as of now; counters run from construction."""
         return SchedulerStats(

@@ -9,8 +9,11 @@ Idea: the token budget of Sarathi-Serve (Agrawal et al., 2024), there fixed befo
 """
 
 LEAST_TOKENS = 64  # of prompts per step: below, a step's fixed costs and weights are read for too little
-DECODE_STEPS = 2.5  # the target where none is given, in decode steps
+DECODE_STEPS = 2.2  # the target where none is given, in decode steps
 _WEIGHT = 0.1  # of the newest step in an average
+_STEP_WEIGHT = (
+    0.02  # likewise in what is known of decode steps, which has to remember other numbers of sequences
+)
 
 
 class PrefillPace:
@@ -19,25 +22,59 @@ class PrefillPace:
     def __init__(self, target_s: float | None, *, is_limited: bool = True) -> None:
         """`target_s`: between two tokens; None: DECODE_STEPS, as measured. Not `is_limited`: no limit is ever asked for."""
         self._target_s, self._is_limited = target_s, is_limited
-        self._decode_s: float | None = None  # of a step without prompts
+        self._decode_steps = _Line()  # seconds of steps without prompts, by their sequences
         self._token_s: float | None = None  # of a prompt's token beside it
 
     def note(self, seconds: float, *, num_decodes: int, num_prefill: int) -> None:
         """Learn from a step that took so long, with these tokens on this rank; those without any say nothing."""
         if num_prefill:
-            beside_s = self._decode_s or 0.0 if num_decodes else 0.0
+            beside_s = self._decode_steps.at(num_decodes) if num_decodes else 0.0
             self._token_s = _averaged(self._token_s, max(0.0, seconds - beside_s) / num_prefill)
         elif num_decodes:
-            self._decode_s = _averaged(self._decode_s, seconds)
+            self._decode_steps.add(num_decodes, seconds)
+
+    def budget(self, num_decodes: int, num_open: int) -> int:
+        """Prompt tokens that this rank could take on beside decodes; 0: it knows of no limit.
+
+        Args:
+            num_decodes: sequences that will decode in the step.
+            num_open: those that would if all who wait had begun.
+        """
+        if not self._is_limited or self._token_s is None or not self._decode_steps.is_known:
+            return 0
+        target_s = self._target_s or DECODE_STEPS * self._decode_steps.at(max(num_open, num_decodes))
+        room_s = max(0.0, target_s - self._decode_steps.at(num_decodes))
+        return max(LEAST_TOKENS, int(room_s / max(self._token_s, 1e-9)))
+
+
+class _Line:
+    """A straight line through what was measured, the older the less it counts."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
-    def budget(self) -> int:
-        """Prompt tokens that this rank could take on beside decodes; 0: it knows of no limit."""
-        if not self._is_limited or self._token_s is None or self._decode_s is None:
-            return 0
-        target_s = self._target_s or DECODE_STEPS * self._decode_s
-        room_s = max(0.0, target_s - self._decode_s)
-        return max(LEAST_TOKENS, int(room_s / max(self._token_s, 1e-9)))
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return self._weight > 0
+
+    def add(self, x: float, y: float) -> None:
+        """Take a measurement in."""
+        sums = (self._weight, self._x, self._y, self._xx, self._xy)
+        kept = 1 - _STEP_WEIGHT
+        self._weight, self._x, self._y, self._xx, self._xy = (
+            kept * total + value for total, value in zip(sums, (1.0, x, y, x * x, x * y), strict=True)
+        )
+
+    def at(self, x: float) -> float:
+        """The line's value, which never falls; 0 where nothing is known."""
+        if not self._weight:
+            return 0.0
+        spread = self._weight * self._xx - self._x**2
+        slope = 0.0
+        if spread > 1e-6 * self._weight**2:
+            slope = max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
+        return max(0.0, self._y + slope * (self._weight * x - self._x)) / self._weight
 
 
 def _averaged(before: float | None, newest: float) -> float:

@@ -364,7 +364,7 @@ class Options:
     )  # fmt: skip
     target_itl_ms: float | None = flag(
         LIMITS, "--target-itl-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS",
-        default_text="2.5 decode steps on CPU, none on a GPU",
+        default_text="2.2 decode steps of all who run or wait on CPU, none on a GPU",
         help="time between two tokens of a stream that a step with prompts keeps to, as far as it can: it takes on fewer "
         "tokens of prompts, at least 64",
     )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcache.step import Span
 from moe.cpu.layer_program import LayerProgram
+from moe.cpu.step_program import StepProgram
 from scheduler.assembly import Assembled
 from tests.support.engines.serving import build
 from tests.support.models.families import VOCABULARY
@@ -77,6 +78,21 @@ def test_programs_give_what_modules_give(family: str, opened: Callable[..., Asse
     assert (len(programs(ours)), len(programs(theirs))) == (ADOPTED[family], 0)
     for found, wanted in zip(forward(ours, BATCHES), forward(theirs, BATCHES), strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ADOPTED)
+def test_a_decoder_of_programs_gives_the_bits_of_its_layers(
+    family: str, opened: Callable[..., Assembled]
+) -> None:
+    ours, theirs = opened(family), opened(family)
+    decoders = [getattr(built.model.net, built.model.net.base_model_prefix) for built in (ours, theirs)]
+    is_program = isinstance(getattr(decoders[0].forward, "__self__", None), StepProgram)
+    assert is_program == bool(ADOPTED[family])
+    if not is_program:
+        return
+    del decoders[1].forward
+    for one, other in zip(forward(ours, BATCHES), forward(theirs, BATCHES), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])

@@ -18,41 +18,57 @@ def learned(target_s: float | None = None, **settings: bool) -> PrefillPace:
     return pace
 
 
+def budget(pace: PrefillPace, num_decodes: int = 4) -> int:
+    """Nobody waits."""
+    return pace.budget(num_decodes, num_decodes)
+
+
 def test_there_is_no_limit_before_anything_is_known() -> None:
     pace = PrefillPace(None)
-    assert pace.budget == 0
+    assert budget(pace) == 0
     pace.note(0.1, num_decodes=0, num_prefill=512)
-    assert pace.budget == 0, "what a decode takes is not known"
+    assert budget(pace) == 0, "what a decode takes is not known"
     pace.note(0.02, num_decodes=1, num_prefill=0)
-    assert pace.budget > 0
+    assert budget(pace) > 0
 
 
 def test_the_budget_is_what_fits_beside_the_decodes() -> None:
-    assert learned(0.050).budget == pytest.approx(300, abs=2)
-    assert learned(0.120).budget == pytest.approx(1000, abs=5)
-    assert learned().budget == pytest.approx((DECODE_STEPS - 1) * 200, abs=2)
+    assert budget(learned(0.050)) == pytest.approx(300, abs=2)
+    assert budget(learned(0.120)) == pytest.approx(1000, abs=5)
+    assert budget(learned()) == pytest.approx((DECODE_STEPS - 1) * 200, abs=2)
+
+
+def test_a_few_streams_do_not_hold_up_many_who_wait() -> None:
+    pace = learned()
+    for _ in range(50):
+        pace.note(0.060, num_decodes=24, num_prefill=0)  # 2 ms for each sequence more
+    few, many = (pace.budget(4, num_open) for num_open in (4, 24))
+    assert few == pytest.approx((DECODE_STEPS - 1) * 200, rel=0.02)
+    assert many == pytest.approx((DECODE_STEPS * 0.060 - 0.020) / 0.0001, rel=0.02)
+    target = learned(0.050)
+    assert target.budget(4, 24) == target.budget(4, 4), "what was asked for is kept to"
 
 
 def test_prompts_get_on_however_short_the_target_is() -> None:
-    assert learned(0.001).budget == LEAST_TOKENS
+    assert budget(learned(0.001)) == LEAST_TOKENS
 
 
 def test_without_a_limit_none_is_asked_for() -> None:
-    assert learned(is_limited=False).budget == 0
+    assert budget(learned(is_limited=False)) == 0
 
 
 def test_it_follows_a_machine_that_becomes_slower() -> None:
     pace = learned(0.050)
     for _ in range(50):
         pace.note(0.020 + 0.1024, num_decodes=4, num_prefill=512)
-    assert pace.budget == pytest.approx(150, abs=2)
+    assert budget(pace) == pytest.approx(150, abs=2)
 
 
 def test_steps_without_tokens_say_nothing() -> None:
     pace = learned(0.050)
-    before = pace.budget
+    before = budget(pace)
     pace.note(5.0, num_decodes=0, num_prefill=0)
-    assert pace.budget == before
+    assert budget(pace) == before
 
 
 def test_all_keep_to_the_least_budget_while_anybody_decodes() -> None:
