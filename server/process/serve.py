@@ -109,7 +109,7 @@ def _prepare(options: Options) -> Options:
         threads=options.threads or max(1, usable_cores() // ranks),
     )
     check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
-    say(f"wideep: computing on {device.name} ({device.reason})")
+    say(f"wideep: computing on {device.in_words}")
     return options if options.port else replace(options, port=free_port(options.host))
 
 

@@ -105,5 +105,5 @@ def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, 
             has_front=has_front,
             gpu_bytes=device.free_bytes,
         )
-        say(f"wideep: computing on {device.name} ({device.reason})")
+        say(f"wideep: computing on {device.in_words}")
     return options

@@ -18,6 +18,7 @@ from dispatch.wires.availability import has_cuda_device
 from server.options.reading import check_limits
 from server.options.table import Options
 from server.process.preflight.model import PreflightError
+from server.process.preflight.processor import why_slow
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 LEAST_TRITON = (3, 5)
@@ -163,6 +164,12 @@ class Device:
     name: str  # cpu or cuda
     reason: str  # why, in words
     facts: GpuFacts  # what was found; empty on a CPU
+
+    @property
+    def in_words(self) -> str:
+        """What, why, and what makes it slow."""
+        slow = why_slow() if self.name == "cpu" else ""
+        return f"{self.name} ({self.reason}){slow and f'; {slow}'}"
 
     @property
     def ranks(self) -> int:
