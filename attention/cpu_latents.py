@@ -12,16 +12,17 @@ dim, W width of a page's row (L + E, padded), N blocks, B tokens of a block, R r
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from attention.cpu_attention import PRODUCTS_PER_NS
+from attention.cpu_attention import PRODUCTS_PER_NS, Queries
+from attention.cpu_norm import norm_row
 from attention.cpu_tiles import (
     I64,
     LANES,
@@ -103,12 +104,14 @@ def _absorb(at, tile):  # type: ignore[no-untyped-def]
     # A tile multiplies one head's queries by one panel of its key half, into the head's lane of `out` [R, G, C, 16].
     w = words(at, WORDS)
     query, token_bytes, head_bytes, weights, panel_bytes, times = w[0], w[1], w[2], w[3], w[4], w[5]
-    heads, groups, unrotated, latent, rotary, rows, out = w[6], w[7], w[8], w[9], w[10], w[11], w[12]
+    heads, groups, unrotated, latent, rotary, out = w[6], w[7], w[8], w[9], w[10], w[12]
+    chunk = words(w[11], 4)
+    first_row, rows = chunk[2], chunk[3]
     panels = (latent + LANES - 1) // LANES
     if tile < 0:
-        return heads * panels
+        return heads * panels if rows > 0 else 0
     head, panel = tile // panels, tile % panels
-    of_head = query + head * head_bytes
+    of_head = query + first_row * token_bytes + head * head_bytes
     made = np.empty((rows, LANES), np.float32)
     times_panel(
         times,
@@ -138,17 +141,18 @@ def _absorb(at, tile):  # type: ignore[no-untyped-def]
 def _attend(at, tile):  # type: ignore[no-untyped-def]
     # A tile is 16 heads of up to TILE_TOKENS tokens; `out` [R, G, 16, padded L] are the weighted means of latents.
     w = words(at, WORDS)
-    query, width, groups, latents, row_bytes, num_tiles, base = w[0], w[1], w[2], w[3], w[4], w[6], w[7]
-    scale, window, out, latent_lanes = float_of(w[12]), w[13], w[14], w[15]
+    query, width, groups, latents, row_bytes, chunk = w[0], w[1], w[2], w[3], w[4], words(w[5], 4)
+    num_tiles, base = chunk[1], chunk[2]
+    scale, window, out, latent_lanes = float_of(w[10]), w[11], w[12], w[13]
     if tile < 0:
         return num_tiles * groups
     group = tile % groups
-    part = words(w[5] + tile // groups * 24, 3)
+    part = words(chunk[0] + tile // groups * 24, 3)
     sequence, first, count = part[0], part[1], part[2]
     starts, context, table = (
-        words(w[8] + sequence * 8, 2),
-        words(w[9] + sequence * 8, 1)[0],
-        w[10] + sequence * w[11],
+        words(w[6] + sequence * 8, 2),
+        words(w[7] + sequence * 8, 1)[0],
+        w[8] + sequence * w[9],
     )
     position = context - (starts[1] - starts[0]) + first  # of the tile's first query token
     place = starts[0] + first - base  # its row in `query` and `out`
@@ -208,21 +212,161 @@ def _expand(at, tile):  # type: ignore[no-untyped-def]
     # A tile multiplies one head's means of latents by one panel of its value half, into `out` [R, H, padded V].
     w = words(at, WORDS)
     found, token_bytes, head_bytes, weights, panel_bytes, times = w[0], w[1], w[2], w[3], w[4], w[5]
-    heads, latent, rows, out, value_lanes = w[6], w[7], w[8], w[9], w[10]
+    heads, latent, out, value_lanes = w[6], w[7], w[9], w[10]
+    chunk = words(w[8], 4)
+    first_row, rows = chunk[2], chunk[3]
     panels = value_lanes // LANES
     if tile < 0:
-        return heads * panels
+        return heads * panels if rows > 0 else 0
     head, panel = tile // panels, tile % panels
     times_panel(
         times, found + head * head_bytes, token_bytes, weights + tile * panel_bytes, 0, latent, 0,
-        out + (head * value_lanes + panel * LANES) * 4, heads * value_lanes * 4, rows,
+        out + ((first_row * heads + head) * value_lanes + panel * LANES) * 4, heads * value_lanes * 4, rows,
     )  # fmt: skip
     return 0
 
 
-LATENT_KERNELS = ABSORB, ATTEND, EXPAND = tuple(
-    Kernel(each, TILES_VERSION) for each in (_absorb, _attend, _expand)
+@njit(nogil=True, inline="always")
+def _rotated(x, cosine, sine, rotary, is_interleaved, out):  # type: ignore[no-untyped-def]
+    # Pairs are (i, i + E/2) in `out`; in `x` those, or (2i, 2i + 1).
+    half = rotary // 2
+    for i in range(half):
+        a = x[2 * i] if is_interleaved != 0 else x[i]
+        b = x[2 * i + 1] if is_interleaved != 0 else x[half + i]
+        out[i] = a * cosine[i] - b * sine[i]
+        out[half + i] = b * cosine[half + i] + a * sine[half + i]
+
+
+_ROTATED_ROWS = 8  # of a tile
+
+
+def _place(at, tile):  # type: ignore[no-untyped-def]
+    # Tile 0 norms and caches latents with their rotated keys, of all rows: a block's tail is cleared by who begins it. The
+    # others rotate queries in place.
+    w = words(at, WORDS)
+    latents, latent_stride, latent, weight, eps = w[0], w[1], w[2], w[3], float_of(w[4])
+    queries, token_bytes, cosines, sines, rotary, is_interleaved = w[5], w[6], w[7], w[8], w[9], w[10]
+    heads, unrotated, rows, pages, width = w[11], w[12], words(w[13], 1)[0], w[14], w[15]
+    if tile < 0:
+        return 1 + (rows + _ROTATED_ROWS - 1) // _ROTATED_ROWS if rows > 0 else 0
+    if tile == 0:
+        lanes, factors, slots = np.empty(LANES, np.float32), floats(weight, latent), words(w[16], rows)
+        for row in range(rows):
+            line = latents + row * latent_stride
+            block, offset = slots[row] // LANES, slots[row] % LANES
+            page = pages + block * LANES * width * 4
+            if offset == 0:
+                floats(page, LANES * width)[:] = np.float32(0.0)
+            to = page + offset * width * 4
+            norm_row(floats(line, latent), factors, eps, latent, floats(to, latent), lanes)
+            cosine, sine = (
+                floats(cosines + row * rotary * 4, rotary),
+                floats(sines + row * rotary * 4, rotary),
+            )
+            _rotated(
+                floats(line + latent * 4, rotary),
+                cosine,
+                sine,
+                rotary,
+                is_interleaved,
+                floats(to + latent * 4, rotary),
+            )
+        return 0
+    made = np.empty(rotary, np.float32)
+    first = (tile - 1) * _ROTATED_ROWS
+    for row in range(first, min(first + _ROTATED_ROWS, rows)):
+        cosine, sine = floats(cosines + row * rotary * 4, rotary), floats(sines + row * rotary * 4, rotary)
+        for head in range(heads):
+            query = floats(
+                queries + row * token_bytes + (head * (unrotated + rotary) + unrotated) * 4, rotary
+            )
+            _rotated(query, cosine, sine, rotary, is_interleaved, made)
+            query[:] = made
+    return 0
+
+
+LATENT_KERNELS = ABSORB, ATTEND, EXPAND, PLACE = tuple(
+    Kernel(each, TILES_VERSION) for each in (_absorb, _attend, _expand, _place)
 )
+
+
+def place_row(
+    latents: int, stride: int, norm: tuple[Tensor, float], queries: int, token_bytes: int, heads: int, unrotated: int,
+    rotary_dim: int, pages_NBW: Tensor, step: Step, *, is_interleaved: bool,
+) -> list[int]:  # fmt: skip
+    """One row of a program: norm and cache latents and their rotated keys, rotate queries in place.
+
+    The addresses of [T, E] cosines and sines are told every step, at `cpu_heads.COSINES` and `SINES`.
+
+    Args:
+        latents: address of [T, L + E] float32. stride: bytes from a row to the next.
+        norm: of the latents: weight [L] and epsilon.
+        queries: address of [T, H, U + E] float32. token_bytes: from a token to the next.
+        heads: H. unrotated: U. rotary_dim: E.
+        pages_NBW: the layer's.
+        step: whose rows these are.
+        is_interleaved: pairs to rotate are neighbours; they are put apart.
+    """
+    weight, eps = norm
+    return PLACE.row(
+        latents, stride, len(weight), weight.data_ptr(), bits_of(eps), queries, token_bytes, 0, 0, rotary_dim,
+        int(is_interleaved), heads, unrotated, step.facts[1:].data_ptr(), pages_NBW.data_ptr(), pages_NBW.shape[2],
+        step.cache_slot_T.data_ptr(),
+    )  # fmt: skip
+
+
+class LatentRooms(NamedTuple):
+    """Memory for queries and sums in latent space: what `latent_rooms` says for each of `ROWS_AT_ONCE` rows."""
+
+    query: Tensor
+    found: Tensor
+
+
+ROWS_AT_ONCE = TILES_AT_ONCE * TILE_TOKENS
+
+
+def room_floats(heads: int, latent: int, rotary_dim: int) -> tuple[int, int]:
+    """float32 values of `LatentRooms` for each row. Where H is no multiple of 16 those of queries are 0 at first."""
+    groups = -(-heads // LANES)
+    return groups * (latent + rotary_dim) * LANES, groups * LANES * -(-latent // LANES) * LANES
+
+
+def latent_rows(
+    queries: Queries, heads: int, latents_NBW: Tensor, step: Step, weight: AbsorbedWeight, rooms: LatentRooms, *,
+    rotary_dim: int, scale: float, window: int, out: int,
+) -> list[list[int]]:  # fmt: skip
+    """Rows of a program, for whatever batch `step` describes when it runs; three for each chunk of its tiles.
+
+    Args:
+        out: address of [T, H, padded V] float32.
+        others: see `latent_attention`.
+    """
+    width = latents_NBW.shape[2]
+    latent, unrotated = weight.value.shape[2], weight.key.shape[2]
+    groups, latent_lanes = -(-heads // LANES), -(-latent // LANES) * LANES
+    value_lanes = weight.value.shape[1] * LANES
+    times = (TIMES_BF16 if weight.key.dtype is torch.bfloat16 else TIMES_F32).address
+    panel_bytes = LANES * weight.key.element_size()
+    table = step.block_table_SM
+    rows = []
+    for chunk in step.chunks(TILE_TOKENS, TILES_AT_ONCE):
+        at = chunk.ctypes.data
+        rows += [
+            ABSORB.row(
+                queries.address, queries.token_stride, queries.head_stride, weight.key.data_ptr(),
+                unrotated * panel_bytes, times, heads, groups, unrotated, latent, rotary_dim, at, rooms.query.data_ptr(),
+            ),
+            ATTEND.row(
+                rooms.query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), width * 4, at,
+                step.query_start_S.data_ptr(), step.context_S.data_ptr(), table.data_ptr(), table.stride(0) * 8,
+                bits_of(scale), window, rooms.found.data_ptr(), latent_lanes,
+            ),
+            EXPAND.row(
+                rooms.found.data_ptr(), groups * LANES * latent_lanes * 4, latent_lanes * 4, weight.value.data_ptr(),
+                latent * panel_bytes, times, heads, latent, at, out, value_lanes,
+            ),
+        ]  # fmt: skip
+    return rows
 
 
 def latent_attention(
@@ -249,45 +393,26 @@ def latent_attention(
     Returns:
         [T, H, V] float32, new; padded rows are zero.
     """
-    heads, num_rows, key_dim = query_HTD.shape
+    heads, num_rows, _ = query_HTD.shape
     _, block_tokens, width = latents_NBW.shape
-    latent, unrotated = weight.value.shape[2], key_dim - rotary_dim
+    latent = weight.value.shape[2]
     if block_tokens != LANES or width % LANES or width < latent + rotary_dim:
         raise ValueError(
             f"latent attention needs {LANES} tokens per block and rows of a multiple of {LANES} values that hold "
             f"{latent} + {rotary_dim}; got {block_tokens} and {width}"
         )
-    groups, latent_lanes = -(-heads // LANES), -(-latent // LANES) * LANES
-    value_lanes = weight.value.shape[1] * LANES
-    out_THV = torch.zeros(num_rows, heads, value_lanes)
-    token_bytes, head_bytes = query_HTD.stride(1) * 4, query_HTD.stride(0) * 4
-    tiles, starts = step.tiles(TILE_TOKENS), step.query_start_S
+    out_THV = torch.zeros(num_rows, heads, weight.value.shape[1] * LANES)
     products = step.num_pairs * heads * 2 * latent + step.num_tokens * (
         weight.key.numel() + weight.value.numel()
     )
-    times = (TIMES_BF16 if weight.key.dtype is torch.bfloat16 else TIMES_F32).address
-    panel_bytes = LANES * weight.key.element_size()
-    for begin in range(0, len(tiles), TILES_AT_ONCE):
-        here = tiles[begin : begin + TILES_AT_ONCE]
-        base = int(starts[here[0, 0]] + here[0, 1])
-        rows = int(here[:, 2].sum())
-        make = torch.zeros if heads % LANES else torch.empty  # lanes of heads that there are not
-        query = make(rows, groups, latent + rotary_dim, LANES)
-        found = torch.empty(rows, groups, LANES, latent_lanes)
-        program = program_of([
-            ABSORB.row(
-                query_HTD.data_ptr() + base * token_bytes, token_bytes, head_bytes, weight.key.data_ptr(),
-                unrotated * panel_bytes, times, heads, groups, unrotated, latent, rotary_dim, rows, query.data_ptr(),
-            ),
-            ATTEND.row(
-                query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), width * 4, here.ctypes.data,
-                len(here), base, starts.data_ptr(), step.context_S.data_ptr(), step.block_table_SM.data_ptr(),
-                step.block_table_SM.stride(0) * 8, bits_of(scale), window, found.data_ptr(), latent_lanes,
-            ),
-            EXPAND.row(
-                found.data_ptr(), groups * LANES * latent_lanes * 4, latent_lanes * 4, weight.value.data_ptr(),
-                latent * panel_bytes, times, heads, latent, rows, out_THV[base:].data_ptr(), value_lanes,
-            ),
-        ])  # fmt: skip
-        run(program, step.team, products // PRODUCTS_PER_NS)
+    at_once = min(ROWS_AT_ONCE, step.num_tokens)
+    make = torch.zeros if heads % LANES else torch.empty  # lanes of heads that there are not
+    rooms = LatentRooms(*(make(at_once, size) for size in room_floats(heads, latent, rotary_dim)))
+    queries = Queries(query_HTD.data_ptr(), query_HTD.stride(1) * 4, query_HTD.stride(0) * 4)
+    rows = latent_rows(
+        queries, heads, latents_NBW, step, weight, rooms, rotary_dim=rotary_dim, scale=scale, window=window,
+        out=out_THV.data_ptr(),
+    )  # fmt: skip
+    num_chunks = -(-len(step.tiles(TILE_TOKENS)) // TILES_AT_ONCE)
+    run(program_of(rows[: 3 * num_chunks]), step.team, products // PRODUCTS_PER_NS)
     return out_THV[..., : weight.value_dim]

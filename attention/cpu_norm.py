@@ -52,12 +52,12 @@ def _norm(at, tile):  # type: ignore[no-untyped-def]
         w[6],
         words(w[7], 1)[0],
     )
-    at_once = max(1, _TILE_VALUES // dim)
+    at_once, stride = max(1, _TILE_VALUES // dim), w[8]
     if tile < 0:
         return (rows + at_once - 1) // at_once
     lanes, factors = np.empty(LANES, np.float32), floats(weight, dim)
     for row in range(tile * at_once, min((tile + 1) * at_once, rows)):
-        values = floats(x + row * dim * 4, dim)
+        values = floats(x + row * stride, dim)
         if added != 0:
             more, both = floats(added + row * dim * 4, dim), floats(sums + row * dim * 4, dim)
             for index in range(dim):
@@ -72,15 +72,25 @@ NORMED = 1  # the place of `x` in `norm_rows`' row, counted from the kernel's ad
 
 
 def norm_rows(
-    x: int, weight: int, eps: float, dim: int, out: int, rows_at: int, *, added: int = 0, sums: int = 0
+    x: int,
+    weight: int,
+    eps: float,
+    dim: int,
+    out: int,
+    rows_at: int,
+    *,
+    added: int = 0,
+    sums: int = 0,
+    stride: int = 0,
 ) -> list[int]:
     """One row of a program: `out = norm(x)`; or `sums = x + added` and `out = norm(sums)`.
 
     Args:
         x, out, added, sums: addresses of [T, D] float32; `added` 0: nothing. weight: address of [D] float32.
         dim: D. rows_at: address of T, read when the program runs.
+        stride: bytes from a row of `x` to the next; 0: they follow each other.
     """
-    return NORM.row(x, added, sums, out, weight, bits_of(eps), dim, rows_at)
+    return NORM.row(x, added, sums, out, weight, bits_of(eps), dim, rows_at, stride or 4 * dim)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

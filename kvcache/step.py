@@ -77,6 +77,7 @@ class Step:
         self.facts = torch.zeros(4, dtype=torch.int64)
         self._facts = self.facts.numpy()
         self._tiles: dict[int, np.ndarray] = {}
+        self._chunks: dict[tuple[int, int], np.ndarray] = {}
         self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
 
     def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
@@ -115,6 +116,8 @@ class Step:
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0
         self._tiles.clear()
+        for (tile_tokens, at_once), table in self._chunks.items():
+            self._write_chunks(tile_tokens, at_once, table)
 
     def _write_blocks(self, row: int, begin: int, block_ids: Sequence[int]) -> None:
         """Write a part of a sequence's table: what is there already is not written again."""
@@ -150,6 +153,28 @@ class Step:
             ]
             self._tiles[tile_tokens] = np.array(rows, dtype=np.int64).reshape(-1, 3)
         return self._tiles[tile_tokens]
+
+    def chunks(self, tile_tokens: int, at_once: int) -> np.ndarray:
+        """Where every step's tiles are, `at_once` of them at a time: what programs that are written once read.
+
+        Returns:
+            [chunks, 4] int64, the same memory at every step: the address of a chunk's first tile, how many there are,
+            the row of the first query token, and how many rows. What is past the step's tiles has none.
+        """
+        table = self._chunks.get((tile_tokens, at_once))
+        if table is None:
+            most = self.max_tokens // tile_tokens + len(self.context_S)
+            table = self._chunks[tile_tokens, at_once] = np.zeros((-(-most // at_once), 4), np.int64)
+            self._write_chunks(tile_tokens, at_once, table)
+        return table
+
+    def _write_chunks(self, tile_tokens: int, at_once: int, table: np.ndarray) -> None:
+        tiles = self.tiles(tile_tokens)
+        table[:] = 0
+        for chunk, begin in enumerate(range(0, len(tiles), at_once)):
+            here = tiles[begin : begin + at_once]
+            first_row = self._query_start[here[0, 0]] + here[0, 1]
+            table[chunk] = here.ctypes.data, len(here), first_row, here[:, 2].sum()
 
     @property
     def positions(self) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.cpu_latents import AbsorbedWeight
 from attention.cpu_tiles import LANES
 from kvcache.paged_cache import LayerShape
 from moe.adopt.norms import epsilon
@@ -54,6 +55,26 @@ class Attention(NamedTuple):
     scale: float
 
 
+class Latents(NamedTuple):
+    """Queries, one latent and one rotary key for all heads, and the projection of what they attend to."""
+
+    layer: int
+    heads: int
+    first: (
+        Matrix  # [Q + L + E, hidden]: what queries come from, or they themselves; then latent and rotary key
+    )
+    query_dim: int  # Q
+    query_norm: Norm | None  # of what queries come from; None: they are there
+    query: Matrix | None  # [H * (U + E), Q]
+    latent_norm: Norm
+    absorbed: AbsorbedWeight
+    rotary_dim: int  # E
+    is_interleaved: bool
+    output: Matrix
+    output_bias: Tensor | None
+    scale: float
+
+
 class Mlp(NamedTuple):
     """down(silu(gate(x)) * up(x))."""
 
@@ -76,7 +97,7 @@ class LayerParts(NamedTuple):
 
     hidden: int
     input_norm: Norm
-    attention: Attention
+    attention: Attention | Latents
     post_norm: Norm
     router: Chooser | None  # None: the layer is dense
     experts: Any  # the module beside the router
@@ -99,7 +120,8 @@ def parts_of(module: Any, shapes: Sequence[LayerShape]) -> LayerParts | None:
         )
         hidden = input_norm.weight.numel()
         _require(hidden % LANES == 0 and post_norm.weight.numel() == hidden)
-        attention = _attention(module.self_attn, shapes, hidden)
+        kind = _latents if shapes[int(module.self_attn.layer_idx)].latent else _attention
+        attention = kind(module.self_attn, shapes, hidden)
         feed_forward = module.mlp
         if not hasattr(feed_forward, "experts"):
             return LayerParts(
@@ -162,6 +184,44 @@ def _attention(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Attent
         query_norm=norms[0],
         key_norm=norms[1],
         sinks_H=sinks,
+        scale=float(module.scaling),
+    )
+
+
+def _latents(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Latents:
+    layer, heads = int(module.layer_idx), int(module.num_heads)
+    latent_dim, rotary_dim = int(module.kv_lora_rank), int(module.qk_rope_head_dim)
+    unrotated, absorbed = int(module.qk_nope_head_dim), module.absorbed
+    latent_norm, value_dim = _norm(module, "kv_a_layernorm"), absorbed.value_dim
+    _require(latent_norm.weight.numel() == latent_dim and shapes[layer].key_dim == latent_dim + rotary_dim)
+    _require(absorbed.key.shape[0] == heads and absorbed.key.shape[2] == unrotated and value_dim % LANES == 0)
+    _require(absorbed.value.shape[1] * LANES == value_dim and absorbed.value.shape[2] == latent_dim)
+    _require(rotary_dim % 2 == 0)
+    is_plain = module.q_lora_rank is None
+    sources = [module.q_proj if is_plain else module.q_a_proj, module.kv_a_proj_with_mqa]
+    _require(all(each.bias is None for each in sources))
+    queries, latents = (_packed(each.weight) for each in sources)
+    _require(queries.in_dim == latents.in_dim == hidden and latents.out_dim == latent_dim + rotary_dim)
+    last = queries if is_plain else _packed(module.q_b_proj.weight)
+    _require(last.out_dim == heads * (unrotated + rotary_dim))
+    query_norm = None if is_plain else _norm(module, "q_a_layernorm")
+    if query_norm is not None:
+        _require(query_norm.weight.numel() == queries.out_dim == last.in_dim and module.q_b_proj.bias is None)
+    output = _packed(module.o_proj.weight)
+    _require(output.in_dim == heads * value_dim and output.out_dim == hidden)
+    return Latents(
+        layer=layer,
+        heads=heads,
+        first=_together((queries, latents)),
+        query_dim=queries.out_dim,
+        query_norm=query_norm,
+        query=None if is_plain else _matrix(last),
+        latent_norm=latent_norm,
+        absorbed=absorbed,
+        rotary_dim=rotary_dim,
+        is_interleaved=bool(getattr(module.config, "rope_interleave", False)),
+        output=_matrix(output),
+        output_bias=module.o_proj.bias,
         scale=float(module.scaling),
     )
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from attention.cpu_attention import NUM_TILES, TILES, Queries, attention_row, tile_tokens
 from attention.cpu_heads import COSINES, SINES, HeadNorms, heads_row
+from attention.cpu_latents import ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
 from attention.cpu_norm import NORMED, norm_rows
 from attention.cpu_tiles import LANES
 from dispatch.row_formats import PlainRows
@@ -23,7 +24,7 @@ from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.layer_parts import LayerParts, Matrix, Mlp
+from moe.cpu.layer_parts import Attention, Latents, LayerParts, Matrix, Mlp
 from moe.cpu.local_experts import ANSWERS, OUT, add_row, clock_row, sort_row
 from moe.cpu.panels import Format
 from moe.cpu.products import gather_row, grouped_row, linear_row, quantise_row
@@ -57,8 +58,16 @@ class Places(NamedTuple):
     """Which of a layer's rows are told, step by step, where something is."""
 
     heads: int
-    attention: int
+    attention: int  # of one that is told of the step's tiles; latents' are not
     second_norm: int  # the first is row 0
+
+
+class _Attended(NamedTuple):
+    """Rows of a program from the normed ones to what they attend to."""
+
+    values: Tensor  # [R, H * V]
+    rows: Rows
+    at: int  # the one that is told of angles; attention follows
 
 
 class _Programs(NamedTuple):
@@ -96,13 +105,15 @@ class LayerProgram:
 
     Attributes:
         may_be_whole: the experts of a lone rank may be part of the program; whoever tried it says so.
-        tile_tokens: of its attention, see `Step.tiles`.
+        tile_tokens: of its attention, see `Step.tiles`; 0: it need not be told.
     """
 
     def __init__(self, module: nn.Module, parts: LayerParts, step: Step, activations: Activations) -> None:
         """`module` is the layer, which answers what the program does not take; it owns the program."""
         self.parts, self.may_be_whole = parts, False
-        self.tile_tokens = tile_tokens(parts.attention.heads, parts.attention.kv_heads)
+        attention, self.tile_tokens = parts.attention, 0
+        if isinstance(attention, Attention):
+            self.tile_tokens = tile_tokens(attention.heads, attention.kv_heads)
         self._module = weakref.ref(module)
         self._step, self._activations = step, activations
         self._programs: _Programs | None = None
@@ -120,10 +131,12 @@ class LayerProgram:
             )
         cosines, sines = position_embeddings
         places, first, after = self.rows(pages, cosines.shape[2])
-        out, tiles = torch.empty_like(hidden_states), self._step.tiles(self.tile_tokens)
+        out = torch.empty_like(hidden_states)
         give_rows(first, places, hidden_states, cosines, sines)
-        first[places.attention, TILES] = tiles.ctypes.data
-        first[places.attention, NUM_TILES] = len(tiles)
+        if self.tile_tokens:
+            tiles = self._step.tiles(self.tile_tokens)
+            first[places.attention, TILES] = tiles.ctypes.data
+            first[places.attention, NUM_TILES] = len(tiles)
         if after is None:
             first[-1, OUT] = out.data_ptr()
             self._run(first)
@@ -202,33 +215,18 @@ class LayerProgram:
         return programs
 
     def _write(self, pages: PagedCache, rotary_dim: int) -> _Programs:
-        parts, room, step = self.parts, self._activations.room, self._step
+        parts, room = self.parts, self._activations.room
         attention, D, facts = parts.attention, parts.hidden, self._facts
-        keys, values = pages.keys[attention.layer], pages.values[attention.layer]
-        key_dim, value_dim = keys.shape[2], pages.shapes[attention.layer].value_dim
-        heads = attention.heads
-        width = attention.qkv.format.panels * LANES
-        normed, qkv, attended = room("normed", D), room("qkv", width), room("attended", heads * value_dim)
-        projected, sums = room("projected", D), room("sums", D)
-        query_norm, key_norm = attention.query_norm, attention.key_norm
-        head_norms = HeadNorms()
-        if query_norm is not None and key_norm is not None:
-            head_norms = HeadNorms(query_norm.weight.data_ptr(), key_norm.weight.data_ptr(), query_norm.eps)
-        rows = [
-            norm_rows(0, parts.input_norm.weight.data_ptr(), parts.input_norm.eps, D, normed.data_ptr(), facts),
-            *self._linear(attention.qkv, normed, qkv, attention.qkv_bias),
-        ]  # fmt: skip
-        heads_at = len(rows)
-        rows += [
-            heads_row(qkv.data_ptr(), width * 4, heads, value_dim, rotary_dim, head_norms, (keys, values), step),
-            attention_row(
-                Queries(qkv.data_ptr(), width * 4, key_dim * 4), heads, keys, values, step, value_dim=value_dim,
-                scale=attention.scale, window=pages.shapes[attention.layer].window,
-                sinks=0 if attention.sinks_H is None else attention.sinks_H.data_ptr(), out=attended.data_ptr(),
-            ),
-            *self._linear(attention.output, attended, projected, attention.output_bias),
-        ]  # fmt: skip
-        places = Places(heads_at, heads_at + 1, len(rows))
+        normed, projected, sums = room("normed", D), room("projected", D), room("sums", D)
+        if isinstance(attention, Latents):
+            attended, rows, at = self._write_latents(attention, pages)
+        else:
+            attended, rows, at = self._write_heads(attention, pages, rotary_dim)
+        first = norm_rows(
+            0, parts.input_norm.weight.data_ptr(), parts.input_norm.eps, D, normed.data_ptr(), facts
+        )
+        rows = [first, *rows, *self._linear(attention.output, attended, projected, attention.output_bias)]
+        places = Places(1 + at, 2 + at, len(rows))
         rows.append(
             norm_rows(
                 0, parts.post_norm.weight.data_ptr(), parts.post_norm.eps, D, normed.data_ptr(), facts,
@@ -255,6 +253,71 @@ class LayerProgram:
         return _Programs(
             pages, rotary_dim, program_of(rows), places, shared, program_of(after), normed, ids, weights
         )  # fmt: skip
+
+    def _write_heads(self, attention: Attention, pages: PagedCache, rotary_dim: int) -> _Attended:
+        room, step = self._activations.room, self._step
+        keys, values = pages.keys[attention.layer], pages.values[attention.layer]
+        shape, heads, width = (
+            pages.shapes[attention.layer],
+            attention.heads,
+            attention.qkv.format.panels * LANES,
+        )
+        qkv, attended = room("qkv", width), room("attended", heads * shape.value_dim)
+        query_norm, key_norm = attention.query_norm, attention.key_norm
+        head_norms = HeadNorms()
+        if query_norm is not None and key_norm is not None:
+            head_norms = HeadNorms(query_norm.weight.data_ptr(), key_norm.weight.data_ptr(), query_norm.eps)
+        rows = self._linear(attention.qkv, room("normed", self.parts.hidden), qkv, attention.qkv_bias)
+        at = len(rows)
+        rows += [
+            heads_row(
+                qkv.data_ptr(), width * 4, heads, shape.value_dim, rotary_dim, head_norms, (keys, values), step
+            ),
+            attention_row(
+                Queries(qkv.data_ptr(), width * 4, keys.shape[2] * 4), heads, keys, values, step,
+                value_dim=shape.value_dim, scale=attention.scale, window=shape.window,
+                sinks=0 if attention.sinks_H is None else attention.sinks_H.data_ptr(), out=attended.data_ptr(),
+            ),
+        ]  # fmt: skip
+        return _Attended(attended, rows, at)
+
+    def _write_latents(self, attention: Latents, pages: PagedCache) -> _Attended:
+        room, step, heads = self._activations.room, self._step, attention.heads
+        weight, rotary_dim, latents = attention.absorbed, attention.rotary_dim, pages.keys[attention.layer]
+        width, query_dim = attention.first.format.panels * LANES, attention.query_dim
+        made, attended = room("made", width), room("attended", heads * weight.value_dim)
+        unrotated, latent_dim = weight.key.shape[2], weight.value.shape[2]
+        rows = self._linear(attention.first, room("normed", self.parts.hidden), made)
+        head_bytes = (unrotated + rotary_dim) * 4
+        queries = Queries(made.data_ptr(), width * 4, head_bytes)
+        if attention.query is not None and attention.query_norm is not None:
+            source = room("query source", query_dim)
+            queried = room("queries", attention.query.format.panels * LANES)
+            rows += [
+                norm_rows(
+                    made.data_ptr(), attention.query_norm.weight.data_ptr(), attention.query_norm.eps, query_dim,
+                    source.data_ptr(), self._facts, stride=width * 4,
+                ),
+                *self._linear(attention.query, source, queried),
+            ]  # fmt: skip
+            queries = Queries(queried.data_ptr(), queried.shape[1] * 4, head_bytes)
+        at = len(rows)
+        query_floats, found_floats = room_floats(heads, latent_dim, rotary_dim)
+        rooms = LatentRooms(
+            room("latent queries", query_floats, rows=ROWS_AT_ONCE).zero_(),
+            room("latents found", found_floats, rows=ROWS_AT_ONCE),
+        )
+        rows += [
+            place_row(
+                made.data_ptr() + query_dim * 4, width * 4, attention.latent_norm, queries.address, queries.token_stride,
+                heads, unrotated, rotary_dim, latents, step, is_interleaved=attention.is_interleaved,
+            ),
+            *latent_rows(
+                queries, heads, latents, step, weight, rooms, rotary_dim=rotary_dim, scale=attention.scale,
+                window=pages.shapes[attention.layer].window, out=attended.data_ptr(),
+            ),
+        ]  # fmt: skip
+        return _Attended(attended, rows, at)
 
     @property
     def _facts(self) -> int:

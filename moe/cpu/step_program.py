@@ -129,7 +129,9 @@ class StepProgram:
         for layer, rows in zip(self._layers, layers, strict=True):
             before, after = rows.before.copy(), None if rows.after is None else rows.after.copy()
             give_rows(before, rows.places, hidden, cosines, sines)
-            attention.setdefault(layer.tile_tokens, []).append(sum(map(len, parts)) + rows.places.attention)
+            if layer.tile_tokens:
+                place = sum(map(len, parts)) + rows.places.attention
+                attention.setdefault(layer.tile_tokens, []).append(place)
             parts.append(before)
             if after is not None:
                 if layer.parts.experts is not None:

@@ -23,7 +23,7 @@ ADOPTED = {
     "gpt_oss": 0,  # angles of half a head
     "qwen2_moe": 0,  # what all tokens share has a gate
     "olmoe": 0,  # norms of all heads together
-    "deepseek_v3": 0,  # latents
+    "deepseek_v3": 3,
     "granitemoe": 0,  # a factor on what is added
 }
 
