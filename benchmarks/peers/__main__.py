@@ -199,6 +199,7 @@ def _measure_shape(shape: str, options: Options) -> dict[str, Any]:
         print(f"== {shape}, {name}", flush=True)
         with contextlib.ExitStack() as stack:
             running, missing = _start(stack, SETS[name], model, options)
+            _drop_those_that_fail(running, missing, prompts)
             levels = [_measure_level(running, prompts, each, options) for each in options.concurrency]
         starts = {program: round(started.start_s, 1) for program, started in running.items()}
         found[name] = {"missing": missing, "start_s": starts, "levels": levels}
@@ -224,6 +225,19 @@ def _start(
             missing[program.name] = str(error)[-1000:]
             print(f"   {program.name} is missing: {error}", flush=True)
     return running, missing
+
+
+def _drop_those_that_fail(running: dict[str, Any], missing: dict[str, str], prompts: Prompts) -> None:
+    """Ask each for an answer: a peer may start with a model that it cannot run."""
+    for name, program in list(running.items()):
+        try:
+            program.run(prompts.take(1), 4, 1)
+        except (BenchServiceError, PeerError) as error:
+            if name.split()[0] == OURS:
+                raise
+            del running[name]
+            missing[name] = str(error)[-1000:]
+            print(f"   {name} is missing: {str(error).strip().splitlines()[-1]}", flush=True)
 
 
 def _log() -> Any:

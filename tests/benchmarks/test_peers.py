@@ -10,6 +10,7 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import llama_cpp
 from benchmarks.peers.folder import MissingPeerError, needs, peers_folder, run
 from benchmarks.serving.closed_loop import RequestTiming
+from benchmarks.serving.transformers_peer import PeerError
 
 OPTIONS = peers.Options(["qwen3-moe"], ["exact"], [1], 2, 2, {"transformers"}, False)
 
@@ -26,6 +27,14 @@ class Running:
     def run(self, prompts: Any, num_tokens: int, concurrency: int) -> list[RequestTiming]:
         """Answer at once."""
         return [RequestTiming(0.0, [0.1, 0.1 + 0.01 * num_tokens], num_tokens) for _ in prompts]
+
+
+class Prompts:
+    """Gives short ones."""
+
+    def take(self, count: int) -> list[list[int]]:
+        """As many as are asked for."""
+        return [[1]] * count
 
 
 def there(_model: Path, _options: peers.Options, _log: IO[bytes]) -> Any:
@@ -50,6 +59,16 @@ def test_what_cannot_be_installed_is_named_and_the_others_run() -> None:
         peers._start(stack, [peers.Program("wideep 1 rank", not_there)], Path(), OPTIONS)
 
 
+def test_a_peer_that_cannot_run_the_model_is_missing_too() -> None:
+    class Failing(Running):
+        def run(self, prompts: Any, num_tokens: int, concurrency: int) -> list[RequestTiming]:
+            raise PeerError("it said:\nno such layer")
+
+    running, missing = {"wideep": Running(), "transformers": Failing()}, {}
+    peers._drop_those_that_fail(running, missing, Prompts())  # type: ignore[arg-type]
+    assert list(running) == ["wideep"] and "no such layer" in missing["transformers"]
+
+
 def test_rows_beside_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter([(10.0, True), (20.0, False), (30.0, False)])
 
@@ -57,10 +76,6 @@ def test_rows_beside_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> Non
         rate, noisy = next(rates)
         values = {"tokens_per_s": rate, "ttft_p50_ms": 1.0, "itl_p50_ms": 1.0, "itl_p99_ms": 2.0}
         return {**values, "peak_pss_mib": 5, "own_cores": 1.0, "other_cores": 0.0, "noisy": noisy}
-
-    class Prompts:
-        def take(self, count: int) -> list[list[int]]:
-            return [[1]] * count
 
     monkeypatch.setattr(peers, "_measure_row", measured)
     level = peers._measure_level({"wideep": Running()}, Prompts(), 1, OPTIONS)  # type: ignore[arg-type]
