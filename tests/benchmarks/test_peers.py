@@ -64,7 +64,7 @@ def test_a_peer_that_cannot_run_the_model_is_missing_too() -> None:
         def run(self, prompts: Any, num_tokens: int, concurrency: int) -> list[RequestTiming]:
             raise PeerError("it said:\nno such layer")
 
-    running, missing = {"wideep": Running(), "transformers": Failing()}, {}
+    running, missing = {"wideep": Running(), "transformers": Failing()}, dict[str, str]()
     peers._drop_those_that_fail(running, missing, Prompts())  # type: ignore[arg-type]
     assert list(running) == ["wideep"] and "no such layer" in missing["transformers"]
 
