@@ -9,7 +9,7 @@ from server.process.preflight.processor import why_slow
     ("machine", "facts", "said"),
     [
         ("x86_64", "flags\t\t: sse4_2 avx avx2 fma\n", ""),
-        ("x86_64", "flags\t\t: sse4_2 avx\nflags\t\t: sse4_2 avx\n", "no AVX2 and no FMA; kernels may take"),
+        ("x86_64", "flags\t\t: sse4_2 avx\nflags\t\t: sse4_2 avx\n", "no AVX2 and no FMA; kernels take"),
         ("x86_64", "flags : avx avx2\n", "no FMA; kernels"),
         ("x86_64", "", ""),
         ("aarch64", "Features : asimd\n", ""),
