@@ -46,7 +46,7 @@ _COMMON = {
 }
 
 
-class Shape(NamedTuple):
+class Architecture(NamedTuple):
     """One architecture at one size."""
 
     config: type[PreTrainedConfig]
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "qwen3-moe": Shape(
+    "qwen3-moe": Architecture(
         Qwen3MoeConfig,
         {
             "num_hidden_layers": 8,
@@ -66,7 +66,7 @@ SHAPES = {
         },
         {},
     ),
-    "deepseek-v3": Shape(
+    "deepseek-v3": Architecture(
         DeepseekV3Config,
         {
             "num_hidden_layers": 6,

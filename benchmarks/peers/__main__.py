@@ -48,7 +48,7 @@ _METRICS = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")
 _HEAD = ("tok/s", "TTFT p50", "ITL p50", "p99", "PSS MiB", "start s")
 
 
-class Options(NamedTuple):
+class PeerOptions(NamedTuple):
     """What to measure."""
 
     shapes: list[str]
@@ -64,11 +64,11 @@ class Program(NamedTuple):
     """One that takes part."""
 
     name: str  # its first word is whose it is
-    start: Callable[[Path, Options, IO[bytes]], Any]  # a context with `process`, `run` and `start_s`
+    start: Callable[[Path, PeerOptions, IO[bytes]], Any]  # a context with `process`, `run` and `start_s`
 
 
-def _service(*arguments: str) -> Callable[[Path, Options, IO[bytes]], Any]:
-    def start(model: Path, options: Options, log: IO[bytes]) -> Service:
+def _service(*arguments: str) -> Callable[[Path, PeerOptions, IO[bytes]], Any]:
+    def start(model: Path, options: PeerOptions, log: IO[bytes]) -> Service:
         limits = [f"--max-model-len={MODEL_LENGTH}", f"--max-num-seqs={max(options.concurrency)}"]
         threads = str(options.threads)
         return Service(str(model), [*limits, *(each.replace("THREADS", threads) for each in arguments)], log)
@@ -76,8 +76,8 @@ def _service(*arguments: str) -> Callable[[Path, Options, IO[bytes]], Any]:
     return start
 
 
-def _vllm(dtype: str) -> Callable[[Path, Options, IO[bytes]], Any]:
-    def start(model: Path, options: Options, log: IO[bytes]) -> Server:
+def _vllm(dtype: str) -> Callable[[Path, PeerOptions, IO[bytes]], Any]:
+    def start(model: Path, options: PeerOptions, log: IO[bytes]) -> Server:
         python, port = vllm.install(), free_port()
         command = vllm.command(
             python, model, port, dtype, max_model_len=MODEL_LENGTH, max_num_seqs=max(options.concurrency)
@@ -90,8 +90,8 @@ def _vllm(dtype: str) -> Callable[[Path, Options, IO[bytes]], Any]:
     return start
 
 
-def _llama_cpp(form: str) -> Callable[[Path, Options, IO[bytes]], Any]:
-    def start(model: Path, options: Options, log: IO[bytes]) -> Server:
+def _llama_cpp(form: str) -> Callable[[Path, PeerOptions, IO[bytes]], Any]:
+    def start(model: Path, options: PeerOptions, log: IO[bytes]) -> Server:
         installed, port = llama_cpp.install(), free_port()
         file = llama_cpp.converted(installed, model, form)
         command = llama_cpp.command(
@@ -102,7 +102,7 @@ def _llama_cpp(form: str) -> Callable[[Path, Options, IO[bytes]], Any]:
     return start
 
 
-def _transformers(model: Path, options: Options, log: IO[bytes]) -> TransformersPeer:
+def _transformers(model: Path, options: PeerOptions, log: IO[bytes]) -> TransformersPeer:
     peer = TransformersPeer(
         model, threads=options.threads, max_num_seqs=max(options.concurrency), max_model_len=MODEL_LENGTH, log=log
     )  # fmt: skip
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
+def _options(arguments: Sequence[str] | None) -> PeerOptions:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers", description="Our service beside vLLM, llama.cpp and transformers."
     )
@@ -187,10 +187,12 @@ def _options(arguments: Sequence[str] | None) -> Options:
     args = parser.parse_args(arguments)
     concurrency = args.concurrency or ([1, 4] if args.quick else [1, 4, 16, 32])
     rounds = args.rounds or (1 if args.quick else 3)
-    return Options(args.shapes, args.sets, concurrency, rounds, args.threads, set(args.without), args.save)
+    return PeerOptions(
+        args.shapes, args.sets, concurrency, rounds, args.threads, set(args.without), args.save
+    )
 
 
-def _measure_shape(shape: str, options: Options) -> dict[str, Any]:
+def _measure_shape(shape: str, options: PeerOptions) -> dict[str, Any]:
     model = ensure_random_model(shape=shape, dtype=torch.bfloat16)
     encode = Tokenizer(str(model)).encode
     prompts = Prompts(lambda text: encode(text, add_special_tokens=False), PROMPT_TOKENS)
@@ -208,7 +210,7 @@ def _measure_shape(shape: str, options: Options) -> dict[str, Any]:
 
 
 def _start(
-    stack: contextlib.ExitStack, programs: Sequence[Program], model: Path, options: Options
+    stack: contextlib.ExitStack, programs: Sequence[Program], model: Path, options: PeerOptions
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Start those that can be had; returns them, and why the others are missing."""
     running, missing = {}, {}
@@ -245,7 +247,7 @@ def _log() -> Any:
 
 
 def _measure_level(
-    running: dict[str, Any], prompts: Prompts, concurrency: int, options: Options
+    running: dict[str, Any], prompts: Prompts, concurrency: int, options: PeerOptions
 ) -> dict[str, Any]:
     lot = prompts.take(concurrency)
     for program in running.values():

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, TIMES_INT4, TIMES_INT8
+from attention.cpu_panel_pairs import TIMES_TWO_BF16, TIMES_TWO_F32
 from attention.cpu_quantised_tiles import MAX_BLOCK, TIMES_FP8, TIMES_MXFP4
-from attention.cpu_tiles import LANES, TIMES_BF16, TIMES_F32, TIMES_TWO_BF16, TIMES_TWO_F32
+from attention.cpu_tiles import LANES, TIMES_BF16, TIMES_F32
 from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
 
 # By what panels and scales are made of.

@@ -12,13 +12,13 @@ from numba import njit
 from torch import Tensor
 
 from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, quantise_block
+from attention.cpu_panel_pairs import times_two_panels
 from attention.cpu_tiles import (
     LANES,
     TILES_VERSION,
     address_of,
     silu_times,
     times_panel,
-    times_two_panels,
 )
 from dispatch.native import copy, floats, words
 from dispatch.team import WORDS, Kernel, Team, program_of, run
@@ -35,6 +35,35 @@ def panels_per_tile(rows, k, panel_bytes):  # type: ignore[no-untyped-def]
     """How many panels make a tile."""
     ns = max(panel_bytes // BYTES_PER_NS, rows * k * LANES // PRODUCTS_PER_NS) + 1
     return max(2, TILE_NS // ns)  # two are multiplied at once
+
+
+@njit(nogil=True, inline="always")
+def _times_panels(  # type: ignore[no-untyped-def]
+    times, times_two, x, x_stride, codes, panel_bytes, scales, scale_bytes, k, block, out, out_stride, rows, first, last
+):  # fmt: skip
+    # Rows times panels [first, last) of one weight.
+    panel = first
+    while panel < last:
+        to, weights = out + panel * _PANEL_BYTES, codes + panel * panel_bytes
+        if times_two != 0 and panel + 1 < last:
+            times_two_panels(
+                times_two,
+                x,
+                x_stride,
+                weights,
+                weights + panel_bytes,
+                k,
+                to,
+                to + _PANEL_BYTES,
+                out_stride,
+                rows,
+            )
+            panel += 2
+        else:
+            times_panel(
+                times, x, x_stride, weights, scales + panel * scale_bytes, k, block, to, out_stride, rows
+            )
+            panel += 1
 
 
 def _linear(at, tile):  # type: ignore[no-untyped-def]
@@ -58,27 +87,17 @@ def _linear(at, tile):  # type: ignore[no-untyped-def]
     first_row = tile // groups * ROW_BLOCK
     count = min(ROW_BLOCK, rows - first_row)
     first = tile % groups * at_once
-    last, done = min(first + at_once, panels), first
-    for panel in range(first, last):
-        to, weights = out + first_row * out_stride + panel * _PANEL_BYTES, codes + panel * panel_bytes
-        if panel == done and times_two != 0 and panel + 1 < last:
-            times_two_panels(
-                times_two, x + first_row * x_stride, x_stride, weights, weights + panel_bytes, k, to, to + _PANEL_BYTES,
-                out_stride, count,
-            )  # fmt: skip
-            done = panel + 2
-        elif panel == done:
-            times_panel(
-                times, x + first_row * x_stride, x_stride, weights, scales + panel * scale_bytes, k, block, to,
-                out_stride, count,
-            )  # fmt: skip
-            done = panel + 1
-        if bias != 0:
-            added = floats(bias + panel * _PANEL_BYTES, LANES)
-            for row in range(count):
-                values = floats(to + row * out_stride, LANES)
-                for lane in range(LANES):
-                    values[lane] += added[lane]
+    last, to = min(first + at_once, panels), out + first_row * out_stride
+    _times_panels(
+        times, times_two, x + first_row * x_stride, x_stride, codes, panel_bytes, scales, scale_bytes, k, block, to,
+        out_stride, count, first, last,
+    )  # fmt: skip
+    if bias != 0:
+        added = floats(bias, last * LANES)
+        for row in range(count):
+            values = floats(to + row * out_stride, last * LANES)
+            for column in range(first * LANES, last * LANES):
+                values[column] += added[column]
     return 0
 
 
@@ -121,31 +140,14 @@ def _grouped(at, tile):  # type: ignore[no-untyped-def]
     both = np.empty((2 * ROW_BLOCK if is_gated != 0 else 0, LANES), np.float32)
     for row in range(begin, end, ROW_BLOCK):
         count, rows_at = min(ROW_BLOCK, end - row), x + row * x_stride
-        done = first
+        if is_gated == 0:
+            _times_panels(
+                times, times_two, rows_at, x_stride, codes, panel_bytes, scales, scale_bytes, k, block,
+                out + row * out_stride, out_stride, count, first, last,
+            )  # fmt: skip
+            continue
         for panel in range(first, last):
             to, weights = out + row * out_stride + panel * _PANEL_BYTES, codes + panel * panel_bytes
-            if is_gated == 0:
-                if panel == done and times_two != 0 and panel + 1 < last:
-                    times_two_panels(
-                        times_two, rows_at, x_stride, weights, weights + panel_bytes, k, to, to + _PANEL_BYTES,
-                        out_stride, count,
-                    )  # fmt: skip
-                    done = panel + 2
-                elif panel == done:
-                    times_panel(
-                        times,
-                        rows_at,
-                        x_stride,
-                        weights,
-                        scales + panel * scale_bytes,
-                        k,
-                        block,
-                        to,
-                        out_stride,
-                        count,
-                    )
-                    done = panel + 1
-                continue
             gate, up = address_of(both), address_of(both) + ROW_BLOCK * _PANEL_BYTES
             other = panel + made
             if times_two != 0:

@@ -12,7 +12,7 @@ from benchmarks.peers.folder import MissingPeerError, needs, peers_folder, run
 from benchmarks.serving.closed_loop import RequestTiming
 from benchmarks.serving.transformers_peer import PeerError
 
-OPTIONS = peers.Options(["qwen3-moe"], ["exact"], [1], 2, 2, {"transformers"}, False)
+OPTIONS = peers.PeerOptions(["qwen3-moe"], ["exact"], [1], 2, 2, {"transformers"}, False)
 
 
 class Running:
@@ -37,11 +37,11 @@ class Prompts:
         return [[1]] * count
 
 
-def there(_model: Path, _options: peers.Options, _log: IO[bytes]) -> Any:
+def there(_model: Path, _options: peers.PeerOptions, _log: IO[bytes]) -> Any:
     return contextlib.nullcontext(Running())
 
 
-def not_there(_model: Path, _options: peers.Options, _log: IO[bytes]) -> Any:
+def not_there(_model: Path, _options: peers.PeerOptions, _log: IO[bytes]) -> Any:
     needs("a-compiler-that-nobody-has")
 
 

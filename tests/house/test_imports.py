@@ -63,6 +63,7 @@ ORDER = (
         "attention.cpu_attention",
         "attention.cpu_integer_tiles",
         "attention.cpu_norm",
+        "attention.cpu_panel_pairs",
         "attention.cpu_quantised_tiles",
         "attention.latents",
         "attention.reference",
