@@ -23,7 +23,9 @@ from dispatch.dispatched import Dispatched, DispatchHandle, Exchanges, TokenDisp
 from dispatch.errors import DispatchError
 from dispatch.exchange import Exchange
 from dispatch.mode import NORMAL, Mode
-from dispatch.row_formats import RowFormat
+from dispatch.programmed import ProgrammedExchange
+from dispatch.row_formats import PlainRows, RowFormat
+from dispatch.wires.shm import ShmWire
 from dispatch.wires.wire import Wire
 
 __all__ = ["DispatchHandle", "Dispatched", "Dispatcher", "TokenDispatcher", "Traffic"]
@@ -45,13 +47,21 @@ class Dispatcher:
             raise ValueError(f"slots_per_rank is {slots_per_rank}; it must be at least 1")
         self.wire, self.slots_per_rank = wire, slots_per_rank
         self.world_size, self.name, self.reason = wire.world_size, wire.name, wire.reason
-        self._exchange = Exchange(wire, slots_per_rank=slots_per_rank, rows=rows)
-        self._call = 0
+        self._exchange: Exchange
+        if isinstance(wire, ShmWire) and (rows is None or isinstance(rows, PlainRows)):
+            self._exchange = ProgrammedExchange(wire, slots_per_rank=slots_per_rank)
+        else:
+            self._exchange = Exchange(wire, slots_per_rank=slots_per_rank, rows=rows)
 
     @property
     def row_format(self) -> str:
         """How rows travel, in words."""
         return self._exchange.rows.name
+
+    @property
+    def in_programs(self) -> ProgrammedExchange | None:
+        """What calls of programs go through, in place of `dispatch` and `combine`; None: they cannot."""
+        return self._exchange if isinstance(self._exchange, ProgrammedExchange) else None
 
     @property
     def traffic(self) -> Traffic:
@@ -90,17 +100,17 @@ class Dispatcher:
             RanksDisagree: H, K, dtype, S or mode differ between ranks; on all ranks, and the next call works.
             PeerLost, DispatchTimeout: the wire is of no more use.
         """
-        self._call += 2  # of a refused call too, as on all ranks
+        self._exchange.calls += 2  # of a refused call too, as on all ranks
         problem = dispatch_problem(x_TH, slots_TK, mode)
         if problem:
             self._refuse(problem)
         exchange, slots_TK = self._exchange, slots_TK.contiguous()
-        bad = exchange.send_rows(x_TH.contiguous(), slots_TK, call=self._call, capacity=mode.capacity)
+        bad = exchange.send_rows(x_TH.contiguous(), slots_TK, call=exchange.calls, capacity=mode.capacity)
         if bad >= 0:
             self._refuse(slot_problem(slots_TK, bad, self.world_size, self.slots_per_rank))
         x_NH, num_pairs = exchange.receive_rows()
         (T, H), K = x_TH.shape, slots_TK.shape[1]
-        handle = DispatchHandle(self._call, T, K, H, x_TH.dtype, num_pairs)
+        handle = DispatchHandle(exchange.calls, T, K, H, x_TH.dtype, num_pairs)
         return Dispatched(x_NH, exchange.row_of_pair, exchange.slot_offsets, handle)
 
     def combine(
@@ -122,7 +132,7 @@ class Dispatcher:
             as `dispatch`.
         """
         handle, exchange = dispatched.handle, self._exchange
-        problem = answers_problem(y_PH, weights_TK, out, handle, last_call=self._call)
+        problem = answers_problem(y_PH, weights_TK, out, handle, last_call=exchange.calls)
         if problem:
             self._refuse(problem)
         out_TH = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype) if out is None else out

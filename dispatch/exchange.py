@@ -89,6 +89,7 @@ class Exchange:
     Attributes:
         row_of_pair, slot_offsets: what `receive_rows` found: int64 [P] and [S+1], see `dispatched.Dispatched`.
         dispatch_clock, combine_clock: time from sending until all is there.
+        calls: a number for the next call, for whoever needs one; counted by its owner.
         num_begun, num_ended: exchanges so far, of rows and of answers; the first is raised before peers are waited for.
     """
 
@@ -119,7 +120,7 @@ class Exchange:
         self._choices, self._own_entries = GrowingBuffer(torch.int32), GrowingBuffer(torch.int32)
         self._own_tokens, self._note = GrowingBuffer(torch.int64), GrowingBuffer(torch.int64)
         self.dispatch_clock, self.combine_clock = ExchangeClock(), ExchangeClock()
-        self.num_begun = self.num_ended = 0
+        self.num_begun = self.num_ended = self.calls = 0
         self._begun_ns = self._num_rows = self._entry_room = 0
         compile_all(*kernels.KERNELS)
 
@@ -188,14 +189,8 @@ class Exchange:
         if note:
             self._note.reserve(num_notes)
             self._note.view(num_notes).copy_(torch.tensor(note, dtype=torch.int64))
-        wire.open_windows(sizes)
-        kernels.pack(
-            rows, slots, self._choices.address, 0 if origins_T is None else origins_T.data_ptr(), T, K, S, R, rank,
-            self._tables, self._header_at, self._note.address, wire.mask.address, wire.send_addresses.address,
-            self._own_tokens.address, self._own_entries.address,
-        )  # fmt: skip
         self._sent = _Sent(x_TH, hidden, dtype, rows, T, K, capacity, num_notes, R == 1 and is_own)
-        self._begin(sizes, None)
+        self._send_planned(slots, 0 if origins_T is None else origins_T.data_ptr())
         return -1
 
     def receive_rows(self, num_groups: int = 1) -> tuple[Tensor, int]:
@@ -213,6 +208,10 @@ class Exchange:
             PeerRefused, PeerLost, DispatchTimeout: as the wire.
         """
         self._end(self.dispatch_clock)
+        return self.take_rows(num_groups)
+
+    def take_rows(self, num_groups: int = 1) -> tuple[Tensor, int]:
+        """The rest of `receive_rows`, once they are there. Local."""
         sent, rows, R = self._sent, self.rows, self._shape[1]
         in_place = sent.num_tokens if sent.is_in_place else -1
         num_rows, num_pairs, row_room, stranger = self._read(num_groups, in_place)
@@ -274,22 +273,17 @@ class Exchange:
             call: as in `send_rows`.
             keeps: y may change before `receive_answers`.
         """
-        wire, (_, R, rank) = self.wire, self._shape
-        row_bytes, sent, received = y.shape[-1] * y.dtype.itemsize, self._answer_send, self._answer_recv
+        (_, R, rank), row_bytes = self._shape, y.shape[-1] * y.dtype.itemsize
         own, pairs = y.data_ptr(), self._pair_of_answer.address
         kernels.size_answers(
-            row_bytes, R, rank, self._tables, wire.mask.address, sent.address, received.address
-        )
-        wire.open_windows(sent)
-        kernels.pack_answers(
-            own, row_bytes, R, rank, self._tables, sent.address, wire.send_addresses.address, pairs, call,
+            row_bytes, R, rank, self._tables, self.wire.mask.address, self._answer_send.address,
+            self._answer_recv.address,
         )  # fmt: skip
         if keeps:
             kept = self._kept.reserve(int(self._counts[message.RECV_PAIRS, rank]) * row_bytes)
             kernels.keep_own_answers(own, row_bytes, R, rank, self._tables, pairs, kept)
-            own = kept
-        self._answers = (own, 0 if keeps else pairs, row_bytes, call)
-        self._begin(sent, received)
+        self._send_sized(own, row_bytes, call)
+        self._answers = (kept if keeps else own, 0 if keeps else pairs, row_bytes, call)
 
     def receive_answers(self) -> None:
         """Wait for all answers. Collective.
@@ -370,6 +364,27 @@ class Exchange:
             for place, word in zip((p for p in places if p != message.HEADER_CALL), words, strict=True):
                 self._words[place] = word
         self._words[message.HEADER_CALL] = call
+
+    def _send_planned(self, slots: int, origins: int) -> None:
+        """Write the messages that were planned, and let them leave; addresses."""
+        (S, R, rank), wire, sent, sizes = self._shape, self.wire, self._sent, self._send_bytes
+        wire.open_windows(sizes)
+        kernels.pack(
+            sent.rows, slots, self._choices.address, origins, sent.num_tokens, sent.num_choices, S, R, rank,
+            self._tables, self._header_at, self._note.address, wire.mask.address, wire.send_addresses.address,
+            self._own_tokens.address, self._own_entries.address,
+        )  # fmt: skip
+        self._begin(sizes, None)
+
+    def _send_sized(self, answers: int, row_bytes: int, call: int) -> None:
+        """The same for answers at an address whose messages have their sizes."""
+        wire, sent, (_, R, rank) = self.wire, self._answer_send, self._shape
+        wire.open_windows(sent)
+        kernels.pack_answers(
+            answers, row_bytes, R, rank, self._tables, sent.address, wire.send_addresses.address,
+            self._pair_of_answer.address, call,
+        )  # fmt: skip
+        self._begin(sent, self._answer_recv)
 
     def _begin(self, sent: RankTable, received: RankTable | None) -> None:
         self.num_begun += 1

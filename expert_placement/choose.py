@@ -32,7 +32,7 @@ class Table(NamedTuple):
 
 
 @entry
-def _choose_slots(
+def choose_slots(
     expert_P: np.ndarray,
     first_E: np.ndarray,
     slot_C: np.ndarray,
@@ -99,7 +99,7 @@ class ReplicaChoice:
             int64 of the same shape, new.
         """
         slot_TK = np.empty(expert_TK.shape, np.int64)
-        _choose_slots(expert_TK.reshape(-1), *self._tables[layer], self.phase_E, slot_TK.reshape(-1))
+        choose_slots(expert_TK.reshape(-1), *self._tables[layer], self.phase_E, slot_TK.reshape(-1))
         return slot_TK
 
 

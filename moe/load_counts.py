@@ -20,7 +20,7 @@ NUM_PHASES = 2
 
 
 @compiled
-def _count(
+def count(
     ids: int, slots: int, num_pairs: int, num_decode_pairs: int, E: int, R: int, slots_per_rank: int, row: int
 ) -> None:
     """Add one layer's pairs, of which the first are decodes; `row` is the address of [2, E + R] int64."""
@@ -50,7 +50,7 @@ class LayerCounts:
         """
         ids_TK, slots_TK = ids_TK.contiguous(), slots_TK.contiguous()
         num_choices = ids_TK.shape[1]
-        _count(
+        count(
             ids_TK.data_ptr(), slots_TK.data_ptr(), ids_TK.numel(), num_decodes * num_choices,
             self._num_experts, self._num_ranks, self._slots_per_rank, self.address,
         )  # fmt: skip
@@ -70,7 +70,7 @@ class LoadCounts:
     """
 
     def __init__(self, num_layers: int, *, num_experts: int, num_ranks: int, slots_per_rank: int) -> None:
-        compile_all(_count)
+        compile_all(count)
         self.table = np.zeros((num_layers, NUM_PHASES, num_experts + num_ranks), dtype=np.int64)
         self.layers = [LayerCounts(rows, num_experts, slots_per_rank) for rows in self.table]
 

@@ -25,7 +25,11 @@ SEGMENT_BYTES = 64 << 20  # all regions together stay within it, down to MIN_REG
 
 
 class ShmWire(HostWire):
-    """See `Wire`. Opening is collective over `group`, which must be of one host."""
+    """See `Wire`. Opening is collective over `group`, which must be of one host.
+
+    Attributes:
+        place: how every function of `shm_regions` begins, for compiled code that posts by itself.
+    """
 
     name = "shm"
 
@@ -46,7 +50,7 @@ class ShmWire(HostWire):
         self._segment = SharedSegment(group, 2 * pairs * self._region_bytes, timeout_s=timeout_s)
         self._mask_lost = self.mask if mask_lost else None
         self._numbers, self._rounds = RankTable(self.world_size), RankTable(self.world_size)
-        self._place = (
+        self.place = (
             self._segment.base,
             self._segment.start,
             self.world_size,
@@ -61,10 +65,10 @@ class ShmWire(HostWire):
         """See `Wire`."""
         self._check_open()
         sizes, table, exchange = send_bytes.address, self.send_addresses.address, self._number + 1
-        staged = regions.place_windows(*self._place, exchange, sizes, self._outgoing.address, table)
+        staged = regions.place_windows(*self.place, exchange, sizes, self._outgoing.address, table)
         if staged > self._outgoing.capacity:
             self._outgoing.reserve(staged)
-            regions.place_windows(*self._place, exchange, sizes, self._outgoing.address, table)
+            regions.place_windows(*self.place, exchange, sizes, self._outgoing.address, table)
         self._sent = send_bytes
 
     def send_window(self, rank: int) -> Tensor:
@@ -74,16 +78,25 @@ class ShmWire(HostWire):
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """See `Wire`."""
+        self.note_begun(send_bytes, recv_bytes)
+        regions.post_first_round(*self.place, self._number, send_bytes.address, self.send_addresses.address)
+
+    @property
+    def next_number(self) -> int:
+        """Of the exchange that comes next."""
+        return self._number + 1
+
+    def note_begun(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
+        """Learn that compiled code has begun the next exchange, by `post_first_round`; arguments as `begin_exchange`'s."""
         self._number += 1
         self._sent, self._expected = send_bytes, recv_bytes
-        regions.post_first_round(*self._place, self._number, send_bytes.address, self.send_addresses.address)
 
     def finish_exchange(self) -> None:
         """See `Wire`."""
         self._segment.wait(self._numbers, "an exchange", mask=self._mask_lost)
         expected = 0 if self._expected is None else self._expected.address
         rounds = regions.find_windows(
-            *self._place, self._number, self._sent.address, expected,
+            *self.place, self._number, self._sent.address, expected,
             self._found.address, self._rounds.address, self.recv_addresses.address,
         )  # fmt: skip
         if rounds < 0:
@@ -102,7 +115,7 @@ class ShmWire(HostWire):
         self._check_open()
         content = np.frombuffer(encode_refusal(text, self._region_bytes), dtype=np.uint8)
         self._number += 1
-        regions.post_refusal(*self._place, self._number, content.ctypes.data, content.size)
+        regions.post_refusal(*self.place, self._number, content.ctypes.data, content.size)
         self._segment.wait(self._numbers, "a refused exchange", mask=self._mask_lost)
 
     def interrupt(self, error: DispatchError) -> None:
@@ -117,7 +130,7 @@ class ShmWire(HostWire):
 
     def _exchange_rounds(self, rounds: int) -> None:
         """Take the chunks of large messages out of their regions, round by round."""
-        place, found, table = self._place, self._found.address, self.recv_addresses.address
+        place, found, table = self.place, self._found.address, self.recv_addresses.address
         self._incoming.reserve(regions.stage_windows(*place, found, 0, table))
         regions.stage_windows(*place, found, self._incoming.address, table)
         regions.take_chunks(*place, 0, found, table)

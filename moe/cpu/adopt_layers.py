@@ -20,9 +20,10 @@ from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, first_agreeing
 from moe.adopt.norms import epsilon
+from moe.cpu.activations import Activations
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.layer_parts import Norm, parts_of
-from moe.cpu.layer_program import Activations, LayerProgram, why_not_whole
+from moe.cpu.layer_program import LayerProgram, why_not_whole
 from moe.cpu.step_program import StepProgram
 
 _TOLERANCE = 1e-4  # of hidden values; sums are made in another order

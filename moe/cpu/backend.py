@@ -15,6 +15,7 @@ from attention.cpu_attention import ATTEND
 from attention.cpu_latents import LATENT_KERNELS, AbsorbedWeight
 from attention.cpu_norm import rms_norm
 from attention.cpu_tiles import LANES
+from dispatch.passes import PASSES
 from dispatch.team import Team, program_of, run_alone
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
@@ -31,6 +32,7 @@ from moe.cpu.panels import pack
 from moe.cpu.products import GATHER, GROUPED, LINEAR, QUANTISE
 from moe.cpu.routing import route
 from moe.cpu.slots import PackedSlots
+from moe.cpu.spread_experts import CHOOSE, exchange_of
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
@@ -138,6 +140,7 @@ def compile_kernels(model: LoadedModel, served: PagedCache) -> None:
         QUANTISE,
         ATTEND,
         *(LATENT_KERNELS if any(shape.latent for shape in served.shapes) else ()),
+        *((CHOOSE, *PASSES) if any(exchange_of(layer) for layer in model.layers) else ()),
     ):
         kernel.compile()
     nothing = program_of([])

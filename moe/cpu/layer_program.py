@@ -23,35 +23,15 @@ from dispatch.row_formats import PlainRows
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
+from moe.cpu.activations import Activations, Rows
+from moe.cpu.expert_rows import Asked, ExpertsClock, expert_rows
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.layer_parts import Attention, Latents, LayerParts, Matrix, Mlp
-from moe.cpu.local_experts import ANSWERS, OUT, add_row, clock_row, sort_row
-from moe.cpu.panels import Format
-from moe.cpu.products import gather_row, grouped_row, linear_row, quantise_row
+from moe.cpu.local_experts import ANSWERS, OUT, add_row, sort_row
+from moe.cpu.products import grouped_row, linear_row
 from moe.cpu.routing import route_row
+from moe.cpu.spread_experts import Chosen, SpreadExperts, exchange_of
 from moe.expert_weights import grown_sample, is_grown
-
-Rows = list[list[int]]
-
-
-class Activations:
-    """Memory for what layers compute, shared by all of a model: they run one after the other."""
-
-    def __init__(self, rows: int) -> None:
-        """`rows`: R."""
-        self.rows = rows
-        self._rooms: dict[str, Tensor] = {}
-        self._outgrown: list[Tensor] = []  # programs of smaller layers know their addresses
-
-    def room(self, name: str, columns: int, dtype: torch.dtype = torch.float32, rows: int = 0) -> Tensor:
-        """Memory under a name: [R, columns], or [rows, columns]."""
-        rows = rows or self.rows
-        room = self._rooms.get(name)
-        if room is None or room.numel() < rows * columns:
-            if room is not None:
-                self._outgrown.append(room)
-            room = self._rooms[name] = torch.empty(rows * columns, dtype=dtype)
-        return room[: rows * columns].view(rows, columns)
 
 
 class Places(NamedTuple):
@@ -79,25 +59,28 @@ class _Programs(NamedTuple):
     places: Places
     shared: Rows  # for what all tokens share beside the experts, or the dense layer
     after: Program  # from the experts' answers on
-    normed_TD: Tensor  # what experts are given
-    ids_TK: Tensor
-    weights_TK: Tensor
+    chosen: Chosen  # what experts are given; of no choices where there are none
+    sums: int  # where what answers are added to is
+    shared_out: int  # and what is shared; 0: nothing
 
 
 class LayerRows(NamedTuple):
     """A layer's rows of a step's program; the same objects until something else is to be run."""
 
     places: Places
-    before: Program  # up to the experts, or all of it
+    before: Program  # up to where the experts are met, or all of it
+    spread: SpreadExperts | None  # who meets them; None: `LayerProgram.ask_experts`, if there are any
     after: Program | None  # from the experts' answers on, or what all of a dense layer's feed-forward is
 
 
-class _Whole(NamedTuple):
-    """A program with the experts in it, and what it was written for."""
+class _Asked(NamedTuple):
+    """Rows with the experts in them, or cut where others are met, and what they were written for."""
 
     program: Program
+    spread: SpreadExperts | None
+    after: Program | None
     written_for: tuple[Any, ...]
-    slot_of_E: Tensor  # a lone rank has one copy of each expert
+    kept: Tensor | None  # what rows read
 
 
 class LayerProgram:
@@ -117,8 +100,8 @@ class LayerProgram:
         self._module = weakref.ref(module)
         self._step, self._activations = step, activations
         self._programs: _Programs | None = None
-        self._whole: _Whole | None = None
-        self._experts_ns, self._scratch = np.zeros(1, np.int64), np.zeros(2, np.int64)
+        self._asked: _Asked | None = None
+        self._clock = ExpertsClock()
 
     def forward(
         self, hidden_states: Tensor, *more: Any, position_embeddings: Any = None, pages: Any = None, **options: Any
@@ -130,7 +113,7 @@ class LayerProgram:
                 module, hidden_states, *more, position_embeddings=position_embeddings, pages=pages, **options
             )
         cosines, sines = position_embeddings
-        places, first, after = self.rows(pages, cosines.shape[2])
+        places, first, _, after = self.rows(pages, cosines.shape[2])
         out = torch.empty_like(hidden_states)
         give_rows(first, places, hidden_states, cosines, sines)
         if self.tile_tokens:
@@ -150,18 +133,33 @@ class LayerProgram:
         self._run(after)
         return out
 
-    def rows(self, pages: PagedCache, rotary_dim: int) -> LayerRows:
-        """The layer's rows for these pages and angles of so many dims."""
+    def rows(self, pages: PagedCache, rotary_dim: int, *, may_spread: bool = False) -> LayerRows:
+        """The layer's rows for these pages and angles of so many dims.
+
+        `may_spread`: they may be such that other ranks are met between them by a `SpreadExperts`.
+        """
         programs, experts = self._programs_for(pages, rotary_dim), self.parts.experts
         if self.may_be_whole and _is_alone(experts.expert_layer):
-            return LayerRows(programs.places, self._whole_for(programs, experts.expert_layer), None)
-        return LayerRows(programs.places, programs.before, programs.after)
+            asked = self._asked_in(programs, experts.expert_layer)
+            return LayerRows(programs.places, asked.program, None, None)
+        if may_spread and self.is_spread:
+            asked = self._asked_in(programs, experts.expert_layer)
+            return LayerRows(programs.places, asked.program, asked.spread, asked.after)
+        return LayerRows(programs.places, programs.before, None, programs.after)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks may be met between programs, by their rows."""
+        if self.parts.experts is None:
+            return False
+        layer = self.parts.experts.expert_layer
+        return exchange_of(layer) is not None and why_not_whole(layer, self.parts.hidden) is None
 
     def ask_experts(self) -> Tensor:
         """Let the layer's experts answer what the rows before them left: [T, D], new. Collective."""
         programs, experts, padded = self._programs, self.parts.experts, self._step.num_padded
         assert programs is not None
-        given = (each[:padded] for each in (programs.normed_TD, programs.ids_TK, programs.weights_TK))
+        given = (each[:padded] for each in programs.chosen)
         answers: Tensor = experts.expert_layer.run(experts, *given)
         return answers
 
@@ -192,16 +190,13 @@ class LayerProgram:
         if self.wants_sample(self._step.num_tokens):
             assert self._programs is not None
             expert_layer = self.parts.experts.expert_layer
-            served_TD = self._programs.normed_TD[: self._step.num_tokens]
+            served_TD = self._programs.chosen.x_TD[: self._step.num_tokens]
             expert_layer.sample_TD = grown_sample(expert_layer.sample_TD, served_TD)
 
     def note_times(self) -> None:
         """Keep how long experts took that are part of the rows."""
-        if self._experts_ns[0]:
-            counts = self.parts.experts.expert_layer.counts
-            if counts is not None:
-                counts.experts_ns += int(self._experts_ns[0])
-            self._experts_ns[0] = 0
+        if self.parts.experts is not None:
+            self._clock.note(self.parts.experts.expert_layer)
 
     def wants_sample(self, num_rows: int) -> bool:
         """Whether so many rows would be kept of what a whole layer's experts are given, before the next layer runs."""
@@ -211,7 +206,7 @@ class LayerProgram:
         programs = self._programs
         if programs is None or programs.pages is not pages or programs.rotary_dim != rotary_dim:
             programs = self._programs = self._write(pages, rotary_dim)
-            self._whole = None
+            self._asked = None
         return programs
 
     def _write(self, pages: PagedCache, rotary_dim: int) -> _Programs:
@@ -251,7 +246,8 @@ class LayerProgram:
         of_all = {"shared": shared_out.data_ptr()} if router is not None and parts.mlp is not None else {}
         after = [*shared, add_row(shared_out.data_ptr(), sums.data_ptr(), D, facts, **of_all)]
         return _Programs(
-            pages, rotary_dim, program_of(rows), places, shared, program_of(after), normed, ids, weights
+            pages, rotary_dim, program_of(rows), places, shared, program_of(after), Chosen(normed, ids, weights),
+            sums.data_ptr(), shared_out.data_ptr() if shared else 0,
         )  # fmt: skip
 
     def _write_heads(self, attention: Attention, pages: PagedCache, rotary_dim: int) -> _Attended:
@@ -324,15 +320,8 @@ class LayerProgram:
         """Where T, T padded and the number of decodes are; before T there is a 0."""
         return self._step.facts.data_ptr() + 8
 
-    def _taken(self, kind: Format, x: Tensor, rows_at: int) -> tuple[Rows, int]:
-        """Rows as a weight takes them: what makes them, and where they are."""
-        if not kind.takes_integers:
-            return [], x.data_ptr()
-        made = self._activations.room("quantised", kind.row_bytes, torch.uint8, rows=len(x)).data_ptr()
-        return [quantise_row(x.data_ptr(), x.shape[1] * 4, kind.k, made, rows_at)], made
-
     def _linear(self, weight: Matrix, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Rows:
-        before, rows = self._taken(weight.format, x, self._facts)
+        before, rows = self._activations.taken(weight.format, x, self._facts)
         scales = 0 if weight.scales is None else weight.scales.data_ptr()
         product = linear_row(
             rows, weight.format.row_bytes, weight.panels.data_ptr(), scales, weight.format, out.data_ptr(),
@@ -344,59 +333,68 @@ class LayerProgram:
         kind = mlp.gate_up.format
         inner = self._activations.room("inner", kind.panels * LANES // 2)
         codes, scales = (row.ctypes.data for row in mlp.addresses)
-        before, rows = self._taken(kind, x, self._facts)
+        before, rows = self._activations.taken(kind, x, self._facts)
         up = grouped_row(rows, kind, codes, scales, self._facts - 8, 1, inner.data_ptr(), is_gated=True)
         return [*before, up, *self._linear(mlp.down, inner, out)]
 
-    def _whole_for(self, programs: _Programs, layer: PackedExpertLayer) -> Program:
-        written_for = (programs.before, layer.up.address_S, layer.down.address_S, layer.choice, layer.counts)
-        whole = self._whole
-        if whole is None or any(
-            one is not other for one, other in zip(whole.written_for, written_for, strict=True)
+    def _asked_in(self, programs: _Programs, layer: PackedExpertLayer) -> _Asked:
+        """Rows with the experts in them, or cut where others are met."""
+        written_for = (
+            programs.before, layer.up.address_S, layer.down.address_S, layer.choice, layer.counts, layer.dispatcher,
+            self._activations.tokens_per_rank,
+        )  # fmt: skip
+        asked = self._asked
+        if asked is None or any(
+            one is not other for one, other in zip(asked.written_for, written_for, strict=True)
         ):
-            slot_of_E = layer.choice.slots(torch.arange(layer.num_experts)[:, None])
-            whole = self._whole = _Whole(
-                self._write_whole(programs, layer, slot_of_E), written_for, slot_of_E
-            )
-        return whole.program
+            write = self._write_whole if _is_alone(layer) else self._write_spread
+            asked = self._asked = write(programs, layer, written_for)
+        return asked
 
-    def _write_whole(self, programs: _Programs, layer: PackedExpertLayer, slot_of_E: Tensor) -> Program:
-        assert self.parts.router is not None
-        activations, D, facts = self._activations, self.parts.hidden, self._facts
-        choices, up, down = self.parts.router.rule.choices, layer.up, layer.down
-        num_slots, pairs = up.num_slots, activations.rows * choices
-        offsets = activations.room("offsets", num_slots + 1, torch.int64, rows=1)
-        row_of, pair_of = (
-            activations.room(name, 1, torch.int64, rows=pairs) for name in ("row_of", "pair_of")
+    def _write_spread(
+        self, programs: _Programs, layer: PackedExpertLayer, written_for: tuple[Any, ...]
+    ) -> _Asked:
+        spread = SpreadExperts(
+            self.parts.experts, layer, programs.chosen, self._step, self._activations, self._clock
         )
-        gathered = activations.room("gathered", up.format.row_bytes, torch.uint8, rows=pairs).data_ptr()
-        raised_PI = activations.room("raised", down.in_dim, rows=pairs)
-        num_pairs = offsets.data_ptr() + 8 * num_slots  # where their number is
-        quantised, given = self._taken(up.format, programs.normed_TD, facts)
-        lowered, taken = self._taken(down.format, raised_PI, num_pairs)
-        answers_PD = activations.room("answers", D, rows=pairs)
-        table = 0 if layer.counts is None else layer.counts.address
-        clock = (self._experts_ns.ctypes.data, self._scratch.ctypes.data)
-        shared = {"shared": activations.room("shared", D).data_ptr()} if programs.shared else {}
-        experts_rows = [
+        add = add_row(
+            spread.sums_TD.data_ptr(),
+            programs.sums,
+            self.parts.hidden,
+            self._facts,
+            shared=programs.shared_out,
+        )
+        # What all tokens share is computed while the others' rows come.
+        before = np.concatenate((programs.before, program_of([*spread.sending, *programs.shared])))
+        return _Asked(before, spread, program_of([*spread.summing, add]), written_for, None)
+
+    def _write_whole(
+        self, programs: _Programs, layer: PackedExpertLayer, written_for: tuple[Any, ...]
+    ) -> _Asked:
+        activations, (x_TD, ids_TK, weights_TK), facts = self._activations, programs.chosen, self._facts
+        num_slots, choices = layer.up.num_slots, ids_TK.shape[1]
+        slot_of_E = layer.choice.slots(torch.arange(layer.num_experts)[:, None])  # it has one copy of each
+        pairs = activations.rows * choices
+        offsets = activations.room("offsets", num_slots + 1, torch.int64, rows=1).data_ptr()
+        row_of, pair_of = (
+            activations.room(name, 1, torch.int64, rows=pairs).data_ptr() for name in ("row_of", "pair_of")
+        )
+        asked = Asked(x_TD, facts, row_of, offsets, pairs)
+        products, answers_PD = expert_rows(layer, asked, activations, self._clock)
+        rows = [
             sort_row(
-                programs.ids_TK.data_ptr(), choices, slot_of_E.data_ptr(), layer.num_experts, num_slots,
-                offsets.data_ptr(), row_of.data_ptr(), pair_of.data_ptr(), facts, table,
+                ids_TK.data_ptr(), choices, slot_of_E.data_ptr(), layer.num_experts, num_slots, offsets, row_of, pair_of,
+                facts, 0 if layer.counts is None else layer.counts.address,
             ),
-            clock_row(clock[0], -1, clock[1]),
-            *quantised,
-            gather_row(given, up.format.row_bytes, row_of.data_ptr(), num_pairs, gathered),
-            up.product_row(gathered, offsets.data_ptr(), raised_PI.data_ptr(), is_gated=True),
-            *lowered,
-            down.product_row(taken, offsets.data_ptr(), answers_PD.data_ptr()),
-            clock_row(clock[0], 1, clock[1]),
+            *products,
             *programs.shared,
             add_row(
-                answers_PD.data_ptr(), activations.room("sums", D).data_ptr(), D, facts, choices=choices,
-                pair_of=pair_of.data_ptr(), weights=programs.weights_TK.data_ptr(), **shared,
+                answers_PD.data_ptr(), programs.sums, self.parts.hidden, facts, choices=choices, pair_of=pair_of,
+                weights=weights_TK.data_ptr(), shared=programs.shared_out,
             ),
         ]  # fmt: skip
-        return np.concatenate((programs.before, program_of(experts_rows)))
+        program = np.concatenate((programs.before, program_of(rows)))
+        return _Asked(program, None, None, written_for, slot_of_E)
 
 
 def give_rows(before: Program, places: Places, x: Tensor, cosines: Tensor, sines: Tensor) -> None:

@@ -1,15 +1,15 @@
 """A decoder as one program: between the embedding and the output projection Python runs only where tokens travel (D13).
 
 Where every layer of a decoder runs as a program (`moe.cpu.layer_program`) their rows are put together, over one memory of
-hidden values that they change in place: for a lone rank into a single program, for several into one from each exchange to
-the next. What comes before the layers, the embedding and the rotary angles, is the decoder's own code. That this is all
+hidden values that they change in place: for a lone rank into a single program, for several into one from each wait for
+the others to the next. What comes before the layers, the embedding and the rotary angles, is the decoder's own code. That this is all
 that the decoder does is tried, to the bit, before it is used (`moe.cpu.adopt_layers`).
 
 Legend: T rows, D hidden dim, E rotary dims.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,11 @@ from attention.cpu_norm import norm_rows
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
+from moe.cpu.activations import Activations
 from moe.cpu.layer_parts import Norm
-from moe.cpu.layer_program import Activations, LayerProgram, LayerRows, give_rows
+from moe.cpu.layer_program import LayerProgram, LayerRows, give_rows
 from moe.cpu.local_experts import ANSWERS, OUT
+from moe.cpu.spread_experts import SpreadExperts
 
 
 class _Segment(NamedTuple):
@@ -30,8 +32,9 @@ class _Segment(NamedTuple):
 
     program: Program
     attention: dict[int, np.ndarray]  # its rows of attention, by the query tokens of a tile
-    asks: LayerProgram | None  # whose experts are asked after it; None: the step has ended
-    answers: int  # the row that is told where their answers are, of the next segment
+    opens: SpreadExperts | None  # what its last rows are for
+    then: Callable[[], Tensor | None] | None  # what comes after it; None: the step has ended
+    answers: int  # the row that is told where the answers are that came before; -1: none
 
 
 class _Written(NamedTuple):
@@ -39,6 +42,7 @@ class _Written(NamedTuple):
 
     layers: list[LayerRows]
     segments: list[_Segment]
+    spread: SpreadExperts | None  # the last one
     hidden_TD: Tensor
     cosines_TE: Tensor
     sines_TE: Tensor
@@ -73,39 +77,42 @@ class StepProgram:
             (written.hidden_TD, embedded), (written.cosines_TE, cosines), (written.sines_TE, sines)
         ):  # fmt: skip
             room[:rows] = value[0]
-        self._run(written.segments)
+        self._run(written)
         return self._output(
             last_hidden_state=written.normed_TD[None, :rows], past_key_values=options["past_key_values"]
         )
 
     def _wants_sample(self, layer: LayerProgram) -> bool:
-        # Whole layers leave nothing of what their experts were given.
-        return layer.may_be_whole and layer.wants_sample(self._step.num_tokens)
+        # Rows with experts in them leave nothing of what those were given.
+        return (layer.may_be_whole or layer.is_spread) and layer.wants_sample(self._step.num_tokens)
 
-    def _run(self, segments: Sequence[_Segment]) -> None:
-        step, answers = self._step, 0
-        for index, segment in enumerate(segments):
+    def _run(self, written: _Written) -> None:
+        step, answers = self._step, None
+        for segment in written.segments:
             for tile_tokens, places in segment.attention.items():
                 tiles = step.tiles(tile_tokens)
                 segment.program[places, TILES] = tiles.ctypes.data
                 segment.program[places, NUM_TILES] = len(tiles)
-            if index:
-                segment.program[segments[index - 1].answers, ANSWERS] = answers
+            if answers is not None:
+                segment.program[segment.answers, ANSWERS] = answers.data_ptr()
+            if segment.opens is not None:
+                segment.opens.open()
             if step.team is None:
                 run_alone(segment.program)
             else:
                 step.team.run(segment.program)
-            if segment.asks is not None:
-                found = segment.asks.ask_experts()  # kept until it has been read
-                answers = found.data_ptr()
+            answers = None if segment.then is None else segment.then()  # kept until they have been read
+        if written.spread is not None:
+            written.spread.finish()
         for layer in self._layers:
             layer.note_times()
 
     def _written_for(self, pages: PagedCache, rotary_dim: int) -> _Written:
-        layers = [layer.rows(pages, rotary_dim) for layer in self._layers]
+        self._activations.make_room(max(self._step.num_tokens, self._step.agreed_tokens))
+        layers = [layer.rows(pages, rotary_dim, may_spread=True) for layer in self._layers]
         written = self._written
         if written is None or any(
-            one.before is not other.before or one.after is not other.after
+            one.before is not other.before or one.after is not other.after or one.spread is not other.spread
             for one, other in zip(layers, written.layers, strict=True)
         ):
             written = self._written = self._write(layers, rotary_dim)
@@ -119,13 +126,16 @@ class StepProgram:
         segments: list[_Segment] = []
         parts: list[Program] = []
         attention: dict[int, list[int]] = {}
+        opens: SpreadExperts | None = None
+        answers = -1
 
-        def end(asks: LayerProgram | None, answers: int) -> None:
+        def end(then: Callable[[], Tensor | None] | None) -> None:
             places = {tile_tokens: np.array(rows) for tile_tokens, rows in attention.items()}
-            segments.append(_Segment(np.concatenate(parts), places, asks, answers))
+            segments.append(_Segment(np.concatenate(parts), places, opens, then, answers))
             parts.clear()
             attention.clear()
 
+        spread = None
         for layer, rows in zip(self._layers, layers, strict=True):
             before, after = rows.before.copy(), None if rows.after is None else rows.after.copy()
             give_rows(before, rows.places, hidden, cosines, sines)
@@ -133,9 +143,16 @@ class StepProgram:
                 place = sum(map(len, parts)) + rows.places.attention
                 attention.setdefault(layer.tile_tokens, []).append(place)
             parts.append(before)
+            if rows.spread is not None:
+                opens = spread = rows.spread
+                end(spread.meet_with_rows)
+                opens, answers = None, -1
+                parts.append(spread.answering)
+                end(spread.meet_with_answers)
+            elif after is not None and layer.parts.experts is not None:
+                end(layer.ask_experts)
+                answers = len(after) - 1
             if after is not None:
-                if layer.parts.experts is not None:
-                    end(layer, len(after) - 1)
                 parts.append(after)
             parts[-1][-1, OUT] = hidden.data_ptr()
         last = norm_rows(
@@ -143,5 +160,5 @@ class StepProgram:
             self._step.facts.data_ptr() + 8,
         )  # fmt: skip
         parts.append(program_of([last]))
-        end(None, 0)
-        return _Written(layers, segments, hidden, cosines, sines, normed)
+        end(None)
+        return _Written(layers, segments, spread, hidden, cosines, sines, normed)

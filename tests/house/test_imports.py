@@ -79,7 +79,8 @@ ORDER = (
         "dispatch.low_latency",
         "dispatch.rows",
     ),
-    ("dispatch.arguments", "dispatch.exchange"),
+    ("dispatch.programmed",),
+    ("dispatch.arguments", "dispatch.exchange", "dispatch.passes"),
     (
         "dispatch.dispatched",
         "dispatch.layout",

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from expert_placement.choose import ReplicaChoice
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
 from moe.model import Model
@@ -121,18 +122,17 @@ def teacher_forced(built: Assembled, sequences: Sequence[Sequence[int]]) -> list
     return np.split(logits, ends[:-1]) if sequences else []
 
 
-class _Misrouted:
+class _Misrouted(ReplicaChoice):
     """Sends every choice to another expert's slot."""
 
-    def __init__(self, choice: SlotChoice, num_experts: int) -> None:
-        self._choice, self._num_experts = choice, num_experts
-
-    def slots(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """As `SlotChoice.slots`, of the wrong experts."""
-        return self._choice.slots((ids_TK + 1) % self._num_experts)
+    def __init__(self, choice: ReplicaChoice) -> None:
+        """Take the placement of another choice."""
+        super().__init__(choice.placement, rank=0)
+        self._tables = [table._replace(slot=np.roll(table.slot, -1)) for table in self._tables]
 
 
 def misroute(model: Model) -> None:
     """Spoil a model: a control for tests that compare its outputs."""
     for layer in model.layers:
-        layer.choice = _Misrouted(layer.choice, layer.num_experts)  # type: ignore[assignment]
+        choice = layer.choice
+        layer.choice = SlotChoice(_Misrouted(choice.replicas), choice.layer)

@@ -1,0 +1,184 @@
+"""An exchange's passes as kernels of a program (D13): Python is left with the waiting in between.
+
+They are those of `dispatch.cpu_kernels`, tied to the windows of shared memory, and find all they need in the exchange's
+block of words. What a pass cannot do (a message larger than its window, more rows than there is room for) it leaves, and
+writes down why: the passes after it then do nothing, until Python has made up for it (`dispatch.programmed`).
+
+Legend as in `layout`.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+from dispatch import cpu_kernels as passes
+from dispatch.cpu_kernels import message
+from dispatch.native import words
+from dispatch.team import WORDS, Kernel
+from dispatch.wires import shm_regions as regions
+
+# The block's words; what is called `_AT` is an address.
+STATE, FOUND = 0, 1  # why a pass stopped, and what it found
+NUM_TOKENS, NUM_ROWS = 2, 3  # of this rank's, and received
+EXCHANGE = 4  # the number of the wire's next one
+RANKS, RANK, SLOTS, TABLES_AT, HEADER_AT, HOMES_AT, MASK_AT = range(5, 12)
+ROW_SIZES_AT, ANSWER_SIZES_AT, ANSWERS_DUE_AT, CHOICES_AT, OWN_TOKENS_AT, OWN_ENTRIES_AT = range(12, 18)
+SEND_AT, RECV_AT, OFFSETS_AT, ROW_OF_PAIR_AT, PAIR_OF_ANSWER_AT, PAIR_ROOM = range(18, 24)
+ROWS_AT, ROW_ROOM = 24, 25  # where received rows go
+ANSWER_CALL, ANSWER_CHOICES = 26, 27  # of the answers that come; the header is the next rows' by then
+ANSWERS_AT, ANSWER_PAIRS_AT = 28, 29  # this rank's answers to itself, see `cpu_kernels.sum_answers_float32`
+SIGNALS_AT, REGIONS_AT, REGION_BYTES, NUMBERS_AT = range(30, 34)
+BLOCK_WORDS = 34
+
+# States. FOUND is the flat index of a slot, or a rank.
+FINE, BAD_SLOT, ROWS_TOO_LARGE, NO_ROOM, OTHER_CALL, ANSWERS_TOO_LARGE, OTHER_ANSWERS = range(7)
+
+_TILE_VALUES = 1 << 14
+_HERE = Path(__file__).parent
+# Of all that is compiled into the kernels: numba's cache looks at their own file only.
+_VERSION = zlib.crc32(
+    b"".join(
+        path.read_bytes()
+        for path in (
+            *sorted((_HERE / "cpu_kernels").glob("*.py")),
+            *(_HERE / "wires" / f"{name}.py" for name in ("signals", "shm_regions")),
+            _HERE / "native.py",
+        )
+    )
+)
+
+
+def _send_rows(at, tile):  # type: ignore[no-untyped-def]
+    if tile < 0:
+        return 1
+    w = words(at, WORDS)
+    b = words(w[0], BLOCK_WORDS)
+    if b[STATE] != FINE:
+        return 0
+    x, slots, num_tokens = w[1], w[2], words(w[3], 1)[0]
+    header = words(b[HEADER_AT], message.HEADER_WORDS)
+    choices, sizes = header[message.HEADER_CHOICES], b[ROW_SIZES_AT]
+    b[NUM_TOKENS] = num_tokens
+    bad = passes.plan(
+        slots, num_tokens, choices, b[SLOTS], b[RANKS], b[RANK], b[TABLES_AT], header[message.HEADER_ROW_BYTES],
+        header[message.HEADER_FORMAT], b[HOMES_AT], b[MASK_AT], sizes, b[CHOICES_AT], 0,
+    )  # fmt: skip
+    if bad >= 0:
+        b[STATE], b[FOUND] = BAD_SLOT, bad
+        return 0
+    staged = regions.place_windows(
+        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
+        sizes, 0, b[SEND_AT],
+    )  # fmt: skip
+    if staged > 0:
+        b[STATE] = ROWS_TOO_LARGE
+        return 0
+    passes.pack(
+        x, slots, b[CHOICES_AT], 0, num_tokens, choices, b[SLOTS], b[RANKS], b[RANK], b[TABLES_AT], b[HEADER_AT], 0,
+        b[MASK_AT], b[SEND_AT], b[OWN_TOKENS_AT], b[OWN_ENTRIES_AT],
+    )  # fmt: skip
+    regions.post_first_round(
+        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
+        sizes, b[SEND_AT],
+    )  # fmt: skip
+    return 0
+
+
+def _receive_rows(at, tile):  # type: ignore[no-untyped-def]
+    if tile < 0:
+        return 1
+    w = words(at, WORDS)
+    b = words(w[0], BLOCK_WORDS)
+    choices = words(b[HEADER_AT], message.HEADER_WORDS)[message.HEADER_CHOICES]
+    if b[STATE] == FINE:
+        num_rows, num_pairs, stranger = passes.receive(
+            b[HEADER_AT], choices, b[SLOTS], b[RANKS], b[RANK], 1, b[TABLES_AT], b[RECV_AT], b[OWN_ENTRIES_AT],
+            b[ROW_OF_PAIR_AT], b[OFFSETS_AT], b[PAIR_OF_ANSWER_AT], b[PAIR_ROOM], w[1], b[OWN_TOKENS_AT], b[ROWS_AT],
+            b[ROW_ROOM], -1,
+        )  # fmt: skip
+        b[NUM_ROWS] = num_rows
+        if stranger >= 0:
+            b[STATE], b[FOUND] = OTHER_CALL, stranger
+        elif num_pairs > b[PAIR_ROOM] or num_rows > b[ROW_ROOM]:
+            b[STATE] = NO_ROOM
+    if b[STATE] != FINE:  # the experts are given nothing
+        b[NUM_ROWS] = 0
+        words(b[OFFSETS_AT], b[SLOTS] + 1)[:] = 0
+    return 0
+
+
+def _send_answers(at, tile):  # type: ignore[no-untyped-def]
+    if tile < 0:
+        return 1
+    w = words(at, WORDS)
+    b = words(w[0], BLOCK_WORDS)
+    if b[STATE] != FINE:
+        return 0
+    y, row_bytes, sizes = w[1], w[2], b[ANSWER_SIZES_AT]
+    b[ANSWERS_AT], b[ANSWER_PAIRS_AT] = y, b[PAIR_OF_ANSWER_AT]
+    passes.size_answers(row_bytes, b[RANKS], b[RANK], b[TABLES_AT], b[MASK_AT], sizes, b[ANSWERS_DUE_AT])
+    staged = regions.place_windows(
+        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
+        sizes, 0, b[SEND_AT],
+    )  # fmt: skip
+    if staged > 0:
+        b[STATE] = ANSWERS_TOO_LARGE
+        return 0
+    passes.pack_answers(
+        y, row_bytes, b[RANKS], b[RANK], b[TABLES_AT], sizes, b[SEND_AT], b[PAIR_OF_ANSWER_AT], b[ANSWER_CALL]
+    )
+    regions.post_first_round(
+        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
+        sizes, b[SEND_AT],
+    )  # fmt: skip
+    return 0
+
+
+def _sum_answers(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    b = words(w[0], BLOCK_WORDS)
+    weights, out, hidden, num_tokens, choices = w[1], w[2], w[3], b[NUM_TOKENS], b[ANSWER_CHOICES]
+    at_once = max(1, _TILE_VALUES // (hidden * (choices + 1)))
+    if tile < 0:
+        if b[STATE] != FINE:
+            return 0
+        stranger = passes.check_answers(4 * hidden, b[RANKS], b[RANK], b[RECV_AT], b[ANSWER_CALL])
+        if stranger >= 0:
+            b[STATE], b[FOUND] = OTHER_ANSWERS, stranger
+            return 0
+        return (num_tokens + at_once - 1) // at_once
+    first = tile * at_once
+    passes.sum_answers_float32(
+        b[ANSWERS_AT], weights + 4 * choices * first, b[CHOICES_AT] + 8 * choices * first,
+        min(at_once, num_tokens - first), choices, hidden, b[RANKS], b[RANK], b[TABLES_AT], b[RECV_AT],
+        b[ANSWER_PAIRS_AT], 0, out + 4 * hidden * first, b[ANSWER_CALL],
+    )  # fmt: skip
+    return 0
+
+
+SEND_ROWS, RECEIVE_ROWS, SEND_ANSWERS, SUM_ANSWERS = PASSES = tuple(
+    Kernel(each, _VERSION) for each in (_send_rows, _receive_rows, _send_answers, _sum_answers)
+)
+
+
+def pass_rows(
+    block: int, *, x: int, slots: int, num_tokens: int, answers: int, weights: int, out: int, hidden: int
+) -> Any:
+    """Rows of programs for one layer's exchange, in the order in which they run, of float32.
+
+    Args:
+        block: address of the exchange's.
+        x: address of the tokens [T, H], which stay until rows are received. slots: of [T, K] int64, one per choice.
+        num_tokens: where T is when the program runs.
+        answers: address of [P, H], unweighted; they stay until they are summed. weights: of [T, K].
+        out: address of [T, H].
+
+    Returns:
+        Sending rows; receiving them; sending answers; summing them. After the first and the third the others are waited for.
+    """
+    return (
+        SEND_ROWS.row(block, x, slots, num_tokens),
+        RECEIVE_ROWS.row(block, x),
+        SEND_ANSWERS.row(block, answers, 4 * hidden),
+        SUM_ANSWERS.row(block, weights, out, hidden),
+    )

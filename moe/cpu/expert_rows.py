@@ -1,0 +1,65 @@
+"""Rows of programs for the experts of a rank: what came to them, sorted by slot, up and down.
+
+Legend: N rows, P pairs (row, choice), S slots, D hidden dim, I intermediate dim.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe.cpu.activations import Activations, Rows
+from moe.cpu.experts import PackedExpertLayer
+from moe.cpu.local_experts import clock_row
+from moe.cpu.products import gather_row
+
+
+class Asked(NamedTuple):
+    """What experts are asked, by address but for the rows."""
+
+    x_ND: Tensor  # float32, as many as may come
+    num_rows: int  # where their number is
+    row_of: int  # of [P] int64: the row of each pair, sorted by slot
+    offsets: int  # of [S + 1] int64: the pairs of slot s are [offsets[s], offsets[s + 1])
+    num_pairs: int  # as many as may come
+
+
+class ExpertsClock:
+    """How long a layer's experts took in programs, until it is noted."""
+
+    def __init__(self) -> None:
+        self._ns, self._scratch = np.zeros(1, np.int64), np.zeros(2, np.int64)
+
+    def around(self, rows: Rows) -> Rows:
+        """These rows, and what takes their time."""
+        total, scratch = self._ns.ctypes.data, self._scratch.ctypes.data
+        return [clock_row(total, -1, scratch), *rows, clock_row(total, 1, scratch)]
+
+    def note(self, layer: PackedExpertLayer) -> None:
+        """Count it among the layer's."""
+        if self._ns[0]:
+            if layer.counts is not None:
+                layer.counts.experts_ns += int(self._ns[0])
+            self._ns[0] = 0
+
+
+def expert_rows(
+    layer: PackedExpertLayer, asked: Asked, activations: Activations, clock: ExpertsClock
+) -> tuple[Rows, Tensor]:
+    """Rows that let every slot's expert answer its pairs, and where the answers will be: [P, D] float32."""
+    up, down, pairs = layer.up, layer.down, asked.num_pairs
+    gathered = activations.room("gathered", up.format.row_bytes, torch.uint8, rows=pairs).data_ptr()
+    raised_PI = activations.room("raised", down.in_dim, rows=pairs)
+    answers_PD = activations.room("answers", down.width, rows=pairs)
+    num_pairs = asked.offsets + 8 * up.num_slots  # where their number is
+    quantised, given = activations.taken(up.format, asked.x_ND, asked.num_rows)
+    lowered, taken = activations.taken(down.format, raised_PI, num_pairs)
+    rows = [
+        *quantised,
+        gather_row(given, up.format.row_bytes, asked.row_of, num_pairs, gathered),
+        up.product_row(gathered, asked.offsets, raised_PI.data_ptr(), is_gated=True),
+        *lowered,
+        down.product_row(taken, asked.offsets, answers_PD.data_ptr()),
+    ]
+    return clock.around(rows), answers_PD

@@ -1,0 +1,164 @@
+"""Experts that are spread over ranks, in programs: a layer's is cut where others are waited for, and only there.
+
+The kernel chooses slots and counts, as `expert_placement.choose` and `moe.load_counts` do; dispatch and combine are the
+passes of `dispatch.passes`. See `moe.cpu.local_experts` for a lone rank's.
+
+Legend: T rows, K choices, P = T x K pairs, S slots of a rank, E experts, R ranks, C copies of all experts, D hidden dim.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from numba import carray, types
+from torch import Tensor
+
+from attention.cpu_tiles import TILES_VERSION
+from dispatch.dispatcher import Dispatcher
+from dispatch.native import pointer, words
+from dispatch.passes import pass_rows
+from dispatch.programmed import ProgrammedExchange, Room
+from dispatch.team import WORDS, Kernel, Program, program_of
+from expert_placement import choose
+from expert_placement.choose import ReplicaChoice, choose_slots
+from expert_placement.kernels import compiled
+from kvcache.step import Step
+from moe import load_counts
+from moe.backend import ExpertLayer
+from moe.cpu.activations import Activations, Rows
+from moe.cpu.expert_rows import Asked, ExpertsClock, expert_rows
+from moe.cpu.experts import PackedExpertLayer
+from moe.load_counts import LayerCounts, count
+
+
+def _choose(at, tile):  # type: ignore[no-untyped-def]
+    if tile < 0:
+        return 1
+    w = words(at, WORDS)
+    num_choices, num_experts, num_copies = w[1], w[2], w[3]
+    num_ranks, slots_per_rank, table = w[10], w[11], w[9]
+    num_decodes = words(w[8], 3)[2]
+    pairs = words(w[8], 3)[0] * num_choices
+    choose_slots(
+        words(w[0], pairs),
+        words(w[4], num_experts + 1),
+        words(w[5], num_copies),
+        carray(pointer(w[6]), (num_copies,), types.float64),
+        carray(pointer(w[7]), (num_experts,), types.float64),
+        words(w[12], pairs),
+    )
+    if table != 0:
+        count(w[0], w[12], pairs, num_decodes * num_choices, num_experts, num_ranks, slots_per_rank, table)
+    return 0
+
+
+_VERSION = zlib.crc32(
+    b"".join(Path(str(module.__file__)).read_bytes() for module in (choose, compiled, load_counts)),
+    TILES_VERSION,
+)
+CHOOSE = Kernel(_choose, _VERSION)
+
+
+def choose_row(
+    ids: int, num_choices: int, choice: ReplicaChoice, layer: int, counts: LayerCounts | None, shape: tuple[int, int],
+    facts: int, slots: int,
+) -> list[int]:  # fmt: skip
+    """One row of a program: choose a copy for every choice, and count.
+
+    Args:
+        ids: address of [T, K] int64. num_choices: K.
+        choice: whose tables stay as long as the row is used. layer: of them.
+        counts: where to; None: nowhere.
+        shape: R and S.
+        facts: see `moe.cpu.local_experts.sort_row`.
+        slots: address of [T, K] int64, written.
+    """
+    table, phase_E = choice.table(layer), choice.phase_E
+    return CHOOSE.row(
+        ids, num_choices, len(phase_E), len(table.slot), table.first.ctypes.data, table.slot.ctypes.data,
+        table.until.ctypes.data, phase_E.ctypes.data, facts, 0 if counts is None else counts.address, *shape, slots,
+    )  # fmt: skip
+
+
+class Chosen(NamedTuple):
+    """What a layer's rows before the experts leave, of as many rows as a step may have."""
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+class SpreadExperts:
+    """A layer's experts in programs, and what is left to Python. All but what says so is local.
+
+    Attributes:
+        sending, answering, summing: its rows. After the first and the second other ranks are met.
+        sums_TD: what the last one writes.
+    """
+
+    def __init__(
+        self, module: Any, layer: PackedExpertLayer, chosen: Chosen, step: Step, activations: Activations,
+        clock: ExpertsClock,
+    ) -> None:  # fmt: skip
+        """Write the rows of a layer whose dispatcher is `in_programs`, for `activations.tokens_per_rank`."""
+        exchange = exchange_of(layer)
+        assert exchange is not None
+        self._module, self._layer, self._chosen, self._step = module, layer, chosen, step
+        self._exchange, self._activations = exchange, activations
+        num_ranks, num_slots = layer.dispatcher.world_size, layer.up.num_slots
+        D, K = chosen.x_TD.shape[1], chosen.ids_TK.shape[1]
+        most = num_ranks * activations.tokens_per_rank
+        received = activations.room("received", D, rows=most)
+        row_of = activations.room("row_of", 1, torch.int64, rows=most * K).data_ptr()
+        self._room = Room(received.data_ptr(), most, row_of, most * K)
+        self._slots_TK = activations.room("slots", K, torch.int64)
+        self.sums_TD = activations.room("summed", D)
+        facts = step.facts.data_ptr() + 8
+        asked = Asked(received, exchange.num_rows, row_of, exchange.slot_offsets.data_ptr(), most * K)
+        products, self._answers_PD = expert_rows(layer, asked, activations, clock)
+        send, receive, answer, add = pass_rows(
+            exchange.block, x=chosen.x_TD.data_ptr(), slots=self._slots_TK.data_ptr(), num_tokens=facts,
+            answers=self._answers_PD.data_ptr(), weights=chosen.weights_TK.data_ptr(), out=self.sums_TD.data_ptr(), hidden=D,
+        )  # fmt: skip
+        choose_slots = choose_row(
+            chosen.ids_TK.data_ptr(), K, layer.choice.replicas, layer.choice.layer, layer.counts,
+            (num_ranks, num_slots), facts, self._slots_TK.data_ptr(),
+        )  # fmt: skip
+        self.sending: Rows = [choose_slots, send]
+        self.answering: Program = program_of([receive, *products, answer])
+        self.summing: Rows = [add]
+
+    def open(self) -> None:
+        """Before the program that sends rows."""
+        step, (_, D), K = self._step, self._chosen.x_TD.shape, self._chosen.ids_TK.shape[1]
+        self._exchange.open_rows(step.num_tokens, K, D, step.agreed_tokens, self._room)
+
+    def meet_with_rows(self) -> None:
+        """After it: wait for the others' rows. Collective; raises as `Dispatcher.dispatch`."""
+        step, rows = self._step, self._step.num_tokens
+        self._exchange.finish_rows(self._chosen.x_TD[:rows], self._slots_TK[:rows], step.agreed_tokens)
+
+    def meet_with_answers(self) -> None:
+        """After the program that answers: wait for the others' answers. Collective; raises as `Dispatcher.combine`."""
+        exchange = self._exchange
+        if not exchange.finish_answers(self._answers_PD):
+            x_ND, _ = exchange.take_rows()
+            answers = self._layer.compute(
+                self._module, x_ND, exchange.row_of_pair, exchange.slot_offsets, self._step.team
+            )
+            exchange.answer(answers)
+            self._activations.make_room(
+                -(-len(x_ND) // self._layer.dispatcher.world_size)
+            )  # from the next step on
+
+    def finish(self) -> None:
+        """After the last program that summed answers; raises as `Dispatcher.combine`."""
+        self._exchange.check()
+
+
+def exchange_of(layer: ExpertLayer) -> ProgrammedExchange | None:
+    """What a layer's tokens travel through in programs; None: they cannot."""
+    if not isinstance(layer, PackedExpertLayer) or not isinstance(layer.dispatcher, Dispatcher):
+        return None
+    return layer.dispatcher.in_programs
