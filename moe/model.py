@@ -205,7 +205,9 @@ class Model:
         """
         cache.step = self.step
         self._body.keep(keeps_hidden)
-        output: Any = self.net(
+        # What is kept is the decoder's, which a program of the whole model does not call.
+        run = partial(type(self.net).forward, self.net) if keeps_hidden else self.net
+        output: Any = run(
             input_ids=token_T[None],
             position_ids=self.step.positions[None],
             past_key_values=cache,

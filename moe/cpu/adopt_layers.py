@@ -24,7 +24,8 @@ from moe.cpu.activations import Activations
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.layer_parts import Norm, parts_of
 from moe.cpu.layer_program import LayerProgram, why_not_whole
-from moe.cpu.step_program import StepProgram
+from moe.cpu.net_program import NetProgram, are_fit
+from moe.cpu.step_program import DecoderProgram, StepProgram
 
 _TOLERANCE = 1e-4  # of hidden values; sums are made in another order
 _PROMPT_TOKENS, _DECODE_POSITION = 19, 20
@@ -139,7 +140,7 @@ def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
 def _adopt_decoder(
     net: Any, programs: dict[nn.Module, LayerProgram], step: Step, activations: Activations, pages: PagedCache
 ) -> None:
-    """Let a decoder whose layers all run as programs run as one, where the model's logits stay the same to the bit."""
+    """Let a decoder whose layers all run as programs run as one, and the model, where its logits stay the same to the bit."""
     decoder = getattr(net, net.base_model_prefix)
     layers = list(getattr(decoder, "layers", ()))
     eps = epsilon(decoder.norm) if hasattr(decoder, "norm") else None
@@ -149,17 +150,22 @@ def _adopt_decoder(
     hook = decoder.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     wanted = _run(net, step, pages).clone()
     hook.remove()
-    program = StepProgram(
-        decoder, [programs[layer] for layer in layers], Norm(decoder.norm.weight, eps), step, activations
-    )
+    parts = [programs[layer] for layer in layers], Norm(decoder.norm.weight, eps), step, activations
+    program = DecoderProgram(decoder, StepProgram(*parts))
     program.returns(outputs[0])
-    decoder.forward = program.forward
-    try:
-        is_same = torch.equal(_run(net, step, pages), wanted)
-    except FOREIGN_ERRORS:
-        is_same = False
-    if not is_same:
-        del decoder.forward
+
+    def gives_the_same(module: Any, forward: Any) -> bool:
+        module.forward = forward
+        try:
+            is_same = torch.equal(_run(net, step, pages), wanted)
+        except FOREIGN_ERRORS:
+            is_same = False
+        if not is_same:
+            del module.forward
+        return is_same
+
+    if gives_the_same(decoder, program.forward) and are_fit(net):
+        gives_the_same(net, NetProgram(net, *parts).forward)
 
 
 def _is_adopted(module: nn.Module, program: LayerProgram, call: _Call, pages: PagedCache) -> bool:

@@ -1,9 +1,9 @@
-"""A decoder as one program: between the embedding and the output projection Python runs only where tokens travel (D13).
+"""A decoder as one program: Python runs only where others are waited for (D13).
 
 Where every layer of a decoder runs as a program (`moe.cpu.layer_program`) their rows are put together, over one memory of
 hidden values that they change in place: for a lone rank into a single program, for several into one from each wait for
-the others to the next. What comes before the layers, the embedding and the rotary angles, is the decoder's own code. That this is all
-that the decoder does is tried, to the bit, before it is used (`moe.cpu.adopt_layers`).
+the others to the next. That this is all that the decoder does is tried, to the bit, before it is used
+(`moe.cpu.adopt_layers`). `moe.cpu.net_program` puts the embedding and the output projection at its ends.
 
 Legend: T rows, D hidden dim, E rotary dims.
 """
@@ -20,7 +20,7 @@ from attention.cpu_norm import norm_rows
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
-from moe.cpu.activations import Activations
+from moe.cpu.activations import Activations, Rows
 from moe.cpu.layer_parts import Norm
 from moe.cpu.layer_program import LayerProgram, LayerRows, give_rows
 from moe.cpu.local_experts import ANSWERS, OUT
@@ -43,44 +43,52 @@ class _Written(NamedTuple):
     layers: list[LayerRows]
     segments: list[_Segment]
     spread: SpreadExperts | None  # the last one
-    hidden_TD: Tensor
-    cosines_TE: Tensor
-    sines_TE: Tensor
-    normed_TD: Tensor
+
+
+class Ends(NamedTuple):
+    """What runs before the first layer, on the hidden values and angles, and after the last one's norm."""
+
+    before: Rows
+    after: Rows
 
 
 class StepProgram:
-    """Runs a decoder in its module's place."""
+    """All layers of a decoder, and the norm after them.
+
+    Attributes:
+        hidden_TD, normed_TD: what the first layer starts from, and what the norm leaves; of as many rows as a step may have.
+    """
 
     def __init__(
-        self, decoder: nn.Module, layers: Sequence[LayerProgram], norm: Norm, step: Step, activations: Activations
+        self, layers: Sequence[LayerProgram], norm: Norm, step: Step, activations: Activations, ends: Ends | None = None
     ) -> None:  # fmt: skip
-        """Take all layers of a decoder and the norm after them; `decoder` answers what the program does not take."""
-        self._decoder = weakref.ref(decoder)
         self._layers, self._norm, self._step, self._activations = list(layers), norm, step, activations
-        self._output: Any = None  # the type of what the decoder returns
+        self._ends = Ends([], []) if ends is None else ends
+        D = norm.weight.numel()
+        self.hidden_TD, self.normed_TD = activations.room("hidden", D), activations.room("final", D)
         self._written: _Written | None = None
 
-    def returns(self, output: Any) -> None:
-        """Learn from what the decoder itself returned."""
-        self._output = type(output)
+    def angles(self, rotary_dim: int) -> tuple[Tensor, Tensor]:
+        """Where the cosines and sines of a step's angles are to be: [R, E]."""
+        room = self._activations.room
+        return room("cosines", rotary_dim), room("sines", rotary_dim)
 
-    def forward(self, *more: Any, pages: Any = None, **options: Any) -> Any:
-        """See the module's; returns its output with [1, T, D] that stay until the next call. Collective."""
-        decoder: Any = self._decoder()
-        if more or pages is None or any(map(self._wants_sample, self._layers)):
-            return type(decoder).forward(decoder, *more, pages=pages, **options)
-        embedded: Tensor = decoder.embed_tokens(options["input_ids"])
-        cosines, sines = decoder.rotary_emb(embedded, options["position_ids"])
-        written, rows = self._written_for(pages, cosines.shape[-1]), embedded.shape[1]
-        for room, value in (
-            (written.hidden_TD, embedded), (written.cosines_TE, cosines), (written.sines_TE, sines)
-        ):  # fmt: skip
-            room[:rows] = value[0]
+    @property
+    def wants_samples(self) -> bool:
+        """Whether a layer wants to keep of what its experts are given: programs with experts in them leave nothing of it."""
+        return any(map(self._wants_sample, self._layers))
+
+    def run(self, pages: PagedCache, rotary_dim: int, told: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Run a step. Collective.
+
+        Args:
+            told: words to write before: in which row of the step, counted from the first, or backwards from the last; which
+                word, the kernel's address being 0; what.
+        """
+        written = self._written_for(pages, rotary_dim)
+        for row, word, value in told:
+            written.segments[-1 if row < 0 else 0].program[row, word] = value
         self._run(written)
-        return self._output(
-            last_hidden_state=written.normed_TD[None, :rows], past_key_values=options["past_key_values"]
-        )
 
     def _wants_sample(self, layer: LayerProgram) -> bool:
         # Rows with experts in them leave nothing of what those were given.
@@ -119,12 +127,9 @@ class StepProgram:
         return written
 
     def _write(self, layers: list[LayerRows], rotary_dim: int) -> _Written:
-        D = self._norm.weight.numel()
-        room = self._activations.room
-        hidden, normed = room("hidden", D), room("final", D)
-        cosines, sines = room("cosines", rotary_dim), room("sines", rotary_dim)
+        hidden, normed, (cosines, sines) = self.hidden_TD, self.normed_TD, self.angles(rotary_dim)
         segments: list[_Segment] = []
-        parts: list[Program] = []
+        parts: list[Program] = [program_of(self._ends.before)]
         attention: dict[int, list[int]] = {}
         opens: SpreadExperts | None = None
         answers = -1
@@ -156,9 +161,40 @@ class StepProgram:
                 parts.append(after)
             parts[-1][-1, OUT] = hidden.data_ptr()
         last = norm_rows(
-            hidden.data_ptr(), self._norm.weight.data_ptr(), self._norm.eps, D, normed.data_ptr(),
+            hidden.data_ptr(), self._norm.weight.data_ptr(), self._norm.eps, hidden.shape[1], normed.data_ptr(),
             self._step.facts.data_ptr() + 8,
         )  # fmt: skip
-        parts.append(program_of([last]))
+        parts.append(program_of([last, *self._ends.after]))
         end(None)
-        return _Written(layers, segments, spread, hidden, cosines, sines, normed)
+        return _Written(layers, segments, spread)
+
+
+class DecoderProgram:
+    """Runs a decoder in its module's place: the embedding and the rotary angles are the decoder's own code."""
+
+    def __init__(self, decoder: nn.Module, program: StepProgram) -> None:
+        """`decoder` answers what the program does not take."""
+        self._decoder, self._program = weakref.ref(decoder), program
+        self._output: Any = None  # the type of what the decoder returns
+
+    def returns(self, output: Any) -> None:
+        """Learn from what the decoder itself returned."""
+        self._output = type(output)
+
+    def forward(self, *more: Any, pages: Any = None, **options: Any) -> Any:
+        """See the module's; returns its output with [1, T, D] that stay until the next call. Collective."""
+        decoder: Any = self._decoder()
+        program = self._program
+        if more or pages is None or program.wants_samples:
+            return type(decoder).forward(decoder, *more, pages=pages, **options)
+        embedded: Tensor = decoder.embed_tokens(options["input_ids"])
+        cosines, sines = decoder.rotary_emb(embedded, options["position_ids"])
+        rows, rotary_dim = embedded.shape[1], cosines.shape[-1]
+        for room, value in zip(
+            (program.hidden_TD, *program.angles(rotary_dim)), (embedded, cosines, sines), strict=True
+        ):
+            room[:rows] = value[0]
+        program.run(pages, rotary_dim)
+        return self._output(
+            last_hidden_state=program.normed_TD[None, :rows], past_key_values=options["past_key_values"]
+        )

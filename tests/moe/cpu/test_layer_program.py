@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvcache.step import Span
 from moe.cpu.layer_program import LayerProgram
-from moe.cpu.step_program import StepProgram
+from moe.cpu.net_program import NetProgram, are_fit
+from moe.cpu.step_program import DecoderProgram
 from scheduler.assembly import Assembled
 from tests.support.engines.serving import build
 from tests.support.models.families import VOCABULARY
@@ -81,18 +82,60 @@ def test_programs_give_what_modules_give(family: str, opened: Callable[..., Asse
 
 
 @pytest.mark.parametrize("family", ADOPTED)
-def test_a_decoder_of_programs_gives_the_bits_of_its_layers(
+def test_a_model_that_is_a_program_gives_the_bits_of_its_decoder_and_that_those_of_its_layers(
     family: str, opened: Callable[..., Assembled]
 ) -> None:
-    ours, theirs = opened(family), opened(family)
-    decoders = [getattr(built.model.net, built.model.net.base_model_prefix) for built in (ours, theirs)]
-    is_program = isinstance(getattr(decoders[0].forward, "__self__", None), StepProgram)
-    assert is_program == bool(ADOPTED[family])
-    if not is_program:
+    whole, decoder, layers = (opened(family) for _ in range(3))
+    nets = [built.model.net for built in (whole, decoder, layers)]
+    runs = [getattr(each.forward, "__self__", None) for each in (nets[0], nets[0].model)]
+    is_program = [isinstance(run, kind) for run, kind in zip(runs, (NetProgram, DecoderProgram), strict=True)]
+    assert is_program == [bool(ADOPTED[family])] * 2
+    if not ADOPTED[family]:
         return
-    del decoders[1].forward
-    for one, other in zip(forward(ours, BATCHES), forward(theirs, BATCHES), strict=True):
-        assert torch.equal(one, other)
+    del nets[1].forward, nets[2].forward, nets[2].model.forward
+    forwards = [forward(built, BATCHES) for built in (whole, decoder, layers)]
+    for ours, theirs, modules in zip(*forwards, strict=True):
+        assert torch.equal(ours, theirs) and torch.equal(theirs, modules)
+
+
+def test_angles_of_later_positions_are_the_model_s(opened: Callable[..., Assembled]) -> None:
+    built = opened("qwen3_moe")
+    program = built.model.net.forward.__self__
+    assert isinstance(program, NetProgram)
+    for most in (1, 1024, 1025, 5000):
+        program._make_table(most)
+        positions = torch.arange(program._table.shape[1] - 32, program._table.shape[1])
+        assert program._table.shape[1] >= most
+        for made, wanted in zip(
+            program._table, built.model.net.model.rotary_emb(torch.empty(1), positions[None]), strict=True
+        ):
+            assert torch.equal(made[-32:], wanted[0])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_angles_that_depend_on_more_than_positions_are_left_to_the_model(
+    kind: str, opened: Callable[..., Assembled]
+) -> None:
+    net = opened("qwen3_moe", as_modules=True).model.net
+    assert are_fit(net)
+    net.model.rotary_emb.rope_type = kind
+    assert not are_fit(net)
+
+
+def test_a_model_that_scales_its_logits_keeps_its_own_code(
+    opened: Callable[..., Assembled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net_class = type(opened("qwen3_moe").model.net)
+    own = net_class.forward
+
+    def scaled(self: Any, *inputs: Any, **options: Any) -> Any:
+        output = own(self, *inputs, **options)
+        output.logits = output.logits * 0.5
+        return output
+
+    monkeypatch.setattr(net_class, "forward", scaled)
+    net = opened("qwen3_moe").model.net
+    assert isinstance(net.model.forward.__self__, DecoderProgram) and "forward" not in vars(net)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])

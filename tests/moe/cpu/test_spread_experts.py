@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvcache.step import Span
-from moe.cpu import step_program
 from moe.cpu.layer_program import LayerProgram
+from moe.cpu.net_program import NetProgram
 from moe.cpu.spread_experts import SpreadExperts
 from scheduler.assembly import Assembled
 from tests.conftest import PoolOf
@@ -99,12 +99,12 @@ def test_experts_that_programs_meet_give_the_bits_of_those_that_python_asks(
 def rooms(directory: Path) -> list[int]:
     """For how many tokens per rank there was room after each step."""
     built = build(directory, max_model_len=128)
-    decoder = built.model.net.model.forward.__self__
-    assert isinstance(decoder, step_program.StepProgram)
+    program = built.model.net.forward.__self__
+    assert isinstance(program, NetProgram)
     found = []
     for _ in range(4):
         run_steps(built)
-        found.append(decoder._activations.tokens_per_rank)
+        found.append(program._activations.tokens_per_rank)
     return found
 
 
