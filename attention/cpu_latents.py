@@ -12,35 +12,26 @@ dim, W width of a page's row (L + E, padded), N blocks, B tokens of a block, R r
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 from torch import Tensor
 
 from attention.cpu_attention import PRODUCTS_PER_NS, Queries
+from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
+from attention.cpu_lone_latents import LONE_KERNELS, MOST, is_lone, lone_floats, lone_rows, most_lone
 from attention.cpu_norm import norm_row
 from attention.cpu_tiles import (
-    I64,
     LANES,
     TILES_VERSION,
     TIMES_BF16,
     TIMES_F32,
-    add_rows_times_panel_f32,
     address_of,
-    constant,
-    emit_exp,
-    load,
     load_f32,
     rows_times_panel_f32,
-    scale_block,
-    splat,
-    store,
     times_panel,
-    vector_call,
 )
 from dispatch.native import bits_of, float_of, floats, words
 from dispatch.team import WORDS, Kernel, program_of, run
@@ -59,45 +50,6 @@ class AbsorbedWeight:
     key: Tensor  # [H, ceil(L / 16), U, 16]: multiplies the query
     value: Tensor  # [H, ceil(V / 16), L, 16]: multiplies the sum of latents
     value_dim: int  # V
-
-
-@intrinsic
-def _softmax_lanes(
-    _typing: Any, scores: Any, scale: Any, low: Any, high: Any, top: Any, total: Any, shrink: Any
-) -> Any:
-    """Turn [16 tokens, 16 heads] of raw scores into weights in place, a softmax in each lane that goes on.
-
-    `(scores, scale, low, high, top, total, shrink)`: tokens outside [low, high) get weight 0; the running maxima at
-    `top` and sums at `total` become the new ones; at `shrink` is left what earlier sums are to be multiplied by.
-    """
-
-    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
-        scores, scale, low, high, top, total, shrink = args
-        factor = splat(builder, scale)
-        before = highest = load(builder, top)
-        scaled, places = [], []
-        for token in range(LANES):
-            place = builder.add(scores, ir.Constant(I64, token * LANES * 4))
-            inside = builder.and_(
-                builder.icmp_signed(">=", ir.Constant(I64, token), low),
-                builder.icmp_signed("<", ir.Constant(I64, token), high),
-            )
-            product = builder.fmul(load(builder, place), factor)
-            value = builder.select(inside, product, constant(float("-inf")))
-            highest = vector_call(builder, "maxnum", highest, value)
-            scaled.append(value)
-            places.append(place)
-        less = emit_exp(builder, builder.fsub(before, highest))
-        sums = builder.fmul(load(builder, total), less)
-        for value, place in zip(scaled, places, strict=True):
-            weight = emit_exp(builder, builder.fsub(value, highest))
-            store(builder, weight, place)
-            sums = builder.fadd(sums, weight)
-        for value, place in ((highest, top), (sums, total), (less, shrink)):
-            store(builder, value, place)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32, *[types.int64] * 5), codegen
 
 
 def _absorb(at, tile):  # type: ignore[no-untyped-def]
@@ -143,10 +95,11 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
     w = words(at, WORDS)
     query, width, groups, latents, row_bytes, chunk = w[0], w[1], w[2], w[3], w[4], words(w[5], 4)
     num_tiles, base = chunk[1], chunk[2]
-    scale, window, out, latent_lanes = float_of(w[10]), w[11], w[12], w[13]
+    scale, window, out, latent_lanes, heads = float_of(w[10]), w[11], w[12], w[13], w[14]
     if tile < 0:
-        return num_tiles * groups
+        return 0 if is_lone(chunk, groups, w[15]) else num_tiles * groups
     group = tile % groups
+    here_heads = min(LANES, heads - group * LANES)
     part = words(chunk[0] + tile // groups * 24, 3)
     sequence, first, count = part[0], part[1], part[2]
     starts, context, table = (
@@ -178,7 +131,7 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
             rows_times_panel_f32(
                 page, row_bytes, panel, LANES * 4, width, address_of(scores), LANES * 4, LANES
             )
-            _softmax_lanes(
+            softmax_lanes(
                 address_of(scores),
                 scale,
                 low,
@@ -187,20 +140,13 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
                 address_of(total[row]),
                 address_of(shrink),
             )
-            sums = out + ((place + row) * groups + group) * LANES * latent_lanes * 4
-            for lane in range(LANES):
-                for token in range(LANES):
-                    weights[lane, token] = scores[token, lane]
-                if shrink[lane] != 1.0:
-                    for dim in range(0, latent_lanes, LANES):
-                        scale_block(sums + (lane * latent_lanes + dim) * 4, shrink[lane])
-            for dim in range(0, latent_lanes, LANES):
-                add_rows_times_panel_f32(
-                    address_of(weights), LANES * 4, page + dim * 4, row_bytes, LANES,
-                    sums + dim * 4, latent_lanes * 4, LANES,
-                )  # fmt: skip
+            transpose_block(scores, weights)
+            mix_block(
+                address_of(weights), address_of(shrink), page, row_bytes,
+                out + ((place + row) * groups + group) * LANES * latent_lanes * 4, latent_lanes * 4, 0, latent_lanes, here_heads,
+            )  # fmt: skip
     for row in range(count):
-        for lane in range(LANES):
+        for lane in range(here_heads):
             at_lane = out + (((place + row) * groups + group) * LANES + lane) * latent_lanes * 4
             sums_of_lane = floats(at_lane, latent_lanes)
             for dim in range(latent_lanes):
@@ -285,9 +231,8 @@ def _place(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-LATENT_KERNELS = ABSORB, ATTEND, EXPAND, PLACE = tuple(
-    Kernel(each, TILES_VERSION) for each in (_absorb, _attend, _expand, _place)
-)
+ABSORB, ATTEND, EXPAND, PLACE = (Kernel(each, TILES_VERSION) for each in (_absorb, _attend, _expand, _place))
+LATENT_KERNELS = ABSORB, ATTEND, EXPAND, PLACE, *LONE_KERNELS
 
 
 def place_row(
@@ -316,10 +261,11 @@ def place_row(
 
 
 class LatentRooms(NamedTuple):
-    """Memory for queries and sums in latent space: what `latent_rooms` says for each of `ROWS_AT_ONCE` rows."""
+    """Memory for queries and sums in latent space: what `room_floats` says for each of `ROWS_AT_ONCE` rows."""
 
     query: Tensor
     found: Tensor
+    lone: Tensor  # see `cpu_lone_latents.lone_rows`
 
 
 ROWS_AT_ONCE = TILES_AT_ONCE * TILE_TOKENS
@@ -335,7 +281,7 @@ def latent_rows(
     queries: Queries, heads: int, latents_NBW: Tensor, step: Step, weight: AbsorbedWeight, rooms: LatentRooms, *,
     rotary_dim: int, scale: float, window: int, out: int,
 ) -> list[list[int]]:  # fmt: skip
-    """Rows of a program, for whatever batch `step` describes when it runs; three for each chunk of its tiles.
+    """Rows of a program, for whatever batch `step` describes when it runs; as many for each chunk of its tiles.
 
     Args:
         out: address of [T, H, padded V] float32.
@@ -351,6 +297,10 @@ def latent_rows(
     rows = []
     for chunk in step.chunks(TILE_TOKENS, TILES_AT_ONCE):
         at = chunk.ctypes.data
+        lone = lone_rows(
+            at, rooms.query.data_ptr(), rooms.found.data_ptr(), rooms.lone.data_ptr(), latents_NBW, step, heads=heads,
+            width=latent + rotary_dim, latent_lanes=latent_lanes, scale=scale, window=window,
+        )  # fmt: skip
         rows += [
             ABSORB.row(
                 queries.address, queries.token_stride, queries.head_stride, weight.key.data_ptr(),
@@ -359,8 +309,9 @@ def latent_rows(
             ATTEND.row(
                 rooms.query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), width * 4, at,
                 step.query_start_S.data_ptr(), step.context_S.data_ptr(), table.data_ptr(), table.stride(0) * 8,
-                bits_of(scale), window, rooms.found.data_ptr(), latent_lanes,
+                bits_of(scale), window, rooms.found.data_ptr(), latent_lanes, heads, most_lone(step),
             ),
+            *lone,
             EXPAND.row(
                 rooms.found.data_ptr(), groups * LANES * latent_lanes * 4, latent_lanes * 4, weight.value.data_ptr(),
                 latent * panel_bytes, times, heads, latent, at, out, value_lanes,
@@ -407,12 +358,17 @@ def latent_attention(
     )
     at_once = min(ROWS_AT_ONCE, step.num_tokens)
     make = torch.zeros if heads % LANES else torch.empty  # lanes of heads that there are not
-    rooms = LatentRooms(*(make(at_once, size) for size in room_floats(heads, latent, rotary_dim)))
+    query, found = (make(at_once, size) for size in room_floats(heads, latent, rotary_dim))
+    rooms = LatentRooms(query, found, torch.empty(MOST, lone_floats(step.block_table_SM.shape[1])))
     queries = Queries(query_HTD.data_ptr(), query_HTD.stride(1) * 4, query_HTD.stride(0) * 4)
     rows = latent_rows(
         queries, heads, latents_NBW, step, weight, rooms, rotary_dim=rotary_dim, scale=scale, window=window,
         out=out_THV.data_ptr(),
     )  # fmt: skip
     num_chunks = -(-len(step.tiles(TILE_TOKENS)) // TILES_AT_ONCE)
-    run(program_of(rows[: 3 * num_chunks]), step.team, products // PRODUCTS_PER_NS)
+    run(
+        program_of(rows[: len(rows) // len(step.chunks(TILE_TOKENS, TILES_AT_ONCE)) * num_chunks]),
+        step.team,
+        products // PRODUCTS_PER_NS,
+    )
     return out_THV[..., : weight.value_dim]

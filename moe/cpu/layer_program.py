@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attention.cpu_attention import NUM_TILES, TILES, Queries, attention_row, tile_tokens
 from attention.cpu_heads import COSINES, SINES, HeadNorms, heads_row
 from attention.cpu_latents import ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
+from attention.cpu_lone_latents import MOST, lone_floats
 from attention.cpu_norm import NORMED, norm_rows
 from attention.cpu_tiles import LANES
 from dispatch.row_formats import PlainRows
@@ -302,6 +303,7 @@ class LayerProgram:
         rooms = LatentRooms(
             room("latent queries", query_floats, rows=ROWS_AT_ONCE).zero_(),
             room("latents found", found_floats, rows=ROWS_AT_ONCE),
+            room("lone latents", lone_floats(step.block_table_SM.shape[1]), rows=MOST),
         )
         rows += [
             place_row(

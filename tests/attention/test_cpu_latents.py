@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attention import reference
 from attention.cpu_latents import AbsorbedWeight, latent_attention
+from attention.cpu_lone_latents import most_lone
 from attention.latents import halves_of
 from dispatch.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache
@@ -143,6 +144,25 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it_nor_on_threads(chunk: i
             own = torch.zeros(SMALL.heads, alone.num_padded, query.shape[2])
             own[:, :count] = query[:, rows]
             assert torch.equal(attend(cache, alone, own, weight, SMALL)[:count], whole[rows])
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SMALL, SHAPES[3], Shape(8, 128, 64, 32)], ids=str)
+@pytest.mark.parametrize("window", [0, 1, 40])
+def test_a_team_that_shares_a_few_rows_makes_the_bits_of_one_thread(shape: Shape, window: int) -> None:
+    team, weight, query = Team(8), shape.weight(), shape.query(16)
+    for spans in (
+        [(590, 1)],
+        [(15, 1)],
+        [(0, 1)],
+        [(300, 1), (37, 1)],
+        [(200, 1), (64, 1), (3, 1), (500, 1)],
+    ):
+        cache, step = cache_and_step(spans, shape, team=team)
+        groups = len(spans) * -(-shape.heads // 16)
+        step_of_one = cache_and_step(spans, shape)[1]
+        assert (most_lone(step), most_lone(step_of_one)) == (4, 0)
+        shared, own = (attend(cache, each, query, weight, shape, window) for each in (step, step_of_one))
+        assert torch.equal(shared, own), f"{groups} groups of heads"
 
 
 def test_stale_latents_of_a_reused_block_never_reach_a_new_owner() -> None:

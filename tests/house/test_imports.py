@@ -59,9 +59,11 @@ ORDER = (
     ("attention.gpu",),
     ("attention.organ",),
     ("attention.cpu_heads", "attention.cpu_latents"),
+    ("attention.cpu_lone_latents",),
     (
         "attention.cpu_attention",
         "attention.cpu_integer_tiles",
+        "attention.cpu_latent_tiles",
         "attention.cpu_norm",
         "attention.cpu_panel_pairs",
         "attention.cpu_quantised_tiles",

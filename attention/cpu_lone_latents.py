@@ -1,0 +1,174 @@
+"""Attention to latents of a few decodes with long contexts: one row's work, shared by a team's threads.
+
+`attention.cpu_latents` gives a row's context to one thread, because a sum is one chain of its tokens. Here scores are made by
+many (a block's depend on nothing else), then one walks them, then sums are made by many, each of some dims: every chain is as
+long as before, over the same tokens in the same order, and the bits are the same.
+
+Legend: G groups of 16 heads, N blocks of a context, B tokens of a block (16), L latent dim.
+"""
+
+import numpy as np
+from numba import njit
+from torch import Tensor
+
+from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
+from attention.cpu_tiles import LANES, TILES_VERSION, address_of, load_f32, rows_times_panel_f32
+from dispatch.native import bits_of, copy, float_of, floats, words
+from dispatch.team import WORDS, Kernel
+from kvcache.step import Step
+
+MOST = 4  # groups of heads of all tokens; with more there is enough for a team
+_BLOCKS = 16  # of a tile's scores
+_MOST_PARTS = 8  # of a row's dims
+_LEAST_DIMS = 4 * LANES  # of a tile's sums
+_BLOCK_BYTES = (LANES * LANES + LANES) * 4  # scores, then weights [heads, B]; and what shrinks sums before
+
+
+@njit(nogil=True, inline="always")
+def is_lone(chunk, groups, most):  # type: ignore[no-untyped-def]
+    """Whether these kernels take a chunk of `Step.chunks`: so few groups of heads, in tiles of one token."""
+    return chunk[1] * groups <= most and chunk[3] == chunk[1]
+
+
+@njit(nogil=True, inline="always")
+def _row_of(w, task):  # type: ignore[no-untyped-def]
+    # Of a task, a tile's group: which row of `query` and `out`, its block table, its first block, blocks, and position.
+    chunk, groups, window = words(w[0], 4), w[1], w[8]
+    part = words(chunk[0] + task // groups * 24, 3)
+    starts, context = words(w[4] + part[0] * 8, 2), words(w[5] + part[0] * 8, 1)[0]
+    position = context - (starts[1] - starts[0]) + part[1]
+    first = max(0, position - window + 1) // LANES if window > 0 else 0
+    place = (starts[0] + part[1] - chunk[2]) * groups + task % groups
+    return place, w[6] + part[0] * w[7], first, position // LANES + 1 - first, position
+
+
+def _score(at, tile):  # type: ignore[no-untyped-def]
+    # A tile is some blocks' scores [B, 16 heads].
+    w = words(at, WORDS)
+    chunk, groups, latents, row_bytes, query, width = words(w[0], 4), w[1], w[2], w[3], w[9], w[10]
+    room, task_bytes = w[12], w[13]
+    if not is_lone(chunk, groups, w[17]):
+        return 0
+    task = tiles = 0
+    while task < chunk[1] * groups:
+        place, table, first, blocks, _ = _row_of(w, task)
+        here = (blocks + _BLOCKS - 1) // _BLOCKS
+        if 0 <= tile < tiles + here:
+            break
+        tiles += here
+        task += 1
+    if tile < 0:
+        return tiles
+    panel = query + place * width * LANES * 4
+    begin = (tile - tiles) * _BLOCKS
+    for block in range(begin, min(begin + _BLOCKS, blocks)):
+        page = latents + words(table + (first + block) * 8, 1)[0] * LANES * row_bytes
+        rows_times_panel_f32(
+            page,
+            row_bytes,
+            panel,
+            LANES * 4,
+            width,
+            room + task * task_bytes + block * _BLOCK_BYTES,
+            LANES * 4,
+            LANES,
+        )
+    return 0
+
+
+def _weigh(at, tile):  # type: ignore[no-untyped-def]
+    # A tile turns a row's scores into weights, block after block; the total is left behind the last.
+    w = words(at, WORDS)
+    chunk, groups, window, scale, room, task_bytes = words(w[0], 4), w[1], w[8], float_of(w[11]), w[12], w[13]
+    if tile < 0:
+        return chunk[1] * groups if is_lone(chunk, groups, w[17]) else 0
+    _, _, first, blocks, position = _row_of(w, tile)
+    top, total = np.full(LANES, -np.inf, np.float32), np.zeros(LANES, np.float32)
+    weights = np.empty((LANES, LANES), np.float32)
+    for block in range(blocks):
+        begin = (first + block) * LANES
+        low = position - window + 1 - begin if window > 0 else 0
+        scores = room + tile * task_bytes + block * _BLOCK_BYTES
+        softmax_lanes(
+            scores,
+            scale,
+            low,
+            position + 1 - begin,
+            address_of(top),
+            address_of(total),
+            scores + LANES * LANES * 4,
+        )
+        transpose_block(floats(scores, LANES * LANES).reshape(LANES, LANES), weights)
+        copy(scores, address_of(weights), LANES * LANES * 4)
+    copy(room + tile * task_bytes + blocks * _BLOCK_BYTES, address_of(total), LANES * 4)
+    return 0
+
+
+def _mix(at, tile):  # type: ignore[no-untyped-def]
+    # A tile is some dims of a row's means.
+    w = words(at, WORDS)
+    chunk, groups, latents, row_bytes = words(w[0], 4), w[1], w[2], w[3]
+    room, task_bytes, out, latent_lanes, heads = w[12], w[13], w[14], w[15], w[16]
+    dims = max(_LEAST_DIMS, (latent_lanes // LANES + _MOST_PARTS - 1) // _MOST_PARTS * LANES)
+    parts = (latent_lanes + dims - 1) // dims
+    if tile < 0:
+        return chunk[1] * groups * parts if is_lone(chunk, groups, w[17]) else 0
+    task, begin = tile // parts, tile % parts * dims
+    end = min(begin + dims, latent_lanes)
+    place, table, first, blocks, _ = _row_of(w, task)
+    here_heads = min(LANES, heads - task % groups * LANES)
+    sums = out + place * LANES * latent_lanes * 4
+    for lane in range(LANES):
+        floats(sums + (lane * latent_lanes + begin) * 4, end - begin)[:] = np.float32(0.0)
+    for block in range(blocks):
+        page = latents + words(table + (first + block) * 8, 1)[0] * LANES * row_bytes
+        weights = room + task * task_bytes + block * _BLOCK_BYTES
+        mix_block(
+            weights,
+            weights + LANES * LANES * 4,
+            page,
+            row_bytes,
+            sums,
+            latent_lanes * 4,
+            begin,
+            end,
+            here_heads,
+        )
+    for lane in range(here_heads):
+        total = load_f32(room + task * task_bytes + blocks * _BLOCK_BYTES + lane * 4)
+        made = floats(sums + (lane * latent_lanes + begin) * 4, end - begin)
+        for dim in range(end - begin):
+            made[dim] /= total
+    return 0
+
+
+LONE_KERNELS = tuple(Kernel(each, TILES_VERSION) for each in (_score, _weigh, _mix))
+
+
+def most_lone(step: Step) -> int:
+    """How many groups these kernels take: they cost more, and pay where half the team would have nothing to do."""
+    return 0 if step.team is None else min(MOST, int(step.team.num_threads) // 2)
+
+
+def lone_floats(max_blocks: int) -> int:
+    """float32 values of the room for each of MOST groups, of contexts of at most so many blocks."""
+    return max_blocks * _BLOCK_BYTES // 4 + LANES
+
+
+def lone_rows(
+    chunk: int, query: int, out: int, room: int, latents_NBW: Tensor, step: Step, *, heads: int, width: int,
+    latent_lanes: int, scale: float, window: int,
+) -> list[list[int]]:  # fmt: skip
+    """Rows of a program for what `cpu_latents.ATTEND` leaves of a chunk; they do nothing for others.
+
+    Args:
+        room: address of [MOST, `lone_floats`] float32.
+        others: see `cpu_latents.latent_rows`.
+    """
+    table = step.block_table_SM
+    words_of_row = (
+        chunk, -(-heads // LANES), latents_NBW.data_ptr(), latents_NBW.shape[2] * 4, step.query_start_S.data_ptr(),
+        step.context_S.data_ptr(), table.data_ptr(), table.stride(0) * 8, window, query, width, bits_of(scale), room,
+        lone_floats(table.shape[1]) * 4, out, latent_lanes, heads, most_lone(step),
+    )  # fmt: skip
+    return [kernel.row(*words_of_row) for kernel in LONE_KERNELS]
