@@ -1,4 +1,4 @@
-"""Drawing tokens on the CPU: temperature, min-p, top-k and top-p, a row at a time, as a kernel that a team's threads share.
+"""Choosing tokens on the CPU: the likeliest, or drawn by temperature, min-p, top-k and top-p, in kernels that a team's threads share.
 
 A row's weights are exp((logit - top) / temperature), in place of its logits. Plain rows are walked by the sums of chunks. Where
 tokens are left out, only those are looked at that can be in the nucleus: the lanes' largest weights say where they are.
@@ -33,7 +33,9 @@ CHUNK = 256  # weights whose sum is kept
 _SORTED = 192  # so few are sorted without bins
 _BIN_SHIFT = 20  # of a weight's bits: bins are 12 % wide
 _NUM_BINS = (0x3F800000 >> _BIN_SHIFT) + 1  # weights are at most 1
+_MARGIN = 1.001  # for sums in float32
 _NS_PER_WEIGHT = 0.6
+_NS_PER_LOGIT = 0.15
 _ASKED, _REALS = 5, 3  # words and numbers per row
 
 
@@ -213,10 +215,56 @@ def _kth_largest_at_least(highest, top_k, counts):  # type: ignore[no-untyped-de
     return _float(bin_ << _BIN_SHIFT) if seen >= top_k else np.float32(0.0)
 
 
+@njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
+def _masses_above(row, V, t0, t1, t2, t3):  # type: ignore[no-untyped-def]
+    # In any order of addition: these only say where to look.
+    m0, m1, m2, m3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+    zero = np.float32(0.0)
+    for index in range(V):
+        weight = row[index]
+        m0 += weight if weight >= t0 else zero
+        m1 += weight if weight >= t1 else zero
+        m2 += weight if weight >= t2 else zero
+        m3 += weight if weight >= t3 else zero
+    return m0, m1, m2, m3
+
+
+@njit(nogil=True, inline="always")
+def _nucleus_at_least(row, V, least, enough):  # type: ignore[no-untyped-def]
+    # A weight that all of the nucleus reach, `least` at the least: twice four cuts between it and the largest weight.
+    low, high = least, np.float32(1.0)
+    for _ in range(2):
+        ratio = np.float32((high / low) ** 0.2)
+        t0 = low * ratio
+        t1, t2 = t0 * ratio, t0 * ratio * ratio
+        t3 = t2 * ratio
+        m0, m1, m2, m3 = _masses_above(row, V, t0, t1, t2, t3)
+        if m3 >= enough:
+            low = t3
+        elif m2 >= enough:
+            low, high = t2, t3
+        elif m1 >= enough:
+            low, high = t1, t2
+        elif m0 >= enough:
+            low, high = t0, t1
+        else:
+            high = t0
+    return low
+
+
 @njit(nogil=True, inline="always")
 def _gather(row, V, highest, least, keys):  # type: ignore[no-untyped-def]
     # Keys of the tokens of a weight of `least` and more: weight, then the lower id first when sorted downwards.
-    count = 0
+    count = lanes = 0
+    for chunk in range(highest.shape[0]):
+        for lane in range(LANES):
+            lanes += 1 if highest[chunk, lane] >= least else 0
+    if 4 * lanes > highest.size:  # most tokens are to be looked at: without a branch for each
+        smallest = max(least, np.float32(1e-45))
+        for index in range(V):
+            keys[count] = _bits(row[index]) << 31 | (0x7FFFFFFF - index)
+            count += 1 if row[index] >= smallest else 0
+        return count
     for chunk in range(highest.shape[0]):
         for lane in range(LANES):
             if highest[chunk, lane] >= least and highest[chunk, lane] > 0.0:
@@ -351,7 +399,9 @@ def _draw(at, tile):  # type: ignore[no-untyped-def]
         least = max(least, _kth_largest_at_least(highest, top_k, counts))
     elif min_p <= 0.0:  # lighter ones are together lighter than 1 - top_p
         least = max(least, np.float32((1.0 - top_p) * total / V))
-    keys = np.empty(V, np.int64)
+        if least > 0.0:
+            least = _nucleus_at_least(row, V, least, np.float32(top_p * total * _MARGIN))
+    keys = np.empty(V + 1, np.int64)
     count = _gather(row, V, highest, least, keys)
     if top_k > 0 or min_p > 0.0:
         total = 0.0
@@ -366,7 +416,46 @@ def _draw(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-DRAW = Kernel(_draw, TILES_VERSION)
+_SCANNED = 4096  # tokens of an arg-max at a time
+
+
+def _arg_max(at, tile):  # type: ignore[no-untyped-def]
+    # The first of the largest; or the first that is not a number, as numpy says.
+    w = words(at, WORDS)
+    if tile < 0:
+        return w[0]
+    V, row_at, found = w[1], words(w[2] + tile * 8, 1)[0], words(w[3] + tile * 8, 1)
+    best, first, lanes = np.float32(-np.inf), 0, np.empty(4 * LANES, np.float32)
+    for begin in range(0, V, _SCANNED):
+        size = min(_SCANNED, V - begin)
+        top = _find_top(floats(row_at + begin * 4, size), size, lanes)
+        if math.isnan(top) or top > best:
+            best, first = top, begin
+            if math.isnan(top):
+                break
+    row = floats(row_at, V)
+    while first < V - 1 and not (row[first] == best or (math.isnan(row[first]) and math.isnan(best))):
+        first += 1
+    found[0] = first
+    return 0
+
+
+DRAW, ARG_MAX = Kernel(_draw, TILES_VERSION), Kernel(_arg_max, TILES_VERSION)
+
+
+def likeliest_tokens(logits_RV: Rows[np.ndarray], team: Team | None = None) -> list[int]:
+    """Find the first of the largest logits of each row; where one is not a number, that one.
+
+    Args:
+        logits_RV: R rows of V float32, contiguous each.
+        team: threads to use; None: the caller's.
+    """
+    count, V = len(logits_RV), logits_RV[0].size
+    rows, found = np.array([row.ctypes.data for row in logits_RV]), np.empty(count, np.int64)
+    row = ARG_MAX.row(count, V, rows.ctypes.data, found.ctypes.data)
+    run(program_of([row]), team, int(count * V * _NS_PER_LOGIT))
+    tokens: list[int] = found.tolist()
+    return tokens
 
 
 def draw_tokens(

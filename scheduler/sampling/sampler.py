@@ -18,7 +18,7 @@ from torch import Tensor
 from dispatch.team import Team
 from scheduler.policy.request import Logprobs
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling.draw import DRAW, NOTHING, draw_tokens
+from scheduler.sampling.draw import ARG_MAX, DRAW, NOTHING, draw_tokens, likeliest_tokens
 
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
 LEAST_PENALTY = 1e-6  # of repetition: what is divided by less leaves float32's range
@@ -59,6 +59,7 @@ class HostSampler:
     def warm_up(self) -> None:
         """Compile what draws, before the first step."""
         DRAW.compile()
+        ARG_MAX.compile()
 
     def sample(self, logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
         """See `Sampler`."""
@@ -79,20 +80,21 @@ def sample(logits_RV: Tensor, sequences: Rows[Sequence], team: Team | None = Non
     """
     rows_RV = logits_RV.numpy()
     raws = [_chosen_from(logits_V, sequence) for logits_V, sequence in zip(rows_RV, sequences, strict=True)]
-    drawn = {row: NOTHING for row, each in enumerate(sequences) if each.request.params.temperature != 0}
-    if drawn:
+    token_ids = [NOTHING] * len(sequences)
+    if drawn := [row for row, each in enumerate(sequences) if each.request.params.temperature != 0]:
         params = [sequences[row].request.params for row in drawn]
         positions = [sequences[row].num_output_tokens for row in drawn]
-        tokens = draw_tokens([rows_RV[row] for row in drawn], params, positions, team)
-        drawn = dict(zip(drawn, tokens, strict=True))
-    token_ids: list[int] = []
+        for row, token in zip(
+            drawn, draw_tokens([rows_RV[row] for row in drawn], params, positions, team), strict=True
+        ):
+            token_ids[row] = token
+    # Greedy; or rules that exclude each other left nothing to draw from.
+    if left := [row for row, token in enumerate(token_ids) if token == NOTHING]:
+        for row, token in zip(left, likeliest_tokens([rows_RV[row] for row in left], team), strict=True):
+            token_ids[row] = token
     logprobs: list[Logprobs | None] = []
-    for row, (raw, sequence) in enumerate(zip(raws, sequences, strict=True)):
-        token, asked = drawn.get(row, NOTHING), sequence.request.params
-        if token == NOTHING:  # greedy; or rules that exclude each other left nothing to draw from
-            token = int(rows_RV[row].argmax())
-        token_ids.append(token)
-        measured = None
+    for token, raw, sequence in zip(token_ids, raws, sequences, strict=True):
+        asked, measured = sequence.request.params, None
         if raw is not None:
             measured = raw.of(token, asked.num_logprobs or 0, ids=asked.logprob_token_ids)
         logprobs.append(measured)

@@ -7,7 +7,7 @@ import pytest
 
 from dispatch.team import Team
 from scheduler.policy.request import SamplingParams
-from scheduler.sampling.draw import NOTHING, draw_tokens, uniform_at
+from scheduler.sampling.draw import NOTHING, draw_tokens, likeliest_tokens, uniform_at
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -114,3 +114,19 @@ def test_of_equal_weights_the_lower_token_comes_first() -> None:
     row = np.zeros(1000, np.float32)
     drawn = {draw_tokens([row.copy()], [asked(top_k=3, seed=seed)], [0])[0] for seed in range(100)}
     assert drawn == {0, 1, 2}
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 4095, 4096, 4097, 9001])
+def test_the_likeliest_is_the_first_of_the_largest_and_what_is_no_number_comes_before(size: int) -> None:
+    draw = np.random.default_rng(size)
+    rows = draw.normal(size=(12, size)).astype(np.float32)
+    rows[1] = np.round(rows[1])  # many are equal
+    rows[2, -1] = rows[3, 0] = rows[4, size // 2] = 99.0
+    rows[5], rows[6] = -np.inf, 0.0
+    rows[7, size // 3] = np.nan
+    rows[8, [size // 2, -1]] = np.nan
+    rows[9, -1] = np.inf
+    rows[10, : size // 2] = -np.inf
+    wanted = [int(row.argmax()) for row in rows]
+    for team in (None, Team(3)):
+        assert likeliest_tokens(list(rows), team) == wanted
