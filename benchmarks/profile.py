@@ -1,40 +1,46 @@
-"""Where does a decode step's time go on one rank?
+"""Where does a decode step's time go?
 
 Runs decode steps of a model directly (no HTTP, no scheduler) under Python's profiler and sums each function's own
 time by what it belongs to. The profiler itself adds some microseconds per call, so shares are shown, and the step
 time is taken without it. Expected bound: bytes of active weights over memory bandwidth at batch 1, operations over
 rate at batch 32.
 
-Run: `python -m benchmarks.profile [DIRECTORY] [--batch 1,16,32] [--threads 1] [--context 150] [--steps 10]
-[--quantization int8]`;
-DIRECTORY defaults to the random model of `benchmarks.serve`.
+Run: `python -m benchmarks.profile [DIRECTORY] [--batch 1,16,32] [--threads 1] [--ranks 1] [--context 150] [--steps 10]
+[--quantization int8]`; DIRECTORY defaults to the random model of `benchmarks.serve`. A batch is that of all ranks, of
+which the first is shown.
 """
 
 import argparse
 import cProfile
+import multiprocessing
 import pstats
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.card import environment_card, print_card, print_tail
 from benchmarks.random_model import ensure_random_model
-from kvcache.paged_cache import PagedCache
+from dispatch.mode import fitting_capacity
+from dispatch.ports import free_port
+from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.step import Span
 from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import EngineConfig
 
 KINDS = {  # the first whose words are all in "file:function" takes a function's own time
     "programs of kernels": (("dispatch/team.py", ":_run"), ("paged_cache.py", ":_write")),
-    "dispatch and combine": (("dispatch/",),),
+    "dispatch and combine": (("dispatch/",), ("moe/cpu/spread_experts.py",)),
     "our Python around kernels": (("moe/",), ("attention/",), ("kvcache/",)),
     "transformers' Python": (("transformers/",),),
     "torch's small operations and modules": (("torch",), ("~",)),
 }
+_WARM_UPS = 5  # samples of what experts are given are taken outside programs
 
 
 class NoDoorbell:
@@ -58,7 +64,7 @@ def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Cal
 
     def run() -> None:
         step = built.runner.step
-        step.fill(spans)
+        step.fill(spans, batch, agreed_tokens=fitting_capacity(batch))
         built.model.forward(tokens[: step.num_padded], cache, rows)
 
     return run
@@ -99,38 +105,71 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=150)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args(arguments)
+    options.batches = [int(text) for text in options.batch.split(",")]
+    options.directory = options.directory or ensure_random_model()
     card = environment_card()
     print_card(card)
-    batches = [int(text) for text in options.batch.split(",")]
+    spawn, port = multiprocessing.get_context("spawn"), free_port()
+    found: Any = spawn.SimpleQueue()
+    others = [
+        spawn.Process(target=_measure, args=(rank, options, port, found), daemon=True)
+        for rank in range(1, options.ranks)
+    ]
+    for other in others:
+        other.start()
+    _measure(0, options, port, found)
+    for other in others:
+        other.join()
+    results = found.get()
+    print_tail({
+        "environment": card, "model": options.directory.name, "threads": options.threads, "ranks": options.ranks,
+        "batches": results,
+    })  # fmt: skip
+    return 0
+
+
+def _measure(rank: int, options: argparse.Namespace, port: int, found: Any) -> None:
+    """Run one rank's part; the first prints and puts what it found."""
+    if options.ranks > 1:
+        place = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=options.ranks)
     config = EngineConfig(
-        directory=options.directory or ensure_random_model(),
+        directory=options.directory,
         kv_cache_bytes=1 << 30,
         max_model_len=options.context + 1,
-        max_num_seqs=max(batches),
+        max_num_seqs=max(options.batches),
         threads=options.threads,
         quantization=options.quantization,
+        rank=rank,
+        world_size=options.ranks,
     )
     built = assemble(config, NoDoorbell())
-    cache = PagedCache(built.model.skeleton.cache_shapes, max(batches) * (options.context // 16 + 1))
+    cache = PagedCache(
+        built.model.skeleton.cache_shapes, max(options.batches) * (options.context // BLOCK_TOKENS + 1)
+    )
     results = {}
-    for batch in batches:
-        run = decode(built, cache, batch, options.context)
-        run()
+    for batch in options.batches:
+        run = decode(built, cache, max(1, batch // options.ranks), options.context)
+        for _ in range(_WARM_UPS):
+            run()
         times = []
         for _ in range(options.steps):
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
-        found = shares(run, options.steps)
-        results[batch] = {"step_ms": statistics.median(times) * 1e3, "shares": found}
-        print(f"\nbatch {batch}: {results[batch]['step_ms']:.1f} ms per step")
-        for kind, share in found.items():
-            print(f"  {share:6.1%}  {kind}")
-    print_tail(
-        {"environment": card, "model": config.directory.name, "threads": options.threads, "batches": results}
-    )
-    return 0
+        of_kinds = shares(run, options.steps)
+        results[batch] = {"step_ms": statistics.median(times) * 1e3, "shares": of_kinds}
+        if rank == 0:
+            print(f"\nbatch {batch}: {results[batch]['step_ms']:.1f} ms per step")
+            for kind, share in of_kinds.items():
+                print(f"  {share:6.1%}  {kind}")
+    if rank == 0:
+        found.put(results)
+    if options.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class ExchangeClock:
             self._shortest_ns, self._left = _NEVER, CLOCK_BLOCK
 
 
-class _Sent(NamedTuple):
+class Sent(NamedTuple):
     """A dispatch on its way, or received."""
 
     x_TH: Tensor
@@ -189,7 +189,7 @@ class Exchange:
         if note:
             self._note.reserve(num_notes)
             self._note.view(num_notes).copy_(torch.tensor(note, dtype=torch.int64))
-        self._sent = _Sent(x_TH, hidden, dtype, rows, T, K, capacity, num_notes, R == 1 and is_own)
+        self._sent = Sent(x_TH, hidden, dtype, rows, T, K, capacity, num_notes, R == 1 and is_own)
         self._send_planned(slots, 0 if origins_T is None else origins_T.data_ptr())
         return -1
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dispatch import cpu_kernels as passes
 from dispatch.cpu_kernels import message
-from dispatch.native import words
+from dispatch.native import inlined, words
 from dispatch.team import WORDS, Kernel
 from dispatch.wires import shm_regions as regions
 
@@ -48,6 +48,24 @@ _VERSION = zlib.crc32(
 )
 
 
+@inlined
+def _open_windows(b: Any, sizes: int) -> int:
+    # Returns the bytes for which there is no window.
+    staged: int = regions.place_windows(
+        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
+        sizes, 0, b[SEND_AT],
+    )  # fmt: skip
+    return staged
+
+
+@inlined
+def _post(b: Any, sizes: int) -> None:
+    regions.post_first_round(
+        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
+        sizes, b[SEND_AT],
+    )  # fmt: skip
+
+
 def _send_rows(at, tile):  # type: ignore[no-untyped-def]
     if tile < 0:
         return 1
@@ -66,21 +84,14 @@ def _send_rows(at, tile):  # type: ignore[no-untyped-def]
     if bad >= 0:
         b[STATE], b[FOUND] = BAD_SLOT, bad
         return 0
-    staged = regions.place_windows(
-        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
-        sizes, 0, b[SEND_AT],
-    )  # fmt: skip
-    if staged > 0:
+    if _open_windows(b, sizes) > 0:
         b[STATE] = ROWS_TOO_LARGE
         return 0
     passes.pack(
         x, slots, b[CHOICES_AT], 0, num_tokens, choices, b[SLOTS], b[RANKS], b[RANK], b[TABLES_AT], b[HEADER_AT], 0,
         b[MASK_AT], b[SEND_AT], b[OWN_TOKENS_AT], b[OWN_ENTRIES_AT],
     )  # fmt: skip
-    regions.post_first_round(
-        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
-        sizes, b[SEND_AT],
-    )  # fmt: skip
+    _post(b, sizes)
     return 0
 
 
@@ -117,20 +128,13 @@ def _send_answers(at, tile):  # type: ignore[no-untyped-def]
     y, row_bytes, sizes = w[1], w[2], b[ANSWER_SIZES_AT]
     b[ANSWERS_AT], b[ANSWER_PAIRS_AT] = y, b[PAIR_OF_ANSWER_AT]
     passes.size_answers(row_bytes, b[RANKS], b[RANK], b[TABLES_AT], b[MASK_AT], sizes, b[ANSWERS_DUE_AT])
-    staged = regions.place_windows(
-        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
-        sizes, 0, b[SEND_AT],
-    )  # fmt: skip
-    if staged > 0:
+    if _open_windows(b, sizes) > 0:
         b[STATE] = ANSWERS_TOO_LARGE
         return 0
     passes.pack_answers(
         y, row_bytes, b[RANKS], b[RANK], b[TABLES_AT], sizes, b[SEND_AT], b[PAIR_OF_ANSWER_AT], b[ANSWER_CALL]
     )
-    regions.post_first_round(
-        b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
-        sizes, b[SEND_AT],
-    )  # fmt: skip
+    _post(b, sizes)
     return 0
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dispatch import passes
 from dispatch.arguments import slot_problem
-from dispatch.exchange import Exchange, _Sent
+from dispatch.exchange import Exchange, Sent
 from dispatch.wires.shm import ShmWire
 
 
@@ -94,7 +94,7 @@ class ProgrammedExchange(Exchange):
         """
         self.check()
         (T, H), K, sizes = x_TH.shape, slots_TK.shape[1], self._send_bytes
-        self._sent = _Sent(x_TH, H, torch.float32, x_TH.data_ptr(), T, K, capacity, 0, False)
+        self._sent = Sent(x_TH, H, torch.float32, x_TH.data_ptr(), T, K, capacity, 0, False)
         state = self._b[passes.STATE]
         if state == passes.BAD_SLOT:
             problem = slot_problem(slots_TK, self._b[passes.FOUND], self._shape[1], self.slots_per_rank)
