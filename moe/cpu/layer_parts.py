@@ -76,11 +76,12 @@ class Latents(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), times sigmoid(share(x)) where there is such a weight."""
 
     gate_up: Matrix  # [2 * I, hidden], as one slot's experts
     down: Matrix
     addresses: np.ndarray  # [2, 1] int64: where `gate_up`'s panels and scales are
+    share: Matrix | None  # [1, hidden]
 
 
 class Chooser(NamedTuple):
@@ -129,8 +130,11 @@ def parts_of(module: Any, shapes: Sequence[LayerShape]) -> LayerParts | None:
             )
         named = {name for name, _ in feed_forward.named_children()}
         chooser = {"gate", "router"} & named
-        _require(named - chooser <= {"experts", "shared_experts"} and len(chooser) == 1)
-        shared = _mlp(feed_forward.shared_experts, hidden) if "shared_experts" in named else None
+        shared_name = {"shared_experts", "shared_expert"} & named
+        _require(len(chooser) == 1 and len(shared_name) <= 1)
+        _require(named - chooser - shared_name <= {"experts", "shared_expert_gate"})
+        share = getattr(feed_forward, "shared_expert_gate", None)
+        shared = _mlp(getattr(feed_forward, shared_name.pop()), hidden, share) if shared_name else None
         router = _router(getattr(feed_forward, chooser.pop()), hidden, int(feed_forward.experts.num_experts))
         return LayerParts(hidden, input_norm, attention, post_norm, router, feed_forward.experts, shared)
     except (AttributeError, _UnfitError):
@@ -226,14 +230,20 @@ def _latents(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Latents:
     )
 
 
-def _mlp(module: Any, hidden: int) -> Mlp:
+def _mlp(module: Any, hidden: int, share: Any = None) -> Mlp:
     projections = [getattr(module, f"{name}_proj") for name in ("gate", "up", "down")]
     _require(all(each.bias is None for each in projections))
     gate, up, down = (_packed(each.weight) for each in projections)
     _require(gate.in_dim == up.in_dim == down.out_dim == hidden and gate.out_dim == up.out_dim == down.in_dim)
     both = _together((gate, up))
     scales = 0 if both.scales is None else both.scales.data_ptr()
-    return Mlp(both, _matrix(down), np.array([[both.panels.data_ptr()], [scales]]))
+    share_weight = None if share is None else _packed(share.weight)
+    _require(share_weight is None or (share_weight.in_dim == hidden and share_weight.out_dim == 1))
+    _require(share is None or share.bias is None)
+    return Mlp(
+        both, _matrix(down), np.array([[both.panels.data_ptr()], [scales]]),
+        None if share_weight is None else _matrix(share_weight),
+    )  # fmt: skip
 
 
 def _router(module: Any, hidden: int, num_experts: int) -> Chooser:

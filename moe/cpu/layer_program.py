@@ -28,7 +28,7 @@ from moe.cpu.activations import Activations, Rows
 from moe.cpu.expert_rows import Asked, ExpertsClock, expert_rows
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.layer_parts import Attention, Latents, LayerParts, Matrix, Mlp
-from moe.cpu.local_experts import ANSWERS, OUT, add_row, sort_row
+from moe.cpu.local_experts import ANSWERS, OUT, add_row, share_row, sort_row
 from moe.cpu.products import grouped_row, linear_row
 from moe.cpu.routing import route_row
 from moe.cpu.spread_experts import Chosen, SpreadExperts, exchange_of
@@ -337,7 +337,14 @@ class LayerProgram:
         codes, scales = (row.ctypes.data for row in mlp.addresses)
         before, rows = self._activations.taken(kind, x, self._facts)
         up = grouped_row(rows, kind, codes, scales, self._facts - 8, 1, inner.data_ptr(), is_gated=True)
-        return [*before, up, *self._linear(mlp.down, inner, out)]
+        rows_of_all = [*before, up, *self._linear(mlp.down, inner, out)]
+        if mlp.share is not None:
+            shares = self._activations.room("shares", mlp.share.format.panels * LANES)
+            share = share_row(
+                out.data_ptr(), out.shape[1], shares.data_ptr(), shares.shape[1] * 4, self._facts
+            )
+            rows_of_all += [*self._linear(mlp.share, x, shares), share]
+        return rows_of_all
 
     def _asked_in(self, programs: _Programs, layer: PackedExpertLayer) -> _Asked:
         """Rows with the experts in them, or cut where others are met."""

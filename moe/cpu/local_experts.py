@@ -6,6 +6,8 @@ in the order of its choices (see `dispatch.cpu_kernels.answers`), so that a row'
 Legend: T rows, K choices, P = T x K pairs, S slots, E experts, D hidden dim.
 """
 
+import math
+
 import numpy as np
 
 from attention.cpu_tiles import TILES_VERSION
@@ -84,7 +86,21 @@ def _clock(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-SORT_PAIRS, ADD, CLOCK = (Kernel(each, TILES_VERSION) for each in (_sort_pairs, _add, _clock))
+def _share(at, tile):  # type: ignore[no-untyped-def]
+    w = words(at, WORDS)
+    x, dim, shares, stride, rows = w[0], w[1], w[2], w[3], words(w[4], 1)[0]
+    at_once = max(1, _TILE_VALUES // dim)
+    if tile < 0:
+        return (rows + at_once - 1) // at_once
+    for row in range(tile * at_once, min((tile + 1) * at_once, rows)):
+        values, one = floats(x + row * dim * 4, dim), np.float32(1.0)
+        share = one / (one + np.float32(math.exp(-floats(shares + row * stride, 1)[0])))
+        for index in range(dim):
+            values[index] *= share
+    return 0
+
+
+SORT_PAIRS, ADD, CLOCK, SHARE = (Kernel(each, TILES_VERSION) for each in (_sort_pairs, _add, _clock, _share))
 
 
 def sort_row(
@@ -130,3 +146,14 @@ def clock_row(total_ns: int, sign: int, scratch: int) -> list[int]:
         total_ns: address of an int64. scratch: address of two.
     """
     return CLOCK.row(total_ns, sign, scratch)
+
+
+def share_row(x: int, dim: int, shares: int, stride: int, facts: int) -> list[int]:
+    """One row of a program: `x *= sigmoid(share)`, a row of [T, D] float32 at a time.
+
+    Args:
+        x: address. dim: D.
+        shares: address of each row's number, float32. stride: bytes from one to the next.
+        facts: see `sort_row`.
+    """
+    return SHARE.row(x, dim, shares, stride, facts)

@@ -22,7 +22,7 @@ ADOPTED = {
     "mixtral": 3,
     "glm4_moe": 3,  # the first of them dense, the others with a shared expert
     "gpt_oss": 0,  # angles of half a head
-    "qwen2_moe": 0,  # what all tokens share has a gate
+    "qwen2_moe": 3,  # what all tokens share has a gate
     "olmoe": 0,  # norms of all heads together
     "deepseek_v3": 3,
     "granitemoe": 0,  # a factor on what is added
