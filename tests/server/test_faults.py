@@ -339,6 +339,7 @@ def cut_off_and_asked_again_with_keys(service: RealService) -> None:
         for each in waiting:
             each.result(END_S)
     wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
+    cut = 0  # a busy machine may let single streams end before the front does
     for key, body in asked.items():
         with send(service, key, body) as response:
             first = response.read()
@@ -348,7 +349,9 @@ def cut_off_and_asked_again_with_keys(service: RealService) -> None:
         assert first == again and response.status_code == 200
         whole = "".join(text_of(line) for line in first.decode().splitlines())
         if key in seen:
-            assert whole.startswith(seen[key]) and len(whole) > len(seen[key])
+            assert whole.startswith(seen[key])
+            cut += len(whole) > len(seen[key])
+    assert cut, "no stream was cut off"
 
 
 def send(
