@@ -277,6 +277,38 @@ def room_floats(heads: int, latent: int, rotary_dim: int) -> tuple[int, int]:
     return groups * (latent + rotary_dim) * LANES, groups * LANES * -(-latent // LANES) * LANES
 
 
+def absorb_row(
+    queries: Queries, heads: int, weight: AbsorbedWeight, chunk: int, room: Tensor, rotary_dim: int
+) -> list[int]:
+    """One row of a program: multiply the queries of a chunk's rows into latent space, at `room`.
+
+    Args:
+        chunk: address of its four words, see `Step.chunks`.
+        others: see `latent_attention` and `LatentRooms`.
+    """
+    unrotated, latent = weight.key.shape[2], weight.value.shape[2]
+    return ABSORB.row(
+        queries.address, queries.token_stride, queries.head_stride, weight.key.data_ptr(),
+        unrotated * LANES * weight.key.element_size(), _times(weight), heads, -(-heads // LANES), unrotated, latent,
+        rotary_dim, chunk, room.data_ptr(),
+    )  # fmt: skip
+
+
+def expand_row(room: Tensor, heads: int, weight: AbsorbedWeight, chunk: int, out: int) -> list[int]:
+    """One row of a program: multiply the means of latents at `room` to values at `out`; see `absorb_row`."""
+    latent = weight.value.shape[2]
+    latent_lanes = -(-latent // LANES) * LANES
+    return EXPAND.row(
+        room.data_ptr(), -(-heads // LANES) * LANES * latent_lanes * 4, latent_lanes * 4, weight.value.data_ptr(),
+        latent * LANES * weight.value.element_size(), _times(weight), heads, latent, chunk, out,
+        weight.value.shape[1] * LANES,
+    )  # fmt: skip
+
+
+def _times(weight: AbsorbedWeight) -> int:
+    return (TIMES_BF16 if weight.key.dtype is torch.bfloat16 else TIMES_F32).address
+
+
 def latent_rows(
     queries: Queries, heads: int, latents_NBW: Tensor, step: Step, weight: AbsorbedWeight, rooms: LatentRooms, *,
     rotary_dim: int, scale: float, window: int, out: int,
@@ -287,12 +319,8 @@ def latent_rows(
         out: address of [T, H, padded V] float32.
         others: see `latent_attention`.
     """
-    width = latents_NBW.shape[2]
-    latent, unrotated = weight.value.shape[2], weight.key.shape[2]
+    width, latent = latents_NBW.shape[2], weight.value.shape[2]
     groups, latent_lanes = -(-heads // LANES), -(-latent // LANES) * LANES
-    value_lanes = weight.value.shape[1] * LANES
-    times = (TIMES_BF16 if weight.key.dtype is torch.bfloat16 else TIMES_F32).address
-    panel_bytes = LANES * weight.key.element_size()
     table = step.block_table_SM
     rows = []
     for chunk in step.chunks(TILE_TOKENS, TILES_AT_ONCE):
@@ -302,20 +330,14 @@ def latent_rows(
             width=latent + rotary_dim, latent_lanes=latent_lanes, scale=scale, window=window,
         )  # fmt: skip
         rows += [
-            ABSORB.row(
-                queries.address, queries.token_stride, queries.head_stride, weight.key.data_ptr(),
-                unrotated * panel_bytes, times, heads, groups, unrotated, latent, rotary_dim, at, rooms.query.data_ptr(),
-            ),
+            absorb_row(queries, heads, weight, at, rooms.query, rotary_dim),
             ATTEND.row(
                 rooms.query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), width * 4, at,
                 step.query_start_S.data_ptr(), step.context_S.data_ptr(), table.data_ptr(), table.stride(0) * 8,
                 bits_of(scale), window, rooms.found.data_ptr(), latent_lanes, heads, most_lone(step),
             ),
             *lone,
-            EXPAND.row(
-                rooms.found.data_ptr(), groups * LANES * latent_lanes * 4, latent_lanes * 4, weight.value.data_ptr(),
-                latent * panel_bytes, times, heads, latent, at, out, value_lanes,
-            ),
+            expand_row(rooms.found, heads, weight, at, out),
         ]  # fmt: skip
     return rows
 

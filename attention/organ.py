@@ -9,13 +9,17 @@ their `absorbed` weight (`moe.cpu.backend`).
 from typing import Any
 
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.cpu_attention import paged_attention
 from attention.cpu_latents import latent_attention
+from attention.cpu_sparse import chosen_attention
+from attention.sparse_index import ANY_MASK
 from kvcache.paged_cache import PagedCache
 
 NAME = "wideep_paged"
+INDEXED = "_indexed"  # behind the name, for models with a sparse index, whose code wants a mask
 
 
 def attend(
@@ -28,6 +32,7 @@ def attend(
     scaling: float,
     pages: PagedCache,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend the packed batch to the paged cache.
@@ -38,6 +43,7 @@ def attend(
         scaling: factor on the scores.
         pages: the cache, passed through `model.forward(pages=...)`.
         s_aux: sink logits [H].
+        indices: [1, T, K] int32 slots of the cache that rows attend to, of latents; None: all that they see.
         attention_mask, options: not read. What changes results among them is refused before a model is loaded
             (`moe.rehearsal`); the window comes with the cache's shapes, because that is where the mask says it.
 
@@ -52,6 +58,12 @@ def attend(
     query_HTD = query[0] if query.stride(-1) == 1 else query[0].contiguous()
     if pages.shapes[layer].latent:
         of_rotary = int(module.qk_rope_head_dim)
+        if indices is not None:
+            out_THV = chosen_attention(
+                query_HTD, pages.keys[layer], indices[0], step, module.absorbed, rotary_dim=of_rotary, scale=scaling,
+                sinks_H=s_aux,
+            )  # fmt: skip
+            return out_THV[None], None
         out_THV = latent_attention(
             query_HTD, pages.keys[layer], step, module.absorbed, rotary_dim=of_rotary, scale=scaling, window=window
         )  # fmt: skip
@@ -69,5 +81,7 @@ def attend(
 
 
 def register() -> None:
-    """Make the organ known to `transformers` under `NAME`; may be called again."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    """Make the organ known to `transformers` under its names; may be called again."""
+    for name in (NAME, NAME + INDEXED):
+        ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME + INDEXED, lambda **_options: ANY_MASK)

@@ -105,6 +105,10 @@ class BlockPool:
         """Return the blocks of the longest cached prefix of whole blocks; `share` them before anything else."""
         return self._prefixes.match(token_ids)
 
+    def key_of(self, block_id: int) -> bytes:
+        """The key of a published block, which names the whole prefix up to its end."""
+        return self._prefixes.key_of_block(block_id)
+
     def count_held(self, token_ids: Sequence[int], num_tokens: int, keys: list[bytes]) -> int:
         """Count the leading whole blocks of a prefix that somebody holds, which cost nothing to share.
 

@@ -4,14 +4,16 @@
 returns its inputs, and the attention organ reads the pages. A block holds `block_tokens` tokens of one layer,
 contiguous, so that it can be exported as bytes. Keys are kept transposed, [head, dim, token], so that a block
 is a panel of `attention.cpu_tiles`; values are [head, token, dim]. Multi-head latent attention keeps its
-latents only: [token, kv_lora_rank + qk_rope_head_dim rounded up to 16] (DeepSeek-V2, 2024).
+latents only: [token, kv_lora_rank + qk_rope_head_dim rounded up to 16] (DeepSeek-V2, 2024). Recurrent layers
+keep a state per sequence, in slots: see `kvcache.states`.
 Paging follows PagedAttention (Kwon et al., 2023). Which block belongs to whom is `kvcache.blocks`' business.
 
 Legend: N blocks, B tokens of a block (16), G KV heads, D key dim, V value dim rounded up to 16, W width of a latent's row,
-T tokens.
+T tokens, Z state slots.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,14 +27,29 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """What one layer caches per token, and how far back it looks."""
+class StateShape:
+    """What a recurrent layer keeps per sequence, float32."""
 
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int  # 0 where the layer caches latents: then key_dim is their size
+    tail: tuple[int, int] = (0, 0)  # the convolution's last inputs: taps before the newest, channels
+    recurrent: tuple[int, ...] = (0,)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one sequence."""
+        return (prod(self.tail) + prod(self.recurrent)) * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What one layer caches per token, and how far back it looks; and what it keeps per sequence."""
+
+    num_kv_heads: int = 0  # 0: nothing per token
+    key_dim: int = 0
+    value_dim: int = 0  # 0 where the layer caches latents: then key_dim is their size
     latent: bool = False
     window: int = 0  # tokens a row attends to, itself included; 0 is all
+    index_dim: int = 0  # of a sparse index's key per token; 0: the layer has none
+    state: StateShape | None = None
 
     @property
     def padded_key_dim(self) -> int:
@@ -47,7 +64,7 @@ class LayerShape:
     @property
     def token_bytes(self) -> int:
         """Bytes per token, float32."""
-        return self.num_kv_heads * (self.padded_key_dim + self.padded_value_dim) * 4
+        return (self.num_kv_heads * (self.padded_key_dim + self.padded_value_dim) + self.index_dim) * 4
 
 
 @njit(nogil=True, cache=True)
@@ -77,6 +94,16 @@ def _write_latents(latent_TR, rotary_TE, slots, count, pages_NBW):  # type: igno
             pages_NBW[block, offset, rank + dim] = rotary_TE[row, dim]
 
 
+@njit(nogil=True, cache=True)
+def _write_index(key_TD, slots, count, pages_NDB):  # type: ignore[no-untyped-def]
+    for row in range(count):
+        block, offset = slots[row] // BLOCK_TOKENS, slots[row] % BLOCK_TOKENS
+        if offset == 0:  # as above
+            pages_NDB[block] = 0.0
+        for dim in range(key_TD.shape[1]):
+            pages_NDB[block, dim, offset] = key_TD[row, dim]
+
+
 def _lazy_zeros(*shape: int) -> Tensor:
     """Zeros that take memory when they are first written; torch.zeros would touch every page at once."""
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
@@ -88,14 +115,21 @@ class PagedCache:
     is_compileable = False
     is_sliding = (False,)
 
-    def __init__(self, shapes: list[LayerShape], num_blocks: int) -> None:
-        """Reserve the pages (zeroed lazily by the operating system)."""
+    def __init__(self, shapes: list[LayerShape], num_blocks: int, num_states: int = 0) -> None:
+        """Reserve the pages and state slots (zeroed lazily by the operating system)."""
         self.shapes = shapes
         self.num_blocks = num_blocks
         self.step: Step | None = None
         self.keys: list[Tensor] = []  # [N, G, D, B], or [N, B, W] where latent
         self.values: list[Tensor] = []  # [N, G, B, V]
+        self.indexes: list[Tensor] = []  # [N, D, B]: keys of a sparse index
+        self.tails: list[Tensor] = []  # [Z, taps - 1, channels]
+        self.states: list[Tensor] = []  # [Z, ...]
         for shape in shapes:
+            state = shape.state or StateShape()
+            self.indexes.append(_lazy_zeros(num_blocks, shape.index_dim, BLOCK_TOKENS))
+            self.tails.append(_lazy_zeros(num_states, *state.tail))
+            self.states.append(_lazy_zeros(num_states, *state.recurrent))
             if shape.latent:
                 self.keys.append(_lazy_zeros(num_blocks, BLOCK_TOKENS, shape.padded_key_dim))
                 self.values.append(torch.empty(0))
@@ -132,14 +166,47 @@ class PagedCache:
             _write_heads(key_TGD, value_TGV, slots_T.numpy(), count, *pages)
         return key, value
 
+    def update_indexer(self, key: Tensor, layer: int) -> Tensor:
+        """Write the step's new index keys of one layer: [1, T, D] float32; returns them."""
+        step = self.step
+        assert step is not None, "a step must be set before the model runs"
+        key_TD, pages = key[0].contiguous().numpy(), self.indexes[layer].numpy()
+        _write_index(key_TD, step.cache_slot_T.numpy(), step.num_tokens, pages)
+        return key
+
     def block_bytes(self, layer: int, block: int) -> bytes:
-        """One block of one layer as contiguous bytes, keys then values."""
+        """One block of one layer as contiguous bytes: keys, values, index keys."""
         parts = (
             self.keys[layer][block],
             *(() if self.shapes[layer].latent else (self.values[layer][block],)),
+            self.indexes[layer][block],
         )
         return b"".join(part.contiguous().numpy().tobytes() for part in parts)
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Zero: positions come with the step, never from the cache's length."""
         return 0
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, _rows: Any, layer_idx: int | None = 0) -> tuple[int, int]:
+        """Keys that a mask covers, and where they start: code that makes one needs to be told something."""
+        return 1, 0
+
+    def has_previous_state(self, *_layer: Any, **_options: Any) -> bool:
+        """Say no: recurrences read the step's state slots themselves (`attention.recurrent`)."""
+        return False
+
+    def get_conv_state(self, *_layer: Any, **_options: Any) -> None:
+        """Likewise, nothing."""
+        return
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, conv_states: Tensor, *_layer: Any, **_options: Any) -> Tensor:
+        """Return the step's own inputs: the convolution puts those before them in front."""
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_layer: Any, **_options: Any) -> Tensor:
+        """Do nothing: the recurrence has written the states."""
+        return recurrent_states

@@ -79,6 +79,10 @@ class PrefixIndex:
         """The key of a full block that follows the prefix of another key, ROOT_KEY at the beginning."""
         return self._key(parent_key, array("I", token_ids).tobytes())
 
+    def key_of_block(self, block_id: int) -> bytes:
+        """The key of a block that is findable."""
+        return self._entry_of[block_id].key
+
     def block_of(self, key: bytes) -> int | None:
         """A block that holds the prefix of a key; None: it is not cached."""
         entry = self._entries.get(key)

@@ -3,7 +3,7 @@
 The tensors are allocated once and refilled in place (D1 of the design), so that a captured graph can be replayed.
 It knows blocks and positions, not requests.
 
-Legend: T tokens of the packed batch, S sequences in it, M blocks a sequence may have.
+Legend: T tokens of the packed batch, S sequences in it, M blocks a sequence may have, P pieces between states.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from kvcache.states import NO_STATE, StatePiece
 
 # Batches are padded to this many rows: two of PyTorch's vectors of float32, which its loops take at a time; see
 # `Step.fill`. AVX-512 has vectors of 16, every other instruction set of 8 or fewer.
@@ -27,6 +29,7 @@ class Span(NamedTuple):
     block_ids: Sequence[
         int
     ]  # covering positions [0, start + length); while it is the same object it only grows
+    pieces: Sequence[StatePiece] = ()  # in order, `length` tokens together; empty: the model keeps no states
 
 
 class Inputs(NamedTuple):
@@ -53,6 +56,7 @@ class Step:
         self.num_decodes = 0  # of the first rows
         self.num_padded = 0
         self.num_sequences = 0
+        self.has_states = False  # whether the model keeps states: set with its cache
         self.agreed_tokens = (
             0  # no rank has more tokens in this step, as all agreed before it; 0: nothing was agreed
         )
@@ -73,9 +77,13 @@ class Step:
             ((), 0)
         ] * max_sequences  # blocks, and how many of them
         self.token_T = torch.zeros(padded, dtype=torch.int64)
-        # What compiled programs read: 0, num_tokens, num_padded, num_decodes.
-        self.facts = torch.zeros(4, dtype=torch.int64)
+        # What compiled programs read: 0, num_tokens, num_padded, num_decodes, num_sequences.
+        self.facts = torch.zeros(5, dtype=torch.int64)
         self._facts = self.facts.numpy()
+        # What recurrences read: the slots and tokens of every piece (`StatePiece`), and a sequence's first piece.
+        most_pieces = 2 * max_sequences + padded // block_tokens + 1
+        self.piece_P3 = torch.zeros(most_pieces, 3, dtype=torch.int64)
+        self.piece_start_S = torch.zeros(max_sequences + 1, dtype=torch.int64)
         self._tiles: dict[int, np.ndarray] = {}
         self._chunks: dict[tuple[int, int], np.ndarray] = {}
         self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
@@ -112,12 +120,21 @@ class Step:
         self.agreed_tokens = agreed_tokens
         self.num_pairs = int(lengths @ self._context[:count])
         self.num_padded = self._padded(tokens)
-        self._facts[1:] = tokens, self.num_padded, num_decodes
+        self._facts[1:] = tokens, self.num_padded, num_decodes, count
+        if self.has_states:
+            self._fill_pieces(spans)
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0
         self._tiles.clear()
         for (tile_tokens, at_once), table in self._chunks.items():
             self._write_chunks(tile_tokens, at_once, table)
+
+    def _fill_pieces(self, spans: Sequence[Span]) -> None:
+        if not any(span.pieces for span in spans):
+            spans = [span._replace(pieces=(StatePiece(NO_STATE, NO_STATE, span.length),)) for span in spans]
+        pieces = [piece for span in spans for piece in span.pieces]
+        self.piece_P3.numpy()[: len(pieces)] = np.array(pieces, dtype=np.int64).reshape(-1, 3)
+        np.cumsum([len(span.pieces) for span in spans], out=self.piece_start_S.numpy()[1 : len(spans) + 1])
 
     def _write_blocks(self, row: int, begin: int, block_ids: Sequence[int]) -> None:
         """Write a part of a sequence's table: what is there already is not written again."""

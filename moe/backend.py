@@ -159,7 +159,7 @@ class Backend:
         make_counts: counters for all layers; called as `LoadCounts` is.
         make_step: the step that this device's model reads; called as `Step` is, and with `threads` of this process,
             and `num_ranks` that run theirs together.
-        make_cache: reserves pages of some shapes: so many blocks, for a step.
+        make_cache: reserves memory for some shapes: so many blocks and state slots, for a step.
         token_bytes: of cache that one layer takes per token.
         finish: takes a model whose weights are there, the step that it runs and what its layers cache: moves what is not
             on the device, adopts faster forms of modules; local.
@@ -179,7 +179,7 @@ class Backend:
     open_layer: Callable[[Any, Any, SlotChoice, Any, TokenDispatcher, Step], ExpertLayer]
     make_counts: Callable[..., LoadCounts]
     make_step: Callable[..., Step]
-    make_cache: Callable[[list[LayerShape], int, Step], PagedCache]
+    make_cache: Callable[[list[LayerShape], int, int, Step], PagedCache]
     token_bytes: Callable[[LayerShape], int]
     finish: Callable[[PreTrainedModel, Step, list[LayerShape]], None]
     enter_thread: Callable[[], None]

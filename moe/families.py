@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moe.load.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
 
-RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "hybrid")
 BATCH_WIDE_ROTARY = ("dynamic", "longrope")
 
 
@@ -83,21 +82,9 @@ def check_config(config: Any) -> None:
     """Refuse what the configuration already rules out.
 
     Raises:
-        UnsupportedModelError: recurrent layers, sparse-index attention, an encoder-decoder, a rotary embedding
-            that depends on the whole batch, or a quantisation that is not served.
+        UnsupportedModelError: an encoder-decoder, a rotary embedding that depends on the whole batch, or a quantisation that is not served.
     """
     name = config.model_type
-    recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind in RECURRENT})
-    if recurrent:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(recurrent)}: they keep a recurrent state instead of keys and "
-            f"values, which the paged KV cache cannot hold"
-        )
-    if getattr(config, "index_topk", None):
-        raise UnsupportedModelError(
-            f"{name} picks the tokens it attends to with a sparse index (index_topk = {config.index_topk}), "
-            f"which the attention kernels do not have"
-        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are served")
     try:

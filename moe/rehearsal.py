@@ -1,14 +1,16 @@
 """Run a model once on the meta device, to learn what its layers ask of our organs before a byte of it is read.
 
 A family may ask for more than the organs do: a bias on the attention scores, chosen blocks, a recurrent state in
-the cache, a mask of its own. Served anyway it would answer wrongly, without an error. So the skeleton's forward
+the cache that it computes itself, a mask of its own. Served anyway it would answer wrongly, without an error. So the skeleton's forward
 runs on a handful of rows with organs that only take notes: what every layer caches, what its mask lets a row
 see, which keywords it passes. The mask is the authority on windows (phimoe slides its mask and passes no
 `sliding_window`); it is read off `transformers`' mask functions by asking them about chosen pairs of tokens.
 Rejected: a list of supported families (late for each new one), and trusting configuration fields.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +20,15 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcache.paged_cache import LayerShape
+from attention import recurrent, sparse_index
+from attention.sparse_index import AnyMask
+from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
 from moe.families import UnsupportedModelError
 
 NAME = "wideep_rehearsal"
 # Attention keywords that the organ serves, and those that change no result at inference.
-SERVED = frozenset({"sliding_window", "s_aux"})
+SERVED = frozenset({"indices", "sliding_window", "s_aux"})
 WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -35,6 +39,17 @@ WITHOUT_EFFECT = frozenset(
         "output_router_logits",
         "position_ids",
         "use_cache",
+    }
+)
+# Of recurrences: how the replaced functions cut and return, which ours decide themselves.
+WITHOUT_EFFECT_ON_STATES = frozenset(
+    {
+        "chunk_size",
+        "initial_state",
+        "initial_states",
+        "output_final_state",
+        "use_associative_scan",
+        "use_mambapy",
     }
 )
 # What a family's own code may raise on a batch that it is not made for.
@@ -50,10 +65,11 @@ FOREIGN_ERRORS = (
 
 
 class MissingStateError(UnsupportedModelError, AttributeError):
-    """A layer wants more of its cache than keys and values; an AttributeError too, for the sake of `hasattr`."""
+    """A layer wants more of its cache than there is; an AttributeError too, for the sake of `hasattr`."""
 
 
-class Sight(NamedTuple):
+@dataclass(frozen=True)
+class Sight(AnyMask):
     """What a mask lets a row see: the last `window` tokens, itself included; 0 is all; None is something else."""
 
     window: int | None
@@ -77,12 +93,18 @@ class Notes:
         self.model_type = model_type
         self.cached: dict[int, tuple[torch.Size, torch.Size]] = {}  # key and value shapes given to `update`
         self.attended: dict[int, Attended] = {}
+        self.tails: dict[int, tuple[int, int]] = {}  # what convolutions keep: see `StateShape`
+        self.recurrent: dict[int, Tensor] = {}  # what recurrences keep, of one sequence, on meta
+        self.indexed: dict[int, int] = {}  # dims of index keys
+        self._chosen: list[Tensor] = []  # what indexes gave
+        self._asked: set[int] = set()  # layers that asked for a state
+        self._to_convolve: dict[int, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Refuse what only caches with a state of another kind have."""
         raise MissingStateError(
-            f"{self.model_type} asks its cache for {name!r}: it keeps more than keys and values per token, which "
-            f"the paged KV cache cannot hold"
+            f"{self.model_type} asks its cache for {name!r}: it keeps more than keys and values per token and the "
+            f"states of convolutions and recurrences per sequence, which the paged KV cache cannot hold"
         )
 
     def update(
@@ -106,6 +128,71 @@ class Notes:
         """Keys that a mask covers, and where they start."""
         return ROW_MULTIPLE, 0
 
+    def has_previous_state(self, _layer_idx: int | None = None, **_options: Any) -> bool:
+        """Likewise."""
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Note that a layer keeps a state; nothing is kept yet."""
+        self._note_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Likewise."""
+        self._note_state(layer_idx, state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_options: Any
+    ) -> Tensor:
+        """Note what a layer is about to convolve; returns it."""
+        self._note_state(layer_idx, state_idx)
+        self._to_convolve[layer_idx] = conv_states
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_options: Any
+    ) -> Tensor:
+        """See that a layer keeps what our recurrence made; returns it.
+
+        Raises:
+            UnsupportedModelError: it is something else.
+        """
+        self._note_state(layer_idx, state_idx)
+        if recurrent_states is not self.recurrent.get(layer_idx):
+            self._refuse_state(layer_idx, "computes")
+        return recurrent_states
+
+    def convolve(self, layer: int, inputs: Tensor, taps: int) -> None:
+        """Note one layer's convolution, and that it is of what the cache was told."""
+        if inputs is not self._to_convolve.pop(layer, None):
+            self._refuse_state(layer, "convolves")
+        self.tails[layer] = (taps - 1, inputs.shape[1])
+
+    def update_indexer(self, key: Tensor, layer: int) -> Tensor:
+        """Note a layer's index keys, [1, T, D]; returns them."""
+        if layer in self.indexed or key.dim() != 3:
+            raise UnsupportedModelError(f"{self.model_type}: layer {layer} has an index of another kind")
+        self.indexed[layer] = key.shape[2]
+        return key
+
+    def choose(self, query_TID: Tensor, count: int) -> Tensor:
+        """Note that an index chose tokens: [1, T, count]."""
+        chosen = query_TID.new_empty(1, len(query_TID), count, dtype=torch.int32)
+        self._chosen.append(chosen)
+        return chosen
+
+    def _note_state(self, layer: int, state_idx: int) -> None:
+        if state_idx:
+            raise UnsupportedModelError(
+                f"{self.model_type}: layer {layer} keeps several states of a kind, one is served"
+            )
+        self._asked.add(layer)
+
+    def _refuse_state(self, layer: int, does: str) -> None:
+        raise UnsupportedModelError(
+            f"{self.model_type}: layer {layer} keeps a state that it {does} with code of its own, for which there is no "
+            f"kernel that keeps sequences apart"
+        )
+
     def attend(
         self, module: Any, query: Tensor, key: Tensor, mask: Sight | None, options: dict[str, Any]
     ) -> None:
@@ -127,7 +214,18 @@ class Notes:
             )
         if mask.window is None:
             raise UnsupportedModelError(f"{where} has a mask that is neither causal nor a sliding window")
+        chosen, is_latent = options.get("indices"), hasattr(module, "expand_kv")
+        if chosen is not None and not (is_latent and any(chosen is each for each in self._chosen)):
+            raise UnsupportedModelError(
+                f"{where} picks tokens by another index than one over the latents of its own sequence"
+            )
+        if chosen is None and layer in self.indexed:
+            raise UnsupportedModelError(f"{where} has an index and does not say what it chose")
         sinks = options.get("s_aux")
+        if sinks is not None and is_latent and chosen is None:
+            raise UnsupportedModelError(
+                f"{where} has sinks beside latents, which the attention kernels do not have"
+            )
         if sinks is not None and sinks.shape != query.shape[1:2]:
             raise UnsupportedModelError(f"{where} has sinks of shape {list(sinks.shape)}, not one per head")
         if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
@@ -140,27 +238,56 @@ class Notes:
             )
         self.attended[layer] = Attended(hasattr(module, "expand_kv"), mask.window)
 
-    def shapes(self, num_layers: int) -> list[LayerShape]:
-        """Return what each layer caches per token, in layer order.
+    def shapes(self, num_layers: int, row_by_row: Container[int] = ()) -> list[LayerShape]:
+        """Return what each layer keeps, in layer order.
+
+        Args:
+            row_by_row: layers that may keep nothing.
 
         Raises:
-            UnsupportedModelError: layers without an attention that caches keys and values per token.
+            UnsupportedModelError: another layer keeps neither keys and values per token nor a state.
         """
-        odd = sorted(set(range(num_layers)) ^ set(self.attended))
+        for layer in sorted(
+            self._asked - self.tails.keys() - self.recurrent.keys() | self._to_convolve.keys()
+        ):
+            self._refuse_state(layer, "computes")
+        served = self.attended.keys() | self.tails.keys() | self.recurrent.keys()
+        silent = {layer for layer in range(num_layers) if layer not in served and layer not in row_by_row}
+        odd = sorted(self.cached.keys() ^ self.attended.keys() | served - {*range(num_layers)} | silent)
+        if not self.attended:
+            raise UnsupportedModelError(
+                f"{self.model_type} has no layer whose attention caches keys and values per token"
+            )
         if odd:
             raise UnsupportedModelError(
-                f"{self.model_type}: layers {odd[:8]} have no attention that caches keys and values per token"
+                f"{self.model_type}: layers {odd[:8]} have no attention that caches keys and values per token, and no "
+                f"recurrence that keeps a state"
             )
         return [self._shape(layer) for layer in range(num_layers)]
 
     def _shape(self, layer: int) -> LayerShape:
+        state = None
+        if layer in self.tails or layer in self.recurrent:
+            made = self.recurrent.get(layer)
+            state = StateShape(
+                tail=self.tails.get(layer, (0, 0)), recurrent=(0,) if made is None else tuple(made.shape)
+            )
+        if layer not in self.attended:
+            return LayerShape(state=state)  # without a state too: some layers are experts only
         key, value = self.cached[layer]
         attended = self.attended[layer]
         if attended.is_latent:
             return LayerShape(
-                num_kv_heads=1, key_dim=key[3] + value[3], value_dim=0, latent=True, window=attended.window
+                num_kv_heads=1,
+                key_dim=key[3] + value[3],
+                latent=True,
+                window=attended.window,
+                index_dim=self.indexed.get(layer, 0),
+                state=state,
             )
-        return LayerShape(num_kv_heads=key[1], key_dim=key[3], value_dim=value[3], window=attended.window)
+        return LayerShape(
+            num_kv_heads=key[1], key_dim=key[3], value_dim=value[3], window=attended.window, state=state
+        )
 
 
 def sight_of(mask_function: Callable[..., Any], local_size: int) -> Sight:
@@ -207,6 +334,101 @@ def _serve_experts(_module: Any, hidden_TD: Tensor, _ids_TK: Tensor, _weights_TK
     return torch.empty_like(hidden_TD)
 
 
+def _convolve(
+    call: recurrent.Call,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    activation: Any = None,
+    **options: Any,
+) -> Tensor:
+    _refuse_options(call, options)
+    if activation not in (None, "silu", "swish"):
+        _refuse_options(call, {f"activation={activation}": True})
+    call.pages.convolve(call.layer, inputs, weight.shape[1])
+    return torch.empty_like(inputs)
+
+
+def _run_delta(
+    call: recurrent.Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    _refuse_options(call, options)
+    made = value.new_empty(*value.shape[2:3], key.shape[3], value.shape[3], dtype=torch.float32)
+    call.pages.recurrent[call.layer] = made
+    return torch.empty_like(value), made
+
+
+def _scan_heads(
+    call: recurrent.Call,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: Any = (),
+    return_final_states: bool = False,
+    **options: Any,
+) -> Any:
+    _refuse_options(call, options)
+    made = x.new_empty(x.shape[2], B.shape[3], x.shape[3], dtype=torch.float32)
+    call.pages.recurrent[call.layer] = made
+    return (torch.empty_like(x), made) if return_final_states else torch.empty_like(x)
+
+
+def _scan_channels(
+    call: recurrent.Call,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Any = None,
+    z: Any = None,
+    delta_bias: Any = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **options: Any,
+) -> Any:
+    _refuse_options(call, options)
+    made = x.new_empty(*A.t().shape, dtype=torch.float32)
+    call.pages.recurrent[call.layer] = made
+    return (torch.empty_like(x), made) if return_last_state else torch.empty_like(x)
+
+
+RECURRENCES: dict[str, recurrent.Recurrence] = {
+    recurrent.CONVOLUTION: _convolve,
+    recurrent.DELTA: _run_delta,
+    recurrent.MAMBA2: _scan_heads,
+    recurrent.MAMBA: _scan_channels,
+}
+
+
+def _choose(
+    notes: Notes, _layer: int, query_TID: Tensor, _weight_TI: Tensor, _scale: float, count: int
+) -> Tensor:
+    return notes.choose(query_TID, count)
+
+
+def _refuse_options(call: recurrent.Call, options: dict[str, Any]) -> None:
+    asked = {name for name, option in options.items() if option is not None}
+    unknown = sorted(asked - WITHOUT_EFFECT_ON_STATES)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{call.pages.model_type}: the recurrence of layer {call.layer} wants {', '.join(unknown)}, which the kernels "
+            f"do not have"
+        )
+
+
 @torch.no_grad()
 def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     """Run a model on meta, to learn what each layer caches and sees; leaves the rehearsal's organs set.
@@ -219,6 +441,8 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     ALL_EXPERTS_FUNCTIONS.register(NAME, _serve_experts)
     model.set_attn_implementation(NAME)
     model.set_experts_implementation(NAME)
+    recurrent.exchange(model, RECURRENCES)
+    sparse_index.exchange(model, _choose)
     model_type = model.config.model_type
     notes = Notes(model_type)
     rows = torch.zeros(1, ROW_MULTIPLE, dtype=torch.int64, device="meta")
@@ -240,4 +464,16 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
         ) from error
     if logits.shape != (1, 2, model.config.vocab_size):
         raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")
-    return notes.shapes(model.config.num_hidden_layers)
+    layers = getattr(model.get_decoder(), "layers", ())
+    row_by_row = [index for index, layer in enumerate(layers) if _is_row_by_row(layer)]
+    return notes.shapes(model.config.num_hidden_layers, row_by_row)
+
+
+def _is_row_by_row(layer: torch.nn.Module) -> bool:
+    """Whether a layer has experts or a gated MLP only: nothing in it could take a cache, or sees a row's neighbours."""
+    parts = [module for module in layer.modules() if module is not layer]
+    return not any(
+        isinstance(module, torch.nn.Conv1d)
+        or set(recurrent.CACHE_NAMES) & set(inspect.signature(type(module).forward).parameters)
+        for module in parts
+    )

@@ -18,6 +18,7 @@ from dispatch.wires.segment import available_bytes
 from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
+from kvcache.states import StatePool
 from kvcache.step import Step
 from moe.backend import Backend
 from moe.model import Model, Skeleton
@@ -51,7 +52,7 @@ from scheduler.step.parts import (
 )
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
-from scheduler.step.sizing import num_blocks
+from scheduler.step.sizing import STATES_OF_ONE, CacheSize, cache_size
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
 
 ORDER_MARGIN_S = 60.0  # that a rank waits longer for an order than the front does for a rank to come back
@@ -69,12 +70,23 @@ class Assembled(NamedTuple):
     model: Model
     max_model_len: int
     num_blocks: int
+    num_states: int
     wire: str  # which, and why
     dispatch: str  # which steps go in which mode, and how rows travel
     telemetry: Telemetry
     experts: ExpertMap
     relocation: Relocation
     structures: StructureCompiler
+
+    @property
+    def states(self) -> str:
+        """What recurrent layers keep, for people."""
+        shapes = self.model.skeleton.cache_shapes
+        num_bytes = sum(shape.state.num_bytes for shape in shapes if shape.state)
+        return (
+            f"{num_bytes / 2**20:.2f} MiB per sequence, in {self.num_states} slots: {STATES_OF_ONE} for each request that "
+            f"runs, the others for prefixes to go on from"
+        )
 
 
 def assemble(
@@ -112,12 +124,12 @@ def assemble(
     backend = backend_of(config)
     skeleton = Skeleton(config.directory, backend)
     length = model_length(skeleton.model.config, config.max_model_len)
-    blocks = _num_blocks(config, skeleton, length)
-    scheduler, step = _make_scheduler(config, length, blocks), _make_step(config, length, backend)
+    size = _cache_size(config, skeleton, length)
+    scheduler, step = _make_scheduler(config, length, size), _make_step(config, length, backend)
     meet = _stay_alone if is_joining else _meet
     placement, dispatcher, mailbox_group = meet(config, skeleton)
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
-    cache = backend.make_cache(skeleton.cache_shapes, blocks, step)
+    cache = backend.make_cache(skeleton.cache_shapes, *size, step)
     if not (is_joining and backend.warms_up_together):  # else its first steps do
         backend.warm_up(model, cache)
     runner = _make_runner(config, model, cache, dispatcher, report)
@@ -152,7 +164,7 @@ def assemble(
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
     return Assembled(
-        engine, scheduler, runner, model, length, blocks, chosen, dispatch, telemetry,
+        engine, scheduler, runner, model, length, *size, chosen, dispatch, telemetry,
         _map_experts(skeleton, placement), relocation, structures,
     )  # fmt: skip
 
@@ -175,12 +187,18 @@ def _map_experts(skeleton: Skeleton, placement: Placement) -> ExpertMap:
     return expert_map(placement, list(skeleton.experts), num_layers)
 
 
-def _num_blocks(config: EngineConfig, skeleton: Skeleton, max_model_len: int) -> int:
-    return num_blocks(
+def _cache_size(config: EngineConfig, skeleton: Skeleton, max_model_len: int) -> CacheSize:
+    if config.mamba_cache_mode is not None and not any(shape.state for shape in skeleton.cache_shapes):
+        raise ConfigError(
+            f"--mamba-cache-mode {config.mamba_cache_mode} is for models with recurrent layers, and "
+            f"{skeleton.model.config.model_type} has none: leave it out"
+        )
+    return cache_size(
         skeleton.cache_shapes,
         kv_cache_bytes=config.kv_cache_bytes,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
+        has_snapshots=config.keeps_snapshots,
         token_bytes=skeleton.backend.token_bytes,
     )
 
@@ -189,13 +207,15 @@ def _describe_steps(config: EngineConfig) -> str:
     return describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
 
 
-def _make_scheduler(config: EngineConfig, max_model_len: int, blocks: int) -> Scheduler:
+def _make_scheduler(config: EngineConfig, max_model_len: int, size: CacheSize) -> Scheduler:
     return Scheduler(
-        BlockPool(blocks, block_tokens=BLOCK_TOKENS),
+        BlockPool(size.num_blocks, block_tokens=BLOCK_TOKENS),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
+        states=StatePool(size.num_states) if size.num_states else None,
+        keeps_snapshots=config.keeps_snapshots,
     )
 
 

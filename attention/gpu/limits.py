@@ -84,7 +84,12 @@ def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | 
         shapes: what each layer caches.
         latent_ranks: `kv_lora_rank` of the layers that cache latents.
     """
-    dims = {dim for shape in shapes if not shape.latent for dim in (shape.key_dim, shape.value_dim)}
+    if any(shape.state for shape in shapes):
+        return "recurrent layers; the GPU kernels have none"
+    if any(shape.index_dim for shape in shapes):
+        return "a sparse index; the GPU kernels have none"
+    of_heads = [shape for shape in shapes if shape.num_kv_heads and not shape.latent]
+    dims = {dim for shape in of_heads for dim in (shape.key_dim, shape.value_dim)}
     bad = sorted(dim for dim in dims if not LEAST_DIM <= dim <= LARGEST_DIM)
     if bad:
         return f"heads of {bad[0]} values; the GPU kernels take {LEAST_DIM} to {LARGEST_DIM}"

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention import latents
+from attention import latents, recurrent, sparse_index
 from attention import organ as attention_organ
 from attention.cpu_attention import ATTEND
 from attention.cpu_latents import LATENT_KERNELS, AbsorbedWeight
 from attention.cpu_norm import rms_norm
+from attention.cpu_recurrences import KERNELS as RECURRENCE_KERNELS
+from attention.cpu_recurrences import RECURRENCES
+from attention.cpu_sparse import SPARSE_KERNELS, choose_from_pages
 from attention.cpu_tiles import LANES
 from dispatch.passes import PASSES
 from dispatch.team import Team, program_of, run_alone
@@ -99,9 +102,9 @@ def _make_step(*, threads: int, num_ranks: int = 1, **sizes: int) -> Step:
     return Step(**sizes, team=Team(threads) if threads > 1 else None)
 
 
-def _make_cache(shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
-    """Reserve the pages, which take memory as they are written."""
-    cache = PagedCache(shapes, num_blocks)
+def _make_cache(shapes: list[LayerShape], num_blocks: int, num_states: int, step: Step) -> PagedCache:
+    """Reserve pages and state slots, which take memory as they are written."""
+    cache = PagedCache(shapes, num_blocks, num_states)
     cache.step = step
     return cache
 
@@ -122,6 +125,9 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
         module.absorbed = AbsorbedWeight(key, value, value_dim)
         del module.kv_b_proj
     latents.expand_nothing(net)
+    step.has_states = recurrent.exchange(net, RECURRENCES) > 0
+    if sparse_index.exchange(net, choose_from_pages):
+        net.set_attn_implementation(attention_organ.NAME + attention_organ.INDEXED)
     adopt(net.modules(), (Norms(rms_norm), Routers(route)), SampleRows(torch.float32, torch.device("cpu")))
     adopt_layers(net, step, shapes)
 
@@ -140,6 +146,8 @@ def compile_kernels(model: LoadedModel, served: PagedCache) -> None:
         QUANTISE,
         ATTEND,
         *(LATENT_KERNELS if any(shape.latent for shape in served.shapes) else ()),
+        *(SPARSE_KERNELS if any(shape.index_dim for shape in served.shapes) else ()),
+        *(RECURRENCE_KERNELS if any(shape.state for shape in served.shapes) else ()),
         *((CHOOSE, *PASSES) if any(exchange_of(layer) for layer in model.layers) else ()),
     ):
         kernel.compile()
@@ -150,11 +158,11 @@ def compile_kernels(model: LoadedModel, served: PagedCache) -> None:
     step = Step(max_tokens=1, max_sequences=1, max_blocks=1, block_tokens=16)
     step.fill([Span(0, 1, [0])])
     row = torch.zeros(1, 1, step.num_padded, 16)
-    for shape in {each.latent: each for each in served.shapes}.values():
+    for shape in {each.latent: each for each in served.shapes if each.num_kv_heads}.values():
         tiny = replace(
             shape, num_kv_heads=1, key_dim=32 if shape.latent else 16, value_dim=0 if shape.latent else 16
         )
-        _make_cache([tiny], 1, step).update(row, row, 0)
+        _make_cache([tiny], 1, 0, step).update(row, row, 0)
 
 
 CPU = Backend(

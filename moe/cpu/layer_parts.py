@@ -157,7 +157,7 @@ def _norm(module: Any, name: str) -> Norm:
 def _attention(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Attention:
     layer = int(module.layer_idx)
     shape = shapes[layer]
-    _require(not shape.latent)
+    _require(shape.num_kv_heads > 0 and not shape.latent)
     projections = [getattr(module, f"{name}_proj") for name in "qkvo"]
     query, key, value, output = (_packed(each.weight) for each in projections)
     heads, kv_heads, D, V = query.out_dim // shape.key_dim, shape.num_kv_heads, shape.key_dim, shape.value_dim
@@ -193,6 +193,7 @@ def _attention(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Attent
 
 
 def _latents(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Latents:
+    _require(not hasattr(module, "indexer"))
     layer, heads = int(module.layer_idx), int(module.num_heads)
     latent_dim, rotary_dim = int(module.kv_lora_rank), int(module.qk_rope_head_dim)
     unrotated, absorbed = int(module.qk_nope_head_dim), module.absorbed

@@ -175,7 +175,9 @@ def _make_step(on: GpuDevice, *, threads: int, **sizes: int) -> DeviceStep:
     return DeviceStep(device=on.device, **sizes)
 
 
-def _make_cache(on: GpuDevice, shapes: list[LayerShape], num_blocks: int, step: Step) -> PagedCache:
+def _make_cache(
+    on: GpuDevice, shapes: list[LayerShape], num_blocks: int, _num_states: int, step: Step
+) -> PagedCache:
     assert isinstance(step, DeviceStep), "a step of another backend"
     kind = OperatedCache if on.compiler else DeviceCache
     cache = kind(shapes, num_blocks, dtype=on.dtype, device=on.device)

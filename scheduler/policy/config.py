@@ -52,6 +52,7 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs
     compiler: str = ""  # of a GPU: the backend of torch.compile for what lies between the organs; "": none
     enable_prefix_caching: bool = True
+    mamba_cache_mode: str | None = None  # of recurrent layers: see `keeps_snapshots`; None: align
     all2all_backend: str = "auto"
     dispatch_mode: DispatchMode = DispatchMode.AUTO
     dispatch_dtype: str = "auto"  # see dispatch.row_formats
@@ -71,6 +72,11 @@ class EngineConfig:
     )
     recovery_timeout_s: float = 600.0  # how long the front waits for a rank to come back when nobody serves
     epoch: int = 0
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether states of recurrent layers are kept at the ends of blocks ("align"), for prefixes to go on from."""
+        return self.enable_prefix_caching and self.mamba_cache_mode != "none"
 
 
 def model_length(config: Any, wanted: int | None) -> int:

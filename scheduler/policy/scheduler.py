@@ -2,9 +2,11 @@
 
 import heapq
 from collections import deque
+from collections.abc import Sequence as Series
 from typing import NamedTuple
 
 from kvcache.blocks import BlockPool
+from kvcache.states import StatePiece, StatePool
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from scheduler.policy.sequence import Roster, Sequence, SequenceStatus, StructureMatcher
 from scheduler.policy.tables import BlockTables
@@ -25,6 +27,7 @@ class Scheduled(NamedTuple):
     start: int
     num_tokens: int
     samples: bool
+    pieces: Series[StatePiece] = ()  # the states between them, where the model keeps any
 
     @property
     def end(self) -> int:
@@ -71,8 +74,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_prefix_caching: bool = True,
+        states: StatePool | None = None,
+        keeps_snapshots: bool = True,
     ) -> None:
-        """Take over a pool that nobody else uses.
+        """Take over pools that nobody else uses; `states` is None for models that keep none.
 
         Raises:
             SchedulerLimitsError: the limits contradict each other or the pool.
@@ -82,7 +87,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._tables = BlockTables(pool, enable_prefix_caching)
+        self._tables = BlockTables(pool, enable_prefix_caching, states, keeps_snapshots=keeps_snapshots)
         self._roster = Roster()
         self._in_flight: deque[Batch] = deque()
         self._deadlines: list[tuple[float, str]] = []  # a heap; ended requests are skipped when due
@@ -230,6 +235,7 @@ class Scheduler:
                 sequence.status is SequenceStatus.RUNNING
                 and not sequence.is_prefilling
                 and not sequence.ends_within(sequence.num_pending, self._max_model_len)
+                and self._tables.is_ready(sequence)
                 and self._make_room(sequence)
             ):
                 items.append(self._plan(sequence, 1))
@@ -268,7 +274,8 @@ class Scheduler:
         return items
 
     def _has_chunk(self, sequence: Sequence, budget: int) -> bool:
-        return sequence.is_prefilling and min(budget, self._tables.num_plannable(sequence)) > 0
+        is_ready = sequence.is_prefilling and self._tables.is_ready(sequence)
+        return is_ready and min(budget, self._tables.num_plannable(sequence)) > 0
 
     def _plan_chunk(self, sequence: Sequence, budget: int) -> Scheduled:
         num_left = sequence.num_prefill_tokens - sequence.num_planned
@@ -276,10 +283,10 @@ class Scheduler:
 
     def _plan(self, sequence: Sequence, num_tokens: int) -> Scheduled:
         start = sequence.num_planned
-        self._tables.plan(sequence, num_tokens)
+        pieces = self._tables.plan(sequence, num_tokens)
         samples = sequence.num_planned == len(sequence.token_ids) + sequence.num_pending
         sequence.num_pending += samples
-        return Scheduled(sequence, start, num_tokens, samples)
+        return Scheduled(sequence, start, num_tokens, samples, pieces)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt the latest arrivals until a decode has its block; False when its turn must wait."""

@@ -52,6 +52,18 @@ class SequenceStatus(Enum):
     ENDED = "ended"
 
 
+@dataclass(slots=True)
+class SequenceStates:
+    """Which state slots a sequence holds; of models that keep states (`scheduler.policy.state_tables`)."""
+
+    slots: list[int] = field(default_factory=list)  # of the states between its steps, the oldest first
+    is_first_shared: bool = False  # the first of them is a snapshot, which was not promised
+    num_promised: int = 0  # slots that it may still take
+    snapshot_ends: set[int] = field(default_factory=set)  # positions where prompts leave a snapshot
+    snapshots: list[tuple[int, int]] = field(default_factory=list)  # position and slot, of steps in flight
+    newest_key: bytes | None = None  # of the snapshot that generated tokens left
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """A request being served: tokens [0, num_computed) have their KV in `block_ids`."""
@@ -60,6 +72,7 @@ class Sequence:
     token_ids: list[int]  # prompt, replayed, generated; grows at commit only
     num_prompt_tokens: int
     block_ids: list[int] = field(default_factory=list)  # only grows while num_admissions stays the same
+    states: SequenceStates = field(default_factory=SequenceStates)
     held_keys: list[bytes] = field(default_factory=list)  # `BlockPool.count_held`'s, while it waits
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV a committed batch wrote, or the prefix cache had

@@ -8,14 +8,24 @@ Knows nothing of budgets and order; `scheduler.policy.scheduler` decides who run
 """
 
 from kvcache.blocks import BlockPool
+from kvcache.states import StatePiece, StatePool
 from scheduler.policy.sequence import Sequence
+from scheduler.policy.state_tables import StateTables
 
 
 class BlockTables:
     """Keep `Sequence.block_ids` and the counts beside it in step with the pool."""
 
-    def __init__(self, pool: BlockPool, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        enable_prefix_caching: bool,
+        states: StatePool | None = None,
+        *,
+        keeps_snapshots: bool = True,
+    ) -> None:
         self._pool = pool
+        self._states = None if states is None else StateTables(states, pool, keeps_snapshots=keeps_snapshots)
         self._enable_prefix_caching = enable_prefix_caching
         self.leaving: set[Sequence] = (
             set()
@@ -31,12 +41,9 @@ class BlockTables:
         """
         num_shareable = _num_shareable(sequence) if self._enable_prefix_caching else 0
         num_wanted = self._pool.blocks_for(len(sequence.token_ids)) + num_spare_blocks
-        # Cached blocks that nobody holds are free ones, whether they are shared or taken, and looking for them costs time
-        # by the prompt's length: only those that others hold help a sequence in, and these are remembered.
-        num_held = self._pool.count_held(sequence.token_ids, num_shareable, sequence.held_keys)
-        if num_wanted > self._pool.num_free + num_held:
+        matched = self._find_prefix(sequence, num_shareable, num_wanted)
+        if matched is None:
             return False
-        matched = self._pool.match(sequence.token_ids[:num_shareable])
         self._pool.share(matched)
         sequence.held_keys.clear()
         sequence.block_ids = matched
@@ -50,18 +57,46 @@ class BlockTables:
             self.prefix_hit_tokens += sequence.num_cached_tokens
         return True
 
+    def _find_prefix(self, sequence: Sequence, num_shareable: int, num_wanted: int) -> list[int] | None:
+        """The cached blocks that a sequence begins with, and its state slots; None: what it wants besides is not free."""
+        pool, token_ids = self._pool, sequence.token_ids
+        if self._states is None:
+            # Cached blocks that nobody holds are free ones, whether they are shared or taken, and looking for them costs
+            # time by the prompt's length: only those that others hold help a sequence in, and these are remembered.
+            num_held = pool.count_held(token_ids, num_shareable, sequence.held_keys)
+            return None if num_wanted > pool.num_free + num_held else pool.match(token_ids[:num_shareable])
+        matched = pool.match(token_ids[:num_shareable])
+        beginning = self._states.find(matched)
+        num_held = sum(pool.num_holders(block_id) > 0 for block_id in matched[: beginning.num_blocks])
+        if num_wanted > pool.num_free + num_held:
+            return None
+        is_seated = self._states.seat(
+            sequence, beginning, num_matched=len(matched), num_shareable=num_shareable
+        )
+        return matched[: beginning.num_blocks] if is_seated else None
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether another step of the sequence may be planned: not while steps in flight have all its states."""
+        return self._states is None or self._states.can_plan(sequence)
+
     def num_plannable(self, sequence: Sequence) -> int:
         """How many more tokens the sequence's blocks and the free ones hold."""
         num_blocks = len(sequence.block_ids) + self._pool.num_free
         return num_blocks * self._pool.block_tokens - sequence.num_planned
 
-    def plan(self, sequence: Sequence, num_tokens: int) -> None:
-        """Hold blocks for the sequence's next tokens; as many must be free as are missing."""
+    def plan(self, sequence: Sequence, num_tokens: int) -> list[StatePiece]:
+        """Hold blocks for the sequence's next tokens; as many must be free as are missing.
+
+        Returns:
+            The states between them, where the model keeps any.
+        """
+        start = sequence.num_planned
         sequence.num_planned += num_tokens
         num_missing = self._pool.blocks_for(sequence.num_planned) - len(sequence.block_ids)
         if num_missing > 0:
             sequence.block_ids += self._pool.acquire(num_missing)
         sequence.num_in_flight += 1
+        return [] if self._states is None else self._states.plan(sequence, start, sequence.num_planned)
 
     def advance(self, sequence: Sequence, start: int, end: int) -> None:
         """Note that tokens [start, end) are computed, and publish the blocks that they filled."""
@@ -72,6 +107,8 @@ class BlockTables:
                 parent_id = sequence.block_ids[index - 1] if index else None
                 token_ids = sequence.token_ids[index * size : (index + 1) * size]
                 self._pool.publish(sequence.block_ids[index], token_ids, parent_id)
+        if self._states is not None:
+            self._states.advance(sequence, start, end)
         sequence.num_computed = end
 
     def vacate(self, sequence: Sequence) -> None:
@@ -82,6 +119,8 @@ class BlockTables:
         self.leaving.discard(sequence)
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
+        if self._states is not None:
+            self._states.vacate(sequence)
         sequence.num_computed = sequence.num_planned = 0
 
 

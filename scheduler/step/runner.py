@@ -138,7 +138,7 @@ class _Scored(NamedTuple):
 
 def _scored(batch: Batch) -> list[_Scored]:
     scored, row = [], 0
-    for sequence, start, length, _ in batch.items:
+    for sequence, start, length, *_ in batch.items:
         positions = sequence.unscored(start, start + length)
         if positions:
             rows = range(row + positions.start - start, row + positions.stop - start)
@@ -161,8 +161,8 @@ def fill_step(step: Step, batch: Batch, agreed_tokens: int) -> Inputs:
     tokens: list[int] = []
     rows: list[int] = []
     row = 0
-    for sequence, start, length, samples in batch.items:
-        spans.append(Span(start, length, sequence.block_ids))
+    for sequence, start, length, samples, pieces in batch.items:
+        spans.append(Span(start, length, sequence.block_ids, pieces))
         tokens += sequence.token_ids[start : start + length]
         row += length
         if samples:

@@ -1,10 +1,14 @@
-"""A rank's memory budget for the KV cache, and how many blocks it holds."""
+"""A rank's memory budget for the KV cache, and how many blocks and states it holds."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from attention.gpu.limits import EXPANDED_BYTES, scratch_bytes
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
 
+STATES_OF_ONE = 2  # slots of a sequence that runs: the state that a step reads, and the one that it writes
+SNAPSHOTS_PER_SEQUENCE = 4  # that are kept at most, beside those
+_FOR_SNAPSHOTS = " (one is a snapshot for later requests: --mamba-cache-mode none does without)"
 WORKSPACE_BYTES = 2 << 30  # of a GPU, for activations, graphs and logits; not measured yet
 
 
@@ -68,21 +72,30 @@ def gpu_cache_budget(free_bytes: int, share: float, weight_bytes: int, attention
     return left
 
 
-def num_blocks(
+class CacheSize(NamedTuple):
+    """What a rank's cache holds."""
+
+    num_blocks: int
+    num_states: int  # slots of `kvcache.states.StatePool`; 0: the model keeps none
+
+
+def cache_size(
     shapes: Sequence[LayerShape],
     *,
     kv_cache_bytes: int,
     max_model_len: int,
     max_num_seqs: int,
+    has_snapshots: bool = True,
     token_bytes: Callable[[LayerShape], int] = lambda shape: shape.token_bytes,
-) -> int:
-    """Choose the size of a rank's block pool.
+) -> CacheSize:
+    """Choose how many blocks and state slots a rank has.
 
     Args:
         shapes: what each layer caches.
-        kv_cache_bytes: the rank's budget.
+        kv_cache_bytes: the rank's budget, which both share.
         max_model_len: tokens one sequence may have; at least one such sequence must fit.
         max_num_seqs: sequences at once; more than all of them need is not reserved.
+        has_snapshots: keep states that later requests may go on from.
         token_bytes: what a layer takes per token on the device (default: on a CPU).
 
     Raises:
@@ -90,11 +103,25 @@ def num_blocks(
     """
     block_bytes = sum(token_bytes(shape) for shape in shapes) * BLOCK_TOKENS
     blocks_of_one = -(-max_model_len // BLOCK_TOKENS)
-    blocks = min(kv_cache_bytes // block_bytes, blocks_of_one * max_num_seqs)
+    state_bytes = sum(shape.state.num_bytes for shape in shapes if shape.state)
+    states, left = 0, kv_cache_bytes
+    if state_bytes:
+        fewest = STATES_OF_ONE + has_snapshots
+        wanted = max_num_seqs * STATES_OF_ONE + has_snapshots * SNAPSHOTS_PER_SEQUENCE * max_num_seqs
+        after_one = kv_cache_bytes - blocks_of_one * block_bytes
+        states = min(wanted, max(fewest, kv_cache_bytes // 2 // state_bytes), after_one // state_bytes)
+        if states < fewest:
+            raise KVMemoryError(
+                f"a request of --max-model-len {max_model_len} tokens needs {blocks_of_one * block_bytes / 2**20:.0f} MiB "
+                f"of KV cache and {fewest} states of {state_bytes / 2**20:.1f} MiB{_FOR_SNAPSHOTS * has_snapshots}, and the "
+                f"rank has {kv_cache_bytes / 2**20:.0f} MiB; give --kv-cache-memory more, or --max-model-len less"
+            )
+        left -= states * state_bytes
+    blocks = min(left // block_bytes, blocks_of_one * max_num_seqs)
     if blocks < blocks_of_one:
         raise KVMemoryError(
             f"a request of --max-model-len {max_model_len} tokens needs {blocks_of_one * block_bytes / 2**20:.0f} MiB "
             f"of KV cache and the rank has {kv_cache_bytes / 2**20:.0f} MiB; give --kv-cache-memory more, or "
             f"--max-model-len {kv_cache_bytes // block_bytes * BLOCK_TOKENS} or less"
         )
-    return blocks
+    return CacheSize(blocks, states)

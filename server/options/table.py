@@ -391,6 +391,12 @@ class Options:
         MEMORY, "--enable-prefix-caching", off=["--no-enable-prefix-caching"], default=True,
         help="the default", off_help="do not reuse the KV cache of equal prefixes",
     )  # fmt: skip
+    mamba_cache_mode: str | None = flag(
+        MEMORY, "--mamba-cache-mode", read=one_of("none", "align"), metavar="{none,align}", default=None,
+        default_text="align, where there are recurrent layers",
+        help="of recurrent layers: align keeps states at the ends of blocks, from which requests with equal prefixes go on; "
+        "none keeps none, and such requests run their whole prompts",
+    )  # fmt: skip
 
     log: LogOptions = field(default=LogOptions())
 

@@ -143,6 +143,8 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     )
     if place.rank == 0 and not num_restarts:
         print(f"Dispatch: {built.wire}; {built.dispatch}", file=sys.stderr, flush=True)
+        if built.num_states:
+            print(f"States: {built.states}", file=sys.stderr, flush=True)
     try:
         _walk(built, config, front, supervisor, environment, key)
     finally:
@@ -305,6 +307,7 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
         batch_invariant=options.batch_invariant,
         kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),
         enable_prefix_caching=options.enable_prefix_caching,
+        mamba_cache_mode=options.mamba_cache_mode,
         all2all_backend=options.all2all_backend,
         dispatch_mode=DispatchMode(options.dispatch_mode),
         dispatch_dtype=options.dispatch_dtype,

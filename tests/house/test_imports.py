@@ -57,7 +57,8 @@ ORDER = (
     ("moe.families",),
     ("moe.kernel_weight", "moe.load", "moe.load_counts", "moe.routing", "moe.slot_choice"),
     ("attention.gpu",),
-    ("attention.organ",),
+    ("attention.organ", "attention.cpu_recurrences"),
+    ("attention.cpu_sparse",),
     ("attention.cpu_heads", "attention.cpu_latents"),
     ("attention.cpu_lone_latents",),
     (
@@ -68,7 +69,9 @@ ORDER = (
         "attention.cpu_panel_pairs",
         "attention.cpu_quantised_tiles",
         "attention.latents",
+        "attention.recurrent",
         "attention.reference",
+        "attention.sparse_index",
     ),
     ("attention.cpu_tiles",),
     ("dispatch.deep_ep_shim",),
@@ -102,6 +105,7 @@ ORDER = (
     ("kvcache.gpu",),
     ("kvcache.blocks", "kvcache.paged_cache"),
     ("kvcache.prefix", "kvcache.step"),
+    ("kvcache.states",),
     (
         "expert_placement.control",
         "expert_placement.eplb",
@@ -127,6 +131,7 @@ WITHOUT_TORCH = [
     "scheduler.epochs.orders",
     "scheduler.moves.reports",
     "kvcache.blocks",
+    "kvcache.states",
     "moe.load.quantisation",
     "server.process.worker",
 ]

@@ -15,6 +15,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from kvcache.paged_cache import LayerShape
 from moe.families import UnsupportedModelError, build_on_meta
 from moe.load.checkpoint import Checkpoint
 from moe.model import Skeleton
@@ -45,17 +46,19 @@ SERVED = {
     "solar_open": "grouped routing",
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "qwen3_next": ({}, "linear_attention.*recurrent state.*paged KV cache cannot hold"),
-    "minimax": ({}, "linear_attention.*recurrent state"),
-    "jamba": ({}, "recurrent state"),
-    "granitemoehybrid": ({}, "recurrent state"),
-    "qwen3_5_moe_text": ({}, "recurrent state"),
-    "inkling_text": ({}, "asks its cache for 'get_conv_state'"),
-    "deepseek_v32": ({}, r"sparse index \(index_topk = \d+\)"),
-    "glm_moe_dsa": ({}, "sparse index"),
+    "minimax": ({}, "does not run on a packed batch with a paged cache .*MiniMax uses cache of its own"),
+    "inkling_text": ({}, "layer 0 keeps several states of a kind, one is served"),
+    "qwen3_next": (
+        {"layer_types": ["linear_attention"] * 3},
+        "no layer whose attention caches keys and values",
+    ),
+    "deepseek_v4": (
+        {},
+        "asks its cache for 'layers': it keeps more than keys and values per token and the states",
+    ),
     "minimax_m3_vl_text": (
         {"layer_types": ["full_attention", "full_attention", "minimax_m3_sparse"]},
-        "asks its cache for 'layers': it keeps more than keys and values per token",
+        "asks its cache for 'layers': it keeps more than",
     ),
     "llama": ({}, "llama has no experts.*not a Mixture-of-Experts model"),
     "qwen3": ({}, "qwen3 has no experts"),
@@ -206,6 +209,7 @@ def test_options_without_effect_are_let_through() -> None:
     [
         ({"position_bias": torch.zeros(1), "softcap": 50.0}, EVERYTHING, 0, "wants position_bias, softcap"),
         ({"is_causal": False}, EVERYTHING, 0, "wants is_causal=False"),
+        ({"indices": torch.zeros(1, 8, 2)}, EVERYTHING, 0, "picks tokens by another index"),
         ({"s_aux": torch.zeros(2)}, EVERYTHING, 0, r"sinks of shape \[2\], not one per head"),
         ({}, Sight(None), 0, "a mask that is neither causal nor a sliding window"),
         ({}, None, 0, "builds its mask itself"),
@@ -219,9 +223,33 @@ def test_what_would_change_results_is_refused_by_name(
         attending(options, mask, layer)
 
 
-def test_layers_without_attention_are_refused() -> None:
+def test_layers_without_attention_are_refused_unless_they_are_experts_only() -> None:
     with pytest.raises(UnsupportedModelError, match=r"layers \[1, 2\] have no attention that caches"):
         attending({}).shapes(3)
+    with pytest.raises(UnsupportedModelError, match=r"layers \[2\] have no attention that caches"):
+        attending({}).shapes(3, row_by_row=[1])
+    assert attending({}).shapes(2, row_by_row=[1])[1] == LayerShape()
+
+
+def test_a_state_that_is_computed_elsewhere_is_refused() -> None:
+    state = torch.zeros(1, 4, 8, 8)
+    for ask in (
+        lambda notes: notes.get_recurrent_state(1),
+        lambda notes: notes.update_recurrent_state(state, 1),
+        lambda notes: notes.update_conv_state(state, 1),
+    ):
+        notes = attending({})
+        with pytest.raises(
+            UnsupportedModelError, match="layer 1 keeps a state that it computes with code of its own"
+        ):
+            ask(notes)
+            notes.shapes(2)
+    with pytest.raises(
+        UnsupportedModelError, match="layer 1 keeps a state that it convolves with code of its own"
+    ):
+        attending({}).convolve(1, state[0], 4)
+    with pytest.raises(UnsupportedModelError, match="keeps several states of a kind"):
+        attending({}).get_conv_state(1, state_idx=1)
 
 
 def test_what_a_family_keeps_in_float32_stays_so_whatever_it_computes_in() -> None:

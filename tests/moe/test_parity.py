@@ -9,17 +9,32 @@ import torch
 
 from scheduler.policy.request import Logprobs
 from tests.conftest import PoolOf
-from tests.support.engines.serving import build, misroute, own_share, request, serve, teacher_forced
-from tests.support.models.families import FAMILIES, VOCABULARY, write_checkpoint
+from tests.support.engines.serving import (
+    build,
+    misindex,
+    misroute,
+    occupy,
+    own_share,
+    request,
+    serve,
+    teacher_forced,
+)
+from tests.support.models.families import (
+    FAMILIES,
+    RECURRENT_FAMILIES,
+    SPARSE_FAMILIES,
+    VOCABULARY,
+    write_checkpoint,
+)
 
 STEPS = 48
 TOLERANCE = 1e-4
 PROMPT_LENGTHS = (3, 17, 40, 9, 26)
-ON_TWO_RANKS = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
+ON_TWO_RANKS = ("deepseek_v3", "deepseek_v32", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")
 """What lies between ranks is the same for all families: these stand for them, the others' two ranks are slow tests."""
 CASES = [
     pytest.param(family, size, marks=pytest.mark.slow if size > (2 if family in ON_TWO_RANKS else 1) else ())
-    for family in FAMILIES
+    for family in (*FAMILIES, *RECURRENT_FAMILIES, *SPARSE_FAMILIES)
     for size in (1, 2, 4)
 ]
 
@@ -39,7 +54,9 @@ class RankAnswer(NamedTuple):
     sequences: list[list[int]]
     logits: list[np.ndarray]
     prompt_logprobs: list[list[Logprobs]]  # of the teacher-forced sequences, sent as prompts
-    permuted_logits: list[np.ndarray]  # the control: top-k ids permuted
+    permuted_logits: list[
+        np.ndarray
+    ]  # the control: top-k ids of experts permuted, or of the tokens of an index
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +90,8 @@ def answer(directory: Path, prompts: list[list[int]], sequences: list[list[int]]
     made = [prompt + served.token_ids[str(index)] for index, prompt in own]
     of_prompt = [served.prompt_logprobs[each.request_id] for each in scored]
     logits = teacher_forced(built, own_share(sequences))
-    misroute(built.model)
+    if not misindex(built.model):
+        misroute(built.model)
     return RankAnswer(made, logits, of_prompt, teacher_forced(built, own_share(sequences)))
 
 
@@ -104,6 +122,32 @@ def test_greedy_tokens_and_logits_equal_transformers(
             found.prompt_logprobs, oracle.sequences[share], oracle.logits[share], strict=True
         ):
             assert_equal_logprobs(entries, sequence, logits)
+
+
+@pytest.mark.parametrize(
+    "oracle",
+    [
+        pytest.param(family, marks=() if family in ON_TWO_RANKS else pytest.mark.slow)
+        for family in (*RECURRENT_FAMILIES, *SPARSE_FAMILIES)
+    ],
+    indirect=True,
+    scope="module",
+)
+def test_cuts_hits_and_preemption_change_no_token(oracle: Oracle) -> None:
+    """Prompts in chunks of 11 beside each other, twice, so that the second time they go on from snapshots."""
+    built = build(oracle.directory, max_model_len=128, max_num_batched_tokens=15, max_num_seqs=4)
+    occupy(built, leaving=14)
+    waves = [
+        [request(f"{wave} {index}", prompt, max_tokens=STEPS) for index, prompt in enumerate(oracle.prompts)]
+        for wave in range(2)
+    ]
+    served = serve(built, *waves)
+    assert built.scheduler.stats.num_preemptions > 0
+    cached = {each.request_id: each.num_cached_tokens for each in served.outputs if each.num_cached_tokens}
+    assert cached and cached.items() <= {"1 1": 16, "1 2": 32, "1 4": 16}.items(), "to the last whole block"
+    for request_id, tokens in served.token_ids.items():
+        index = int(request_id.split()[1])
+        assert_equal_tokens(oracle.prompts[index] + tokens, oracle.sequences[index], oracle.logits[index])
 
 
 def assert_equal_logprobs(entries: list[Logprobs], sequence: list[int], logits: np.ndarray) -> None:

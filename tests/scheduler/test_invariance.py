@@ -15,14 +15,23 @@ from moe.model import Skeleton
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request, RequestOutput, TokenBias
 from tests.conftest import PoolOf
-from tests.support.engines.serving import build, own_share, request, serve
+from tests.support.engines.serving import build, occupy, own_share, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.placement.placements import random_placement
 
-FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+FAMILIES = (
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+    *(
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in ("nemotron_h", "kimi_linear", "deepseek_v32", "hy_v4")
+    ),
+)
 one_family_first = pytest.mark.parametrize(
     "served_alone",
-    [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])],
+    ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in ("deepseek_v3", "gpt_oss"))],
     indirect=True,
     scope="module",
 )
@@ -70,13 +79,16 @@ def answers_of(
 ) -> Answers:
     """Serve this rank's share of the requests; `rounds` > 1 asks again, which hits the prefix cache."""
     built = build(directory, **{"max_model_len": 160, **settings})
+    occupied = (
+        occupy(built, leaving=12) if preempts else 0
+    )  # one request of the longest length and little more
     share = own_share(requests())
     waves = [[one] for one in share] if alone else [share] * rounds
     answers = collect(serve(built, *waves).outputs)
     if rounds > 1:
         assert built.scheduler.stats.prefix_hit_tokens > 0
     assert (built.scheduler.stats.num_preemptions > 0) == preempts
-    assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
+    assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks - occupied
     return answers
 
 
@@ -119,7 +131,7 @@ def served_alone(
         {},
         {"max_num_batched_tokens": 16, "max_num_seqs": 4},
         {"max_num_batched_tokens": 23, "max_num_seqs": 8},
-        {"kv_cache_bytes": 0},
+        {"preempts": True},
         pytest.param({"threads": 2}, marks=pytest.mark.slow),
     ],
     ids=["full batch", "chunks of 16", "chunks of 23", "preemption", "two threads"],
@@ -128,15 +140,7 @@ def test_batch_chunks_prefix_hits_preemption_and_threads_change_no_bit(
     served_alone: tuple[Path, Answers], settings: dict[str, Any]
 ) -> None:
     directory, alone = served_alone
-    if settings.get("kv_cache_bytes") == 0:
-        settings = {"kv_cache_bytes": smallest_cache(directory), "preempts": True}
     assert answers_of(directory, False, 2, **settings) == alone
-
-
-def smallest_cache(directory: Path) -> int:
-    """Bytes for 12 blocks: one request of the longest length and little more."""
-    built = build(directory, max_model_len=160)
-    return sum(shape.token_bytes for shape in built.model.skeleton.cache_shapes) * 16 * 12
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -136,7 +136,9 @@ def corrupt(directory: Path, expert: int) -> Corrupted:
     """Change one expert of the last layer on the rank that holds it; collective. Later layers would mix rows."""
     built = build(directory, max_model_len=64)
     layer, own = built.model.layers[-1], own_share(SEQUENCES)
-    for module in built.model.net.modules():  # as modules, which call `run`; programs choose experts themselves
+    for (
+        module
+    ) in built.model.net.modules():  # as modules, which call `run`; programs choose experts themselves
         vars(module).pop("forward", None)
     before, chosen = teacher_forced(built, own), []
     run = layer.run

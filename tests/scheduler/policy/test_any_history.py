@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvcache.blocks import BlockPool
+from kvcache.states import StatePool
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from scheduler.policy.scheduler import Scheduler
 from tests.support.models.fake_model import VOCABULARY, FakeRank, prompt_logprobs_of, serve_alone
@@ -42,21 +43,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         extra_tokens=st.integers(0, 8),
         caching=st.booleans(),
+        num_states=st.one_of(st.none(), st.integers(2, 16)),
     )
     def start(
-        self, num_blocks: int, block_tokens: int, max_num_seqs: int, extra_tokens: int, caching: bool
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        max_num_seqs: int,
+        extra_tokens: int,
+        caching: bool,
+        num_states: int | None,
     ) -> None:
         self.max_model_len = num_blocks * block_tokens
         batched = max_num_seqs + extra_tokens
         pool = BlockPool(num_blocks, block_tokens)
+        states = None if num_states is None else StatePool(num_states)
         scheduler = Scheduler(
             pool,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batched,
             max_model_len=self.max_model_len,
             enable_prefix_caching=caching,
+            states=states,
+            keeps_snapshots=caching,
         )
-        self.rank = FakeRank(pool, scheduler, batched)
+        self.rank = FakeRank(pool, scheduler, batched, states)
         self.requests: list[Request] = []
         self.now_s = 0.0
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from attention import sparse_index
 from expert_placement.choose import ReplicaChoice
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
@@ -91,6 +92,12 @@ def serve(built: Assembled, *waves: Sequence[Request]) -> Served:
     return served
 
 
+def occupy(built: Assembled, *, leaving: int) -> int:
+    """Take KV blocks until so many are free; returns how many were taken."""
+    pool = built.scheduler._pool
+    return len(pool.acquire(pool.num_free - leaving))
+
+
 def request(request_id: str, prompt_ids: Sequence[int], **params: Any) -> Request:
     """A greedy request unless `params` say otherwise."""
     values = {"temperature": 0.0, "max_tokens": 48, **params}
@@ -136,3 +143,16 @@ def misroute(model: Model) -> None:
     for layer in model.layers:
         choice = layer.choice
         layer.choice = SlotChoice(_Misrouted(choice.replicas), choice.layer)
+
+
+def misindex(model: Model) -> bool:
+    """Let every row attend to the tokens that another row's index chose, where there is one: likewise a control."""
+    found = sparse_index.indexers(model.net)
+
+    def exchanged(chosen: torch.Tensor) -> torch.Tensor:
+        return torch.cat((chosen[:, 1:2], chosen[:, :-1]), 1)
+
+    for module in found:
+        choose = module.forward
+        module.forward = lambda *inputs, choose=choose, **options: exchanged(choose(*inputs, **options))
+    return bool(found)

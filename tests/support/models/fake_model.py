@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvcache.blocks import BlockPool
+from kvcache.states import NO_STATE, StatePool
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from scheduler.policy.scheduler import Batch, Scheduled, Scheduler
 from scheduler.policy.sequence import Sequence, SequenceStatus
@@ -54,14 +55,21 @@ class Launched:
 class FakeRank:
     """Runs a scheduler's batches, up to `depth` planned at once, and checks every rule on the way."""
 
-    def __init__(self, pool: BlockPool, scheduler: Scheduler, max_num_batched_tokens: int) -> None:
-        self.pool = pool
+    def __init__(
+        self,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        max_num_batched_tokens: int,
+        states: StatePool | None = None,
+    ) -> None:
+        self.pool, self.states = pool, states
         self.scheduler = scheduler
         self.max_num_batched_tokens = max_num_batched_tokens
         self.launched: deque[Launched] = deque()
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.num_scored = 0  # prompt tokens whose logprobs were computed
         self._rows: dict[tuple[int, int], tuple[int, int]] = {}  # (block, row) -> (position, token)
+        self._states: dict[int, list[int]] = {}  # slot -> the tokens that it holds the state of
 
     def collect(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -102,6 +110,8 @@ class FakeRank:
         else:
             raise AssertionError("the scheduler does not come to an end")
         assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
+        if self.states is not None:
+            assert self.states.num_left_over == self.states.num_slots, "states, or promises of them, leaked"
 
     def tokens_of(self, request_id: str) -> list[int]:
         return [token for output in self.outputs.get(request_id, []) for token in output.token_ids]
@@ -119,7 +129,21 @@ class FakeRank:
             self._rows[table[position // size], position % size] = (position, known[position])
         history = [self._rows[table[position // size], position % size] for position in range(item.end)]
         assert is_ended or history == list(enumerate(known[: item.end])), "a sequence saw what is not its own"
+        for _ in range(2):  # a step that broke off is run again
+            self._run_states(item, known)
         return next_token([token for _, token in history])
+
+    def _run_states(self, item: Scheduled, known: list[int]) -> None:
+        assert bool(item.pieces) == (self.states is not None)
+        position = item.start
+        for piece in item.pieces:
+            before = [] if piece.read == NO_STATE else self._states[piece.read]
+            assert len(before) == position, "a state of another position"
+            position += piece.length
+            is_whole = before == known[: len(before)] or item.sequence.status is SequenceStatus.ENDED
+            assert is_whole, "a sequence goes on from a state that is not its own"
+            self._states[piece.write] = known[:position]
+        assert position == item.end or not item.pieces
 
     def _check_budgets(self, batch: Batch, prefill_budget: int | None) -> None:
         assert batch.num_tokens == sum(item.num_tokens for item in batch.items) <= self.max_num_batched_tokens
@@ -141,6 +165,13 @@ class FakeRank:
                         f"block {block_id} is written after publication"
                     )
                     assert writer_of.setdefault(block_id, item.sequence) is item.sequence
+        written = [
+            piece.write
+            for launched in self.launched
+            for item in launched.batch.items
+            for piece in item.pieces
+        ]
+        assert len(written) == len(set(written)), "a state is written twice"
 
 
 def prompt_logprobs_of(request: Request) -> list[Logprobs]:

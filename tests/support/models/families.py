@@ -44,6 +44,110 @@ MLA: dict[str, Any] = {
     "topk_method": "group_limited_greedy",
     "routed_scaling_factor": 1.5,
 }
+# Less wide: `transformers`' delta rule in chunks is further from float64 than ours, which is token by token.
+GATED_DELTA: dict[str, Any] = {
+    "initializer_range": 0.08,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "num_experts": 8,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+KIMI_DELTA: dict[str, Any] = {
+    **MLA,
+    "initializer_range": 0.08,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+}
+# Layers that keep a state per sequence among others that keep keys and values.
+RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": GATED_DELTA,
+    "qwen3_5_moe_text": GATED_DELTA,
+    "kimi_linear": KIMI_DELTA,
+    "bailing_hybrid": KIMI_DELTA,
+    "nemotron_h": {
+        "num_hidden_layers": 6,
+        "layer_types": ["mamba", "moe", "attention", "mamba", "moe", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "expand": 2,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "position_embedding_type": "rope",
+        "num_local_experts": 8,
+        "intermediate_size": 32,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 2,
+        "mamba_chunk_size": 16,
+        "mamba_expand": 2,
+    },
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
+        "conv_L_cache": 3,
+    },
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 8,
+        "intermediate_size": 32,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 8,
+    },
+}
+# Enough heads that no two tokens score exactly 0, between which `transformers` does not say whom it takes.
+INDEXED: dict[str, Any] = {
+    **MLA,
+    "num_local_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_topk": 16,
+    "index_n_heads": 24,
+    "index_head_dim": 32,
+}
+# Attention to tokens that an index chooses, fewer than tests' contexts have.
+SPARSE_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": {**INDEXED, "indexer_types": ["full", "shared", "full"]},
+    "hy_v4": {**INDEXED, "indexer_types": ["full", "shared", "full"]},
+    "axk2": INDEXED,
+    "dots3_note_text": {
+        **INDEXED,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "n_routed_experts": 8,
+        "head_dim": 32,
+        "sliding_window": 8,
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "intermediate_size": 32},
     "qwen2_moe": {"num_experts": 10, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
@@ -96,7 +200,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def make_config(family: str, **settings: Any) -> PreTrainedConfig:
     """A family's configuration."""
-    return AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **settings})
+    own = {**FAMILIES, **RECURRENT_FAMILIES, **SPARSE_FAMILIES}[family]
+    return AutoConfig.for_model(family, **{**COMMON, **own, **settings})
 
 
 def make_model(family: str, seed: int = 0, **settings: Any) -> PreTrainedModel:

@@ -1,0 +1,255 @@
+"""Sparse attention on CPU: an index chooses tokens from a sequence's pages, attention reads the latents of those only.
+
+Index keys lie as attention's keys do, 16 tokens' of a block side by side, so that a row's index heads multiply a block at a
+time. What is chosen depends on the row's own scores: the largest, and of equal ones those that came first. Chosen tokens
+are handed on as slots of the cache (block * 16 + offset), in the order of the text, so that layers which share a
+choice need nothing else; where all are chosen, attention gives the bits of the dense one.
+
+Legend: T rows, H query heads, I index heads, D index dim, K tokens chosen at most, N blocks, L latent dim, V value dim,
+W width of a page's row, R rows at hand, G groups of 16 heads.
+"""
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from attention.cpu_attention import PRODUCTS_PER_NS, Queries
+from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
+from attention.cpu_latents import (
+    ROWS_AT_ONCE,
+    TILE_TOKENS,
+    TILES_AT_ONCE,
+    AbsorbedWeight,
+    absorb_row,
+    expand_row,
+    room_floats,
+)
+from attention.cpu_tiles import LANES, TILES_VERSION, address_of, rows_times_panel_f32
+from dispatch.native import bits_of, copy, float_of, floats, int32s, words
+from dispatch.team import WORDS, Kernel, program_of, run
+from kvcache.paged_cache import PagedCache
+from kvcache.step import Step
+
+_DIGIT_BITS = 11
+
+
+@njit(nogil=True, inline="always")
+def _largest(keys, count, wanted, counts):  # type: ignore[no-untyped-def]
+    # The `wanted`-th largest of `count` keys, and how many of those equal to it are wanted. A digit at a time.
+    prefix, mask, shift = np.uint32(0), np.uint32(0), 32
+    left = wanted
+    while shift > 0:
+        bits = min(_DIGIT_BITS, shift)
+        shift -= bits
+        counts[:] = 0
+        for index in range(count):
+            if keys[index] & mask == prefix:
+                counts[(keys[index] >> np.uint32(shift)) & np.uint32((1 << bits) - 1)] += 1
+        digit = (1 << bits) - 1
+        while counts[digit] < left:
+            left -= counts[digit]
+            digit -= 1
+        prefix |= np.uint32(digit) << np.uint32(shift)
+        mask |= np.uint32((1 << bits) - 1) << np.uint32(shift)
+    return prefix, left
+
+
+def _choose(at, tile):  # type: ignore[no-untyped-def]
+    # A tile is one row: its scores of all tokens up to itself, then the best of them, as slots; -1 behind them.
+    w = words(at, WORDS)
+    query, weight, scale, heads, dim, keys, wanted, out = (
+        w[0],
+        w[1],
+        float_of(w[2]),
+        w[3],
+        w[4],
+        w[5],
+        w[6],
+        w[7],
+    )
+    rows = words(w[11], 4)[0]
+    if tile < 0:
+        return rows
+    sequence = 0
+    starts = words(w[8], words(w[11], 4)[3] + 1)
+    while starts[sequence + 1] <= tile:
+        sequence += 1
+    context, table = words(w[9] + sequence * 8, 1)[0], w[10] + sequence * w[12]
+    count = context - (starts[sequence + 1] - tile) + 1  # tokens that the row sees
+    chosen = int32s(out + tile * wanted * 4, wanted)
+    if count <= wanted:
+        for position in range(count):
+            chosen[position] = words(table + position // LANES * 8, 1)[0] * LANES + position % LANES
+        chosen[count:] = -1
+        return 0
+    blocks = (count + LANES - 1) // LANES
+    sums, products = np.zeros(blocks * LANES, np.float32), np.empty((heads, LANES), np.float32)
+    weights = floats(weight + tile * heads * 4, heads)
+    for block in range(blocks):
+        panel = keys + words(table + block * 8, 1)[0] * dim * LANES * 4
+        rows_times_panel_f32(
+            query + tile * heads * dim * 4,
+            dim * 4,
+            panel,
+            LANES * 4,
+            dim,
+            address_of(products),
+            LANES * 4,
+            heads,
+        )
+        here = sums[block * LANES : (block + 1) * LANES]
+        for head in range(heads):
+            for lane in range(LANES):
+                here[lane] += weights[head] * max(products[head, lane] * scale, np.float32(0.0))
+    order = np.empty(count, np.uint32)  # as floats, compared as whole numbers
+    bits = sums.view(np.uint32)
+    for position in range(count):
+        word = bits[position] if sums[position] != np.float32(0.0) else np.uint32(0)  # no -0
+        order[position] = ~word if word >> np.uint32(31) else word | np.uint32(0x80000000)
+    least, equal = _largest(order, count, wanted, np.empty(1 << _DIGIT_BITS, np.int64))
+    place = 0
+    for position in range(count):
+        if order[position] == least:
+            equal -= 1
+        if order[position] > least or (order[position] == least and equal >= 0):
+            chosen[place] = words(table + position // LANES * 8, 1)[0] * LANES + position % LANES
+            place += 1
+    return 0
+
+
+def _attend_chosen(at, tile):  # type: ignore[no-untyped-def]
+    # A tile is 16 heads of one row; `out` [R, G, 16, padded L] are the weighted means of latents.
+    w = words(at, WORDS)
+    query, width, groups, latents, row_bytes, chunk = w[0], w[1], w[2], w[3], w[4], words(w[5], 4)
+    chosen_at, most, sinks = w[6], w[7], w[8]
+    scale, out, latent_lanes, heads = float_of(w[9]), w[10], w[11], w[12]
+    if tile < 0:
+        return chunk[3] * groups
+    row, group = tile // groups, tile % groups
+    here_heads = min(LANES, heads - group * LANES)
+    chosen = int32s(chosen_at + (chunk[2] + row) * most * 4, most)
+    count = most
+    while count > 0 and chosen[count - 1] < 0:
+        count -= 1
+    scores = np.empty((LANES, LANES), np.float32)
+    weights = np.empty((LANES, LANES), np.float32)
+    top, total = np.full(LANES, -np.inf, np.float32), np.zeros(LANES, np.float32)
+    shrink = np.empty(LANES, np.float32)
+    if sinks != 0:
+        for lane in range(here_heads):
+            top[lane] = floats(sinks + (group * LANES + lane) * 4, 1)[0]
+            total[lane] = 1.0
+    page = np.zeros((LANES, row_bytes // 4), np.float32)
+    sums = out + (row * groups + group) * LANES * latent_lanes * 4
+    floats(sums, LANES * latent_lanes)[:] = 0.0
+    panel = query + (row * groups + group) * width * LANES * 4
+    for first in range(0, count, LANES):
+        here = min(LANES, count - first)
+        for token in range(here):
+            copy(address_of(page[token]), latents + chosen[first + token] * row_bytes, row_bytes)
+        rows_times_panel_f32(
+            address_of(page), row_bytes, panel, LANES * 4, width, address_of(scores), LANES * 4, LANES
+        )
+        softmax_lanes(
+            address_of(scores), scale, 0, here, address_of(top), address_of(total), address_of(shrink)
+        )
+        transpose_block(scores, weights)
+        mix_block(
+            address_of(weights), address_of(shrink), address_of(page), row_bytes, sums, latent_lanes * 4, 0, latent_lanes,
+            here_heads,
+        )  # fmt: skip
+    for lane in range(here_heads):
+        of_lane = floats(sums + lane * latent_lanes * 4, latent_lanes)
+        for dim in range(latent_lanes):
+            of_lane[dim] /= total[lane]
+    return 0
+
+
+CHOOSE_TOKENS, ATTEND_CHOSEN = Kernel(_choose, TILES_VERSION), Kernel(_attend_chosen, TILES_VERSION)
+SPARSE_KERNELS = CHOOSE_TOKENS, ATTEND_CHOSEN
+
+
+def choose_tokens(
+    query_TID: Tensor, weight_TI: Tensor, keys_NDB: Tensor, step: Step, *, scale: float, count: int
+) -> Tensor:
+    """Choose for every row of the step the tokens of its own sequence that its index heads score highest.
+
+    Args:
+        query_TID: [T, I, D], weight_TI: [T, I]; the rows that `step` describes come first.
+        keys_NDB: [N, D, 16] float32 pages of index keys; they already hold the step's own.
+        scale: factor on products, before their positive part is taken.
+        count: K.
+
+    Returns:
+        [T, K] int32 slots of the cache, in the order of the text, -1 behind them; new. Rows of padding choose nothing.
+    """
+    rows, heads, dim = query_TID.shape
+    query, weight = query_TID.float().contiguous(), weight_TI.float().contiguous()
+    chosen_TK = torch.full((rows, count), -1, dtype=torch.int32)
+    row = CHOOSE_TOKENS.row(
+        query.data_ptr(), weight.data_ptr(), bits_of(scale), heads, dim, keys_NDB.data_ptr(), count, chosen_TK.data_ptr(),
+        step.query_start_S.data_ptr(), step.context_S.data_ptr(), step.block_table_SM.data_ptr(),
+        step.facts[1:].data_ptr(), step.block_table_SM.stride(0) * 8,
+    )  # fmt: skip
+    run(program_of([row]), step.team, step.num_pairs * heads * dim // PRODUCTS_PER_NS)
+    return chosen_TK
+
+
+def choose_from_pages(
+    pages: PagedCache, layer: int, query_TID: Tensor, weight_TI: Tensor, scale: float, count: int
+) -> Tensor:
+    """What `sparse_index.exchange` takes: see `choose_tokens`."""
+    assert pages.step is not None, "a step must be set before the model runs"
+    return choose_tokens(query_TID, weight_TI, pages.indexes[layer], pages.step, scale=scale, count=count)[
+        None
+    ]
+
+
+def chosen_attention(
+    query_HTD: Tensor,
+    latents_NBW: Tensor,
+    chosen_TK: Tensor,
+    step: Step,
+    weight: AbsorbedWeight,
+    *,
+    rotary_dim: int,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attend every row of the step to the latents that were chosen for it.
+
+    Args:
+        chosen_TK: from `choose_tokens`.
+        sinks_H: [H] float32 logits that take part in the softmax and carry no value.
+        others: see `cpu_latents.latent_attention`.
+
+    Returns:
+        [T, H, V] float32, new; padded rows are zero.
+    """
+    heads, num_rows, _ = query_HTD.shape
+    width, latent = latents_NBW.shape[2], weight.value.shape[2]
+    groups, latent_lanes = -(-heads // LANES), -(-latent // LANES) * LANES
+    chosen = chosen_TK.contiguous()
+    out_THV = torch.zeros(num_rows, heads, weight.value.shape[1] * LANES)
+    at_once = min(ROWS_AT_ONCE, step.num_tokens)
+    make = torch.zeros if heads % LANES else torch.empty  # lanes of heads that there are not
+    query, found = (make(at_once, size) for size in room_floats(heads, latent, rotary_dim))
+    queries = Queries(query_HTD.data_ptr(), query_HTD.stride(1) * 4, query_HTD.stride(0) * 4)
+    num_chunks = -(-len(step.tiles(TILE_TOKENS)) // TILES_AT_ONCE)
+    rows = []
+    for chunk in step.chunks(TILE_TOKENS, TILES_AT_ONCE)[:num_chunks]:
+        at = chunk.ctypes.data
+        rows += [
+            absorb_row(queries, heads, weight, at, query, rotary_dim),
+            ATTEND_CHOSEN.row(
+                query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), width * 4, at, chosen.data_ptr(),
+                chosen.shape[1], 0 if sinks_H is None else sinks_H.data_ptr(), bits_of(scale), found.data_ptr(),
+                latent_lanes, heads,
+            ),
+            expand_row(found, heads, weight, at, out_THV.data_ptr()),
+        ]  # fmt: skip
+    pairs = min(step.num_pairs, step.num_tokens * chosen.shape[1])
+    products = pairs * heads * 2 * latent + step.num_tokens * (weight.key.numel() + weight.value.numel())
+    run(program_of(rows), step.team, products // PRODUCTS_PER_NS)
+    return out_THV[..., : weight.value_dim]

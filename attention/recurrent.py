@@ -1,0 +1,88 @@
+"""The recurrences of `transformers`' mixers, exchanged for ours: a packed batch in, each sequence's own state kept.
+
+A mixer (gated delta net, KDA, Mamba, Mamba-2, short convolution, lightning attention) projects, convolves and runs a
+recurrence, the last two through functions of its modeling module, which assume one sequence per batch row. Our
+functions take their places in the forward of one module instance, by name: a copy of its code looks names up in a
+dictionary of its own, so that every other model of the process keeps what it had. Everything else in a mixer is left
+as it is. What asks for a state and calls none of these functions is refused (`moe.rehearsal`).
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+# What a modeling module may call them, by kind.
+CONVOLUTION, DELTA, MAMBA2, MAMBA = "convolution", "delta", "mamba2", "mamba"
+KIND_OF_NAME = {
+    "causal_conv1d_fn": CONVOLUTION,
+    "chunk_gated_delta_rule": DELTA,
+    "torch_chunk_gated_delta_rule": DELTA,
+    "chunk_kda": DELTA,
+    "chunk_kimi_delta_attention": DELTA,
+    "mamba_chunk_scan_combined": MAMBA2,
+    "mamba2_chunk_scan": MAMBA2,
+    "selective_scan_fn": MAMBA,
+    "mamba_selective_scan": MAMBA,
+}
+CACHE_NAMES = ("cache_params", "past_key_values")  # how a mixer calls the cache that it is given
+
+
+class Call:
+    """One mixer's forward that runs now: what its recurrences need to know."""
+
+    def __init__(self, layer: int) -> None:
+        """`layer`: the mixer's, in the cache."""
+        self.layer = layer
+        self.pages: Any = None  # the cache that the forward was given
+        self.kept: dict[str, Any] = {}  # what a recurrence made of the mixer's weights, for the next call
+
+
+Recurrence = Callable[..., Any]  # (call, arguments of the function that it replaces)
+
+
+def exchange(net: nn.Module, recurrences: Mapping[str, Recurrence]) -> int:
+    """Let every mixer run other recurrences; returns how many mixers do.
+
+    Args:
+        recurrences: by kind.
+    """
+    found = 0
+    for module in net.modules():
+        forward = inspect.unwrap(type(module).forward)
+        code = getattr(forward, "__code__", None)
+        names = set(code.co_names) & set(KIND_OF_NAME) if code is not None else set()
+        if names and isinstance(forward, FunctionType) and hasattr(module, "layer_idx"):
+            module.forward = _bound(
+                module, forward, {name: recurrences[KIND_OF_NAME[name]] for name in names}
+            )
+            found += 1
+    return found
+
+
+def _bound(module: Any, forward: FunctionType, recurrences: Mapping[str, Recurrence]) -> Callable[..., Any]:
+    call = Call(int(module.layer_idx))
+
+    def calling(name: str, recurrence: Recurrence) -> Callable[..., Any]:
+        known = set(inspect.signature(forward.__globals__[name]).parameters)
+
+        def run(*inputs: Any, **options: Any) -> Any:  # what is exchanged drops what it does not know
+            return recurrence(
+                call, *inputs, **{key: option for key, option in options.items() if key in known}
+            )
+
+        return run
+
+    ours = {name: calling(name, recurrence) for name, recurrence in recurrences.items()}
+    own = FunctionType(
+        forward.__code__, {**forward.__globals__, **ours}, forward.__name__, forward.__defaults__, forward.__closure__
+    )  # fmt: skip
+    own.__kwdefaults__ = forward.__kwdefaults__
+
+    def run(*inputs: Any, **options: Any) -> Any:
+        call.pages = next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
+        return own(module, *inputs, **options)
+
+    return run

@@ -1,0 +1,136 @@
+"""The state pool: what recurrent layers keep per sequence, in slots that are written once.
+
+A slot holds all recurrent layers' state after some number of a sequence's tokens. A step reads one slot and writes
+another, so that a step that breaks off can be run again from the state before it. A slot whose tokens end with a full
+block can be published under that block's prefix: a snapshot, from which any sequence with that prefix goes on.
+
+A slot is held (its count says by how many), cached (a snapshot that nobody holds, evictable) or free. Who is promised
+slots gets them whenever it asks, so that what runs never stops for want of one: snapshots take only what is left over.
+
+Knows numbers and keys, not memory: the tensors are elsewhere. No torch, no clock: recency is the order of calls.
+Idea: state snapshots in a prefix cache as in Marconi (Pan et al., 2024) and vLLM's hybrid cache.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+NO_STATE = -1  # no slot: a state of zeros to read, nothing to write
+
+
+class StatePiece(NamedTuple):
+    """Some tokens of a sequence between two of its states."""
+
+    read: int  # slot of the state before them; NO_STATE: none, they begin the text
+    write: int  # slot for the state after them; NO_STATE: nobody wants it
+    length: int
+
+
+class Beginning(NamedTuple):
+    """Where a sequence starts."""
+
+    num_blocks: int  # of its prefix that need not run
+    slot: int  # the state after them; NO_STATE at the beginning of a text
+
+
+class StatePool:
+    """Reference-counted slots 0 to num_slots - 1, some of which are snapshots."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Make a pool of free slots."""
+        self.num_slots = num_slots
+        self._num_holders = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self._key_of: dict[int, bytes] = {}  # of snapshots
+        self._slot_of: dict[bytes, int] = {}
+        self._num_promised = 0  # and not taken yet
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds, snapshots among them."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_left_over(self) -> int:
+        """Of those, slots that nobody was promised."""
+        return self.num_free - self._num_promised
+
+    def find(self, keys: Sequence[bytes]) -> Beginning:
+        """Look for the snapshot of the longest prefix that has one.
+
+        Args:
+            keys: of the prefix's blocks, in order.
+        """
+        for index in range(len(keys) - 1, -1, -1):
+            slot = self._slot_of.get(keys[index])
+            if slot is not None:
+                return Beginning(index + 1, slot)
+        return Beginning(0, NO_STATE)
+
+    def begin(self, slot: int, num_promised: int) -> bool:
+        """Hold a snapshot (or NO_STATE) and promise slots; False, and nothing, where there are too few."""
+        if self.num_left_over - (slot in self._cached) < num_promised:
+            return False
+        if slot != NO_STATE:
+            self._cached.pop(slot, None)
+            self._num_holders[slot] += 1
+        self._num_promised += num_promised
+        return True
+
+    def take(self) -> int:
+        """Hold a slot that was promised."""
+        assert self._num_promised > 0, "a state slot is taken that nobody promised"
+        self._num_promised -= 1
+        return self._take()
+
+    def take_left_over(self) -> int | None:
+        """Hold a slot that nobody was promised, if there is one."""
+        return self._take() if self.num_left_over > 0 else None
+
+    def give(self, slot: int, *, is_promised: bool = False) -> None:
+        """Give back one hold; `is_promised`: the giver may take a slot again."""
+        assert self._num_holders[slot] > 0, f"state slot {slot} is given back but nobody holds it"
+        self._num_holders[slot] -= 1
+        if self._num_holders[slot] == 0:
+            if slot in self._key_of:
+                self._cached[slot] = None
+            else:
+                self._free.append(slot)
+        self._num_promised += is_promised
+
+    def release_promises(self, count: int) -> None:
+        """Take back promises that nobody will use."""
+        assert count <= self._num_promised, f"{count} promises are released, {self._num_promised} were made"
+        self._num_promised -= count
+
+    def publish(self, slot: int, key: bytes) -> bool:
+        """Make a held slot findable under the key of the block that its tokens end with; nobody writes it again.
+
+        Returns:
+            Whether it is: False where another slot has that key.
+        """
+        assert self._num_holders[slot] > 0, f"state slot {slot} is published but nobody holds it"
+        if key in self._slot_of:
+            return False
+        self._slot_of[key], self._key_of[slot] = slot, key
+        return True
+
+    def forget(self, key: bytes) -> None:
+        """Let a snapshot not be found any more, if there is one."""
+        slot = self._slot_of.pop(key, None)
+        if slot is None:
+            return
+        del self._key_of[slot]
+        if slot in self._cached:
+            del self._cached[slot]
+            self._free.append(slot)
+
+    def _take(self) -> int:
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot, _ = self._cached.popitem(last=False)
+            del self._slot_of[self._key_of.pop(slot)]
+        self._num_holders[slot] = 1
+        return slot

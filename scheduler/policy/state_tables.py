@@ -1,0 +1,107 @@
+"""The states of sequences: which slot each step reads and writes, and which states are kept as snapshots.
+
+A sequence is promised two slots: a step reads the state that the step before wrote, and writes the other. What it read is
+given back when the step is committed, so that a step may be run again until then.
+
+Snapshots are taken at the ends of blocks: where the part of a prompt that can be shared ends, where it parts from what is cached
+already (others will part there too), and every `STRIDE` tokens between. While tokens are generated the newest end of a
+block is one, for the conversation's next turn. They take slots that nobody was promised, and the least recently used go first.
+"""
+
+from collections.abc import Sequence as Series
+
+from kvcache.blocks import BlockPool
+from kvcache.states import NO_STATE, Beginning, StatePiece, StatePool
+from scheduler.policy.sequence import Sequence, SequenceStates
+
+PROMISED = 2  # slots of a sequence that runs
+STRIDE = 512  # tokens between snapshots within a prompt
+
+
+class StateTables:
+    """Keep `Sequence.states` in step with the pool."""
+
+    def __init__(self, pool: StatePool, blocks: BlockPool, *, keeps_snapshots: bool) -> None:
+        self._pool, self._blocks, self._keeps_snapshots = pool, blocks, keeps_snapshots
+
+    def find(self, matched: Series[int]) -> Beginning:
+        """Look for the newest snapshot of a prefix, whose cached blocks are `matched`."""
+        if not self._keeps_snapshots:
+            return Beginning(0, NO_STATE)
+        return self._pool.find([self._blocks.key_of(block_id) for block_id in matched])
+
+    def seat(self, sequence: Sequence, beginning: Beginning, *, num_matched: int, num_shareable: int) -> bool:
+        """Give a sequence its slots; False, and nothing, where too few are free.
+
+        Args:
+            beginning: where it starts.
+            num_matched: blocks of its longest cached prefix.
+            num_shareable: tokens of its longest prefix that later sequences need not run.
+        """
+        if not self._pool.begin(beginning.slot, PROMISED):
+            return False
+        own = sequence.states
+        own.num_promised = PROMISED
+        own.is_first_shared = beginning.slot != NO_STATE
+        if own.is_first_shared:
+            own.slots.append(beginning.slot)
+        size = self._blocks.block_tokens
+        own.snapshot_ends = set()
+        if self._keeps_snapshots:
+            ends = {num_shareable // size * size, num_matched * size}
+            ends.update(range(STRIDE, num_shareable, STRIDE))
+            own.snapshot_ends = {end for end in ends if end > beginning.num_blocks * size}
+        return True
+
+    def can_plan(self, sequence: Sequence) -> bool:
+        """Whether the sequence's next step has a slot to write; not while steps in flight have taken all."""
+        return sequence.states.num_promised > 0
+
+    def plan(self, sequence: Sequence, start: int, end: int) -> list[StatePiece]:
+        """Choose slots for tokens [start, end)."""
+        own, pieces = sequence.states, []
+        read, begin = own.slots[-1] if own.slots else NO_STATE, start
+        for position in sorted(each for each in own.snapshot_ends if start < each < end):
+            slot = self._pool.take_left_over()
+            if slot is None:
+                break
+            own.snapshots.append((position, slot))
+            pieces.append(StatePiece(read, slot, position - begin))
+            read, begin = slot, position
+        own.slots.append(self._pool.take())
+        own.num_promised -= 1
+        pieces.append(StatePiece(read, own.slots[-1], end - begin))
+        return pieces
+
+    def advance(self, sequence: Sequence, start: int, end: int) -> None:
+        """Note that tokens [start, end) are computed, whose full blocks are published; keep the snapshots."""
+        own = sequence.states
+        while own.snapshots and own.snapshots[0][0] < end:
+            position, slot = own.snapshots.pop(0)
+            self._pool.publish(slot, self._key(sequence, position))
+            self._pool.give(slot)
+        # The slots are those that the step read (none at the beginning of a text), wrote, and later ones in flight.
+        if start > 0:
+            self._pool.give(own.slots.pop(0), is_promised=not own.is_first_shared)
+            own.num_promised += not own.is_first_shared
+            own.is_first_shared = False
+        if not self._keeps_snapshots or end % self._blocks.block_tokens:
+            return
+        is_generated = end >= sequence.num_prefill_tokens
+        if is_generated or end in own.snapshot_ends:
+            key = self._key(sequence, end)
+            if self._pool.publish(own.slots[0], key) and is_generated:
+                if own.newest_key is not None:
+                    self._pool.forget(own.newest_key)
+                own.newest_key = key
+
+    def vacate(self, sequence: Sequence) -> None:
+        """Give everything back."""
+        own = sequence.states
+        for slot in (*own.slots, *(slot for _, slot in own.snapshots)):
+            self._pool.give(slot)
+        self._pool.release_promises(own.num_promised)
+        sequence.states = SequenceStates()
+
+    def _key(self, sequence: Sequence, end: int) -> bytes:
+        return self._blocks.key_of(sequence.block_ids[end // self._blocks.block_tokens - 1])
