@@ -41,7 +41,7 @@ def _heads(at, tile):  # type: ignore[no-untyped-def]
         words(w[6], 1)[0],
     )
     cosines, sines, rotary, query_weight, key_weight, eps = w[7], w[8], w[9], w[10], w[11], float_of(w[12])
-    keys, values, slots = w[13], w[14], words(w[15], rows)
+    keys, values, slots, query_dim = w[13], w[14], words(w[15], rows), w[16]
     if tile < 0:
         return kv_heads if rows > 0 else 0
     group, value_lanes = heads // kv_heads, (value_dim + LANES - 1) // LANES * LANES
@@ -50,15 +50,16 @@ def _heads(at, tile):  # type: ignore[no-untyped-def]
         line = x + row * stride
         cosine, sine = floats(cosines + row * rotary * 4, rotary), floats(sines + row * rotary * 4, rotary)
         for head in range(tile * group, (tile + 1) * group):
-            query = floats(line + head * key_dim * 4, key_dim)
+            query = floats(line + head * query_dim * 4, key_dim)
             if query_weight != 0:
                 norm_row(query, floats(query_weight, key_dim), eps, key_dim, query, lanes)
             _rotate(query, cosine, sine, rotary)
-        key = floats(line + (heads + tile) * key_dim * 4, key_dim)
+        key = floats(line + (heads * query_dim + tile * key_dim) * 4, key_dim)
         if key_weight != 0:
             norm_row(key, floats(key_weight, key_dim), eps, key_dim, key, lanes)
         _rotate(key, cosine, sine, rotary)
-        value = floats(line + ((heads + kv_heads) * key_dim + tile * value_dim) * 4, value_dim)
+        behind_keys = heads * query_dim + kv_heads * key_dim
+        value = floats(line + (behind_keys + tile * value_dim) * 4, value_dim)
         block, offset = slots[row] // LANES * kv_heads + tile, slots[row] % LANES
         key_page = floats(keys + block * key_dim * LANES * 4, key_dim * LANES)
         value_page = floats(values + block * value_lanes * LANES * 4, value_lanes * LANES)
@@ -85,21 +86,23 @@ class HeadNorms(NamedTuple):
 
 def heads_row(
     x: int, stride: int, heads: int, value_dim: int, rotary_dim: int, norms: HeadNorms, pages: tuple[Tensor, Tensor],
-    step: Step,
+    step: Step, *, query_dim: int,
 ) -> list[int]:  # fmt: skip
     """One row of a program: norm and rotate the heads of rows [q | k | v] in place, and cache keys and values.
 
     Args:
-        x: address of [T, H * D + G * D + G * V] float32. stride: bytes from a row to the next.
+        x: address of [T, H * query_dim + G * D + G * V] float32. stride: bytes from a row to the next.
         heads: H. value_dim: V. rotary_dim: E, of whose angles the cosines and sines are given by `with_angles`.
         pages: of a layer: [N, G, D, 16] and [N, G, 16, padded V] float32.
         step: whose rows these are.
+        query_dim: from a query head to the next; more than D where something else is between them, which stays.
     """
     keys_NGDB, values_NGBV = pages
     _, kv_heads, key_dim, _ = keys_NGDB.shape
     return HEADS.row(
         x, stride, heads, kv_heads, key_dim, value_dim, step.facts[1:].data_ptr(), 0, 0, rotary_dim, norms.query,
         norms.key, bits_of(norms.eps), keys_NGDB.data_ptr(), values_NGBV.data_ptr(), step.cache_slot_T.data_ptr(),
+        query_dim,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ Legend: T rows of the batch, C channels, H heads, K key dim, V value dim, P head
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -339,6 +339,48 @@ def _rows(x: Tensor, width: int) -> Tensor:
     return rows if rows.stride(1) == 1 and rows.dtype is torch.float32 else rows.float().contiguous()
 
 
+class Side(NamedTuple):
+    """Where one of queries, keys and values is: address, bytes from a row to the next, heads."""
+
+    address: int
+    stride: int
+    heads: int
+
+
+def convolve_row(
+    x: int, x_stride: int, out: int, taps_KC: Tensor, bias_C: Tensor | None, tails: Tensor, step: Step, *, has_silu: bool
+) -> list[int]:  # fmt: skip
+    """One row of a program: see `convolve`.
+
+    Args:
+        x: address of rows of C float32, `x_stride` bytes from one to the next. out: of [T, C].
+        taps_KC: [taps, C] float32.
+    """
+    taps, channels = taps_KC.shape
+    bias = 0 if bias_C is None else bias_C.data_ptr()
+    return CONVOLVE.row(
+        x, x_stride, out, taps_KC.data_ptr(), bias, taps, channels, int(has_silu), *_of_step(tails, step)
+    )
+
+
+def delta_row(
+    query: Side, key: Side, value: Side, decay: int, rate: int, states: Tensor, out: int, step: Step, *, decay_dim: int,
+    is_normed: bool,
+) -> list[int]:  # fmt: skip
+    """One row of a program: see `delta_rule`.
+
+    Args:
+        decay: address of [T, H, decay_dim] float32. rate: of [T, H].
+        states: [Z, H, K, V]. out: address of [T, H, V].
+    """
+    _, heads, key_dim, value_dim = states.shape
+    assert value.heads == heads, f"values of {value.heads} heads, states of {heads}"
+    return DELTA_RULE.row(
+        query.address, query.stride, key.address, key.stride, value.address, value.stride, decay, rate, out, key.heads,
+        heads, key_dim, value_dim, decay_dim, int(is_normed), *_of_step(states, step),
+    )  # fmt: skip
+
+
 def convolve(
     call: Call,
     hidden_states: Tensor,
@@ -364,10 +406,9 @@ def convolve(
     weight_KC, bias_C = call.kept["taps"], call.kept["bias"]
     x_TC = _rows(hidden_states[0].t(), channels)
     out_TC = torch.zeros(x_TC.shape[0], channels)
-    row = CONVOLVE.row(
-        x_TC.data_ptr(), x_TC.stride(0) * 4, out_TC.data_ptr(), weight_KC.data_ptr(),
-        0 if bias_C is None else bias_C.data_ptr(), taps, channels, int(activation is not None),
-        *_of_step(tails, step),
+    row = convolve_row(
+        x_TC.data_ptr(), x_TC.stride(0) * 4, out_TC.data_ptr(), weight_KC, bias_C, tails, step,
+        has_silu=activation is not None,
     )  # fmt: skip
     run(program_of([row]), step.team, step.num_tokens * channels * taps)
     return out_TC.t()[None]
@@ -394,16 +435,17 @@ def delta_rule(
         [1, T, H, V], rows of padding zero; and the states of all slots, [Z, H, K, V].
     """
     step, states = call.pages.step, call.pages.states[call.layer]
-    tokens, key_heads, key_dim = key.shape[1:]
+    tokens, key_dim = key.shape[1], key.shape[3]
     heads, value_dim = value.shape[2:]
     q, k, v = (_rows(rows[0], rows.shape[2] * rows.shape[3]) for rows in (query, key, value))
     decay_dim = 1 if g.dim() == 3 else key_dim
     decay, rate = _rows(g[0], heads * decay_dim).contiguous(), beta[0].float().contiguous()
     out_THV = torch.zeros(tokens, heads, value_dim)
-    row = DELTA_RULE.row(
-        q.data_ptr(), q.stride(0) * 4, k.data_ptr(), k.stride(0) * 4, v.data_ptr(), v.stride(0) * 4, decay.data_ptr(),
-        rate.data_ptr(), out_THV.data_ptr(), key_heads, heads, key_dim, value_dim, decay_dim,
-        int(use_qk_l2norm_in_kernel), *_of_step(states, step),
+    sides = [Side(rows.data_ptr(), rows.stride(0) * 4, rows.shape[1] // dim)
+             for rows, dim in ((q, key_dim), (k, key_dim), (v, value_dim))]  # fmt: skip
+    row = delta_row(
+        sides[0], sides[1], sides[2], decay.data_ptr(), rate.data_ptr(), states, out_THV.data_ptr(), step,
+        decay_dim=decay_dim, is_normed=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     run(program_of([row]), step.team, step.num_tokens * heads * key_dim * value_dim // _VALUES_PER_NS)
     return out_THV[None], states

@@ -29,6 +29,7 @@ from benchmarks.random_model import ensure_random_model
 from dispatch.mode import fitting_capacity
 from dispatch.ports import free_port
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
+from kvcache.states import StatePiece
 from kvcache.step import Span
 from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import EngineConfig
@@ -54,9 +55,21 @@ class NoDoorbell:
 
 
 def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Callable[[], None]:
-    """Return a function that runs one decode step of `batch` sequences with `context` tokens each."""
+    """Return a function that runs one decode step of `batch` sequences with `context` tokens each.
+
+    Where the model keeps states, every sequence reads one of the cache's and writes another.
+    """
     blocks = -(-context // built.runner.step.block_tokens)
-    spans = [Span(context - 1, 1, range(row * blocks, (row + 1) * blocks)) for row in range(batch)]
+    has_states = built.runner.step.has_states
+    spans = [
+        Span(
+            context - 1,
+            1,
+            range(row * blocks, (row + 1) * blocks),
+            [StatePiece(2 * row, 2 * row + 1, 1)] if has_states else (),
+        )
+        for row in range(batch)
+    ]
     rows = torch.arange(batch)
     # Tokens of all kinds: equal ones would go to the same experts.
     vocabulary, most = built.model.lm_head.shape[0], len(built.runner.step.token_T)
@@ -147,7 +160,9 @@ def _measure(rank: int, options: argparse.Namespace, port: int, found: Any) -> N
     )
     built = assemble(config, NoDoorbell())
     cache = PagedCache(
-        built.model.skeleton.cache_shapes, max(options.batches) * (options.context // BLOCK_TOKENS + 1)
+        built.model.skeleton.cache_shapes,
+        max(options.batches) * (options.context // BLOCK_TOKENS + 1),
+        2 * max(options.batches),
     )
     results = {}
     for batch in options.batches:

@@ -1,6 +1,6 @@
 """Seeded random checkpoints with the demo model's tokenizer, made once in the cache folder.
 
-Two shapes, Qwen3-MoE's and DeepSeek-V3's, small enough for a laptop and large enough that weights, not overhead, set the
+Shapes of Qwen3-MoE's, DeepSeek-V3's and, for long contexts, of their relatives with recurrent layers and a sparse index, small enough for a laptop and large enough that weights, not overhead, set the
 time of a step: 43 M active parameters per decoded token of the first. Weights are drawn so wide that activations keep
 their size through the layers, routers are decided and logits have a clear maximum: with a usual initialisation (0.02) the
 softmax is nearly flat, greedy tokens hang on the last bits, and no two programs agree. Random text says nothing, the time it takes does.
@@ -20,9 +20,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DeepseekV3Config,
+    DeepseekV32Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from moe.demo_model import demo_model_path, ensure_demo_model
@@ -54,6 +56,24 @@ class Architecture(NamedTuple):
     said: dict[str, Any]  # what real checkpoints say beside it, and other programs read
 
 
+_LATENTS: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 192,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 1536,
+}
+_LONG = {"max_position_embeddings": 16384}
+
 SHAPES = {
     "qwen3-moe": Architecture(
         Qwen3MoeConfig,
@@ -68,22 +88,29 @@ SHAPES = {
     ),
     "deepseek-v3": Architecture(
         DeepseekV3Config,
+        _LATENTS,
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "qwen3-next": Architecture(
+        Qwen3NextConfig,
         {
-            "num_hidden_layers": 6,
-            "num_key_value_heads": 8,
-            "n_routed_experts": 32,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 2.5,
-            "kv_lora_rank": 128,
-            "q_lora_rank": 192,
-            "qk_rope_head_dim": 32,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": 64,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-            "intermediate_size": 1536,
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_experts": 32,
+            "shared_expert_intermediate_size": 256,
+            "intermediate_size": 1024,  # of dense layers, of which there are none
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            **_LONG,
         },
+        {},
+    ),
+    "deepseek-v3.2": Architecture(
+        DeepseekV32Config,
+        {**_LATENTS, "index_topk": 512, "index_n_heads": 8, "index_head_dim": 64, **_LONG},
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
 }
@@ -122,7 +149,7 @@ def ensure_random_model(
 
 def draw_model(shape: str) -> PreTrainedModel:
     """Return a float32 model with weights from `SEED`."""
-    config = SHAPES[shape].config(**_COMMON, **SHAPES[shape].sizes)
+    config = SHAPES[shape].config(**{**_COMMON, **SHAPES[shape].sizes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.float32)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():

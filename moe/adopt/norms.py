@@ -1,7 +1,7 @@
 """The one-pass kernel for RMSNorm modules.
 
 A module is taken for an RMSNorm when it has one weight vector, an epsilon and that word in its class's name; then some
-rows decide. Families whose norm does something else (adds one to the weight, norms in groups) keep their own.
+rows decide, also whether one is added to the weight. Families whose norm does something else (norms in groups) keep their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,19 +31,36 @@ class Norms:
         if eps is None:
             return
 
-        weight = module.weight  # not the module, which will own the function
+        for weight in (module.weight, 1.0 + module.weight):  # not the module, which will own the function
+            forward = _forward(self._launch, weight, eps)
+            yield Candidate(
+                own=module.forward,
+                ours=forward,
+                arguments=lambda: (rows.draw(_ROWS, len(module.weight), spread=3.0),),
+                tolerance=_TOLERANCE[rows.dtype],
+                install=partial(_install, module, forward, weight),
+            )
 
-        def forward(hidden_states: Tensor) -> Tensor:
-            rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-            return self._launch(rows_TD.contiguous(), weight, eps).view(hidden_states.shape)
 
-        yield Candidate(
-            own=module.forward,
-            ours=forward,
-            arguments=lambda: (rows.draw(_ROWS, len(module.weight), spread=3.0),),
-            tolerance=_TOLERANCE[rows.dtype],
-            install=partial(setattr, module, "forward", forward),
-        )
+def weight_of(module: Any) -> Tensor:
+    """The weight that an adopted norm multiplies with."""
+    weight: Tensor = module.multiplied
+    return weight
+
+
+def _forward(
+    launch: Callable[[Tensor, Tensor, float], Tensor], weight: Tensor, eps: float
+) -> Callable[[Tensor], Tensor]:
+    def forward(hidden_states: Tensor) -> Tensor:
+        rows_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return launch(rows_TD.contiguous(), weight, eps).view(hidden_states.shape)
+
+    return forward
+
+
+def _install(module: Any, forward: Callable[[Tensor], Tensor], weight: Tensor) -> None:
+    module.forward = forward
+    object.__setattr__(module, "multiplied", weight.detach())  # no parameter of the module's
 
 
 def epsilon(module: Any) -> float | None:

@@ -19,7 +19,7 @@ from dispatch.wires.local import LocalWire
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, first_agreeing
-from moe.adopt.norms import epsilon
+from moe.adopt.norms import epsilon, weight_of
 from moe.cpu.activations import Activations
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.layer_parts import Norm, parts_of
@@ -57,7 +57,10 @@ def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
         step: what its steps will be filled into.
         shapes: of what its layers cache.
     """
-    found = [(module, parts_of(module, shapes)) for module in net.modules() if hasattr(module, "self_attn")]
+    mixed = [
+        module for module in net.modules() if hasattr(module, "self_attn") or hasattr(module, "linear_attn")
+    ]
+    found = [(module, parts_of(module, shapes)) for module in mixed]
     layers = [(module, parts) for module, parts in found if parts is not None]
     if not layers:
         return 0
@@ -143,14 +146,14 @@ def _adopt_decoder(
     """Let a decoder whose layers all run as programs run as one, and the model, where its logits stay the same to the bit."""
     decoder = getattr(net, net.base_model_prefix)
     layers = list(getattr(decoder, "layers", ()))
-    eps = epsilon(decoder.norm) if hasattr(decoder, "norm") else None
+    eps = epsilon(decoder.norm) if hasattr(getattr(decoder, "norm", None), "multiplied") else None
     if not layers or eps is None or not all(layer in programs for layer in layers):
         return
     outputs: list[Any] = []
     hook = decoder.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     wanted = _run(net, step, pages).clone()
     hook.remove()
-    parts = [programs[layer] for layer in layers], Norm(decoder.norm.weight, eps), step, activations
+    parts = [programs[layer] for layer in layers], Norm(weight_of(decoder.norm), eps), step, activations
     program = DecoderProgram(decoder, StepProgram(*parts))
     program.returns(outputs[0])
 

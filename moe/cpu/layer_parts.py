@@ -17,7 +17,7 @@ from torch import Tensor
 from attention.cpu_latents import AbsorbedWeight
 from attention.cpu_tiles import LANES
 from kvcache.paged_cache import LayerShape
-from moe.adopt.norms import epsilon
+from moe.adopt.norms import epsilon, weight_of
 from moe.adopt.routers import correction
 from moe.cpu.packed_weight import PackedWeight
 from moe.cpu.panels import Format, format_of
@@ -53,6 +53,29 @@ class Attention(NamedTuple):
     key_norm: Norm | None
     sinks_H: Tensor | None
     scale: float
+    has_gate: (
+        bool  # [query | gate] of each head in place of queries: what it attends to is times sigmoid(gate)
+    )
+
+
+class DeltaNet(NamedTuple):
+    """A gated delta net: queries, keys, values, what gates them, and how fast states fade and how far they follow."""
+
+    layer: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    first: Matrix  # [q + k + v + gate, hidden]
+    order: np.ndarray | None  # how its rows become [q | k | v | gate], see `order_row`; None: they are
+    rates: Sequence[Matrix]  # of fading and following, or one of both
+    rates_at: tuple[np.ndarray, np.ndarray]  # where heads' values are in them
+    factors_H: Tensor  # of fading
+    biases_H: Tensor
+    taps_KC: Tensor  # of the convolution
+    norm: Norm
+    output: Matrix
+    output_bias: Tensor | None
 
 
 class Latents(NamedTuple):
@@ -98,7 +121,7 @@ class LayerParts(NamedTuple):
 
     hidden: int
     input_norm: Norm
-    attention: Attention | Latents
+    attention: Attention | Latents | DeltaNet
     post_norm: Norm
     router: Chooser | None  # None: the layer is dense
     experts: Any  # the module beside the router
@@ -121,8 +144,7 @@ def parts_of(module: Any, shapes: Sequence[LayerShape]) -> LayerParts | None:
         )
         hidden = input_norm.weight.numel()
         _require(hidden % LANES == 0 and post_norm.weight.numel() == hidden)
-        kind = _latents if shapes[int(module.self_attn.layer_idx)].latent else _attention
-        attention = kind(module.self_attn, shapes, hidden)
+        attention = _mixer(module, shapes, hidden)
         feed_forward = module.mlp
         if not hasattr(feed_forward, "experts"):
             return LayerParts(
@@ -151,7 +173,71 @@ def _norm(module: Any, name: str) -> Norm:
     eps = epsilon(norm)
     _require(eps is not None)
     assert eps is not None
-    return Norm(norm.weight, eps)
+    return Norm(weight_of(norm), eps)
+
+
+def _mixer(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Attention | Latents | DeltaNet:
+    if hasattr(module, "linear_attn"):
+        return _delta_net(module.linear_attn, shapes, hidden)
+    kind = _latents if shapes[int(module.self_attn.layer_idx)].latent else _attention
+    return kind(module.self_attn, shapes, hidden)
+
+
+def _delta_net(module: Any, shapes: Sequence[LayerShape], hidden: int) -> DeltaNet:
+    layer, key_heads, heads = int(module.layer_idx), int(module.num_k_heads), int(module.num_v_heads)
+    K, V = int(module.head_k_dim), int(module.head_v_dim)
+    keys, values, group = key_heads * K, heads * V, heads // key_heads
+    state = shapes[layer].state
+    _require(state is not None and state.recurrent == (heads, K, V) and heads % key_heads == 0)
+    taps = module.conv1d.weight
+    assert state is not None
+    _require(module.conv1d.bias is None and state.tail == (taps.shape[2] - 1, 2 * keys + values))
+    _require(module.activation in ("silu", "swish") and getattr(module.norm, "activation", "silu") == "silu")
+    order, heads_at = None, np.arange(heads)
+    rates_at = (heads_at, heads_at)
+    rates: Sequence[PackedWeight]
+    sides: Sequence[PackedWeight]
+    if hasattr(module, "in_proj_qkvz"):  # head by head: [q | k | its v | their gates], and [follow | fade]
+        first, both = _packed(module.in_proj_qkvz.weight), _packed(module.in_proj_ba.weight)
+        rates, width = (both,), 2 * K + 2 * group * V
+        of_heads = [(0, K, 0, K), (K, K, keys, K), (2 * K, group * V, 2 * keys, group * V)]
+        of_heads.append((2 * K + group * V, group * V, 2 * keys + values, group * V))
+        order = np.array([
+            (head * width + begin, length, to + head * step)
+            for head in range(key_heads) for begin, length, to, step in of_heads
+        ])  # fmt: skip
+        in_pair = heads_at // group * 2 * group + heads_at % group
+        rates_at = (in_pair + group, in_pair)
+        matrix, sides = _matrix(first), (first,)
+    else:
+        sides = (_packed(module.in_proj_qkv.weight), _packed(module.in_proj_z.weight))
+        rates = (_packed(module.in_proj_a.weight), _packed(module.in_proj_b.weight))
+        matrix = _together(sides)
+    _require(sum(each.out_dim for each in sides) == 2 * keys + 2 * values)
+    _require(all(each.in_dim == hidden for each in (*sides, *rates)))
+    _require(int(rates_at[0].max()) < rates[0].out_dim and int(rates_at[1].max()) < rates[-1].out_dim)
+    output = _packed(module.out_proj.weight)
+    _require(output.in_dim == values and output.out_dim == hidden and module.norm.weight.numel() == V)
+    return DeltaNet(
+        layer=layer,
+        key_heads=key_heads,
+        heads=heads,
+        key_dim=K,
+        value_dim=V,
+        first=matrix,
+        order=order,
+        rates=[_matrix(each) for each in rates],
+        rates_at=rates_at,
+        factors_H=-module.A_log.detach().float().exp(),
+        biases_H=module.dt_bias.detach().float().contiguous(),
+        taps_KC=taps.detach().float()[:, 0].t().contiguous(),
+        norm=Norm(
+            module.norm.weight.detach(),
+            float(getattr(module.norm, "variance_epsilon", 0.0) or module.norm.eps),
+        ),
+        output=_matrix(output),
+        output_bias=module.out_proj.bias,
+    )
 
 
 def _attention(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Attention:
@@ -160,8 +246,14 @@ def _attention(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Attent
     _require(shape.num_kv_heads > 0 and not shape.latent)
     projections = [getattr(module, f"{name}_proj") for name in "qkvo"]
     query, key, value, output = (_packed(each.weight) for each in projections)
-    heads, kv_heads, D, V = query.out_dim // shape.key_dim, shape.num_kv_heads, shape.key_dim, shape.value_dim
-    _require(query.out_dim == heads * D and heads % kv_heads == 0)
+    heads, kv_heads, D, V = (
+        output.in_dim // shape.value_dim,
+        shape.num_kv_heads,
+        shape.key_dim,
+        shape.value_dim,
+    )
+    has_gate = query.out_dim == 2 * heads * D and D == V
+    _require((has_gate or query.out_dim == heads * D) and heads % kv_heads == 0)
     _require(key.out_dim == kv_heads * D and value.out_dim == kv_heads * V)
     _require(output.in_dim == heads * V and output.out_dim == hidden)
     _require(query.in_dim == key.in_dim == value.in_dim == hidden)
@@ -189,6 +281,7 @@ def _attention(module: Any, shapes: Sequence[LayerShape], hidden: int) -> Attent
         key_norm=norms[1],
         sinks_H=sinks,
         scale=float(module.scaling),
+        has_gate=has_gate,
     )
 
 

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from attention.cpu_attention import NUM_TILES, TILES, Queries, attention_row, tile_tokens
+from attention.cpu_delta_net import gate_row, norm_gated_row, order_row, rates_row
 from attention.cpu_heads import COSINES, SINES, HeadNorms, heads_row
 from attention.cpu_latents import ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
 from attention.cpu_lone_latents import MOST, lone_floats
 from attention.cpu_norm import NORMED, norm_rows
+from attention.cpu_recurrences import Side, convolve_row, delta_row
 from attention.cpu_tiles import LANES
 from dispatch.row_formats import PlainRows
 from dispatch.team import Program, program_of, run_alone
@@ -27,7 +29,7 @@ from kvcache.step import Step
 from moe.cpu.activations import Activations, Rows
 from moe.cpu.expert_rows import Asked, ExpertsClock, expert_rows
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.layer_parts import Attention, Latents, LayerParts, Matrix, Mlp
+from moe.cpu.layer_parts import Attention, DeltaNet, Latents, LayerParts, Matrix, Mlp
 from moe.cpu.local_experts import ANSWERS, OUT, add_row, share_row, sort_row
 from moe.cpu.products import grouped_row, linear_row
 from moe.cpu.routing import route_row
@@ -38,8 +40,8 @@ from moe.expert_weights import grown_sample, is_grown
 class Places(NamedTuple):
     """Which of a layer's rows are told, step by step, where something is."""
 
-    heads: int
-    attention: int  # of one that is told of the step's tiles; latents' are not
+    heads: int  # -1: none of them is told of angles
+    attention: int  # of one that is told of the step's tiles; latents' and recurrences are not
     second_norm: int  # the first is row 0
 
 
@@ -48,7 +50,7 @@ class _Attended(NamedTuple):
 
     values: Tensor  # [R, H * V]
     rows: Rows
-    at: int  # the one that is told of angles; attention follows
+    at: int  # the one that is told of angles, -1 where there are none; attention follows
 
 
 class _Programs(NamedTuple):
@@ -216,13 +218,15 @@ class LayerProgram:
         normed, projected, sums = room("normed", D), room("projected", D), room("sums", D)
         if isinstance(attention, Latents):
             attended, rows, at = self._write_latents(attention, pages)
+        elif isinstance(attention, DeltaNet):
+            attended, rows, at = self._write_delta_net(attention, pages)
         else:
             attended, rows, at = self._write_heads(attention, pages, rotary_dim)
         first = norm_rows(
             0, parts.input_norm.weight.data_ptr(), parts.input_norm.eps, D, normed.data_ptr(), facts
         )
         rows = [first, *rows, *self._linear(attention.output, attended, projected, attention.output_bias)]
-        places = Places(1 + at, 2 + at, len(rows))
+        places = Places(-1 if at < 0 else 1 + at, 2 + at, len(rows))
         rows.append(
             norm_rows(
                 0, parts.post_norm.weight.data_ptr(), parts.post_norm.eps, D, normed.data_ptr(), facts,
@@ -265,18 +269,70 @@ class LayerProgram:
         if query_norm is not None and key_norm is not None:
             head_norms = HeadNorms(query_norm.weight.data_ptr(), key_norm.weight.data_ptr(), query_norm.eps)
         rows = self._linear(attention.qkv, room("normed", self.parts.hidden), qkv, attention.qkv_bias)
-        at = len(rows)
+        at, query_dim = len(rows), keys.shape[2] * (1 + attention.has_gate)
         rows += [
             heads_row(
-                qkv.data_ptr(), width * 4, heads, shape.value_dim, rotary_dim, head_norms, (keys, values), step
+                qkv.data_ptr(), width * 4, heads, shape.value_dim, rotary_dim, head_norms, (keys, values), step,
+                query_dim=query_dim,
             ),
             attention_row(
-                Queries(qkv.data_ptr(), width * 4, keys.shape[2] * 4), heads, keys, values, step,
+                Queries(qkv.data_ptr(), width * 4, query_dim * 4), heads, keys, values, step,
                 value_dim=shape.value_dim, scale=attention.scale, window=shape.window,
                 sinks=0 if attention.sinks_H is None else attention.sinks_H.data_ptr(), out=attended.data_ptr(),
             ),
         ]  # fmt: skip
+        if attention.has_gate:
+            gates = qkv.data_ptr() + keys.shape[2] * 4
+            rows.append(
+                gate_row(
+                    attended.data_ptr(), gates, width * 4, query_dim * 4, heads, shape.value_dim, self._facts
+                )
+            )
         return _Attended(attended, rows, at)
+
+    def _write_delta_net(self, net: DeltaNet, pages: PagedCache) -> _Attended:
+        room, step, facts = self._activations.room, self._step, self._facts
+        normed = room("normed", self.parts.hidden)
+        keys, values, heads = net.key_heads * net.key_dim, net.heads * net.value_dim, net.heads
+        convolved_width, width = 2 * keys + values, net.first.format.panels * LANES
+        made = room("made", width)
+        rows = self._linear(net.first, normed, made)
+        if net.order is not None:
+            ordered = room("ordered", convolved_width + values)
+            rows.append(
+                order_row(
+                    made.data_ptr(), width * 4, ordered.data_ptr(), ordered.shape[1] * 4, net.order, facts
+                )
+            )
+            made, width = ordered, ordered.shape[1]
+        sources = []
+        for name, matrix in zip(("fading", "following"), net.rates, strict=False):
+            source = room(name, matrix.format.panels * LANES)
+            rows += self._linear(matrix, normed, source)
+            sources.append((source.data_ptr(), source.shape[1] * 4))
+        decays, rates = room("decays", heads), room("rates", heads)
+        convolved, found = room("convolved", convolved_width), room("found", values)
+        attended = room("attended", values)
+        query = convolved.data_ptr()
+        rows += [
+            rates_row(
+                sources[0], sources[-1], net.rates_at, net.factors_H.data_ptr(), net.biases_H.data_ptr(),
+                decays.data_ptr(), rates.data_ptr(), facts,
+            ),
+            convolve_row(
+                made.data_ptr(), width * 4, query, net.taps_KC, None, pages.tails[net.layer], step, has_silu=True
+            ),
+            delta_row(
+                Side(query, convolved_width * 4, net.key_heads), Side(query + keys * 4, convolved_width * 4, net.key_heads),
+                Side(query + 2 * keys * 4, convolved_width * 4, heads), decays.data_ptr(), rates.data_ptr(),
+                pages.states[net.layer], found.data_ptr(), step, decay_dim=1, is_normed=True,
+            ),
+            norm_gated_row(
+                found.data_ptr(), made.data_ptr() + convolved_width * 4, width * 4, net.norm.weight.data_ptr(),
+                net.norm.eps, heads, net.value_dim, attended.data_ptr(), facts,
+            ),
+        ]  # fmt: skip
+        return _Attended(attended, rows, -1)
 
     def _write_latents(self, attention: Latents, pages: PagedCache) -> _Attended:
         room, step, heads = self._activations.room, self._step, attention.heads
@@ -409,7 +465,8 @@ class LayerProgram:
 def give_rows(before: Program, places: Places, x: Tensor, cosines: Tensor, sines: Tensor) -> None:
     """Let a layer's rows start from these: [1, T, D], and the cosines and sines of their angles [1, T, E]."""
     before[0, NORMED] = before[places.second_norm, NORMED] = x.data_ptr()
-    before[places.heads, COSINES], before[places.heads, SINES] = cosines.data_ptr(), sines.data_ptr()
+    if places.heads >= 0:
+        before[places.heads, COSINES], before[places.heads, SINES] = cosines.data_ptr(), sines.data_ptr()
 
 
 def _is_alone(layer: PackedExpertLayer) -> bool:

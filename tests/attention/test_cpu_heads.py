@@ -59,14 +59,16 @@ def rotated(x_TAD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 2, 32, 32, 32), (3, 1, 24, 20, 8), (9, 3, 64, 64, 64)])
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("between", [0, 7], ids=["", "something between query heads"])
 def test_heads_are_normed_rotated_and_cached(
-    sizes: tuple[int, int, int, int, int], is_normed: bool, threads: int
+    sizes: tuple[int, int, int, int, int], is_normed: bool, threads: int, between: int
 ) -> None:
     H, G, D, V, E = sizes
+    Q = D + between
     shape = LayerShape(num_kv_heads=G, key_dim=D, value_dim=V)
     step = Step(max_tokens=64, max_sequences=4, max_blocks=4, block_tokens=16)
     step.fill([Span(0, 20, [4, 1]), Span(33, 1, [0, 2, 5])])
-    T, width = step.num_tokens, H * D + G * D + G * V
+    T, width = step.num_tokens, H * Q + G * D + G * V
     qkv, angles = random(T, width), random(T, E // 2, seed=1)
     both = torch.cat((angles, angles), dim=-1)
     cos, sin = both.cos().contiguous(), both.sin().contiguous()
@@ -75,17 +77,21 @@ def test_heads_are_normed_rotated_and_cached(
     ours, theirs = PagedCache([shape], 6), PagedCache([shape], 6)
     theirs.step = step
     x = qkv.clone()
-    row = heads_row(x.data_ptr(), width * 4, H, V, E, norms, (ours.keys[0], ours.values[0]), step)
+    row = heads_row(
+        x.data_ptr(), width * 4, H, V, E, norms, (ours.keys[0], ours.values[0]), step, query_dim=Q
+    )
     row[COSINES], row[SINES] = cos.data_ptr(), sin.data_ptr()
     team = Team(threads)
     team.run(program_of([row]))
     team.close()
-    query, key, value = qkv.split((H * D, G * D, G * V), dim=1)
-    query, key = query.view(T, H, D), key.view(T, G, D)
+    queries, key, value = qkv.split((H * Q, G * D, G * V), dim=1)
+    query, key = queries.view(T, H, Q)[..., :D], key.view(T, G, D)
     if is_normed:
         query, key = (normed(each, weight, 1e-6) for each, weight in zip((query, key), weights, strict=True))
     query, key = rotated(query, cos, sin), rotated(key, cos, sin)
-    torch.testing.assert_close(x[:, : H * D].view(T, H, D), query, **TOLERANCE)
+    found = x[:, : H * Q].view(T, H, Q)
+    torch.testing.assert_close(found[..., :D], query, **TOLERANCE)
+    assert torch.equal(found[..., D:], queries.view(T, H, Q)[..., D:])
     padding = torch.zeros(step.num_padded - T, 1, 1)
     rows = (torch.cat((each, padding.expand(-1, G, each.shape[2]))) for each in (key, value.view(T, G, V)))
     theirs.update(*(each.transpose(0, 1)[None] for each in rows), 0)
@@ -101,7 +107,9 @@ def test_a_block_starts_clean_for_its_new_owner() -> None:
     step = Step(max_tokens=4, max_sequences=1, max_blocks=1, block_tokens=16)
     step.fill([Span(0, 1, [1])])
     x, cos, sin = random(1, 48), torch.ones(1, 16), torch.zeros(1, 16)
-    row = heads_row(x.data_ptr(), 192, 1, 16, 16, HeadNorms(), (cache.keys[0], cache.values[0]), step)
+    row = heads_row(
+        x.data_ptr(), 192, 1, 16, 16, HeadNorms(), (cache.keys[0], cache.values[0]), step, query_dim=16
+    )
     row[COSINES], row[SINES] = cos.data_ptr(), sin.data_ptr()
     run_alone(program_of([row]))
     assert cache.keys[0][1].isfinite().all() and cache.values[0][1].isfinite().all()

@@ -59,7 +59,7 @@ ORDER = (
     ("attention.gpu",),
     ("attention.organ", "attention.cpu_recurrences"),
     ("attention.cpu_sparse",),
-    ("attention.cpu_heads", "attention.cpu_latents"),
+    ("attention.cpu_delta_net", "attention.cpu_heads", "attention.cpu_latents"),
     ("attention.cpu_lone_latents",),
     (
         "attention.cpu_attention",
