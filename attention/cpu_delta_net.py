@@ -113,7 +113,6 @@ def _gate(at, tile):  # type: ignore[no-untyped-def]
 ORDER, RATES, NORM_GATED, GATE = (
     Kernel(each, TILES_VERSION) for each in (_order, _rates, _norm_gated, _gate)
 )
-DELTA_NET_KERNELS = ORDER, RATES, NORM_GATED, GATE
 
 
 def order_row(x: int, x_stride: int, out: int, out_stride: int, parts: np.ndarray, rows_at: int) -> list[int]:

@@ -5,8 +5,10 @@ interface and every layer's attention goes through its attention interface with 
 `moe.rehearsal` finds out).
 """
 
+import inspect
 import re
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moe.load.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
 
-BATCH_WIDE_ROTARY = ("dynamic", "longrope")
+BATCH_WIDE_ROTARY = ("longrope",)
 
 
 class UnsupportedModelError(ValueError):
@@ -60,7 +62,17 @@ def build_on_meta(config: Any, dtype: torch.dtype = torch.float32) -> PreTrained
             f"{config.model_type} cannot be built from its config.json: {type(error).__name__}: {_first_line(error)}"
         ) from error
     _widen(model)
+    _settle_rotary(model)
     return model.eval()
+
+
+def _settle_rotary(model: PreTrainedModel) -> None:
+    """Let `dynamic` rotary embeddings not look at the batch: they only change past the positions that are served."""
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", ())
+        if any("dynamic" in kind for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,))):
+            forward = inspect.unwrap(type(module).forward)
+            module.forward = MethodType(forward, module)
 
 
 def _widen(model: PreTrainedModel) -> None:

@@ -25,6 +25,7 @@ from attention.sparse_index import AnyMask
 from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
 from moe.families import UnsupportedModelError
+from moe.rehearsed import RECURRENCES, choose
 
 NAME = "wideep_rehearsal"
 # Attention keywords that the organ serves, and those that change no result at inference.
@@ -39,17 +40,6 @@ WITHOUT_EFFECT = frozenset(
         "output_router_logits",
         "position_ids",
         "use_cache",
-    }
-)
-# Of recurrences: how the replaced functions cut and return, which ours decide themselves.
-WITHOUT_EFFECT_ON_STATES = frozenset(
-    {
-        "chunk_size",
-        "initial_state",
-        "initial_states",
-        "output_final_state",
-        "use_associative_scan",
-        "use_mambapy",
     }
 )
 # What a family's own code may raise on a batch that it is not made for.
@@ -219,6 +209,10 @@ class Notes:
             raise UnsupportedModelError(
                 f"{where} picks tokens by another index than one over the latents of its own sequence"
             )
+        if chosen is not None and mask.window:
+            raise UnsupportedModelError(
+                f"{where} has an index and a sliding window, which do not go together"
+            )
         if chosen is None and layer in self.indexed:
             raise UnsupportedModelError(f"{where} has an index and does not say what it chose")
         sinks = options.get("s_aux")
@@ -334,101 +328,6 @@ def _serve_experts(_module: Any, hidden_TD: Tensor, _ids_TK: Tensor, _weights_TK
     return torch.empty_like(hidden_TD)
 
 
-def _convolve(
-    call: recurrent.Call,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Any = None,
-    activation: Any = None,
-    **options: Any,
-) -> Tensor:
-    _refuse_options(call, options)
-    if activation not in (None, "silu", "swish"):
-        _refuse_options(call, {f"activation={activation}": True})
-    call.pages.convolve(call.layer, inputs, weight.shape[1])
-    return torch.empty_like(inputs)
-
-
-def _run_delta(
-    call: recurrent.Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    _refuse_options(call, options)
-    made = value.new_empty(*value.shape[2:3], key.shape[3], value.shape[3], dtype=torch.float32)
-    call.pages.recurrent[call.layer] = made
-    return torch.empty_like(value), made
-
-
-def _scan_heads(
-    call: recurrent.Call,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Any = None,
-    dt_bias: Any = None,
-    dt_softplus: bool = False,
-    dt_limit: Any = (),
-    return_final_states: bool = False,
-    **options: Any,
-) -> Any:
-    _refuse_options(call, options)
-    made = x.new_empty(x.shape[2], B.shape[3], x.shape[3], dtype=torch.float32)
-    call.pages.recurrent[call.layer] = made
-    return (torch.empty_like(x), made) if return_final_states else torch.empty_like(x)
-
-
-def _scan_channels(
-    call: recurrent.Call,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Any = None,
-    z: Any = None,
-    delta_bias: Any = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **options: Any,
-) -> Any:
-    _refuse_options(call, options)
-    made = x.new_empty(*A.t().shape, dtype=torch.float32)
-    call.pages.recurrent[call.layer] = made
-    return (torch.empty_like(x), made) if return_last_state else torch.empty_like(x)
-
-
-RECURRENCES: dict[str, recurrent.Recurrence] = {
-    recurrent.CONVOLUTION: _convolve,
-    recurrent.DELTA: _run_delta,
-    recurrent.MAMBA2: _scan_heads,
-    recurrent.MAMBA: _scan_channels,
-}
-
-
-def _choose(
-    notes: Notes, _layer: int, query_TID: Tensor, _weight_TI: Tensor, _scale: float, count: int
-) -> Tensor:
-    return notes.choose(query_TID, count)
-
-
-def _refuse_options(call: recurrent.Call, options: dict[str, Any]) -> None:
-    asked = {name for name, option in options.items() if option is not None}
-    unknown = sorted(asked - WITHOUT_EFFECT_ON_STATES)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{call.pages.model_type}: the recurrence of layer {call.layer} wants {', '.join(unknown)}, which the kernels "
-            f"do not have"
-        )
-
-
 @torch.no_grad()
 def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     """Run a model on meta, to learn what each layer caches and sees; leaves the rehearsal's organs set.
@@ -442,7 +341,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     model.set_attn_implementation(NAME)
     model.set_experts_implementation(NAME)
     recurrent.exchange(model, RECURRENCES)
-    sparse_index.exchange(model, _choose)
+    sparse_index.exchange(model, choose)
     model_type = model.config.model_type
     notes = Notes(model_type)
     rows = torch.zeros(1, ROW_MULTIPLE, dtype=torch.int64, device="meta")

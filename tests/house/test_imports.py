@@ -52,6 +52,7 @@ ORDER = (
     ("scheduler.policy",),
     ("moe.demo_model", "moe.model"),
     ("moe.cpu", "moe.gpu", "moe.rehearsal"),
+    ("moe.rehearsed",),
     ("moe.adopt", "moe.expert_weights"),
     ("moe.backend",),
     ("moe.families",),

@@ -20,6 +20,7 @@ from moe.families import UnsupportedModelError, build_on_meta
 from moe.load.checkpoint import Checkpoint
 from moe.model import Skeleton
 from moe.rehearsal import Notes, Sight, sight_of
+from scheduler.policy.config import ConfigError
 from tests.support.engines.serving import build, misroute, teacher_forced
 from tests.support.models.families import make_model, write_checkpoint
 from tests.support.models.family_sweep import prompts, tiny_config, write_tiny
@@ -86,9 +87,18 @@ MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"quantization_config": {"quant_method": "gptq"}},
         r"mixtral: the checkpoint is quantised with GPTQ",
     ),
-    "dynamic rotary": (
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        "rotary embeddings of type dynamic, which change with the longest sequence of a batch",
+    "rotary by the longest": (
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+            }
+        },
+        "rotary embeddings of type longrope, which change with the longest sequence of a batch",
     ),
 }
 
@@ -116,6 +126,19 @@ def test_further_families_give_transformers_logits(model_type: str, tmp_path: Pa
     misroute(built.model)
     wrong = teacher_forced(built, sequences)
     assert np.abs(wrong[0] - theirs[0]).max() > 10 * TOLERANCE, "the control did not fail"
+
+
+def test_dynamic_rotary_embeddings_are_those_of_the_positions_that_are_served(tmp_path: Path) -> None:
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    oracle = make_model("mixtral", max_position_embeddings=64, rope_parameters=parameters)
+    oracle.save_pretrained(tmp_path)
+    sequences = prompts(64, 3, 40)
+    with torch.inference_mode():
+        theirs = [oracle(torch.tensor([sequence])).logits[0].numpy() for sequence in sequences]
+    for ours, wanted in zip(teacher_forced(build(tmp_path), sequences), theirs, strict=True):
+        assert np.abs(ours - wanted).max() < TOLERANCE
+    with pytest.raises(ConfigError, match="max-model-len is 65; this model has 64 positions"):
+        build(tmp_path, max_model_len=65)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)

@@ -1,0 +1,122 @@
+"""What stands where recurrences and indexes will be, while a model is rehearsed on meta: it notes, and computes nothing.
+
+Each is called as the function that it stands for (`attention.recurrent`, `attention.sparse_index`), tells the rehearsal's
+notes, which the model was given for a cache, and returns tensors of the right shapes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import recurrent
+from moe.families import UnsupportedModelError
+
+# Of recurrences: how the replaced functions cut and return, which ours decide themselves.
+WITHOUT_EFFECT_ON_STATES = frozenset(
+    {
+        "chunk_size",
+        "initial_state",
+        "initial_states",
+        "output_final_state",
+        "use_associative_scan",
+        "use_mambapy",
+    }
+)
+
+
+def _convolve(
+    call: recurrent.Call,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    activation: Any = None,
+    **options: Any,
+) -> Tensor:
+    _refuse_options(call, options)
+    if activation not in (None, "silu", "swish"):
+        _refuse_options(call, {f"activation={activation}": True})
+    call.pages.convolve(call.layer, inputs, weight.shape[1])
+    return torch.empty_like(inputs)
+
+
+def _run_delta(
+    call: recurrent.Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    _refuse_options(call, options)
+    made = value.new_empty(*value.shape[2:3], key.shape[3], value.shape[3], dtype=torch.float32)
+    call.pages.recurrent[call.layer] = made
+    return torch.empty_like(value), made
+
+
+def _scan_heads(
+    call: recurrent.Call,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: Any = (),
+    return_final_states: bool = False,
+    **options: Any,
+) -> Any:
+    _refuse_options(call, options)
+    made = x.new_empty(x.shape[2], B.shape[3], x.shape[3], dtype=torch.float32)
+    call.pages.recurrent[call.layer] = made
+    return (torch.empty_like(x), made) if return_final_states else torch.empty_like(x)
+
+
+def _scan_channels(
+    call: recurrent.Call,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Any = None,
+    z: Any = None,
+    delta_bias: Any = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **options: Any,
+) -> Any:
+    _refuse_options(call, options)
+    made = x.new_empty(*A.t().shape, dtype=torch.float32)
+    call.pages.recurrent[call.layer] = made
+    return (torch.empty_like(x), made) if return_last_state else torch.empty_like(x)
+
+
+RECURRENCES: dict[str, recurrent.Recurrence] = {
+    recurrent.CONVOLUTION: _convolve,
+    recurrent.DELTA: _run_delta,
+    recurrent.MAMBA2: _scan_heads,
+    recurrent.MAMBA: _scan_channels,
+}
+
+
+def choose(
+    notes: Any, _layer: int, query_TID: Tensor, _weight_TI: Tensor, _scale: float, count: int
+) -> Tensor:
+    """See `sparse_index.Choose`; `notes` are the rehearsal's."""
+    chosen: Tensor = notes.choose(query_TID, count)
+    return chosen
+
+
+def _refuse_options(call: recurrent.Call, options: dict[str, Any]) -> None:
+    asked = {name for name, option in options.items() if option is not None}
+    unknown = sorted(asked - WITHOUT_EFFECT_ON_STATES)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{call.pages.model_type}: the recurrence of layer {call.layer} wants {', '.join(unknown)}, which the kernels "
+            f"do not have"
+        )
