@@ -101,15 +101,17 @@ class BlockPool:
             if self._num_holders[block_id] == 0:
                 self._retire(block_id)
 
-    def match(self, token_ids: Sequence[int]) -> list[int]:
+    def match(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[int]:
         """Return the blocks of the longest cached prefix of whole blocks; `share` them before anything else."""
-        return self._prefixes.match(token_ids)
+        return self._prefixes.match(token_ids, root)
 
     def key_of(self, block_id: int) -> bytes:
         """The key of a published block, which names the whole prefix up to its end."""
         return self._prefixes.key_of_block(block_id)
 
-    def count_held(self, token_ids: Sequence[int], num_tokens: int, keys: list[bytes]) -> int:
+    def count_held(
+        self, token_ids: Sequence[int], num_tokens: int, keys: list[bytes], root: bytes = ROOT_KEY
+    ) -> int:
         """Count the leading whole blocks of a prefix that somebody holds, which cost nothing to share.
 
         Whoever holds a block holds a copy of each block before it, so these are a beginning of the prefix, and only its
@@ -125,23 +127,26 @@ class BlockPool:
             keys.pop()
         while (len(keys) + 1) * size <= num_tokens:
             start = len(keys) * size
-            parent_key = keys[-1] if keys else ROOT_KEY
+            parent_key = keys[-1] if keys else root
             key = self._prefixes.key_of(parent_key, token_ids[start : start + size])
             if not self._is_held(key):
                 break
             keys.append(key)
         return len(keys)
 
-    def publish(self, block_id: int, token_ids: Sequence[int], parent_id: int | None) -> None:
+    def publish(
+        self, block_id: int, token_ids: Sequence[int], parent_id: int | None, root: bytes = ROOT_KEY
+    ) -> None:
         """Make a held block findable, now that all its tokens are computed.
 
         Args:
             block_id: held, full, not published yet; from now on nobody writes it.
             token_ids: the block's own tokens.
             parent_id: the block before it in the same table, published; None for the first.
+            root: the key before the first; blocks of another root are never found together.
         """
         assert self._num_holders[block_id] > 0, f"block {block_id} is published but nobody holds it"
-        self._prefixes.insert(block_id, token_ids, parent_id)
+        self._prefixes.insert(block_id, token_ids, parent_id, root)
         for copy_id in self._prefixes.copies(block_id):
             if copy_id in self._cached:  # nobody holds it, and it is older than this one's children will be
                 del self._cached[copy_id]

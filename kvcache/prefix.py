@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 KEY_BYTES = 16
 ROOT_KEY = bytes(KEY_BYTES)
+LONG_ROOT_KEY = bytes([1] * KEY_BYTES)  # of sequences that a model computes otherwise, because they are long
 
 
 @dataclass(slots=True)
@@ -49,10 +50,10 @@ class PrefixIndex:
         """Number of distinct cached prefixes."""
         return len(self._entries)
 
-    def match(self, token_ids: Sequence[int]) -> list[int]:
+    def match(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[int]:
         """Return the blocks of the longest cached prefix of whole blocks, first block first."""
         block_ids: list[int] = []
-        key, size = ROOT_KEY, self._block_tokens
+        key, size = root, self._block_tokens
         for start in range(0, len(token_ids) - size + 1, size):
             packed_ids = array("I", token_ids[start : start + size]).tobytes()
             key = self._key(key, packed_ids)
@@ -62,13 +63,15 @@ class PrefixIndex:
             block_ids.append(entry.block_ids[0])
         return block_ids
 
-    def insert(self, block_id: int, token_ids: Sequence[int], parent_id: int | None) -> None:
+    def insert(
+        self, block_id: int, token_ids: Sequence[int], parent_id: int | None, root: bytes = ROOT_KEY
+    ) -> None:
         """Make a full block findable under its parent block's prefix (None: it is a sequence's first)."""
         assert len(token_ids) == self._block_tokens, (
             f"block {block_id} has {len(token_ids)} tokens, is not full"
         )
         assert block_id not in self._entry_of, f"block {block_id} is already published"
-        parent_key = ROOT_KEY if parent_id is None else self._entry_of[parent_id].key
+        parent_key = root if parent_id is None else self._entry_of[parent_id].key
         packed_ids = array("I", token_ids).tobytes()
         key = self._key(parent_key, packed_ids)
         entry = self._entries.setdefault(key, CachedBlock(key, packed_ids, []))
@@ -76,7 +79,7 @@ class PrefixIndex:
         self._entry_of[block_id] = entry
 
     def key_of(self, parent_key: bytes, token_ids: Sequence[int]) -> bytes:
-        """The key of a full block that follows the prefix of another key, ROOT_KEY at the beginning."""
+        """The key of a full block that follows the prefix of another key, a root key at the beginning."""
         return self._key(parent_key, array("I", token_ids).tobytes())
 
     def key_of_block(self, block_id: int) -> bytes:

@@ -30,6 +30,7 @@ class Span(NamedTuple):
         int
     ]  # covering positions [0, start + length); while it is the same object it only grows
     pieces: Sequence[StatePiece] = ()  # in order, `length` tokens together; empty: the model keeps no states
+    is_long: bool = False  # the model computes the sequence as it does long ones (`moe.long_rotary`)
 
 
 class Inputs(NamedTuple):
@@ -56,6 +57,8 @@ class Step:
         self.num_decodes = 0  # of the first rows
         self.num_padded = 0
         self.num_sequences = 0
+        self.has_long = False  # whether a row's sequence is long: `long_T` says which
+        self.long_T = torch.zeros(padded, dtype=torch.bool)
         self.has_states = False  # whether the model keeps states: set with its cache
         self.agreed_tokens = (
             0  # no rank has more tokens in this step, as all agreed before it; 0: nothing was agreed
@@ -123,6 +126,10 @@ class Step:
         self._facts[1:] = tokens, self.num_padded, num_decodes, count
         if self.has_states:
             self._fill_pieces(spans)
+        self.has_long = any(span.is_long for span in spans)
+        if self.has_long:
+            self.long_T.fill_(False)
+            self.long_T.numpy()[:tokens] = np.repeat([span.is_long for span in spans], lengths)
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0
         self._tiles.clear()

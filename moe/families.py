@@ -16,8 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moe.load.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
-
-BATCH_WIDE_ROTARY = ("longrope",)
+from moe.long_rotary import KIND, limit_of
 
 
 class UnsupportedModelError(ValueError):
@@ -103,11 +102,10 @@ def check_config(config: Any) -> None:
         read_quantisation(getattr(config, "quantization_config", None))
     except UnservedQuantisationError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
-    rotary = sorted(rotary_types(config) & set(BATCH_WIDE_ROTARY))
-    if rotary:
+    if KIND in rotary_types(config) and limit_of(config) is None:
         raise UnsupportedModelError(
-            f"{name} has rotary embeddings of type {rotary[0]}, which change with the longest sequence of a "
-            f"batch: a request's answer would depend on the requests beside it"
+            f"{name} has rotary embeddings of type {KIND} in some kinds of layers, which change with the longest sequence "
+            f"of a batch: served are those that all layers share"
         )
 
 

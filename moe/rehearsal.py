@@ -24,6 +24,7 @@ from attention import recurrent, sparse_index
 from attention.sparse_index import AnyMask
 from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
+from moe import long_rotary
 from moe.families import UnsupportedModelError
 from moe.rehearsed import RECURRENCES, choose
 
@@ -341,6 +342,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     model.set_attn_implementation(NAME)
     model.set_experts_implementation(NAME)
     recurrent.exchange(model, RECURRENCES)
+    long_rotary.rehearse(model)
     sparse_index.exchange(model, choose)
     model_type = model.config.model_type
     notes = Notes(model_type)
@@ -363,6 +365,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
         ) from error
     if logits.shape != (1, 2, model.config.vocab_size):
         raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")
+    long_rotary.restore(model)
     layers = getattr(model.get_decoder(), "layers", ())
     row_by_row = [index for index, layer in enumerate(layers) if _is_row_by_row(layer)]
     return notes.shapes(model.config.num_hidden_layers, row_by_row)

@@ -21,6 +21,7 @@ from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.states import StatePool
 from kvcache.step import Step
 from moe.backend import Backend
+from moe.long_rotary import limit_of
 from moe.model import Model, Skeleton
 from scheduler.engine import Engine
 from scheduler.epochs.connections import break_silent
@@ -125,7 +126,7 @@ def assemble(
     skeleton = Skeleton(config.directory, backend)
     length = model_length(skeleton.model.config, config.max_model_len)
     size = _cache_size(config, skeleton, length)
-    scheduler, step = _make_scheduler(config, length, size), _make_step(config, length, backend)
+    scheduler, step = _make_scheduler(config, skeleton, length, size), _make_step(config, length, backend)
     meet = _stay_alone if is_joining else _meet
     placement, dispatcher, mailbox_group = meet(config, skeleton)
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
@@ -207,7 +208,9 @@ def _describe_steps(config: EngineConfig) -> str:
     return describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
 
 
-def _make_scheduler(config: EngineConfig, max_model_len: int, size: CacheSize) -> Scheduler:
+def _make_scheduler(
+    config: EngineConfig, skeleton: Skeleton, max_model_len: int, size: CacheSize
+) -> Scheduler:
     return Scheduler(
         BlockPool(size.num_blocks, block_tokens=BLOCK_TOKENS),
         max_num_seqs=config.max_num_seqs,
@@ -216,6 +219,7 @@ def _make_scheduler(config: EngineConfig, max_model_len: int, size: CacheSize) -
         enable_prefix_caching=config.enable_prefix_caching,
         states=StatePool(size.num_states) if size.num_states else None,
         keeps_snapshots=config.keeps_snapshots,
+        rotary_limit=limit_of(skeleton.model.config),
     )
 
 

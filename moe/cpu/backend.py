@@ -22,6 +22,7 @@ from dispatch.passes import PASSES
 from dispatch.team import Team, program_of, run_alone
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
+from moe import long_rotary
 from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.gates import Gate, gate_of
 from moe.adopt.norms import Norms
@@ -126,6 +127,8 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
         del module.kv_b_proj
     latents.expand_nothing(net)
     step.has_states = recurrent.exchange(net, RECURRENCES) > 0
+    if (limit := long_rotary.limit_of(net.config)) is not None:
+        long_rotary.exchange(net, limit, step)
     if sparse_index.exchange(net, choose_from_pages):
         net.set_attn_implementation(attention_organ.NAME + attention_organ.INDEXED)
     adopt(net.modules(), (Norms(rms_norm), Routers(route)), SampleRows(torch.float32, torch.device("cpu")))

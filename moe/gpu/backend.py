@@ -39,6 +39,7 @@ from moe.gpu.slots import DeviceExperts, DeviceSlots, fused_gate
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
+from moe.long_rotary import limit_of
 from moe.slot_choice import SlotChoice
 
 LEAST_FP8_CAPABILITY = (8, 9)  # older GPUs have no such type, and Triton refuses to compile it for them
@@ -115,6 +116,8 @@ def _why_unserved(
     problem = latents.why_not(net) or attention_limits.why_not(shapes, ranks)
     if quantisation is not None and quantisation.method == "fp8":
         problem = problem or why_no_fp8(quantisation, on.device)
+    if limit_of(net.config) is not None:
+        problem = problem or "rotary embeddings of type longrope; there is no code for them on GPUs"
     if on.compiler and not compiling.decoder_layers(net):
         problem = problem or "no decoder layers that torch.compile could be told of (--enable-torch-compile)"
     return problem

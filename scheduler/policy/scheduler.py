@@ -76,8 +76,12 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         states: StatePool | None = None,
         keeps_snapshots: bool = True,
+        rotary_limit: int | None = None,
     ) -> None:
         """Take over pools that nobody else uses; `states` is None for models that keep none.
+
+        `rotary_limit`: tokens up to which the model computes a sequence in one way, and longer ones in another, all of
+        their tokens; None: it has one way. A sequence that grows past it begins anew.
 
         Raises:
             SchedulerLimitsError: the limits contradict each other or the pool.
@@ -87,6 +91,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
+        self._rotary_limit = rotary_limit
         self._tables = BlockTables(pool, enable_prefix_caching, states, keeps_snapshots=keeps_snapshots)
         self._roster = Roster()
         self._in_flight: deque[Batch] = deque()
@@ -230,16 +235,29 @@ class Scheduler:
 
     def _plan_decodes(self) -> list[Scheduled]:
         items = []
+        self._send_back_grown()
         for sequence in list(self._roster.running):  # a copy: preemption takes from the list's end
             if (
                 sequence.status is SequenceStatus.RUNNING
                 and not sequence.is_prefilling
                 and not sequence.ends_within(sequence.num_pending, self._max_model_len)
                 and self._tables.is_ready(sequence)
+                and not self._has_grown(sequence)
                 and self._make_room(sequence)
             ):
                 items.append(self._plan(sequence, 1))
         return items
+
+    def _send_back_grown(self) -> None:
+        for sequence in [each for each in self._roster.running if self._has_grown(each)]:
+            if not sequence.num_in_flight:
+                self._roster.send_back(sequence)
+                self._tables.vacate(sequence)
+
+    def _has_grown(self, sequence: Sequence) -> bool:
+        """Whether the next token makes the sequence too long for how it was computed so far."""
+        limit = self._rotary_limit
+        return limit is not None and not sequence.is_long and sequence.num_planned >= limit
 
     def _plan_prefills(self, budget: int) -> list[Scheduled]:
         """Plan the next chunk of a half-done prompt. It is the latest arrival, so it takes blocks from nobody:
@@ -264,6 +282,8 @@ class Scheduler:
         running, waiting = self._roster.running, self._roster.waiting
         while waiting and budget > 0 and len(running) < self._max_num_seqs:
             sequence = waiting[0]
+            if self._rotary_limit is not None and not sequence.num_in_flight:
+                sequence.is_long = len(sequence.token_ids) > self._rotary_limit
             if sequence.num_in_flight or not self._tables.seat(sequence, len(running)):
                 break
             if sequence.num_admissions == 1:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvcache.prefix import LONG_ROOT_KEY, ROOT_KEY
 from scheduler.policy.request import FinishReason, Logprobs, Request
 from scheduler.policy.token_rules import TokenRules
 
@@ -79,6 +80,7 @@ class Sequence:
     num_planned: int = 0  # tokens in committed and in-flight batches
     num_prefill_tokens: int = 0  # tokens known at admission; planning those is prefill, the rest is decode
     num_pending: int = 0  # tokens that in-flight batches will sample
+    is_long: bool = False  # it runs as the model runs sequences that are: see `Scheduler.rotary_limit`
     num_in_flight: int = (
         0  # uncommitted batches that hold this sequence; its blocks stay held while there are any
     )
@@ -105,6 +107,11 @@ class Sequence:
             rules=TokenRules.of(request.params),
             matcher=matcher,
         )
+
+    @property
+    def root_key(self) -> bytes:
+        """What keys of its blocks begin with: what was computed otherwise is another prefix."""
+        return LONG_ROOT_KEY if self.is_long else ROOT_KEY
 
     @property
     def num_output_tokens(self) -> int:
@@ -202,6 +209,12 @@ class Roster:
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
         return sequence
+
+    def send_back(self, sequence: Sequence) -> None:
+        """Let one that runs wait again, before all others: it begins anew."""
+        self.running.remove(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.appendleft(sequence)
 
     def retire(self, sequence: Sequence) -> None:
         """End a sequence, wherever it is."""

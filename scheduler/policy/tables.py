@@ -59,13 +59,14 @@ class BlockTables:
 
     def _find_prefix(self, sequence: Sequence, num_shareable: int, num_wanted: int) -> list[int] | None:
         """The cached blocks that a sequence begins with, and its state slots; None: what it wants besides is not free."""
-        pool, token_ids = self._pool, sequence.token_ids
+        pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
         if self._states is None:
             # Cached blocks that nobody holds are free ones, whether they are shared or taken, and looking for them costs
             # time by the prompt's length: only those that others hold help a sequence in, and these are remembered.
-            num_held = pool.count_held(token_ids, num_shareable, sequence.held_keys)
-            return None if num_wanted > pool.num_free + num_held else pool.match(token_ids[:num_shareable])
-        matched = pool.match(token_ids[:num_shareable])
+            num_held = pool.count_held(token_ids, num_shareable, sequence.held_keys, root)
+            is_short = num_wanted > pool.num_free + num_held
+            return None if is_short else pool.match(token_ids[:num_shareable], root)
+        matched = pool.match(token_ids[:num_shareable], root)
         beginning = self._states.find(matched)
         num_held = sum(pool.num_holders(block_id) > 0 for block_id in matched[: beginning.num_blocks])
         if num_wanted > pool.num_free + num_held:
@@ -106,7 +107,7 @@ class BlockTables:
             for index in range(start // size, end // size):
                 parent_id = sequence.block_ids[index - 1] if index else None
                 token_ids = sequence.token_ids[index * size : (index + 1) * size]
-                self._pool.publish(sequence.block_ids[index], token_ids, parent_id)
+                self._pool.publish(sequence.block_ids[index], token_ids, parent_id, sequence.root_key)
         if self._states is not None:
             self._states.advance(sequence, start, end)
         sequence.num_computed = end

@@ -162,7 +162,7 @@ def fill_step(step: Step, batch: Batch, agreed_tokens: int) -> Inputs:
     rows: list[int] = []
     row = 0
     for sequence, start, length, samples, pieces in batch.items:
-        spans.append(Span(start, length, sequence.block_ids, pieces))
+        spans.append(Span(start, length, sequence.block_ids, pieces, sequence.is_long))
         tokens += sequence.token_ids[start : start + length]
         row += length
         if samples:

@@ -56,7 +56,7 @@ ORDER = (
     ("moe.adopt", "moe.expert_weights"),
     ("moe.backend",),
     ("moe.families",),
-    ("moe.kernel_weight", "moe.load", "moe.load_counts", "moe.routing", "moe.slot_choice"),
+    ("moe.kernel_weight", "moe.load", "moe.long_rotary", "moe.load_counts", "moe.routing", "moe.slot_choice"),
     ("attention.gpu",),
     ("attention.organ", "attention.cpu_recurrences"),
     ("attention.cpu_sparse",),

@@ -87,19 +87,6 @@ MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"quantization_config": {"quant_method": "gptq"}},
         r"mixtral: the checkpoint is quantised with GPTQ",
     ),
-    "rotary by the longest": (
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "factor": 2.0,
-                "original_max_position_embeddings": 64,
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8,
-            }
-        },
-        "rotary embeddings of type longrope, which change with the longest sequence of a batch",
-    ),
 }
 
 

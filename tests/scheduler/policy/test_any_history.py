@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_tokens=st.integers(0, 8),
         caching=st.booleans(),
         num_states=st.one_of(st.none(), st.integers(2, 16)),
+        rotary_limit=st.one_of(st.none(), st.integers(1, 20)),
     )
     def start(
         self,
@@ -53,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_tokens: int,
         caching: bool,
         num_states: int | None,
+        rotary_limit: int | None,
     ) -> None:
         self.max_model_len = num_blocks * block_tokens
         batched = max_num_seqs + extra_tokens
@@ -66,8 +68,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             states=states,
             keeps_snapshots=caching,
+            rotary_limit=rotary_limit,
         )
-        self.rank = FakeRank(pool, scheduler, batched, states)
+        self.rank = FakeRank(pool, scheduler, batched, states, rotary_limit)
         self.requests: list[Request] = []
         self.now_s = 0.0
 

@@ -14,6 +14,7 @@ from attention import sparse_index
 from expert_placement.choose import ReplicaChoice
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
+from moe.long_rotary import limit_of
 from moe.model import Model
 from moe.slot_choice import SlotChoice
 from scheduler.assembly import Assembled, assemble
@@ -116,10 +117,11 @@ def own_share(items: Sequence[Any]) -> list[Any]:
 def teacher_forced(built: Assembled, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Run whole sequences in one step and return every row's logits, [tokens, V] each; collective."""
     step, cache = built.runner.step, PagedCache(built.model.skeleton.cache_shapes, 64)
-    spans, used = [], 0
+    spans, used, limit = [], 0, limit_of(built.model.net.config)
     for sequence in sequences:
         blocks = -(-len(sequence) // step.block_tokens)
-        spans.append(Span(0, len(sequence), range(used, used + blocks)))
+        is_long = limit is not None and len(sequence) > limit
+        spans.append(Span(0, len(sequence), range(used, used + blocks), is_long=is_long))
         used += blocks
     step.fill(spans)
     tokens = torch.zeros(step.num_padded, dtype=torch.int64)

@@ -61,14 +61,17 @@ class FakeRank:
         scheduler: Scheduler,
         max_num_batched_tokens: int,
         states: StatePool | None = None,
+        rotary_limit: int | None = None,
     ) -> None:
-        self.pool, self.states = pool, states
+        self.pool, self.states, self.rotary_limit = pool, states, rotary_limit
         self.scheduler = scheduler
         self.max_num_batched_tokens = max_num_batched_tokens
         self.launched: deque[Launched] = deque()
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.num_scored = 0  # prompt tokens whose logprobs were computed
-        self._rows: dict[tuple[int, int], tuple[int, int]] = {}  # (block, row) -> (position, token)
+        # (block, row) -> (position, token), and whether it was computed as long sequences are.
+        self._rows: dict[tuple[int, int], tuple[int, int]] = {}
+        self._is_long: dict[tuple[int, int], bool] = {}
         self._states: dict[int, list[int]] = {}  # slot -> the tokens that it holds the state of
 
     def collect(self, outputs: list[RequestOutput]) -> None:
@@ -126,9 +129,15 @@ class FakeRank:
             item.end if is_ended else 0
         )  # a pending token may never come
         for position in range(item.start, item.end):
-            self._rows[table[position // size], position % size] = (position, known[position])
+            place = table[position // size], position % size
+            self._rows[place], self._is_long[place] = (position, known[position]), item.sequence.is_long
         history = [self._rows[table[position // size], position % size] for position in range(item.end)]
         assert is_ended or history == list(enumerate(known[: item.end])), "a sequence saw what is not its own"
+        ways = {self._is_long[table[position // size], position % size] for position in range(item.end)}
+        assert len(ways) == 1, "a sequence saw what was computed in another way"
+        if item.samples:
+            is_long = self.rotary_limit is not None and item.end > self.rotary_limit
+            assert is_ended or ways == {is_long}
         for _ in range(2):  # a step that broke off is run again
             self._run_states(item, known)
         return next_token([token for _, token in history])

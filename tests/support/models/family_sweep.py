@@ -42,11 +42,11 @@ def tiny_config(model_type: str, **fields: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **{**sizes, **fields})
 
 
-def write_tiny(model_type: str, directory: Path) -> PreTrainedModel:
-    """Write a seeded checkpoint; returns the oracle, eager in float32."""
+def write_tiny(model_type: str, directory: Path, **fields: Any) -> PreTrainedModel:
+    """Write a seeded checkpoint; returns the oracle, eager in float32. `fields`: of its configuration."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        tiny_config(model_type), attn_implementation="eager", dtype=torch.float32
+        tiny_config(model_type, **fields), attn_implementation="eager", dtype=torch.float32
     ).eval()
     model.set_experts_implementation("eager")
     seed_special_tensors(model, seed=0)
