@@ -1,7 +1,7 @@
 """What does a long context cost a decode step, and what do snapshots save a prompt? Beside `transformers`' own generate.
 
-One rank decodes with random models of one size: attention in all layers (Qwen3-MoE's shape), in one of four (Qwen3-Next's, whose
-others are recurrent), latents (DeepSeek-V3's) and latents of chosen tokens (V3.2's, an index of 512). Then prompts of one
+One rank decodes with random models: Qwen3-Next's shape with attention in all layers, and in one of four, the others being recurrent;
+DeepSeek-V3's latents, and V3.2's, an index of 512 tokens. Then prompts of one
 of 8 shared beginnings and ends of their own run one by one, with and without snapshots: the time to their first tokens.
 
 Expected bound: recurrent layers and chosen tokens cost the same at any context; attention grows with it, an index with its keys only.
@@ -27,7 +27,7 @@ from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import Request, SamplingParams
 
-SHAPES = ("qwen3-moe", "qwen3-next", "deepseek-v3", "deepseek-v3.2")
+SHAPES = ("qwen3-next-attention", "qwen3-next", "deepseek-v3", "deepseek-v3.2")
 PEER_SHAPE, PEER_TOKENS = "qwen3-next", 32
 _WARM_UPS, _STEPS = 5, 15
 _SHARED, _SHARED_TOKENS, _OWN_TOKENS, _ROUNDS = 8, 1024, 64, 3

@@ -74,6 +74,20 @@ _LATENTS: dict[str, Any] = {
 }
 _LONG = {"max_position_embeddings": 16384}
 
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "shared_expert_intermediate_size": 256,
+    "intermediate_size": 1024,  # of dense layers, of which there are none
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    **_LONG,
+}
+
 SHAPES = {
     "qwen3-moe": Architecture(
         Qwen3MoeConfig,
@@ -91,22 +105,9 @@ SHAPES = {
         _LATENTS,
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
-    "qwen3-next": Architecture(
-        Qwen3NextConfig,
-        {
-            "num_hidden_layers": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "num_experts": 32,
-            "shared_expert_intermediate_size": 256,
-            "intermediate_size": 1024,  # of dense layers, of which there are none
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            **_LONG,
-        },
-        {},
+    "qwen3-next": Architecture(Qwen3NextConfig, _HYBRID, {}),
+    "qwen3-next-attention": Architecture(
+        Qwen3NextConfig, {**_HYBRID, "layer_types": ["full_attention"] * 8}, {}
     ),
     "deepseek-v3.2": Architecture(
         DeepseekV32Config,
