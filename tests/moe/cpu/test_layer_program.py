@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcache.states import NO_STATE, StatePiece
 from kvcache.step import Span
 from moe.cpu.layer_program import LayerProgram
 from moe.cpu.net_program import NetProgram, are_fit
@@ -26,6 +27,9 @@ ADOPTED = {
     "olmoe": 0,  # norms of all heads together
     "deepseek_v3": 3,
     "granitemoe": 0,  # a factor on what is added
+    "qwen3_next": 4,  # gated delta nets, gated attention, norms that add one to their weight
+    "qwen3_5_moe_text": 4,
+    "deepseek_v32": 0,  # an index
 }
 
 
@@ -44,9 +48,9 @@ def forward(built: Assembled, batches: list[list[tuple[int, int]]]) -> list[Tens
     step, cache = built.runner.step, built.runner._cache
     tokens = torch.randint(3, VOCABULARY, (8, 400), generator=torch.Generator().manual_seed(3))
     found = []
-    for batch in batches:
+    for number, batch in enumerate(batches):
         spans = [
-            Span(start, length, range(row * 8, row * 8 + 8))
+            Span(start, length, range(row * 8, row * 8 + 8), pieces_of(built, number, row, start, length))
             for row, (start, length) in enumerate(batch)
             if length
         ]
@@ -55,6 +59,14 @@ def forward(built: Assembled, batches: list[list[tuple[int, int]]]) -> list[Tens
         inputs = step.inputs(torch.cat(ids).tolist(), range(step.num_tokens))
         found.append(built.model.forward(inputs.token_T, cache, inputs.row_R))
     return found
+
+
+def pieces_of(built: Assembled, number: int, row: int, start: int, length: int) -> list[StatePiece]:
+    """Each step reads what the step before wrote."""
+    if not built.runner.step.has_states:
+        return []
+    read = 2 * row + (number - 1) % 2 if start else NO_STATE
+    return [StatePiece(read, 2 * row + number % 2, length)]
 
 
 BATCHES = [[(0, 20), (0, 3), (0, 90)], [(20, 1), (3, 7), (90, 1)], [(21, 1), (10, 1), (91, 1)]]
