@@ -18,12 +18,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from attention.recurrent import CONVOLUTION, DELTA, MAMBA, MAMBA2, Call, Recurrence
+from attention.recurrent import CONVOLUTION, DELTA, LIGHTNING, MAMBA, MAMBA2, Call, Recurrence
 from dispatch.native import bits_of, float_of, floats, words
 from dispatch.team import WORDS, Kernel, program_of, run
 from kvcache.step import Step
 
-RECURRENCES_VERSION = 1
+RECURRENCES_VERSION = 2
+# What the delta rule does: queries times K^-0.5; queries and keys of length one before; neither, and values are added whole.
+SCALED, UNIT_LENGTH, ADDED = 0, 1, 2
 CHANNELS = 256  # of a task of the convolution or of Mamba's scan
 _VALUES_PER_NS = 4  # of state, of one thread, about
 _PIECE_WORDS = 3
@@ -108,7 +110,7 @@ def _delta(at, tile):  # type: ignore[no-untyped-def]
     w = words(at, WORDS)
     query, query_stride, key, key_stride, value, value_stride = w[0], w[1], w[2], w[3], w[4], w[5]
     decay, beta, out, key_heads, heads = w[6], w[7], w[8], w[9], w[10]
-    key_dim, value_dim, decay_dim, is_normed = w[11], w[12], w[13], w[14]
+    key_dim, value_dim, decay_dim, mode = w[11], w[12], w[13], w[14]
     states, stride, pieces, piece_starts, query_starts, sequences = (
         w[15],
         w[16],
@@ -136,7 +138,7 @@ def _delta(at, tile):  # type: ignore[no-untyped-def]
         for _ in range(piece[2]):
             q[:] = floats(query + row * query_stride + key_head * key_dim * 4, key_dim)
             k[:] = floats(key + row * key_stride + key_head * key_dim * 4, key_dim)
-            if is_normed != 0:
+            if mode == UNIT_LENGTH:
                 of_query, of_key = np.float32(0.0), np.float32(0.0)
                 for dim in range(key_dim):
                     of_query += q[dim] * q[dim]
@@ -146,7 +148,7 @@ def _delta(at, tile):  # type: ignore[no-untyped-def]
                 for dim in range(key_dim):
                     q[dim] *= query_scale
                     k[dim] *= key_scale
-            else:
+            elif mode == SCALED:
                 for dim in range(key_dim):
                     q[dim] *= scale
             v = floats(value + row * value_stride + head * value_dim * 4, value_dim)
@@ -160,6 +162,8 @@ def _delta(at, tile):  # type: ignore[no-untyped-def]
                 for column in range(value_dim):
                     line[column] *= factor
                     seen[column] += line[column] * of_key
+            if mode == ADDED:
+                seen[:] = np.float32(0.0)
             rate = floats(beta + (row * heads + head) * 4, 1)[0]
             for column in range(value_dim):
                 change[column] = (v[column] - seen[column]) * rate
@@ -365,19 +369,20 @@ def convolve_row(
 
 def delta_row(
     query: Side, key: Side, value: Side, decay: int, rate: int, states: Tensor, out: int, step: Step, *, decay_dim: int,
-    is_normed: bool,
+    mode: int,
 ) -> list[int]:  # fmt: skip
     """One row of a program: see `delta_rule`.
 
     Args:
         decay: address of [T, H, decay_dim] float32. rate: of [T, H].
         states: [Z, H, K, V]. out: address of [T, H, V].
+        mode: SCALED, UNIT_LENGTH or ADDED.
     """
     _, heads, key_dim, value_dim = states.shape
     assert value.heads == heads, f"values of {value.heads} heads, states of {heads}"
     return DELTA_RULE.row(
         query.address, query.stride, key.address, key.stride, value.address, value.stride, decay, rate, out, key.heads,
-        heads, key_dim, value_dim, decay_dim, int(is_normed), *_of_step(states, step),
+        heads, key_dim, value_dim, decay_dim, mode, *_of_step(states, step),
     )  # fmt: skip
 
 
@@ -445,10 +450,34 @@ def delta_rule(
              for rows, dim in ((q, key_dim), (k, key_dim), (v, value_dim))]  # fmt: skip
     row = delta_row(
         sides[0], sides[1], sides[2], decay.data_ptr(), rate.data_ptr(), states, out_THV.data_ptr(), step,
-        decay_dim=decay_dim, is_normed=use_qk_l2norm_in_kernel,
+        decay_dim=decay_dim, mode=UNIT_LENGTH if use_qk_l2norm_in_kernel else SCALED,
     )  # fmt: skip
     run(program_of([row]), step.team, step.num_tokens * heads * key_dim * value_dim // _VALUES_PER_NS)
     return out_THV[None], states
+
+
+def decaying_sum(call: Call, query: Tensor, key: Tensor, value: Tensor, slope_H: Tensor) -> Tensor:
+    """Run lightning attention's recurrence: S = exp(-slope) S + k v; out = q S.
+
+    Args:
+        query, key: [1, T, H, K]. value: [1, T, H, V].
+
+    Returns:
+        [1, T, H, V], rows of padding zero.
+    """
+    step, states = call.pages.step, call.pages.states[call.layer]
+    tokens, heads, key_dim = key.shape[1:]
+    value_dim = value.shape[3]
+    sides = [_rows(rows[0], heads * rows.shape[3]).contiguous() for rows in (query, key, value)]
+    decay = (-slope_H.float()).expand(tokens, heads).contiguous()
+    rate, out_THV = torch.ones(tokens, heads), torch.zeros(tokens, heads, value_dim)
+    query_side, key_side, value_side = (Side(rows.data_ptr(), rows.stride(0) * 4, heads) for rows in sides)
+    row = delta_row(
+        query_side, key_side, value_side, decay.data_ptr(), rate.data_ptr(), states, out_THV.data_ptr(), step,
+        decay_dim=1, mode=ADDED,
+    )  # fmt: skip
+    run(program_of([row]), step.team, step.num_tokens * heads * key_dim * value_dim // _VALUES_PER_NS)
+    return out_THV[None]
 
 
 def scan_heads(
@@ -536,6 +565,7 @@ def scan_channels(
 RECURRENCES: dict[str, Recurrence] = {
     CONVOLUTION: convolve,
     DELTA: delta_rule,
+    LIGHTNING: decaying_sum,
     MAMBA2: scan_heads,
     MAMBA: scan_channels,
 }

@@ -4,18 +4,21 @@ A mixer (gated delta net, KDA, Mamba, Mamba-2, short convolution, lightning atte
 recurrence, the last two through functions of its modeling module, which assume one sequence per batch row. Our
 functions take their places in the forward of one module instance, by name: a copy of its code looks names up in a
 dictionary of its own, so that every other model of the process keeps what it had. Everything else in a mixer is left
-as it is. What asks for a state and calls none of these functions is refused (`moe.rehearsal`).
+as it is. What asks for a state and calls none of these functions is refused (`moe.rehearsal`). Lightning attention
+(MiniMax-01, 2025) has no such function: the forward of its modules is exchanged for one of their own parts.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 # What a modeling module may call them, by kind.
-CONVOLUTION, DELTA, MAMBA2, MAMBA = "convolution", "delta", "mamba2", "mamba"
+CONVOLUTION, DELTA, MAMBA2, MAMBA, LIGHTNING = "convolution", "delta", "mamba2", "mamba", "lightning"
 KIND_OF_NAME = {
     "causal_conv1d_fn": CONVOLUTION,
     "chunk_gated_delta_rule": DELTA,
@@ -27,6 +30,10 @@ KIND_OF_NAME = {
     "selective_scan_fn": MAMBA,
     "mamba_selective_scan": MAMBA,
 }
+# What lightning attention has: silu(qkv), a decay per head, a norm, a gate.
+LIGHTNING_PARTS = (
+    "slope_rate", "qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "num_attention_heads", "head_dim", "layer_idx",
+)  # fmt: skip
 CACHE_NAMES = ("cache_params", "past_key_values")  # how a mixer calls the cache that it is given
 
 
@@ -50,6 +57,9 @@ def exchange(net: nn.Module, recurrences: Mapping[str, Recurrence]) -> int:
         recurrences: by kind.
     """
     found = 0
+    for module in lightning_modules(net):
+        module.forward = _lightning(module, recurrences[LIGHTNING])
+        found += 1
     for module in net.modules():
         forward = inspect.unwrap(type(module).forward)
         code = getattr(forward, "__code__", None)
@@ -60,6 +70,29 @@ def exchange(net: nn.Module, recurrences: Mapping[str, Recurrence]) -> int:
             )
             found += 1
     return found
+
+
+def lightning_modules(net: nn.Module) -> list[Any]:
+    """The modules of lightning attention. A model that has any looks at its cache's class, unless told to use none."""
+    return [module for module in net.modules() if all(hasattr(module, name) for name in LIGHTNING_PARTS)]
+
+
+def _lightning(module: Any, recurrence: Recurrence) -> Callable[..., Any]:
+    call, own = Call(int(module.layer_idx)), weakref.ref(module)
+
+    def run(
+        hidden_states: Tensor, *_inputs: Any, past_key_values: Any = None, **_options: Any
+    ) -> tuple[Tensor, None]:
+        layer: Any = own()
+        call.pages = past_key_values
+        heads, dim = int(layer.num_attention_heads), int(layer.head_dim)
+        rows = layer.act_fn(layer.qkv_proj(hidden_states))
+        query, key, value = rows.view(*rows.shape[:2], heads, 3 * dim).split(dim, 3)
+        mixed = recurrence(call, query, key, value, layer.slope_rate.view(heads))
+        gates = torch.sigmoid(layer.output_gate(hidden_states))
+        return layer.out_proj(gates * layer.norm(mixed.reshape(*rows.shape[:2], heads * dim))), None
+
+    return run
 
 
 def _bound(module: Any, forward: FunctionType, recurrences: Mapping[str, Recurrence]) -> Callable[..., Any]:

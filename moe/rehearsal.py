@@ -352,7 +352,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
             input_ids=rows,
             position_ids=rows,
             past_key_values=notes,
-            use_cache=True,
+            use_cache=not recurrent.lightning_modules(model),
             logits_to_keep=rows[0, :2],
             pages=notes,
         ).logits

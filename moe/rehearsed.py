@@ -96,9 +96,15 @@ def _scan_channels(
     return (torch.empty_like(x), made) if return_last_state else torch.empty_like(x)
 
 
+def _sum_decaying(call: recurrent.Call, query: Tensor, key: Tensor, value: Tensor, _slope: Tensor) -> Tensor:
+    call.pages.recurrent[call.layer] = value.new_empty(*value.shape[2:3], key.shape[3], value.shape[3])
+    return torch.empty_like(value)
+
+
 RECURRENCES: dict[str, recurrent.Recurrence] = {
     recurrent.CONVOLUTION: _convolve,
     recurrent.DELTA: _run_delta,
+    recurrent.LIGHTNING: _sum_decaying,
     recurrent.MAMBA2: _scan_heads,
     recurrent.MAMBA: _scan_channels,
 }

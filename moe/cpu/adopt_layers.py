@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attention import recurrent
 from dispatch.dispatcher import Dispatcher
 from dispatch.wires.local import LocalWire
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
@@ -133,7 +134,8 @@ def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
     tokens = torch.randint(vocabulary, (step.num_tokens,), generator=torch.Generator().manual_seed(0))
     inputs = step.inputs(tokens.tolist(), range(step.num_tokens))
     output = net(
-        input_ids=inputs.token_T[None], position_ids=step.positions[None], past_key_values=cache, use_cache=True,
+        input_ids=inputs.token_T[None], position_ids=step.positions[None], past_key_values=cache,
+        use_cache=not recurrent.lightning_modules(net),
         logits_to_keep=inputs.row_R, pages=cache,
     )  # fmt: skip
     logits: Tensor = output.logits

@@ -20,7 +20,7 @@ from attention.cpu_heads import COSINES, SINES, HeadNorms, heads_row
 from attention.cpu_latents import ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
 from attention.cpu_lone_latents import MOST, lone_floats
 from attention.cpu_norm import NORMED, norm_rows
-from attention.cpu_recurrences import Side, convolve_row, delta_row
+from attention.cpu_recurrences import UNIT_LENGTH, Side, convolve_row, delta_row
 from attention.cpu_tiles import LANES
 from dispatch.row_formats import PlainRows
 from dispatch.team import Program, program_of, run_alone
@@ -325,7 +325,7 @@ class LayerProgram:
             delta_row(
                 Side(query, convolved_width * 4, net.key_heads), Side(query + keys * 4, convolved_width * 4, net.key_heads),
                 Side(query + 2 * keys * 4, convolved_width * 4, heads), decays.data_ptr(), rates.data_ptr(),
-                pages.states[net.layer], found.data_ptr(), step, decay_dim=1, is_normed=True,
+                pages.states[net.layer], found.data_ptr(), step, decay_dim=1, mode=UNIT_LENGTH,
             ),
             norm_gated_row(
                 found.data_ptr(), made.data_ptr() + convolved_width * 4, width * 4, net.norm.weight.data_ptr(),

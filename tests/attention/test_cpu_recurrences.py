@@ -133,12 +133,36 @@ def mamba() -> Kind:
     )
 
 
+def lightning() -> Kind:
+    slopes = draw(1, HEADS).exp() / 4
+
+    def inputs(seed: int, tokens: int) -> tuple[Tensor, ...]:
+        query, key = (draw(seed + index, 1, tokens, HEADS, KEY_DIM) for index in (1, 2))
+        return query, key, draw(seed + 3, 1, tokens, HEADS, VALUE_DIM)
+
+    def oracle(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """By the definition: what a token sees of another fades with the distance."""
+        places = torch.arange(query.shape[1])
+        fading = torch.exp(-slopes[:, None, None] * (places[:, None] - places)).tril()
+        scores = torch.einsum("bqhk,bthk->bhqt", query, key) * fading
+        return torch.einsum("bhqt,bthv->bqhv", scores, value)
+
+    return Kind(
+        StateShape(recurrent=(HEADS, KEY_DIM, VALUE_DIM)),
+        inputs,
+        lambda call, query, key, value: ours.decaying_sum(call, query, key, value, slopes),
+        oracle,
+        1,
+    )
+
+
 KINDS = {
     "convolution": convolution(None),
     "convolution with silu": convolution("silu"),
     "gated delta rule": delta(decay_per_channel=False, is_normed=True),
     "gated delta rule of given lengths": delta(decay_per_channel=False, is_normed=False),
     "kimi delta attention": delta(decay_per_channel=True, is_normed=True),
+    "lightning attention": lightning(),
     "mamba-2": mamba2(),
     "mamba": mamba(),
 }

@@ -15,6 +15,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from attention.cpu_recurrences import RECURRENCES, decaying_sum
+from attention.recurrent import LIGHTNING
 from kvcache.paged_cache import LayerShape
 from moe.families import UnsupportedModelError, build_on_meta
 from moe.load.checkpoint import Checkpoint
@@ -47,7 +49,6 @@ SERVED = {
     "solar_open": "grouped routing",
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "minimax": ({}, "does not run on a packed batch with a paged cache .*MiniMax uses cache of its own"),
     "inkling_text": ({}, "layer 0 keeps several states of a kind, one is served"),
     "qwen3_next": (
         {"layer_types": ["linear_attention"] * 3},
@@ -239,6 +240,17 @@ def test_layers_without_attention_are_refused_unless_they_are_experts_only() -> 
     with pytest.raises(UnsupportedModelError, match=r"layers \[2\] have no attention that caches"):
         attending({}).shapes(3, row_by_row=[1])
     assert attending({}).shapes(2, row_by_row=[1])[1] == LayerShape()
+
+
+def test_lightning_attention_of_another_kind_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint("minimax", tmp_path)
+    monkeypatch.setitem(RECURRENCES, LIGHTNING, lambda call, *rows: 1.01 * decaying_sum(call, *rows))
+    with pytest.raises(
+        UnsupportedModelError, match="layer 0 computes lightning attention in a way of its own"
+    ):
+        build(tmp_path, max_model_len=64)
 
 
 def test_a_state_that_is_computed_elsewhere_is_refused() -> None:
