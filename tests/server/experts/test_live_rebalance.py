@@ -71,6 +71,11 @@ def post(service: RealService, path: str, body: Any = None) -> Any:
     return told.json()
 
 
+def knows_experts(service: RealService) -> bool:
+    """Whether rank 0 has said where experts are: just after it has attached."""
+    return httpx.get(f"{service.url}/experts/history", timeout=60).status_code == 200
+
+
 def serving(service: RealService) -> Placement:
     return from_json(get(service, "/experts/history")["serving"])
 
@@ -116,6 +121,7 @@ def test_a_service_that_rebalances_all_the_time_answers_as_one_that_does_not_and
     flags = ("--expert-placement", str(kept), "--enable-eplb", "--eplb-config", eager)
     with RealService.serve(model, tmp_path / "second.txt", *flags) as service:
         service.wait_ready()
+        wait_until(lambda: knows_experts(service), service.output)
         told = get(service, "/experts/history")
         assert from_json(told["serving"]).digest() == last.digest(), "the start is warm"
         assert [entry["version"] for entry in told["history"]] == [*versions, back["version"]]
