@@ -32,8 +32,17 @@ TOLERANCE = 1e-4
 PROMPT_LENGTHS = (3, 17, 40, 9, 26)
 ON_TWO_RANKS = ("deepseek_v3", "deepseek_v32", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")
 """What lies between ranks is the same for all families: these stand for them, the others' two ranks are slow tests."""
+ON_ONE_RANK = (*FAMILIES, "nemotron_h", "lfm2_moe")
+"""Recurrent and sparse families that these and the above do not stand for are slow tests altogether."""
+
+
+def most_ranks(family: str) -> int:
+    """On which a family is tested by `make test`."""
+    return 2 if family in ON_TWO_RANKS else int(family in ON_ONE_RANK)
+
+
 CASES = [
-    pytest.param(family, size, marks=pytest.mark.slow if size > (2 if family in ON_TWO_RANKS else 1) else ())
+    pytest.param(family, size, marks=pytest.mark.slow if size > most_ranks(family) else ())
     for family in (*FAMILIES, *RECURRENT_FAMILIES, *SPARSE_FAMILIES)
     for size in (1, 2, 4)
 ]
