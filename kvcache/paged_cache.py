@@ -194,7 +194,7 @@ class PagedCache:
         return 1, 0
 
     def has_previous_state(self, *_layer: Any, **_options: Any) -> bool:
-        """Say no: recurrences read the step's state slots themselves (`attention.recurrent`)."""
+        """Say no: recurrences read the step's state slots themselves (`attention.recurrences.mixers`)."""
         return False
 
     def get_conv_state(self, *_layer: Any, **_options: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention import recurrent
+from attention.recurrences import mixers
 from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import EMPTY, Placement
 from kvcache.paged_cache import PagedCache
@@ -128,7 +128,7 @@ class Model:
             self._backend.finish(self.net, self.step, skeleton.cache_shapes)
         self.checkpoint.release_memory()
         self._body = _KeptBody(self.net)
-        self._uses_cache = not recurrent.lightning_modules(self.net)
+        self._uses_cache = not mixers.lightning_modules(self.net)
 
     def hold(self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int) -> None:
         """Let this rank's slots hold other experts, reading those that it has not; local, while no step runs.

@@ -20,7 +20,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention import recurrent, sparse_index
+from attention import sparse_index
+from attention.recurrences import mixers
 from attention.sparse_index import AnyMask
 from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
@@ -341,7 +342,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     ALL_EXPERTS_FUNCTIONS.register(NAME, _serve_experts)
     model.set_attn_implementation(NAME)
     model.set_experts_implementation(NAME)
-    recurrent.exchange(model, RECURRENCES)
+    mixers.exchange(model, RECURRENCES)
     long_rotary.rehearse(model)
     sparse_index.exchange(model, choose)
     model_type = model.config.model_type
@@ -352,7 +353,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
             input_ids=rows,
             position_ids=rows,
             past_key_values=notes,
-            use_cache=not recurrent.lightning_modules(model),
+            use_cache=not mixers.lightning_modules(model),
             logits_to_keep=rows[0, :2],
             pages=notes,
         ).logits
@@ -376,6 +377,6 @@ def _is_row_by_row(layer: torch.nn.Module) -> bool:
     parts = [module for module in layer.modules() if module is not layer]
     return not any(
         isinstance(module, torch.nn.Conv1d)
-        or set(recurrent.CACHE_NAMES) & set(inspect.signature(type(module).forward).parameters)
+        or set(mixers.CACHE_NAMES) & set(inspect.signature(type(module).forward).parameters)
         for module in parts
     )

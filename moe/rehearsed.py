@@ -1,6 +1,6 @@
 """What stands where recurrences and indexes will be, while a model is rehearsed on meta: it notes, and computes nothing.
 
-Each is called as the function that it stands for (`attention.recurrent`, `attention.sparse_index`), tells the rehearsal's
+Each is called as the function that it stands for (`attention.recurrences.mixers`, `attention.sparse_index`), tells the rehearsal's
 notes, which the model was given for a cache, and returns tensors of the right shapes.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import recurrent
+from attention.recurrences import mixers
 from moe.families import UnsupportedModelError
 
 # Of recurrences: how the replaced functions cut and return, which ours decide themselves.
@@ -26,7 +26,7 @@ WITHOUT_EFFECT_ON_STATES = frozenset(
 
 
 def _convolve(
-    call: recurrent.Call,
+    call: mixers.MixerCall,
     inputs: Tensor,
     weight: Tensor,
     bias: Any = None,
@@ -41,7 +41,7 @@ def _convolve(
 
 
 def _run_delta(
-    call: recurrent.Call,
+    call: mixers.MixerCall,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -57,7 +57,7 @@ def _run_delta(
 
 
 def _scan_heads(
-    call: recurrent.Call,
+    call: mixers.MixerCall,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -77,7 +77,7 @@ def _scan_heads(
 
 
 def _scan_channels(
-    call: recurrent.Call,
+    call: mixers.MixerCall,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -96,17 +96,19 @@ def _scan_channels(
     return (torch.empty_like(x), made) if return_last_state else torch.empty_like(x)
 
 
-def _sum_decaying(call: recurrent.Call, query: Tensor, key: Tensor, value: Tensor, _slope: Tensor) -> Tensor:
+def _sum_decaying(
+    call: mixers.MixerCall, query: Tensor, key: Tensor, value: Tensor, _slope: Tensor
+) -> Tensor:
     call.pages.recurrent[call.layer] = value.new_empty(*value.shape[2:3], key.shape[3], value.shape[3])
     return torch.empty_like(value)
 
 
-RECURRENCES: dict[str, recurrent.Recurrence] = {
-    recurrent.CONVOLUTION: _convolve,
-    recurrent.DELTA: _run_delta,
-    recurrent.LIGHTNING: _sum_decaying,
-    recurrent.MAMBA2: _scan_heads,
-    recurrent.MAMBA: _scan_channels,
+RECURRENCES: dict[str, mixers.Recurrence] = {
+    mixers.CONVOLUTION: _convolve,
+    mixers.DELTA: _run_delta,
+    mixers.LIGHTNING: _sum_decaying,
+    mixers.MAMBA2: _scan_heads,
+    mixers.MAMBA: _scan_channels,
 }
 
 
@@ -118,7 +120,7 @@ def choose(
     return chosen
 
 
-def _refuse_options(call: recurrent.Call, options: dict[str, Any]) -> None:
+def _refuse_options(call: mixers.MixerCall, options: dict[str, Any]) -> None:
     asked = {name for name, option in options.items() if option is not None}
     unknown = sorted(asked - WITHOUT_EFFECT_ON_STATES)
     if unknown:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention import recurrent
+from attention.recurrences import mixers
 from dispatch.dispatcher import Dispatcher
 from dispatch.wires.local import LocalWire
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
@@ -135,7 +135,7 @@ def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
     inputs = step.inputs(tokens.tolist(), range(step.num_tokens))
     output = net(
         input_ids=inputs.token_T[None], position_ids=step.positions[None], past_key_values=cache,
-        use_cache=not recurrent.lightning_modules(net),
+        use_cache=not mixers.lightning_modules(net),
         logits_to_keep=inputs.row_R, pages=cache,
     )  # fmt: skip
     logits: Tensor = output.logits

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention import latents, recurrent, sparse_index
+from attention import latents, sparse_index
 from attention import organ as attention_organ
 from attention.cpu_attention import ATTEND
 from attention.cpu_latents import LATENT_KERNELS, AbsorbedWeight
 from attention.cpu_norm import rms_norm
-from attention.cpu_recurrences import KERNELS as RECURRENCE_KERNELS
-from attention.cpu_recurrences import RECURRENCES
 from attention.cpu_sparse import SPARSE_KERNELS, choose_from_pages
 from attention.cpu_tiles import LANES
+from attention.recurrences import mixers
+from attention.recurrences.cpu import RECURRENCES
+from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from dispatch.passes import PASSES
 from dispatch.team import Team, program_of, run_alone
 from kvcache.paged_cache import LayerShape, PagedCache
@@ -128,7 +129,7 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
         module.absorbed = AbsorbedWeight(key, value, value_dim)
         del module.kv_b_proj
     latents.expand_nothing(net)
-    step.has_states = recurrent.exchange(net, RECURRENCES) > 0
+    step.has_states = mixers.exchange(net, RECURRENCES) > 0
     _try_lightning(net, step)
     if (limit := long_rotary.limit_of(net.config)) is not None:
         long_rotary.exchange(net, limit, step)
@@ -145,7 +146,7 @@ def _try_lightning(net: Any, step: Step) -> None:
     Raises:
         UnsupportedModelError: it does not.
     """
-    for module in recurrent.lightning_modules(net):
+    for module in mixers.lightning_modules(net):
         step.fill([Span(0, min(_TRIED_TOKENS, step.max_tokens), range(2))])
         heads, dim = int(module.num_attention_heads), int(module.head_dim)
         pages = SimpleNamespace(step=step, states={int(module.layer_idx): torch.zeros(0, heads, dim, dim)})

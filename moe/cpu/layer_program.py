@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from attention.cpu_attention import NUM_TILES, TILES, Queries, attention_row, tile_tokens
-from attention.cpu_delta_net import gate_row, norm_gated_row, order_row, rates_row
 from attention.cpu_heads import COSINES, SINES, HeadNorms, heads_row
 from attention.cpu_latents import ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
 from attention.cpu_lone_latents import MOST, lone_floats
 from attention.cpu_norm import NORMED, norm_rows
-from attention.cpu_recurrences import UNIT_LENGTH, Side, convolve_row, delta_row
 from attention.cpu_tiles import LANES
+from attention.recurrences.cpu import Side, convolve_row, delta_row
+from attention.recurrences.cpu_delta_net import gate_row, norm_gated_row, order_row, rates_row
+from attention.recurrences.cpu_kernels import UNIT_LENGTH
 from dispatch.row_formats import PlainRows
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache

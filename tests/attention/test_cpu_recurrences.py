@@ -12,8 +12,8 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from attention import cpu_recurrences as ours
-from attention.recurrent import Call
+from attention.recurrences import cpu as ours
+from attention.recurrences.mixers import MixerCall
 from dispatch.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache, StateShape
 from kvcache.states import NO_STATE, StatePiece
@@ -74,7 +74,9 @@ def delta(*, decay_per_channel: bool, is_normed: bool) -> Kind:
         found: Tensor = function(query, key, value, g=decay, beta=rate, **options)[0]
         return found
 
-    def run(call: Call, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+    def run(
+        call: MixerCall, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
+    ) -> Tensor:
         return ours.delta_rule(call, query, key, value, decay, rate, use_qk_l2norm_in_kernel=is_normed)[0]
 
     return Kind(StateShape(recurrent=(HEADS, KEY_DIM, VALUE_DIM)), inputs, run, oracle, 1)
@@ -179,7 +181,7 @@ class Rank:
         self.step.has_states = True
         self.cache = PagedCache([LayerShape(state=kind.state)], 1, 16)
         self.cache.step = self.step
-        self.call = Call(0)
+        self.call = MixerCall(0)
         self.call.pages = SimpleNamespace(step=self.step, tails=self.cache.tails, states=self.cache.states)
 
     def run(

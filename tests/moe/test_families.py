@@ -15,8 +15,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from attention.cpu_recurrences import RECURRENCES, decaying_sum
-from attention.recurrent import LIGHTNING
+from attention.recurrences.cpu import RECURRENCES, decaying_sum
+from attention.recurrences.mixers import LIGHTNING
 from kvcache.paged_cache import LayerShape
 from moe.families import UnsupportedModelError, build_on_meta
 from moe.load.checkpoint import Checkpoint

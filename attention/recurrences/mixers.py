@@ -37,7 +37,7 @@ LIGHTNING_PARTS = (
 CACHE_NAMES = ("cache_params", "past_key_values")  # how a mixer calls the cache that it is given
 
 
-class Call:
+class MixerCall:
     """One mixer's forward that runs now: what its recurrences need to know."""
 
     def __init__(self, layer: int) -> None:
@@ -78,7 +78,7 @@ def lightning_modules(net: nn.Module) -> list[Any]:
 
 
 def _lightning(module: Any, recurrence: Recurrence) -> Callable[..., Any]:
-    call, own = Call(int(module.layer_idx)), weakref.ref(module)
+    call, own = MixerCall(int(module.layer_idx)), weakref.ref(module)
 
     def run(
         hidden_states: Tensor, *_inputs: Any, past_key_values: Any = None, **_options: Any
@@ -96,7 +96,7 @@ def _lightning(module: Any, recurrence: Recurrence) -> Callable[..., Any]:
 
 
 def _bound(module: Any, forward: FunctionType, recurrences: Mapping[str, Recurrence]) -> Callable[..., Any]:
-    call = Call(int(module.layer_idx))
+    call = MixerCall(int(module.layer_idx))
 
     def calling(name: str, recurrence: Recurrence) -> Callable[..., Any]:
         known = set(inspect.signature(forward.__globals__[name]).parameters)
