@@ -15,11 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attention.cpu_attention import paged_attention
 from attention.cpu_latents import latent_attention
 from attention.cpu_sparse import chosen_attention
-from attention.sparse_index import ANY_MASK
+from attention.sparse_index import ANY_MASK, INDEXED
 from kvcache.paged_cache import PagedCache
 
 NAME = "wideep_paged"
-INDEXED = "_indexed"  # behind the name, for models with a sparse index, whose code wants a mask
 
 
 def attend(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+INDEXED = "_indexed"  # behind an organ's name, for models with a sparse index, whose code wants a mask
 FAR = 1 << 40  # keys that the dense code believes to see: it chooses as many as it may
 
 

@@ -19,6 +19,8 @@ LATENT_VALUES = 512  # from this value dim on, heads share cached latents
 # Keys and values of prompts' contexts that are expanded at once, of one layer, as the product makes them and as pages: more
 # are expanded head by head. DeepSeek's 128 heads of 128k tokens would take 10.7 GB, and as much again for the copy.
 EXPANDED_BYTES = 512 << 20
+SCORE_BYTES = 256 << 20  # of an index's scores that exist at once, but for decodes: those are scored together
+LARGEST_STATE = 512  # rows of a head's state, or of a channel's: a program has some columns of all of them
 
 
 def check_heads(heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
@@ -84,10 +86,12 @@ def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | 
         shapes: what each layer caches.
         latent_ranks: `kv_lora_rank` of the layers that cache latents.
     """
-    if any(shape.state for shape in shapes):
-        return "recurrent layers; the GPU kernels have none"
-    if any(shape.index_dim for shape in shapes):
-        return "a sparse index; the GPU kernels have none"
+    states = [shape.state.recurrent for shape in shapes if shape.state and len(shape.state.recurrent) > 1]
+    large = max((state[-2] for state in states), default=0)
+    if large > LARGEST_STATE:
+        return f"recurrent states of {large} rows; the GPU kernels take up to {LARGEST_STATE}"
+    if any(shape.index_dim > LARGEST_DIM for shape in shapes):
+        return f"index keys of more than {LARGEST_DIM} values; the GPU kernels take up to that"
     of_heads = [shape for shape in shapes if shape.num_kv_heads and not shape.latent]
     dims = {dim for shape in of_heads for dim in (shape.key_dim, shape.value_dim)}
     bad = sorted(dim for dim in dims if not LEAST_DIM <= dim <= LARGEST_DIM)
@@ -114,6 +118,16 @@ def scratch_bytes(*, max_sequences: int, heads: int, value_dim: int, max_tokens:
     """Return what a `DecodeScratch` takes: per sequence, head and split the values' sums, a maximum and a total, float32."""
     _, num_splits = split_sizes(value_dim, max_tokens)
     return max_sequences * heads * num_splits * (value_dim + 2) * 4
+
+
+def score_rows(max_rows: int, max_sequences: int, max_tokens: int) -> int:
+    """Return how many rows' scores of up to `max_tokens` tokens exist at once: those of all decodes at least."""
+    return min(max_rows, max(max_sequences, SCORE_BYTES // (4 * max_tokens)))
+
+
+def score_bytes(max_sequences: int, max_tokens: int) -> int:
+    """Return what they take at most."""
+    return max(SCORE_BYTES, max_sequences * max_tokens * 4)
 
 
 def expanded_bytes_of_token(key_dim: int, value_dim: int, itemsize: int) -> int:

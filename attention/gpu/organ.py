@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.gpu.decode import DecodeScratch, paged_decode
 from attention.gpu.limits import EXPANDED_BYTES, expanded_bytes_of_token
 from attention.gpu.mla import latent_decode
 from attention.gpu.prefill import paged_prefill, tile_tokens
-from attention.latents import halves_of
+from attention.gpu.sparse import chosen_attention
+from attention.latents import Halves, halves_of
+from attention.sparse_index import ANY_MASK, INDEXED
 from kvcache.gpu.cache import DeviceCache
 from kvcache.gpu.step import DeviceStep
 
@@ -45,6 +48,7 @@ def attend(
     scaling: float,
     pages: DeviceCache,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend the packed batch to the paged cache; see `attention.organ.attend`.
@@ -52,6 +56,7 @@ def attend(
     Args:
         query: [1, H, P, D] of the cache's type. key, value: the step's own rows, already cached; of value, the shape
             is used.
+        indices: [1, P, K] int32 slots of the cache that rows attend to, of latents; None: all that they see.
 
     Returns:
         [1, P, H, V], padded rows zero, and no attention weights.
@@ -61,6 +66,8 @@ def attend(
     query_PHD = _rows(query)
     shape, value_dim = pages.shapes[layer], value.shape[-1]
     P, H, _ = query_PHD.shape
+    if indices is not None:
+        return _attend_chosen(module, query_PHD, pages, layer, indices[0], scaling, s_aux)[None], None
     if shape.latent and step.is_decode_only:
         return _decode_latents(module, query_PHD, pages, layer, scaling)[None], None
     out_PHV = (query_PHD.new_empty if step.is_decode_only else query_PHD.new_zeros)(P, H, value_dim)
@@ -116,21 +123,57 @@ def _prefill(
     )  # fmt: skip
 
 
+def _halves(module: Any, query_PHD: Tensor) -> Halves:
+    return halves_of(
+        module.kv_b_proj.weight, query_PHD.shape[1], query_PHD.shape[2] - module.qk_rope_head_dim
+    )
+
+
+def _absorbed(query_PHD: Tensor, key_HUL: Tensor) -> Tensor:
+    """Bring queries to latents: [P, H, L + E]."""
+    U = key_HUL.shape[1]
+    query_HPL = torch.bmm(query_PHD[..., :U].transpose(0, 1), key_HUL)
+    return torch.cat((query_HPL.transpose(0, 1), query_PHD[..., U:]), dim=-1)
+
+
+def _expanded_values(mean_PHL: Tensor, value_HVL: Tensor) -> Tensor:
+    """Bring means of latents to values: [P, H, V]."""
+    return torch.bmm(mean_PHL.transpose(0, 1), value_HVL.transpose(1, 2)).transpose(0, 1)
+
+
 def _decode_latents(module: Any, query_SHD: Tensor, pages: DeviceCache, layer: int, scale: float) -> Tensor:
     """Absorbed: [S, H, V]."""
     step = pages.step
     assert step is not None
-    S, H, D = query_SHD.shape
-    U = D - module.qk_rope_head_dim
-    key_HUL, value_HVL = halves_of(module.kv_b_proj.weight, H, U)
+    S, H, _ = query_SHD.shape
+    key_HUL, value_HVL = _halves(module, query_SHD)
     latent_dim = key_HUL.shape[2]
-    query_HSL = torch.bmm(query_SHD[..., :U].transpose(0, 1), key_HUL)
-    query_SHC = torch.cat((query_HSL.transpose(0, 1), query_SHD[..., U:]), dim=-1)
     out_SHL = latent_decode(
-        query_SHC, pages.keys[layer], step.on_device.context_S[:S], step.on_device.table_SM[:S],
+        _absorbed(query_SHD, key_HUL), pages.keys[layer], step.on_device.context_S[:S], step.on_device.table_SM[:S],
         _scratch(pages, H, latent_dim), latent_dim=latent_dim, scale=scale,
     )  # fmt: skip
-    return torch.bmm(out_SHL.transpose(0, 1), value_HVL.transpose(1, 2)).transpose(0, 1)
+    return _expanded_values(out_SHL, value_HVL)
+
+
+def _attend_chosen(
+    module: Any, query_PHD: Tensor, pages: DeviceCache, layer: int, chosen_PK: Tensor, scale: float,
+    sinks_H: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Absorbed, as many rows at once as EXPANDED_BYTES hold: [P, H, V]."""
+    P, H, _ = query_PHD.shape
+    key_HUL, value_HVL = _halves(module, query_PHD)
+    L, V = key_HUL.shape[2], value_HVL.shape[1]
+    of_row = H * (2 * L + module.qk_rope_head_dim) * query_PHD.element_size()
+    at_once = max(1, EXPANDED_BYTES // of_row)
+    out_PHV = query_PHD.new_empty(P, H, V)
+    for first in range(0, P, at_once):
+        here = slice(first, min(first + at_once, P))
+        mean_RHL = chosen_attention(
+            _absorbed(query_PHD[here], key_HUL), pages.keys[layer], chosen_PK, pages.step, first, latent_dim=L,
+            scale=scale, sinks_H=sinks_H,
+        )  # fmt: skip
+        out_PHV[here] = _expanded_values(mean_RHL, value_HVL)
+    return out_PHV
 
 
 def _prefill_latents(
@@ -165,5 +208,7 @@ def _expanded(module: Any, latent_XBC: Tensor, table_SM: Tensor, heads: int, her
 
 
 def register() -> None:
-    """Make the organ known to `transformers` under `NAME`; may be called again."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    """Make the organ known to `transformers` under its names; may be called again."""
+    for name in (NAME, NAME + INDEXED):
+        ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME + INDEXED, lambda **_options: ANY_MASK)

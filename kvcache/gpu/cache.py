@@ -4,7 +4,8 @@ What `kvcache.paged_cache` is to the CPU's kernels this is to the GPU's: a token
 latents are rows of one head. Writing takes the step's cache slots on the device and skips padded rows, so a CUDA graph
 can replay it.
 
-Legend: N blocks, B tokens of a block, G KV heads, D key dim, V value dim, L latent dim, E rotary dim, P rows.
+Legend: N blocks, B tokens of a block, G KV heads, D key dim, V value dim, L latent dim, E rotary dim, I index dim, P rows,
+Z state slots.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvcache.gpu.step import DeviceStep
 from kvcache.gpu.write import write_pages
-from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
+from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache, StateShape
 
 Room = TypeVar("Room")
 
@@ -26,22 +27,33 @@ class DeviceCache(PagedCache):
     Attributes:
         keys: [N, G, B, D] of each layer, or [N, B, L + E] where latent.
         values: [N, G, B, V], or nothing where latent.
+        indexes: [N, B, I]. tails, states: as `PagedCache`'s, float32.
     """
 
     step: DeviceStep | None
 
     def __init__(
-        self, shapes: list[LayerShape], num_blocks: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: list[LayerShape],
+        num_blocks: int,
+        num_states: int = 0,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Allocate the pages. Zeroed: a masked load of what nobody wrote must not be NaN."""
         self.shapes, self.num_blocks, self.step = shapes, num_blocks, None
-        self.keys, self.values = [], []
+        self.keys, self.values, self.indexes, self.tails, self.states = [], [], [], [], []
         self._rooms: dict[Hashable, Any] = {}
 
         def pages(*shape: int) -> Tensor:
             return torch.zeros(num_blocks, *shape, dtype=dtype, device=device)
 
         for shape in shapes:
+            state = shape.state or StateShape()
+            self.indexes.append(pages(BLOCK_TOKENS, shape.index_dim))
+            self.tails.append(torch.zeros(num_states, *state.tail, device=device))
+            self.states.append(torch.zeros(num_states, *state.recurrent, device=device))
             if shape.latent:
                 self.keys.append(pages(BLOCK_TOKENS, shape.key_dim))
                 self.values.append(torch.empty(0, dtype=dtype, device=device))
@@ -71,6 +83,14 @@ class DeviceCache(PagedCache):
             write_pages(_by_row(key), slot_P, self.keys[layer], _by_row(value), self.values[layer])
         return key, value
 
+    def update_indexer(self, key: Tensor, layer: int) -> Tensor:
+        """Write the step's new index keys of one layer: [1, P, I]; returns them."""
+        assert self.step is not None, "a step must be set before the model runs"
+        pages = self.indexes[layer]
+        rows_P1I = key[0].to(pages.dtype)[:, None].contiguous()
+        write_pages(rows_P1I, self.step.on_device.cache_slot_P, pages[:, None])
+        return key
+
     def room(self, key: Hashable, make: Callable[[], Room]) -> Room:
         """Memory that the kernels which read the pages keep with them: made when first asked for."""
         if key not in self._rooms:
@@ -78,15 +98,16 @@ class DeviceCache(PagedCache):
         return cast(Room, self._rooms[key])
 
     def block_bytes(self, layer: int, block: int) -> bytes:
-        """One block of one layer as contiguous bytes, keys then values."""
+        """One block of one layer as contiguous bytes, keys, values, index keys."""
         parts = [self.keys[layer][block]]
         parts += [] if self.shapes[layer].latent else [self.values[layer][block]]
+        parts += [self.indexes[layer][block]]
         return b"".join(part.cpu().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
 
 
 def token_bytes(shape: LayerShape, dtype: torch.dtype) -> int:
     """Bytes that one layer takes per token."""
-    return shape.num_kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
+    return (shape.num_kv_heads * (shape.key_dim + shape.value_dim) + shape.index_dim) * dtype.itemsize
 
 
 def _by_row(heads_1GPD: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcache.states import NO_STATE
 from kvcache.step import Inputs, Span, Step
 
 ROWS = 8  # rows of a step with prompts are a multiple of it: what tensor cores take at a time
@@ -38,6 +39,10 @@ class OnDevice(NamedTuple):
     context_S: Tensor  # 0 for a padded row
     query_start_S: Tensor  # [S + 1]
     num_decodes_1: Tensor
+    # Of models with recurrent layers, else nothing.
+    state_before_P: Tensor  # slot of the state before the first of the sequence's rows; -1: none
+    state_after_P: Tensor  # slot for the state after this row; -1: nobody wants it
+    row_before_P: Tensor  # rows of the sequence before this one, in this step
     table_SM: Tensor
 
 
@@ -99,11 +104,12 @@ class DeviceStep(Step):
         self.graph_sizes = agreed_sizes(max_sequences) if self._is_wide else self.sizes
         self.max_context = max_blocks * block_tokens
         self.max_rows = padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
+        self._states_3P = np.zeros((3, padded), np.int64)
         self._most_new = 4 * max_sequences  # blocks that travel one by one
         self._new: list[
             tuple[int, int, Sequence[int]]
         ] = []  # parts of tables that the device has not: row, begin, blocks
-        self._host = self._pinned(3 * padded + 3 * max(padded, max_sequences) + 8 + 2 * self._most_new)
+        self._host = self._pinned(6 * padded + 3 * max(padded, max_sequences) + 16 + 2 * self._most_new)
         self._host_values = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device)
         self.block_table_SM = self._pinned(max_sequences, max_blocks)
@@ -143,7 +149,8 @@ class DeviceStep(Step):
         R = P if self.is_decode_only else len(rows)
         new_blocks = self._take_new()
         N = len(new_blocks)
-        lengths = (P, P, P, R, S, S + 1, 1, N, N)
+        Z = P if self.has_states else 0
+        lengths = (P, P, P, R, S, S + 1, 1, Z, Z, Z, N, N)
         # Every part begins at 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
         parts = [self._host_values[at : at + length] for at, length in zip(starts, lengths, strict=False)]
@@ -155,6 +162,9 @@ class DeviceStep(Step):
             context_S,
             query_start_S,
             num_decodes_1,
+            state_before_P,
+            state_after_P,
+            row_before_P,
             place_N,
             block_N,
         ) = parts
@@ -166,6 +176,7 @@ class DeviceStep(Step):
         context_S[:n], context_S[n:] = self._context[:n], 0
         query_start_S[: n + 1], query_start_S[n + 1 :] = self._query_start[: n + 1], T
         num_decodes_1[:] = self.num_decodes
+        state_before_P[:], state_after_P[:], row_before_P[:] = self._states_3P[:, :Z]
         place_N[:], block_N[:] = new_blocks.T
         self._device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
         *views, place_on_device_N, block_on_device_N = (
@@ -175,6 +186,20 @@ class DeviceStep(Step):
             self._device_table_SM.view(-1).index_copy_(0, place_on_device_N, block_on_device_N)
         self.on_device = OnDevice._make([*views, self._device_table_SM[:S]])
         return Inputs(self.on_device.token_P, self.on_device.row_R)
+
+    def _fill_pieces(self, spans: Sequence[Span]) -> None:
+        before_P, after_P, row_P = self._states_3P
+        after_P[:], before_P[:], row_P[:] = NO_STATE, NO_STATE, 0
+        begin = 0
+        for span in spans:
+            here = slice(begin, begin + span.length)
+            row_P[here] = np.arange(span.length)
+            if span.pieces:
+                before_P[here] = span.pieces[0].read
+                after_P[begin + np.cumsum([piece.length for piece in span.pieces]) - 1] = [
+                    piece.write for piece in span.pieces
+                ]
+            begin += span.length
 
     def _write_blocks(self, row: int, begin: int, block_ids: Sequence[int]) -> None:
         super()._write_blocks(row, begin, block_ids)

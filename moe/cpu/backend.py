@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from kvcache.step import Span, Step
 from moe import long_rotary
 from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.gates import Gate, gate_of
+from moe.adopt.lightning import try_lightning
 from moe.adopt.norms import Norms
 from moe.adopt.routers import Routers
 from moe.backend import Backend, LoadedModel
@@ -39,7 +39,6 @@ from moe.cpu.products import GATHER, GROUPED, LINEAR, QUANTISE
 from moe.cpu.routing import route
 from moe.cpu.slots import PackedSlots
 from moe.cpu.spread_experts import CHOOSE, exchange_of
-from moe.families import UnsupportedModelError
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
@@ -130,43 +129,14 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
         del module.kv_b_proj
     latents.expand_nothing(net)
     step.has_states = mixers.exchange(net, RECURRENCES) > 0
-    _try_lightning(net, step)
+    rows = SampleRows(torch.float32, torch.device("cpu"))
+    try_lightning(net, step, rows)
     if (limit := long_rotary.limit_of(net.config)) is not None:
         long_rotary.exchange(net, limit, step)
     if sparse_index.exchange(net, choose_from_pages):
-        net.set_attn_implementation(attention_organ.NAME + attention_organ.INDEXED)
-    adopt(net.modules(), (Norms(rms_norm), Routers(route)), SampleRows(torch.float32, torch.device("cpu")))
+        net.set_attn_implementation(attention_organ.NAME + sparse_index.INDEXED)
+    adopt(net.modules(), (Norms(rms_norm), Routers(route)), rows)
     adopt_layers(net, step, shapes)
-
-
-@torch.no_grad()
-def _try_lightning(net: Any, step: Step) -> None:
-    """See that lightning attention, whose modules are exchanged as a whole, gives what they give.
-
-    Raises:
-        UnsupportedModelError: it does not.
-    """
-    for module in mixers.lightning_modules(net):
-        step.fill([Span(0, min(_TRIED_TOKENS, step.max_tokens), range(2))])
-        heads, dim = int(module.num_attention_heads), int(module.head_dim)
-        pages = SimpleNamespace(step=step, states={int(module.layer_idx): torch.zeros(0, heads, dim, dim)})
-        x = SampleRows(torch.float32, torch.device("cpu")).draw(
-            1, step.num_padded, module.qkv_proj.weight.shape[1]
-        )
-        wanted, found = (
-            type(module).forward(module, x, None, None)[0],
-            module.forward(x, past_key_values=pages)[0],
-        )
-        rows = step.num_tokens
-        if not torch.allclose(
-            found[:, :rows], wanted[:, :rows], rtol=_TRIED_TOLERANCE, atol=_TRIED_TOLERANCE
-        ):
-            raise UnsupportedModelError(
-                f"{net.config.model_type}: layer {module.layer_idx} computes lightning attention in a way of its own"
-            )
-
-
-_TRIED_TOKENS, _TRIED_TOLERANCE = 24, 1e-4
 
 
 @torch.inference_mode()

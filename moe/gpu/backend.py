@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention import latents
+from attention import latents, sparse_index
 from attention.gpu import limits as attention_limits
 from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
+from attention.gpu.sparse import choose_from_pages
+from attention.recurrences import mixers
+from attention.recurrences.gpu import RECURRENCES
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import SMALLEST_CAPACITY
 from kvcache.gpu.cache import DeviceCache, token_bytes
@@ -23,6 +26,7 @@ from kvcache.gpu.step import ROWS, DeviceStep
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
 from moe.adopt.adopt import SampleRows, adopt
+from moe.adopt.lightning import try_lightning
 from moe.adopt.norms import Norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
@@ -118,6 +122,11 @@ def _why_unserved(
         problem = problem or why_no_fp8(quantisation, on.device)
     if limit_of(net.config) is not None:
         problem = problem or "rotary embeddings of type longrope; there is no code for them on GPUs"
+    if on.compiler and any(shape.state or shape.index_dim for shape in shapes):
+        problem = (
+            problem
+            or "recurrent layers or a sparse index, which --enable-torch-compile is not for: leave it out"
+        )
     if on.compiler and not compiling.decoder_layers(net):
         problem = problem or "no decoder layers that torch.compile could be told of (--enable-torch-compile)"
     return problem
@@ -179,20 +188,24 @@ def _make_step(on: GpuDevice, *, threads: int, **sizes: int) -> DeviceStep:
 
 
 def _make_cache(
-    on: GpuDevice, shapes: list[LayerShape], num_blocks: int, _num_states: int, step: Step
+    on: GpuDevice, shapes: list[LayerShape], num_blocks: int, num_states: int, step: Step
 ) -> PagedCache:
     assert isinstance(step, DeviceStep), "a step of another backend"
     kind = OperatedCache if on.compiler else DeviceCache
-    cache = kind(shapes, num_blocks, dtype=on.dtype, device=on.device)
+    cache = kind(shapes, num_blocks, num_states, dtype=on.dtype, device=on.device)
     cache.step = step
     return cache
 
 
-def _finish(on: GpuDevice, net: PreTrainedModel, _step: Step, _shapes: list[LayerShape]) -> None:
+def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[LayerShape]) -> None:
     """Move buffers to the device; adopt the kernels' forms of modules; do not expand latents twice."""
     net.to(on.device)
     latents.expand_nothing(net)
     rows = SampleRows(on.dtype, on.device)
+    step.has_states = mixers.exchange(net, RECURRENCES) > 0
+    try_lightning(net, step, rows)
+    if sparse_index.exchange(net, choose_from_pages):
+        net.set_attn_implementation(attention_organ.NAME + sparse_index.INDEXED)
     if not on.compiler:
         adopt(net.modules(), (Norms(rms_norm), rotary, Routers(route)), rows)
         return

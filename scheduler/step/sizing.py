@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from attention.gpu.limits import EXPANDED_BYTES, scratch_bytes
+from attention.gpu.limits import EXPANDED_BYTES, score_bytes, scratch_bytes
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
 
 STATES_OF_ONE = 2  # slots of a sequence that runs: the state that a step reads, and the one that it writes
@@ -35,9 +35,10 @@ def cache_budget(share_bytes: int, spare_bytes: int) -> int:
 
 
 def attention_bytes(
-    heads: int, value_dim: int, *, is_latent: bool, max_num_seqs: int, max_model_len: int
+    heads: int, value_dim: int, *, is_latent: bool, has_index: bool, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """What attention on a GPU takes beside the pages: the parts of decodes, and prompts' latents that are expanded.
+    """What attention on a GPU takes beside the pages: the parts of decodes, prompts' latents that are expanded, and an
+    index's scores.
 
     Args:
         heads: query heads of a layer. value_dim: of a head's value; of a latent where those are cached.
@@ -45,7 +46,8 @@ def attention_bytes(
     scratch = scratch_bytes(
         max_sequences=max_num_seqs, heads=heads, value_dim=value_dim, max_tokens=max_model_len
     )
-    return scratch + (EXPANDED_BYTES if is_latent else 0)
+    scores = score_bytes(max_num_seqs, max_model_len) if has_index else 0
+    return scratch + (EXPANDED_BYTES if is_latent else 0) + scores
 
 
 def gpu_cache_budget(free_bytes: int, share: float, weight_bytes: int, attention_bytes: int) -> int:

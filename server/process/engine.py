@@ -327,13 +327,14 @@ def _default_cache_bytes(options: Options, place: Place) -> int:
     if options.device == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
         gpu_share = options.gpu_memory_utilization or GPU_SHARE
-        heads, value_dim, is_latent, length = attention_heads(options)
+        of = attention_heads(options)
         attention = attention_bytes(
-            heads,
-            value_dim,
-            is_latent=is_latent,
+            of.heads,
+            of.value_dim,
+            is_latent=of.is_latent,
+            has_index=of.has_index,
             max_num_seqs=options.max_num_seqs or 0,
-            max_model_len=length,
+            max_model_len=of.max_model_len,
         )
         return gpu_cache_budget(free_bytes, gpu_share, rank_bytes(options, place.world_size), attention)
     share = int(available_bytes() * (options.gpu_memory_utilization or KV_SHARE)) // place.local_world_size

@@ -57,6 +57,8 @@ ORDER = (
     ("moe.backend",),
     ("moe.families",),
     ("moe.kernel_weight", "moe.load", "moe.long_rotary", "moe.load_counts", "moe.routing", "moe.slot_choice"),
+    ("attention.recurrences.gpu",),
+    ("attention.recurrences.gpu_kernels",),
     ("attention.gpu",),
     ("attention.organ", "attention.recurrences.cpu"),
     ("attention.cpu_sparse",),

@@ -309,9 +309,11 @@ def test_a_killed_supervisor_is_started_again_and_the_others_serve_on(model: Pat
 
         streams = stream_all(service.url, bodies(), pieces=PIECES, then=kill_supervisor)
         assert [each.said for each in streams] == expected, "the other rank went on with all of them"
+        # Where rank 1 had nothing left to say, the streams may end before its loss is seen: its new engine is waited for.
+        wait_until(lambda: service.engines().get(1, first[1]) != first[1], service.output, within_s=START_S)
         wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
         second = service.engines()
-        assert second[0] == first[0] and second[1] != first[1]
+        assert second[0] == first[0]
         os.kill(supervisor_of(first[0]), signal.SIGKILL)  # with the front
         assert has_ended(first[0], END_S)
         wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)

@@ -200,6 +200,7 @@ class AttentionHeads(NamedTuple):
     heads: int
     value_dim: int  # of a head; of a latent where those are cached
     is_latent: bool
+    has_index: bool  # of tokens that are attended to
     max_model_len: int
 
 
@@ -213,7 +214,7 @@ def attention_heads(options: Options) -> AttentionHeads:
     heads, latent = max(1, most("num_attention_heads")), most("kv_lora_rank")
     value_dim = latent or max(most("v_head_dim"), most("head_dim")) or most("hidden_size") // heads
     length = options.max_model_len or most("max_position_embeddings")
-    return AttentionHeads(heads, value_dim, latent > 0, length)
+    return AttentionHeads(heads, value_dim, latent > 0, most("index_topk") > 0, length)
 
 
 def check_memory(

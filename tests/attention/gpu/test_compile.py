@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,7 +14,9 @@ import torch
 from tests.support.gpu.attention import Heads
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from attention.gpu import decode, mla, prefill, rotary, splits
+from attention.gpu import decode, mla, prefill, rotary, sparse, splits
+from attention.recurrences import gpu as recurrences
+from attention.recurrences.mixers import MixerCall
 from tests.support.gpu.triton_compile import check_budget
 from tests.support.service.recorded_launch import Launch, recording
 
@@ -67,6 +70,73 @@ def launch_rotary(rotary_dim: int, is_interleaved: bool, dtype: torch.dtype) -> 
     rotary.rotate(query, angles, angles, keys_TGD=keys, is_interleaved=is_interleaved)
 
 
+def step_of(rows: int) -> Any:
+    """What a step has on the device; only shapes and types count."""
+    names = ("position_P", "cache_slot_P", "state_before_P", "state_after_P", "row_before_P")
+    on = SimpleNamespace(
+        **{name: empty(rows) for name in names}, query_start_S=empty(rows + 1), table_SM=empty(rows, 2560)
+    )
+    return SimpleNamespace(on_device=on, max_context=40960, max_rows=8192, sizes=(256,), device=META)
+
+
+def launch_index(heads: int, dim: int, dtype: torch.dtype) -> None:
+    pages: Any = SimpleNamespace(
+        step=step_of(256), indexes=[empty(99, 16, dim, dtype=dtype)], room=lambda _key, make: make()
+    )
+    query, weight = empty(256, heads, dim, dtype=dtype), empty(256, heads, dtype=torch.float32)
+    sparse.choose_from_pages(pages, 0, query, weight, 0.1, 2048)
+
+
+def launch_chosen(heads: int, dtype: torch.dtype) -> None:
+    query, latents = empty(256, heads, 576, dtype=dtype), empty(99, 16, 576, dtype=dtype)
+    chosen = empty(256, 2048, dtype=torch.int32)
+    sparse.chosen_attention(query, latents, chosen, step_of(256), 0, latent_dim=512, scale=0.1)
+
+
+def call_of(tail: tuple[int, ...], recurrent: tuple[int, ...]) -> MixerCall:
+    """A mixer's call, with a cache of four state slots."""
+    call = MixerCall(0)
+    floats = partial(empty, dtype=torch.float32)
+    call.pages = SimpleNamespace(step=step_of(64), tails=[floats(4, *tail)], states=[floats(4, *recurrent)])
+    return call
+
+
+def launch_convolution(channels: int, dtype: torch.dtype) -> None:
+    x, weight = empty(1, 64, channels, dtype=dtype).transpose(1, 2), empty(channels, 4, dtype=dtype)
+    recurrences.convolve(call_of((3, channels), (0,)), x, weight, None, "silu")
+
+
+def launch_delta(key_heads: int, heads: int, decay_dims: tuple[int, ...], dtype: torch.dtype) -> None:
+    query, value = empty(1, 64, key_heads, 128, dtype=dtype), empty(1, 64, heads, 128, dtype=dtype)
+    decay, rate = empty(1, 64, heads, *decay_dims, dtype=torch.float32), empty(1, 64, heads, dtype=dtype)
+    call = call_of((0, 0), (heads, 128, 128))
+    recurrences.delta_rule(call, query, query, value, decay, rate, use_qk_l2norm_in_kernel=True)
+
+
+def launch_lightning(dtype: torch.dtype) -> None:
+    rows = empty(1, 64, 64, 128, dtype=dtype)
+    call = call_of((0, 0), (64, 128, 128))
+    recurrences.decaying_sum(call, rows, rows, rows, empty(64, dtype=torch.float32))
+
+
+def launch_heads(dtype: torch.dtype) -> None:
+    x, time, group = (
+        empty(1, 64, 128, 64, dtype=dtype),
+        empty(1, 64, 128, dtype=dtype),
+        empty(1, 64, 8, 128, dtype=dtype),
+    )
+    of_head = empty(128, dtype=torch.float32)
+    call = call_of((0, 0), (128, 128, 64))
+    recurrences.scan_heads(call, x, time, of_head, group, group, of_head, of_head, dt_softplus=True)
+
+
+def launch_channels(dtype: torch.dtype) -> None:
+    x, group = empty(1, 64, 8192, dtype=dtype).transpose(1, 2), empty(1, 64, 16, dtype=dtype).transpose(1, 2)
+    rates, of_channel = empty(8192, 16, dtype=torch.float32), empty(8192, dtype=torch.float32)
+    call = call_of((0, 0), (16, 8192))
+    recurrences.scan_channels(call, x, x, rates, group, group, of_channel, x, of_channel, delta_softplus=True)
+
+
 QWEN3, GPT_OSS, GEMMA = Heads(32, 4, 128, 128), Heads(64, 8, 64, 64), Heads(8, 4, 256, 256)
 SINKS = {"window": 128, "sinks_H": empty(64, dtype=BF16)}
 CASES = {
@@ -75,6 +145,13 @@ CASES = {
     "latents_deepseek": Case(partial(launch_latents, 128, 256), "attend_latent_splits"),
     "prefill_qwen3": Case(partial(launch_prefill, QWEN3), "attend_tile"),
     "rotary": Case(partial(launch_rotary, 128, False), "rotate_rows", 64),
+    "index_deepseek": Case(partial(launch_index, 64, 128), "score_tokens"),
+    "choice_deepseek": Case(partial(launch_index, 64, 128), "choose_best"),
+    "chosen_deepseek": Case(partial(launch_chosen, 128), "attend_chosen"),
+    "convolution_qwen3_next": Case(partial(launch_convolution, 8192), "convolve_rows", 64),
+    "delta_qwen3_next": Case(partial(launch_delta, 16, 32, ()), "walk_delta_rule", 128),
+    "mamba2_nemotron": Case(launch_heads, "walk_heads", 128),
+    "mamba_jamba": Case(launch_channels, "walk_channels", 128),
 }
 MORE_CASES = {
     "decode_gpt_oss": Case(partial(launch_decode, GPT_OSS, 32, **SINKS), "attend_splits", 128),
@@ -95,6 +172,9 @@ MORE_CASES = {
     "prefill_96": Case(partial(launch_prefill, Heads(32, 8, 96, 96)), "attend_tile"),
     "prefill_deepseek": Case(partial(launch_prefill, Heads(128, 128, 192, 128)), "attend_tile"),
     "prefill_gemma": Case(partial(launch_prefill, GEMMA, soft_cap=50.0, window=4096), "attend_tile"),
+    "chosen_16_heads": Case(partial(launch_chosen, 16), "attend_chosen"),
+    "delta_kimi": Case(partial(launch_delta, 32, 32, (128,)), "walk_delta_rule", 128),
+    "delta_lightning": Case(launch_lightning, "walk_delta_rule", 128),
     "rotary_interleaved": Case(partial(launch_rotary, 64, True), "rotate_rows", 64),
 }  # fmt: skip
 ALL = CASES | MORE_CASES
@@ -104,7 +184,9 @@ def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
     """The launch of the case's kernel on a device of an architecture."""
     kernels = (
         (decode, "attend_splits"), (mla, "attend_latent_splits"), (prefill, "attend_tile"),
-        (splits, "merge_parts"), (rotary, "rotate_rows"),
+        (splits, "merge_parts"), (rotary, "rotate_rows"), (sparse, "score_tokens"), (sparse, "choose_best"),
+        (sparse, "attend_chosen"), (recurrences, "convolve_rows"), (recurrences, "walk_delta_rule"),
+        (recurrences, "walk_heads"), (recurrences, "walk_channels"),
     )  # fmt: skip
     with recording(*kernels) as launched, contextlib.ExitStack() as patches:
         for module in (decode, mla, prefill):

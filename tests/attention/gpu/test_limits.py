@@ -13,7 +13,7 @@ from attention.gpu.limits import (
     split_sizes,
     why_not,
 )
-from kvcache.paged_cache import LayerShape
+from kvcache.paged_cache import LayerShape, StateShape
 
 BF16 = torch.bfloat16
 
@@ -75,6 +75,10 @@ def heads(key_dim: int, value_dim: int) -> LayerShape:
     return LayerShape(num_kv_heads=2, key_dim=key_dim, value_dim=value_dim)
 
 
+def recurrent(*state: int) -> LayerShape:
+    return LayerShape(state=StateShape(recurrent=state))
+
+
 LATENT = LayerShape(num_kv_heads=1, key_dim=576, value_dim=0, latent=True)
 
 
@@ -93,6 +97,10 @@ LATENT = LayerShape(num_kv_heads=1, key_dim=576, value_dim=0, latent=True)
         ),
         ([replace(LATENT, window=8)], [512], "a sliding window over latents"),
         ([LATENT], [1024], "latents of 1024 values"),
+        ([replace(LATENT, index_dim=128), recurrent(32, 128, 128), recurrent(16, 8192)], [512], None),
+        ([replace(LATENT, index_dim=512)], [512], "index keys of more than 256 values"),
+        ([recurrent(2, 1024, 64)], [], "recurrent states of 1024 rows; the GPU kernels take up to 512"),
+        ([LayerShape(state=StateShape(tail=(3, 64)))], [], None),
     ],
 )
 def test_what_the_kernels_lack_is_named(shapes: list[LayerShape], ranks: list[int], text: str | None) -> None:

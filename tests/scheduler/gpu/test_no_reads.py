@@ -54,7 +54,9 @@ def decode_without_reads(directory: Path) -> list[float]:
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "minimax", "deepseek_v32"]
+)
 def test_a_decode_step_reads_nothing_back(family: str, interpreter: RankPool, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path)
     difference, largest = interpreter.run(decode_without_reads, tmp_path, timeout_s=400.0)[0]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache.states import NO_STATE, StatePiece
 from kvcache.step import Span
 from scheduler.assembly import Assembled
 from tests.support.engines.serving import build
@@ -38,12 +39,16 @@ def run_steps(
     model, step, cache = built.model, built.runner.step, built.runner._cache
     per_sequence = -(-int(built.max_model_len) // step.block_tokens)
     found: list[list[np.ndarray]] = [[] for _ in sequences]
+    slots = [NO_STATE] * len(sequences)
     for parts in steps:
         spans = []
         for sequence, start, end in parts:
             # From the pool's end, backwards: a block table must be followed, not guessed.
             blocks = built.num_blocks - 1 - sequence * per_sequence - np.arange(-(-end // step.block_tokens))
-            spans.append(Span(start, end - start, blocks.tolist()))
+            read = slots[sequence] if start else NO_STATE
+            slots[sequence] = 2 * sequence + (read % 2 == 0)  # the other one of two
+            piece = StatePiece(read, slots[sequence], end - start)
+            spans.append(Span(start, end - start, blocks.tolist(), (piece,) if step.has_states else ()))
         decodes = sum(part.start > 0 and part.end == part.start + 1 for part in parts)
         step.fill(spans, decodes)
         tokens = [token for part in parts for token in sequences[part.sequence][part.start : part.end]]

@@ -1,0 +1,260 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""Sparse attention on GPUs: an index chooses tokens from a sequence's pages, attention reads the latents of those only.
+
+As on CPU (`attention.cpu_sparse`): a row's index heads score all tokens that it sees, the largest scores win, and of equal
+ones those that came first. What is chosen are slots of the cache, in the order of the text. Scores lie in memory of fixed
+size, of some rows at a time; a row is scored, chosen for and attended by programs of its own, so that its bits are its own
+too. Rejected: torch.topk, which says nothing about ties.
+
+Ideas: DeepSeek Sparse Attention (2025); selection digit by digit, as radix sort.
+
+Legend: P rows of the step, padding included, R rows at a time, H query heads, I index heads, D index dim, K tokens chosen
+at most, N blocks, B tokens of a block, M blocks a sequence may have, L latent dim, E rotary dim, C tokens a row may see.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.gpu.decode import LEAST_ROWS, padded_sequences
+from attention.gpu.limits import check_latents, check_layout, score_rows
+from attention.gpu.mla import LatentTile, latent_tile
+from attention.gpu.pages import LOG2_E, bound, rows_of, weigh
+from kvcache.gpu.cache import DeviceCache
+
+_SCORED = 64  # tokens in one product
+_SCORED_BY = 16  # programs of a row, which take turns
+_SCANNED = 1024  # scores at a time
+
+
+@triton.jit
+def seen_by(position, cache_slot, row):
+    """Return how many tokens a row sees, itself included; 0 for padding."""
+    count = tl.load(position + row).to(tl.int32) + 1
+    return tl.where(tl.load(cache_slot + row) < 0, 0, count)
+
+
+@triton.jit
+def table_of(table, query_start, row, num_sequences, table_stride, S_PAD: tl.constexpr):
+    """Return where the blocks of a row's sequence are listed."""
+    number = tl.arange(0, S_PAD)
+    end = tl.load(query_start + 1 + number, mask=number < num_sequences, other=1 << 30)
+    sequence = tl.sum((end <= row).to(tl.int64), axis=0)
+    return table + tl.minimum(sequence, num_sequences - 1) * table_stride
+
+
+@triton.jit(do_not_specialize=["num_sequences", "first_row"])
+def score_tokens(
+    query, weight, keys, position, cache_slot, query_start, table, scores, num_sequences, first_row, table_stride,
+    scores_stride, scale, S_PAD: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, turn): `scores` [R, C] float32 of every tile of tokens that it has a turn at."""
+    row = first_row + tl.program_id(0)
+    count = seen_by(position, cache_slot, row)
+    own_table = table_of(table, query_start, row, num_sequences, table_stride, S_PAD)
+    head, dim = tl.arange(0, HEADS_PAD), tl.arange(0, D_PAD)
+    place = row.to(tl.int64) * HEADS + head
+    is_query = (head[:, None] < HEADS) & (dim[None, :] < D)
+    q = tl.load(query + place[:, None] * D + dim[None, :], mask=is_query, other=0.0)
+    shares = tl.load(weight + place, mask=head < HEADS, other=0.0)
+    own_scores = scores + tl.program_id(0).to(tl.int64) * scores_stride
+    turns = tl.num_programs(1)
+    for step in range(bound(tl.cdiv(tl.maximum(count - tl.program_id(1) * TILE, 0), TILE * turns))):
+        at = (step * turns + tl.program_id(1)) * TILE
+        token = at + tl.arange(0, TILE)
+        is_seen = token < count
+        key = keys + rows_of(own_table, at, count, 0, 1, BLOCK, TILE) * D
+        key_DT = tl.load(key[None, :] + dim[:, None], mask=is_seen[None, :] & (dim[:, None] < D), other=0.0)
+        products = tl.dot(q, key_DT, input_precision="ieee") * scale
+        summed = tl.sum(shares[:, None] * tl.maximum(products, 0.0), axis=0)
+        tl.store(own_scores + token, summed, mask=is_seen)
+
+
+@triton.jit
+def ranked(scores, token, count):
+    """Return scores as whole numbers that are ordered as they are."""
+    score = tl.load(scores + token, mask=token < count, other=0.0)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)  # no -0
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "first_row"])
+def choose_best(
+    scores, position, cache_slot, query_start, table, chosen, num_sequences, first_row, table_stride, scores_stride,
+    S_PAD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (row): `chosen` [P, K], slots of its best tokens, -1 behind them."""
+    row = first_row + tl.program_id(0)
+    count = seen_by(position, cache_slot, row)
+    own_table = table_of(table, query_start, row, num_sequences, table_stride, S_PAD)
+    own_scores = scores + tl.program_id(0).to(tl.int64) * scores_stride
+    own_chosen = chosen + row.to(tl.int64) * K
+    lane, digits = tl.arange(0, TILE), tl.arange(0, 256)
+    tiles = tl.cdiv(count, TILE)
+    # The K-th largest, a digit at a time: `least`; of those equal to it `left` are wanted. Few tokens are all wanted.
+    least, mask, left = tl.zeros([], tl.uint32), tl.zeros([], tl.uint32), tl.zeros([], tl.int32) + K
+    for digit in tl.static_range(4):
+        shift = 24 - 8 * digit
+        histogram = tl.zeros([256], tl.int32)
+        for step in range(bound(tiles)):
+            token = step * TILE + lane
+            number = ranked(own_scores, token, count)
+            is_in = (token < count) & ((number & mask) == least)
+            histogram += tl.histogram(((number >> shift) & 255).to(tl.int32), 256, mask=is_in)
+        at_least = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0) + histogram
+        best = tl.maximum(tl.sum((at_least >= left).to(tl.int32), axis=0) - 1, 0)
+        left -= tl.sum(tl.where(digits > best, histogram, 0), axis=0)
+        least |= best.to(tl.uint32) << shift
+        mask |= tl.full([], 255, tl.uint32) << shift
+    for step in tl.static_range((K + TILE - 1) // TILE):
+        place = step * TILE + lane
+        tl.store(own_chosen + place, -1, mask=(place >= count) & (place < K))
+    num_equal, num_chosen = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for step in range(bound(tiles)):
+        token = step * TILE + lane
+        number = ranked(own_scores, token, count)
+        is_seen = token < count
+        equal = (is_seen & (number == least)).to(tl.int32)
+        is_taken = is_seen & ((count <= K) | (number > least))
+        is_taken |= (equal > 0) & (num_equal + tl.cumsum(equal, axis=0) <= left)
+        taken = is_taken.to(tl.int32)
+        place = num_chosen + tl.cumsum(taken, axis=0) - 1
+        block = tl.load(own_table + token // BLOCK, mask=is_taken, other=0)
+        tl.store(own_chosen + place, (block * BLOCK + token % BLOCK).to(tl.int32), mask=is_taken)
+        num_equal += tl.sum(equal, axis=0)
+        num_chosen += tl.sum(taken, axis=0)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def attend_chosen(
+    query, latents, position, cache_slot, chosen, sinks, out, first_row, query_stride, scale, H: tl.constexpr,
+    HEADS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, tile of heads): `out` [R, H, L]; `query` [R, H, L + E] of the same rows."""
+    row, own = first_row + tl.program_id(0), tl.program_id(0).to(tl.int64)
+    count = tl.minimum(seen_by(position, cache_slot, row), K)
+    latent_dim, rope_dim = tl.arange(0, L), tl.arange(0, E_PAD)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = head[:, None] < H
+    at_query = query + own * query_stride + head[:, None] * (L + E)
+    q_latent = tl.load(at_query + latent_dim[None, :], mask=is_head, other=0.0)
+    q_rope = tl.load(at_query + L + rope_dim[None, :], mask=is_head & (rope_dim[None, :] < E), other=0.0)
+    top, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
+    if HAS_SINKS:
+        top = tl.load(sinks + head, mask=head < H, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    sum_HL = tl.zeros([HEADS, L], tl.float32)
+    for step in range(bound(tl.cdiv(count, TILE))):
+        token = step * TILE + tl.arange(0, TILE)
+        is_seen = token < count
+        slot = tl.load(chosen + row.to(tl.int64) * K + token, mask=is_seen, other=0)
+        place = latents + slot.to(tl.int64) * (L + E)
+        latent_CL = tl.load(place[:, None] + latent_dim[None, :], mask=is_seen[:, None], other=0.0)
+        is_rope = is_seen[None, :] & (rope_dim[:, None] < E)
+        rope_EC = tl.load(place[None, :] + L + rope_dim[:, None], mask=is_rope, other=0.0)
+        products = tl.dot(q_latent, tl.trans(latent_CL), input_precision="ieee")
+        products = (products + tl.dot(q_rope, rope_EC, input_precision="ieee")) * (scale * LOG2_E)
+        weights, top, total, shrink = weigh(products, is_seen[None, :], top, total)
+        added = tl.dot(weights.to(latent_CL.dtype), latent_CL, input_precision="ieee")
+        sum_HL = sum_HL * shrink[:, None] + added
+    result = sum_HL / tl.where(total > 0, total, 1.0)[:, None]
+    to = out + (own * H + head[:, None]) * L + latent_dim[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=is_head)
+
+
+def choose_from_pages(
+    pages: DeviceCache, layer: int, query_PID: Tensor, weight_PI: Tensor, scale: float, count: int
+) -> Tensor:
+    """Choose for every row of the step the tokens of its own sequence that its index heads score highest.
+
+    Args:
+        pages: their step is set; they hold the step's own index keys.
+        query_PID: [P, I, D], weight_PI: [P, I].
+        scale: factor on products, before their positive part is taken.
+        count: K.
+
+    Returns:
+        [1, P, K] int32 slots of the cache, in the order of the text, -1 behind them; rows of padding choose nothing.
+    """
+    step, keys = pages.step, pages.indexes[layer]
+    assert step is not None, "a step must be set before the model runs"
+    P, heads, dim = query_PID.shape
+    query, weight = query_PID.to(keys.dtype).contiguous(), weight_PI.float().contiguous()
+    max_context = -(-step.max_context // _SCANNED) * _SCANNED
+    at_once = score_rows(step.max_rows, step.sizes[-1], max_context)
+    scores_RC = pages.room(
+        ("scores",), lambda: torch.empty(at_once, max_context, dtype=torch.float32, device=step.device)
+    )
+    chosen_PK = torch.empty(P, count, dtype=torch.int32, device=step.device)
+    on, S = step.on_device, len(step.on_device.query_start_S) - 1
+    about = on.position_P, on.cache_slot_P, on.query_start_S, on.table_SM
+    turns = min(_SCORED_BY, max_context // _SCORED)
+    sizes = {"S_PAD": padded_sequences(S), "BLOCK": keys.shape[1]}
+    for first in range(0, P, at_once):
+        rows = min(at_once, P - first)
+        score_tokens[(rows, turns)](
+            query, weight, keys, *about, scores_RC, S, first, on.table_SM.stride(0), max_context, scale, HEADS=heads,
+            HEADS_PAD=max(LEAST_ROWS, triton.next_power_of_2(heads)), D=dim, D_PAD=max(16, triton.next_power_of_2(dim)),
+            TILE=_SCORED, **sizes,
+        )  # fmt: skip
+        choose_best[(rows,)](
+            scores_RC,
+            *about,
+            chosen_PK,
+            S,
+            first,
+            on.table_SM.stride(0),
+            max_context,
+            K=count,
+            TILE=_SCANNED,
+            **sizes,
+        )
+    return chosen_PK[None]
+
+
+def chosen_attention(
+    query_RHC: Tensor,
+    latents_NBC: Tensor,
+    chosen_PK: Tensor,
+    step: Any,
+    first_row: int,
+    *,
+    latent_dim: int,
+    scale: float,
+    sinks_H: Tensor | None = None,
+    tile: LatentTile | None = None,
+) -> Tensor:
+    """Attend some rows of the step to the latents that were chosen for them.
+
+    Args:
+        query_RHC: [R, H, L + E], heads contiguous: the absorbed query, then its rotary part; of rows from `first_row` on.
+        latents_NBC: [N, B, L + E] pages of the same type, contiguous.
+        chosen_PK: from `choose_from_pages`, of the step, a `kvcache.gpu.step.DeviceStep`.
+        scale: factor on the scores. sinks_H: [H] logits that take part in the softmax and carry no value.
+        latent_dim: L, a power of 2. tile: None: the table's.
+
+    Returns:
+        [R, H, L], new; zeros for padded rows.
+
+    Raises:
+        ValueError: latents, a type or a layout that the kernel lacks.
+    """
+    R, H, width = query_RHC.shape
+    rope_dim = width - latent_dim
+    check_latents(latent_dim, rope_dim, query_RHC.dtype)
+    check_layout(query_RHC, latents_NBC)
+    tile = tile or latent_tile(query_RHC.dtype, H, latent_dim, query_RHC.device)
+    out_RHL = query_RHC.new_empty(R, H, latent_dim)
+    on = step.on_device
+    attend_chosen[(R, triton.cdiv(H, tile.heads))](
+        query_RHC, latents_NBC, on.position_P, on.cache_slot_P, chosen_PK, sinks_H, out_RHL, first_row,
+        query_RHC.stride(0), scale, H=H, HEADS=tile.heads, L=latent_dim, E=rope_dim,
+        E_PAD=max(16, triton.next_power_of_2(rope_dim)), K=chosen_PK.shape[1], TILE=tile.tokens,
+        HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out_RHL

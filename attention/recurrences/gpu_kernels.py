@@ -1,0 +1,183 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""The kernels of recurrences on GPUs: token by token, as on CPU, so that no bit depends on cuts or on what runs beside.
+
+A program has one head (or some channels) of one sequence, and some columns of its state in registers: it reads the
+state before the sequence's first row, walks the rows, and stores the state after every row that wants it kept. A decode is
+bound by the bytes of its state, read and written once. A prompt is a walk of its tokens one after the other; computing it
+in chunks, with products on tensor cores, would be shorter and give other bits than decodes do: rejected as long as nobody has
+measured what the walk costs.
+
+Sources: see `attention.recurrences.cpu_kernels`.
+
+Legend: C channels, H heads, K key dim, V value dim, P head dim, N state dim, TILE columns of a program.
+"""
+
+import triton
+import triton.language as tl
+
+from attention.gpu.pages import bound
+
+
+@triton.jit
+def silu(value):
+    """Return value * sigmoid(value)."""
+    return value / (1.0 + tl.exp(-value))
+
+
+@triton.jit
+def softplus(value):
+    """Return log(1 + exp(value)), exact to rounding where exp(value) is small; as torch's, whose threshold is 20."""
+    grown = tl.exp(tl.minimum(value, 20.0))
+    one_more = 1.0 + grown
+    exact = tl.where(
+        one_more == 1.0, grown, tl.log(one_more) * grown / tl.where(one_more == 1.0, 1.0, one_more - 1.0)
+    )
+    return tl.where(value > 20.0, value, exact)
+
+
+@triton.jit
+def own_rows(query_start, before, sequence):
+    """Return the first row of a sequence, how many it has, and the slot of the state before them (-1: none)."""
+    first = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - first
+    return first, count.to(tl.int32), tl.load(before + first, mask=count > 0, other=-1)
+
+
+@triton.jit
+def convolve_rows(
+    x, weight, bias, tails, before, after, row_before, out, x_stride,
+    TAPS: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SILU: tl.constexpr,
+):  # fmt: skip
+    """Program (row, tile of channels). `weight` [TAPS, C]; `tails` [slots, TAPS - 1, C]."""
+    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_channel = channel < C
+    slot, kept, seen = tl.load(before + row), tl.load(after + row), tl.load(row_before + row)
+    total = tl.zeros([TILE], tl.float32)
+    if HAS_BIAS:
+        total = tl.load(bias + channel, mask=is_channel, other=0.0)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        here = tl.load(x + (row - back) * x_stride + channel, mask=is_channel & (back <= seen), other=0.0)
+        tail = tails + (slot * (TAPS - 1) + TAPS - 1 + seen - back) * C + channel
+        older = tl.load(tail, mask=is_channel & (back > seen) & (slot >= 0), other=0.0)
+        value = here.to(tl.float32) + older
+        total += tl.load(weight + tap * C + channel, mask=is_channel, other=0.0) * value
+        if tap > 0:
+            keep = tails + (kept * (TAPS - 1) + tap - 1) * C + channel
+            tl.store(keep, value, mask=is_channel & (kept >= 0))
+    if HAS_SILU:
+        total = silu(total)
+    tl.store(out + row * C + channel, total.to(out.dtype.element_ty), mask=is_channel)
+
+
+@triton.jit
+def walk_delta_rule(
+    query, key, value, decay, rate, states, before, after, query_start, out, query_stride, key_stride, value_stride, scale,
+    KEY_HEADS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr,
+    DECAY_DIM: tl.constexpr, HAS_UNIT_LENGTH: tl.constexpr, IS_ADDED: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, head, tile of columns). `decay` [T, H, DECAY_DIM]; `rate` [T, H]; `states` [slots, H, K, V]."""
+    head, dim = tl.program_id(1), tl.arange(0, K_PAD)
+    column = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    is_dim, is_column = dim < K, column < V
+    is_state = is_dim[:, None] & is_column[None, :]
+    first, count, slot = own_rows(query_start, before, tl.program_id(0))
+    place = head * (K * V) + dim[:, None] * V + column[None, :]
+    state = tl.load(states + slot * (H * K * V) + place, mask=is_state & (slot >= 0), other=0.0)
+    of_key = head // (H // KEY_HEADS) * K + dim
+    for step in range(bound(count)):
+        row = first + step
+        q = tl.load(query + row * query_stride + of_key, mask=is_dim, other=0.0).to(tl.float32)
+        k = tl.load(key + row * key_stride + of_key, mask=is_dim, other=0.0).to(tl.float32)
+        if HAS_UNIT_LENGTH:
+            q = q / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6)
+            k = k / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6)
+        q = q * scale
+        added = tl.load(value + row * value_stride + head * V + column, mask=is_column, other=0.0).to(
+            tl.float32
+        )
+        if DECAY_DIM == 1:
+            state = state * tl.exp(tl.load(decay + row * H + head))
+        else:
+            fading = tl.load(decay + (row * H + head) * K + dim, mask=is_dim, other=0.0)
+            state = state * tl.exp(fading)[:, None]
+        if not IS_ADDED:
+            added = added - tl.sum(state * k[:, None], axis=0)
+        added = added * tl.load(rate + row * H + head)
+        state = state + k[:, None] * added[None, :]
+        result = tl.sum(state * q[:, None], axis=0)
+        tl.store(out + (row * H + head) * V + column, result.to(out.dtype.element_ty), mask=is_column)
+        kept = tl.load(after + row)
+        tl.store(states + kept * (H * K * V) + place, state, mask=is_state & (kept >= 0))
+
+
+@triton.jit
+def walk_heads(
+    x, time, writes, reads, rates, skips, biases, states, before, after, query_start, out, x_stride, time_stride,
+    write_stride, read_stride, low, high, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr,
+    P: tl.constexpr, TILE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """Mamba-2: program (sequence, head, tile of columns). `rates`, `skips`, `biases` [H]; `states` [slots, H, N, P]."""
+    head, dim = tl.program_id(1), tl.arange(0, N_PAD)
+    column = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    is_dim, is_column = dim < N, column < P
+    is_state = is_dim[:, None] & is_column[None, :]
+    first, count, slot = own_rows(query_start, before, tl.program_id(0))
+    place = head * (N * P) + dim[:, None] * P + column[None, :]
+    state = tl.load(states + slot * (H * N * P) + place, mask=is_state & (slot >= 0), other=0.0)
+    of_group = head // (H // G) * N + dim
+    rate = tl.load(rates + head)
+    for step in range(bound(count)):
+        row = first + step
+        passed = tl.load(time + row * time_stride + head).to(tl.float32)
+        if HAS_BIAS:
+            passed += tl.load(biases + head)
+        if HAS_SOFTPLUS:
+            passed = softplus(passed)
+        passed = tl.minimum(tl.maximum(passed, low), high)
+        inputs = tl.load(x + row * x_stride + head * P + column, mask=is_column, other=0.0).to(tl.float32)
+        write = tl.load(writes + row * write_stride + of_group, mask=is_dim, other=0.0).to(tl.float32)
+        read = tl.load(reads + row * read_stride + of_group, mask=is_dim, other=0.0).to(tl.float32)
+        state = state * tl.exp(rate * passed) + write[:, None] * (inputs * passed)[None, :]
+        result = tl.sum(state * read[:, None], axis=0)
+        if HAS_SKIP:
+            result += tl.load(skips + head) * inputs
+        tl.store(out + (row * H + head) * P + column, result.to(out.dtype.element_ty), mask=is_column)
+        kept = tl.load(after + row)
+        tl.store(states + kept * (H * N * P) + place, state, mask=is_state & (kept >= 0))
+
+
+@triton.jit
+def walk_channels(
+    x, time, writes, reads, gates, rates, skips, biases, states, before, after, query_start, out, x_stride, time_stride,
+    write_stride, read_stride, gate_stride, C: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, TILE: tl.constexpr,
+    HAS_SKIP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTPLUS: tl.constexpr, HAS_GATES: tl.constexpr,
+):  # fmt: skip
+    """Mamba: program (sequence, tile of channels). `rates` [C, N]; `skips`, `biases` [C]; `states` [slots, N, C]."""
+    dim, channel = tl.arange(0, N_PAD), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_dim, is_channel = dim < N, channel < C
+    is_state = is_dim[:, None] & is_channel[None, :]
+    first, count, slot = own_rows(query_start, before, tl.program_id(0))
+    place = dim[:, None] * C + channel[None, :]
+    state = tl.load(states + slot * (N * C) + place, mask=is_state & (slot >= 0), other=0.0)
+    rate = tl.load(rates + channel[None, :] * N + dim[:, None], mask=is_state, other=0.0)
+    for step in range(bound(count)):
+        row = first + step
+        passed = tl.load(time + row * time_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            passed += tl.load(biases + channel, mask=is_channel, other=0.0)
+        if HAS_SOFTPLUS:
+            passed = softplus(passed)
+        inputs = tl.load(x + row * x_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
+        write = tl.load(writes + row * write_stride + dim, mask=is_dim, other=0.0).to(tl.float32)
+        read = tl.load(reads + row * read_stride + dim, mask=is_dim, other=0.0).to(tl.float32)
+        state = state * tl.exp(rate * passed[None, :]) + write[:, None] * (inputs * passed)[None, :]
+        result = tl.sum(state * read[:, None], axis=0)
+        if HAS_SKIP:
+            result += tl.load(skips + channel, mask=is_channel, other=0.0) * inputs
+        if HAS_GATES:
+            gate = tl.load(gates + row * gate_stride + channel, mask=is_channel, other=0.0)
+            result *= silu(gate.to(tl.float32))
+        tl.store(out + row * C + channel, result.to(out.dtype.element_ty), mask=is_channel)
+        kept = tl.load(after + row)
+        tl.store(states + kept * (N * C) + place, state, mask=is_state & (kept >= 0))

@@ -1,0 +1,162 @@
+"""A sparse index and attention to what it chose for GPUs, in Triton's interpreter and where there is a GPU on it, against
+the plain definition: ties by position, whatever is beside a row."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcache.paged_cache import LayerShape
+from kvcache.step import Span
+from tests.conftest import OnDevice
+
+HEADS, DIM, SCALE = 5, 24, 0.3
+LATENT, ROTARY, UNROTATED, VALUES = 32, 16, 24, 20
+SPANS = [(0, 1), (70, 1), (0, 19), (40, 5)]  # tokens cached, tokens of this step
+TABLES = [[9], [3, 14, 0, 7, 11], [5, 1], [2, 8, 4]]
+
+
+class Filled:
+    """A step over shuffled blocks; pages of latents and of index keys, `values` > 0: so many different ones."""
+
+    def __init__(
+        self, device: str, spans: list[tuple[int, int]], *, num_decodes: int = 0, values: int = 0
+    ) -> None:
+        from kvcache.gpu.cache import DeviceCache  # noqa: PLC0415 - in the interpreter
+        from kvcache.gpu.step import DeviceStep  # noqa: PLC0415
+
+        generator, place = torch.Generator().manual_seed(4), torch.device(device)
+        shape = LayerShape(num_kv_heads=1, key_dim=LATENT + ROTARY, latent=True, index_dim=DIM)
+        self.step = DeviceStep(max_tokens=128, max_sequences=8, max_blocks=6, block_tokens=16, device=place)
+        self.cache = DeviceCache([shape], 16, dtype=torch.float32, device=place)
+        self.cache.step = self.step
+        pages = torch.randn(self.cache.indexes[0].shape, generator=generator)
+        if values:
+            pages = pages.flatten(0, 1)[:values][torch.randint(values, (16, 16), generator=generator)]
+        self.cache.indexes[0].copy_(pages)
+        self.cache.keys[0].copy_(torch.randn(self.cache.keys[0].shape, generator=generator))
+        self.fill(spans, num_decodes)
+
+    def fill(self, spans: list[tuple[int, int]], num_decodes: int = 0, first: int = 0) -> None:
+        """Sequences from the `first` on."""
+        self.spans = spans
+        tables = TABLES[first : first + len(spans)]
+        self.step.fill([Span(*span, table) for span, table in zip(spans, tables, strict=True)], num_decodes)
+        self.step.inputs([0] * self.step.num_tokens, [])
+
+    def drawn(self) -> tuple[Tensor, Tensor]:
+        """Index queries and weights of the rows; a row's are those of its position."""
+        generator = torch.Generator().manual_seed(6)
+        query, weight = (
+            torch.randn(128, HEADS, DIM, generator=generator),
+            torch.randn(128, HEADS, generator=generator),
+        )
+        position = self.step.on_device.position_P
+        return query.to(position.device)[position], weight.to(position.device)[position]
+
+    def choose(self, count: int) -> Tensor:
+        """With programs that take turns, and see few scores at a time."""
+        from attention.gpu import sparse  # noqa: PLC0415
+
+        with mock.patch.multiple(sparse, _SCORED=16, _SCORED_BY=2, _SCANNED=32):
+            return sparse.choose_from_pages(self.cache, 0, *self.drawn(), SCALE, count)[0].cpu()
+
+    def wanted(self, count: int) -> list[list[int]]:
+        """By the definition: slots of the cache, in the order of the text."""
+        query, weight = (each.cpu().double() for each in self.drawn())
+        found: list[list[int]] = []
+        for (start, length), table in zip(self.spans, self.tables(), strict=True):
+            own = self.cache.indexes[0].cpu()[table].flatten(0, 1).double()
+            for position in range(start, start + length):
+                row = len(found)
+                scores = weight[row] @ (query[row] @ own[: position + 1].T * SCALE).relu()
+                order = torch.sort(scores.round(decimals=5), descending=True, stable=True).indices
+                found.append([table[each // 16] * 16 + each % 16 for each in sorted(order[:count].tolist())])
+        return found
+
+    def tables(self) -> list[list[int]]:
+        return [
+            self.step.block_table_SM[row, : -(-(start + length) // 16)].tolist()
+            for row, (start, length) in enumerate(self.spans)
+        ]
+
+
+def check_choice(device: str, count: int, values: int) -> None:
+    filled = Filled(device, SPANS, values=values)
+    chosen = filled.choose(count)
+    for row, wanted in enumerate(filled.wanted(count)):
+        assert chosen[row].tolist() == wanted + [-1] * (count - len(wanted)), row
+    assert (chosen[filled.step.num_tokens :] == -1).all(), "padding chooses nothing"
+
+
+def check_rows_of_their_own(device: str) -> None:
+    """Beside others, in a step of decodes, cut, and scored a few rows at a time."""
+    filled = Filled(device, SPANS, values=9)
+    together = filled.choose(8)
+    filled.fill([(70, 1)], num_decodes=1, first=1)
+    assert torch.equal(filled.choose(8)[0], together[1])
+    filled.fill([(0, 12)], first=2)
+    assert torch.equal(filled.choose(8)[:12], together[2:14])
+    filled.fill([(12, 7)], first=2)
+    assert torch.equal(filled.choose(8)[:7], together[14:21])
+    few = Filled(device, SPANS, values=9)
+    with mock.patch("attention.gpu.sparse.score_rows", lambda *_: 7):
+        assert torch.equal(few.choose(8), together)
+
+
+def check_attention(device: str, has_sinks: bool, heads: int) -> None:
+    """All chosen, and few."""
+    from attention.gpu import organ  # noqa: PLC0415
+
+    torch.manual_seed(1)
+    module: Any = SimpleNamespace(
+        layer_idx=0, qk_rope_head_dim=ROTARY, v_head_dim=VALUES,
+        kv_b_proj=nn.Linear(LATENT, heads * (UNROTATED + VALUES), bias=False, device=device),
+    )  # fmt: skip
+    filled = Filled(device, SPANS)
+    sinks = torch.randn(heads).to(device) if has_sinks else None
+    query = torch.randn(1, heads, filled.step.num_padded, UNROTATED + ROTARY).to(device)
+    value = torch.empty(1, 1, filled.step.num_padded, VALUES, device=device)
+    key_HUL, value_HVL = (
+        module.kv_b_proj.weight.detach().cpu().double().view(heads, -1, LATENT).split([UNROTATED, VALUES], 1)
+    )
+    latents = filled.cache.keys[0].cpu().flatten(0, 1).double()
+    for count in (9, 100):
+        chosen = filled.choose(count)
+        with (
+            torch.inference_mode(),
+            mock.patch.object(organ, "EXPANDED_BYTES", 20_000),
+        ):  # a few rows at a time
+            out, _ = organ.attend(
+                module, query, value, value, scaling=0.2, pages=filled.cache, s_aux=sinks,
+                indices=chosen[None].to(device),
+            )  # fmt: skip
+        assert not out[0, filled.step.num_tokens :].any()
+        for row, own in enumerate(filled.wanted(count)):
+            of_latent, rotary = latents[own].split([LATENT, ROTARY], -1)
+            plain, rotated = query[0, :, row].cpu().double().split([UNROTATED, ROTARY], -1)
+            scores = (torch.einsum("hu,hul,cl->hc", plain, key_HUL, of_latent) + rotated @ rotary.T) * 0.2
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.cpu().double()[:, None]), -1)
+            shares = scores.softmax(-1)[:, : len(own)]
+            want = torch.einsum("hc,cl,hvl->hv", shares, of_latent, value_HVL)
+            torch.testing.assert_close(out[0, row].cpu().double(), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("count", "values"), [(1, 0), (7, 0), (7, 6), (32, 6), (300, 0)])
+def test_the_best_of_a_row_s_own_tokens_are_chosen_and_of_equals_the_first(
+    count: int, values: int, on_device: OnDevice
+) -> None:
+    on_device(check_choice, count, values)
+
+
+def test_what_is_chosen_does_not_depend_on_what_is_beside(on_device: OnDevice) -> None:
+    on_device(check_rows_of_their_own)
+
+
+@pytest.mark.parametrize(("has_sinks", "heads"), [(False, 4), (True, 20)])
+def test_attention_reads_chosen_tokens_only(has_sinks: bool, heads: int, on_device: OnDevice) -> None:
+    on_device(check_attention, has_sinks, heads)
