@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 from moe.load.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
 from moe.long_rotary import KIND, limit_of
+from moe.text_part import is_wrapped, keep_text
 
 
 class UnsupportedModelError(ValueError):
@@ -48,18 +49,26 @@ def build_on_meta(config: Any, dtype: torch.dtype = torch.float32) -> PreTrained
     Raises:
         UnsupportedModelError: `transformers` has no causal language model for it, or its values do not fit.
     """
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    wrapped = is_wrapped(config)
+    kinds = (AutoModelForMultimodalLM, AutoModelForCausalLM)[:: 1 if wrapped else -1]
+    kind = next((each for each in kinds if type(config) in each._model_mapping), None)
+    if kind is None:
         raise UnsupportedModelError(
             f"{config.model_type} is not a model that transformers can run as a causal language model; give a "
             f"decoder-only text model"
         )
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = kind.from_config(config, dtype=dtype)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{config.model_type} cannot be built from its config.json: {type(error).__name__}: {_first_line(error)}"
         ) from error
+    if wrapped and not keep_text(model):
+        raise UnsupportedModelError(
+            f"{config.model_type}: {type(model).__name__} does not hold its text decoder apart from what sees images, as other "
+            f"models do; give a checkpoint of the text model alone"
+        )
     _widen(model)
     _settle_rotary(model)
     return model.eval()
@@ -111,7 +120,7 @@ def check_config(config: Any) -> None:
 
 def rotary_types(config: Any) -> set[str]:
     """Return the kinds of rotary embedding of a configuration, whose parameters may be per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     return {part["rope_type"] for part in parts if "rope_type" in part}
 

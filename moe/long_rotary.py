@@ -20,7 +20,7 @@ KIND = "longrope"
 
 def limit_of(config: Any) -> int | None:
     """Tokens up to which a model's sequences are short; None: it makes no difference."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     if parameters.get("rope_type") != KIND:
         return None
     return int(parameters["original_max_position_embeddings"])

@@ -294,7 +294,10 @@ class _KeptBody:
         decoder = getattr(self._net, self._name)
         setattr(self._net, self._name, _Replay(self._output))
         try:
-            nothing = torch.zeros(1, 1, dtype=torch.int64, device=rows_R.device)
+            num_rows = self._output[0].shape[
+                1
+            ]  # some families look whether hidden states are of all that was asked
+            nothing = torch.zeros(1, num_rows, dtype=torch.int64, device=rows_R.device)
             output: Any = self._net(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
         finally:
             setattr(self._net, self._name, decoder)

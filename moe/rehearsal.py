@@ -364,12 +364,13 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
             f"{model_type} does not run on a packed batch with a paged cache "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
         ) from error
-    if logits.shape != (1, 2, model.config.vocab_size):
+    config = model.config.get_text_config(decoder=True)
+    if logits.shape != (1, 2, config.vocab_size):
         raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")
     long_rotary.restore(model)
     layers = getattr(model.get_decoder(), "layers", ())
     row_by_row = [index for index, layer in enumerate(layers) if _is_row_by_row(layer)]
-    return notes.shapes(model.config.num_hidden_layers, row_by_row)
+    return notes.shapes(config.num_hidden_layers, row_by_row)
 
 
 def _is_row_by_row(layer: torch.nn.Module) -> bool:

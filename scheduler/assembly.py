@@ -124,7 +124,7 @@ def assemble(
     torch.set_num_threads(1)  # its small operations are not worth sharing: kernels have a team of threads
     backend = backend_of(config)
     skeleton = Skeleton(config.directory, backend)
-    length = model_length(skeleton.model.config, config.max_model_len)
+    length = model_length(skeleton.model.config.get_text_config(decoder=True), config.max_model_len)
     size = _cache_size(config, skeleton, length)
     scheduler, step = _make_scheduler(config, skeleton, length, size), _make_step(config, length, backend)
     meet = _stay_alone if is_joining else _meet
@@ -184,7 +184,9 @@ def _make_heart(config: EngineConfig) -> Heart:
 
 
 def _map_experts(skeleton: Skeleton, placement: Placement) -> ExpertMap:
-    num_layers = int(getattr(skeleton.model.config.get_text_config(), "num_hidden_layers", 0) or 0)
+    num_layers = int(
+        getattr(skeleton.model.config.get_text_config(decoder=True), "num_hidden_layers", 0) or 0
+    )
     return expert_map(placement, list(skeleton.experts), num_layers)
 
 

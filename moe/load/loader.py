@@ -117,9 +117,9 @@ class Loader:
             if expert < 0:
                 continue
             if target in plan.fused:
-                made = self._convert(target, plan.fused[target], row=expert)
+                made = self._convert(target, plan.fused[target], row=expert, is_one_expert=True)
             else:
-                made = self._convert(target, plan.experts[target][expert])
+                made = self._convert(target, plan.experts[target][expert], is_one_expert=True)
             yield slot, made[target][0]
 
     def is_quantised(self, target: str) -> bool:
@@ -128,13 +128,17 @@ class Loader:
         source = plan.fused.get(target) or next(iter(plan.experts[target].values()))
         return plan.is_quantised(source)
 
-    def _convert(self, target: str, source: ParameterSource, row: int | None = None) -> Mapping[str, Weight]:
+    def _convert(
+        self, target: str, source: ParameterSource, *, row: int | None = None, is_one_expert: bool = False
+    ) -> Mapping[str, Weight]:
         """Read a source and run its conversion, over codes and scales alike; returns parameters by name."""
         plan, stored = self._plan, self._checkpoint
         if not plan.is_quantised(source):
-            return plan.convert(target, source, partial(stored.read, row=row))
-        codes = plan.convert(target, source, partial(stored.read_codes, row=row))
-        scales = plan.convert(target, source, partial(stored.read_scales, row=row))
+            return plan.convert(target, source, partial(stored.read, row=row), is_one_expert=is_one_expert)
+        codes = plan.convert(target, source, partial(stored.read_codes, row=row), is_one_expert=is_one_expert)
+        scales = plan.convert(
+            target, source, partial(stored.read_scales, row=row), is_one_expert=is_one_expert
+        )
         return {name: stored.quantised(name, codes[name], scales[name]) for name in codes}
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:

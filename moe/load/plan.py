@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 from moe.load.checkpoint import CheckpointError
 from moe.load.quantisation import ROWS
 from moe.load.stored_tensors import StoredTensors
+from moe.text_part import left_out
 
 EXPERT_INDEX = re.compile(r"experts\.(\d+)\.")
 ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"\.masked_bias$")
@@ -79,6 +80,7 @@ class LoadPlan:
         self.fused: dict[str, ParameterSource] = {}
         self._model, self._checkpoint, self._num_experts = model, checkpoint, num_experts
         self._meta = dict(model.state_dict())
+        self._known = {**dict.fromkeys(left_out(model)), **self._meta}
         transforms = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -100,16 +102,26 @@ class LoadPlan:
         return tuple(self._meta[target].shape)
 
     def convert(
-        self, target: str, source: ParameterSource, read: Callable[[str], Tensor]
+        self,
+        target: str,
+        source: ParameterSource,
+        read: Callable[[str], Tensor],
+        *,
+        is_one_expert: bool = False,
     ) -> dict[str, Tensor]:
-        """Read a source's tensors and run its conversion; returns the parameters it makes, by name."""
+        """Read a source's tensors and run its conversion; returns the parameters it makes, by name.
+
+        Args:
+            read: by tensor. is_one_expert: it reads what one expert has, and so that is what comes out.
+        """
         if source.converter is None:
             return {target: read(source.names[0][0])}
         converter = copy.deepcopy(source.converter)
         for name, pattern in source.names:
             tensor = read(name)
             converter.add_tensor(target, name, pattern, lambda tensor=tensor: tensor)
-        made = converter.convert(target, model=self._model, config=self._model.config)
+        declared: Any = _Declared(self._model, self._meta, 1 if is_one_expert else None)
+        made = converter.convert(target, model=declared, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def is_quantised(self, source: ParameterSource) -> bool:
@@ -119,11 +131,11 @@ class LoadPlan:
     def _place(self, name: str) -> bool:
         """Put a checkpoint tensor where it belongs; False when nothing takes it."""
         prefix = self._model.base_model_prefix
-        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._meta)
-        if target not in self._meta:  # a checkpoint that has the model's own names already
-            target, pattern = rename_source_key(name, [], [], prefix, self._meta)
+        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
+        if target not in self._known:  # a checkpoint that has the model's own names already
+            target, pattern = rename_source_key(name, [], [], prefix, self._known)
         if target not in self._meta:
-            return False
+            return target in self._known  # of a part that is left out
         source = self.plain[target] if target not in self._num_experts else self._expert_source(target, name)
         if source is None:
             return False
@@ -216,7 +228,7 @@ class LoadPlan:
             return torch.empty(self._checkpoint.shape(name), device="meta")
 
         try:
-            made = self.convert(part.target, part.source, read)
+            made = self.convert(part.target, part.source, read, is_one_expert=part.expert is not None)
         except (
             IndexError,
             RuntimeError,
@@ -248,6 +260,20 @@ class LoadPlan:
     def _not_ignored(self, names: list[str], attribute: str) -> list[str]:
         patterns = (*(getattr(self._model, attribute, None) or ()), *ALWAYS_IGNORED)
         return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+class _Declared:
+    """Stands where a conversion looks for the model: its parameters as they were declared, of fewer experts perhaps."""
+
+    def __init__(self, model: PreTrainedModel, meta: dict[str, Tensor], num_experts: int | None) -> None:
+        self._model, self._meta, self._num_experts = model, meta, num_experts
+
+    def get_parameter(self, name: str) -> Tensor:
+        declared = self._meta[name]
+        return declared if self._num_experts is None else declared[: self._num_experts]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _mismatch(part: ParameterPart, shapes: list[tuple[int, ...]]) -> str:

@@ -57,6 +57,7 @@ ORDER = (
     ("moe.backend",),
     ("moe.families",),
     ("moe.kernel_weight", "moe.load", "moe.long_rotary", "moe.load_counts", "moe.routing", "moe.slot_choice"),
+    ("moe.text_part",),
     ("attention.recurrences.gpu",),
     ("attention.recurrences.gpu_kernels",),
     ("attention.gpu",),

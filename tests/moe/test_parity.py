@@ -24,6 +24,7 @@ from tests.support.models.families import (
     RECURRENT_FAMILIES,
     SPARSE_FAMILIES,
     VOCABULARY,
+    WRAPPED_FAMILIES,
     write_checkpoint,
 )
 
@@ -32,8 +33,8 @@ TOLERANCE = 1e-4
 PROMPT_LENGTHS = (3, 17, 40, 9, 26)
 ON_TWO_RANKS = ("deepseek_v3", "deepseek_v32", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")
 """What lies between ranks is the same for all families: these stand for them, the others' two ranks are slow tests."""
-ON_ONE_RANK = (*FAMILIES, "nemotron_h", "lfm2_moe")
-"""Recurrent and sparse families that these and the above do not stand for are slow tests altogether."""
+ON_ONE_RANK = (*FAMILIES, "nemotron_h", "lfm2_moe", "mistral_large4", "gemma4")
+"""Recurrent, sparse and wrapped families that these and the above do not stand for are slow tests altogether."""
 
 
 def most_ranks(family: str) -> int:
@@ -43,7 +44,7 @@ def most_ranks(family: str) -> int:
 
 CASES = [
     pytest.param(family, size, marks=pytest.mark.slow if size > most_ranks(family) else ())
-    for family in (*FAMILIES, *RECURRENT_FAMILIES, *SPARSE_FAMILIES)
+    for family in (*FAMILIES, *RECURRENT_FAMILIES, *SPARSE_FAMILIES, *WRAPPED_FAMILIES)
     for size in (1, 2, 4)
 ]
 
@@ -137,7 +138,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
     "oracle",
     [
         pytest.param(family, marks=() if family in ON_TWO_RANKS else pytest.mark.slow)
-        for family in (*RECURRENT_FAMILIES, *SPARSE_FAMILIES)
+        for family in (*RECURRENT_FAMILIES, *SPARSE_FAMILIES, "qwen3_5_moe", "mistral_large4")
     ],
     indirect=True,
     scope="module",

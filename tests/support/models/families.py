@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY = 256
 COMMON: dict[str, Any] = {
@@ -210,9 +216,77 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+MULTIMODAL_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+# Text decoders inside of models that also see images: what their text part has.
+WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": GATED_DELTA,
+    "qwen3_vl_moe": {**FAMILIES["qwen3_moe"], "rope_parameters": MULTIMODAL_ROTARY},
+    "glm4v_moe": {
+        **FAMILIES["glm4_moe"],
+        "rope_parameters": {**MULTIMODAL_ROTARY, "partial_rotary_factor": 0.5},
+    },
+    "kimi_k25": {**MLA, "num_local_experts": 8, "n_group": 1, "topk_group": 1},
+    "mistral_large4": INDEXED,
+    "mistral3": {
+        **MLA,
+        "model_type": "mistral4",
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "minimax_m3_vl": {
+        "num_hidden_layers": 4,
+        "num_local_experts": 8,
+        "intermediate_size": 32,
+        "dense_intermediate_size": 48,
+        "shared_intermediate_size": 32,
+        "rotary_dim": 8,
+    },
+    "gemma4": {
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "enable_moe_block": True,
+        "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "final_logit_softcapping": 30.0,
+    },
+    "aria": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 32},
+}
+TOWER = {  # sizes of what sees images
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "out_hidden_size": 64,
+    "image_size": 28,
+    "patch_size": 14,
+    "position_embedding_size": 8,
+}
+
 
 def make_config(family: str, **settings: Any) -> PreTrainedConfig:
     """A family's configuration."""
+    if family in WRAPPED_FAMILIES:
+        default = AutoConfig.for_model(family)
+        text = {
+            "model_type": default.text_config.model_type,
+            **COMMON,
+            **WRAPPED_FAMILIES[family],
+            **settings,
+        }
+        tower = default.vision_config or AutoConfig.for_model(f"{family}_vision")  # Gemma has none by itself
+        vision = {name: size for name, size in TOWER.items() if hasattr(tower, name)}
+        vision["model_type"] = tower.model_type
+        return AutoConfig.for_model(family, text_config=text, vision_config=vision)
     own = {**FAMILIES, **RECURRENT_FAMILIES, **SPARSE_FAMILIES}[family]
     return AutoConfig.for_model(family, **{**COMMON, **own, **settings})
 
@@ -221,7 +295,8 @@ def make_model(family: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """Build the oracle: `transformers`' eager model in float32, with seeded weights."""
     config = make_config(family, **settings)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    kind = AutoModelForMultimodalLM if family in WRAPPED_FAMILIES else AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.set_experts_implementation("eager")
     seed_special_tensors(model, seed)
     return model

@@ -1,0 +1,73 @@
+"""The text decoder of a model that also sees or hears: all that is kept of it, and all that is read of its checkpoint.
+
+`transformers`' conditional-generation classes hold a decoder beside towers for images and sounds, and join what these give
+with the embedded tokens before the decoder runs. Without images there is nothing to join: the class's own forward
+(output projection, scalings, caps) is kept, and what it calls to join runs the decoder alone, on plain positions.
+Rejected: building the decoder's own class, which a quarter of the types have none of, and whose names are not the checkpoint's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+from torch import nn
+from transformers import AutoModelForMultimodalLM, PreTrainedModel
+
+# What a decoder is given of all that the class's forward passes on.
+_PASSED = ("input_ids", "position_ids", "past_key_values", "use_cache", "pages")
+
+
+def is_wrapped(config: Any) -> bool:
+    """Whether a configuration is of a text decoder with other parts beside it."""
+    return (
+        config.get_text_config(decoder=True) is not config
+        and type(config) in AutoModelForMultimodalLM._model_mapping
+    )
+
+
+def keep_text(model: PreTrainedModel) -> bool:
+    """Leave a model nothing but its decoder and what its own forward does behind that; its names stay.
+
+    Returns:
+        Whether the model is built so that this can be done; else it is as it was.
+    """
+    joining, decoder = getattr(model, model.base_model_prefix, None), model.get_decoder()
+    if not isinstance(joining, nn.Module) or decoder not in list(joining.children()):
+        return False
+    whole = set(model.state_dict())
+    for name, part in [*joining.named_children()]:
+        if part is not decoder:
+            delattr(joining, name)
+    joining.forward = _running(decoder)
+    model.left_out = frozenset(whole - set(model.state_dict()))
+    return True
+
+
+def left_out(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the parameters that `keep_text` took from a model."""
+    names: frozenset[str] = getattr(model, "left_out", frozenset())
+    return names
+
+
+class _Output:
+    """What a decoder gave, and None for all that the parts that are gone would have given."""
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    def __getitem__(self, index: int) -> Any:
+        return self._output[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name, None)
+
+
+def _running(decoder: nn.Module) -> Callable[..., Any]:
+    own = ref(decoder)
+
+    def forward(**inputs: Any) -> Any:
+        passed = {name: inputs[name] for name in _PASSED if name in inputs}
+        run: Any = own()
+        return _Output(run(**passed))
+
+    return forward

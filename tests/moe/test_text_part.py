@@ -1,0 +1,71 @@
+"""Of models that also see images the text decoder is read and served, whatever way the checkpoint lays experts out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from moe.families import UnsupportedModelError, build_on_meta
+from moe.load.checkpoint import Checkpoint, CheckpointError
+from moe.model import Skeleton
+from moe.text_part import left_out
+from tests.support.engines.serving import build, teacher_forced
+from tests.support.models.families import make_config, write_checkpoint
+from tests.support.models.family_sweep import prompts
+
+WEIGHTS = "model.safetensors"
+
+
+def test_nothing_but_the_decoder_and_the_head_is_read(tmp_path: Path) -> None:
+    write_checkpoint("glm4v_moe", tmp_path)
+    gone = left_out(Skeleton(tmp_path).model)
+    assert gone and all(".visual." in name for name in gone)
+    checkpoint = Checkpoint(tmp_path)
+    of_text = [name for name in checkpoint.names() if ".visual." not in name]
+    assert len(of_text) < len(checkpoint.names())
+    built = build(tmp_path, max_model_len=64)
+    wanted = sum(4 * int(np.prod(checkpoint.shape(name))) for name in of_text)
+    assert built.model.checkpoint.bytes_read == wanted
+
+
+def test_experts_may_lie_the_other_way_round(tmp_path: Path) -> None:
+    """As published checkpoints of Qwen3-VL have them: [experts, inputs, outputs]."""
+    model, sequences = write_checkpoint("qwen3_vl_moe", tmp_path), prompts(9, 4)
+    tensors = load_file(tmp_path / WEIGHTS)
+    for name, tensor in tensors.items():
+        if (
+            name.endswith(("gate_up_proj", "down_proj"))
+            and tensor.dim() == 3
+            and tensor.shape[1] != tensor.shape[2]
+        ):
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    found = teacher_forced(build(tmp_path, max_model_len=64), sequences)
+    with torch.inference_mode():
+        for ours, sequence in zip(found, sequences, strict=True):
+            assert np.abs(ours - model(torch.tensor([sequence])).logits[0].numpy()).max() < 1e-4
+
+
+def test_a_tensor_of_no_part_is_unexpected_still(tmp_path: Path) -> None:
+    write_checkpoint("aria", tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    save_file({**tensors, "model.ears.weight": torch.zeros(2)}, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.ears\.weight"):
+        build(tmp_path, max_model_len=64)
+
+
+def test_a_decoder_that_is_not_apart_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="does not hold its text decoder apart from what sees images"
+    ):
+        build_on_meta(AutoConfig.for_model("llama4"))
+
+
+def test_a_wrapper_without_experts_is_none_of_ours(tmp_path: Path) -> None:
+    config = make_config("gemma4", enable_moe_block=False)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="it is not a Mixture-of-Experts model"):
+        Skeleton(tmp_path)
