@@ -326,10 +326,6 @@ def _attend(
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _serve_experts(_module: Any, hidden_TD: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
-    return torch.empty_like(hidden_TD)
-
-
 @torch.no_grad()
 def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     """Run a model on meta, to learn what each layer caches and sees; leaves the rehearsal's organs set.
@@ -339,7 +335,13 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     """
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _make_mask)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _serve_experts)
+    reached: set[Any] = set()  # experts modules
+
+    def serve_experts(module: Any, hidden_TD: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
+        reached.add(module)
+        return torch.empty_like(hidden_TD)
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, serve_experts)
     model.set_attn_implementation(NAME)
     model.set_experts_implementation(NAME)
     mixers.exchange(model, RECURRENCES)
@@ -364,6 +366,15 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
             f"{model_type} does not run on a packed batch with a paged cache "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
         ) from error
+    idle = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "is_concatenated") and module not in reached
+    ]
+    if idle:
+        raise UnsupportedModelError(
+            f"{model_type}: no token of a text reaches {idle[0]}; experts for images are not served"
+        )
     config = model.config.get_text_config(decoder=True)
     if logits.shape != (1, 2, config.vocab_size):
         raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")

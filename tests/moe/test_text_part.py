@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from moe.families import UnsupportedModelError, build_on_meta
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.model import Skeleton
+from moe.rehearsal import rehearse
 from moe.text_part import left_out
 from tests.support.engines.serving import build, teacher_forced
 from tests.support.models.families import make_config, write_checkpoint
@@ -62,6 +63,12 @@ def test_a_decoder_that_is_not_apart_is_refused() -> None:
         UnsupportedModelError, match="does not hold its text decoder apart from what sees images"
     ):
         build_on_meta(AutoConfig.for_model("llama4"))
+
+
+def test_experts_that_no_text_reaches_are_refused() -> None:
+    model = build_on_meta(AutoConfig.for_model("ernie4_5_vl_moe"))
+    with pytest.raises(UnsupportedModelError, match=r"no token of a text reaches .*\.vision_moe\.experts"):
+        rehearse(model)
 
 
 def test_a_wrapper_without_experts_is_none_of_ours(tmp_path: Path) -> None:
