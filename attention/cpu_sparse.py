@@ -32,11 +32,20 @@ from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 
 _DIGIT_BITS = 11
+COUNTS = 1 << _DIGIT_BITS  # that `largest` takes room for
 
 
 @njit(nogil=True, inline="always")
-def _largest(keys, count, wanted, counts):  # type: ignore[no-untyped-def]
-    # The `wanted`-th largest of `count` keys, and how many of those equal to it are wanted. A digit at a time.
+def ordered(score):  # type: ignore[no-untyped-def]
+    """Return a score as a whole number that is ordered as it is."""
+    bits = np.float32(score).view(np.uint32)
+    word = bits if score != np.float32(0.0) else np.uint32(0)  # no -0
+    return ~word if word >> np.uint32(31) else word | np.uint32(0x80000000)
+
+
+@njit(nogil=True, inline="always")
+def largest(keys, count, wanted, counts):  # type: ignore[no-untyped-def]
+    """Return the `wanted`-th largest of `count` keys, and how many of those equal to it are wanted: a digit at a time."""
     prefix, mask, shift = np.uint32(0), np.uint32(0), 32
     left = wanted
     while shift > 0:
@@ -103,11 +112,9 @@ def _choose(at, tile):  # type: ignore[no-untyped-def]
             for lane in range(LANES):
                 here[lane] += weights[head] * max(products[head, lane] * scale, np.float32(0.0))
     order = np.empty(count, np.uint32)  # as floats, compared as whole numbers
-    bits = sums.view(np.uint32)
     for position in range(count):
-        word = bits[position] if sums[position] != np.float32(0.0) else np.uint32(0)  # no -0
-        order[position] = ~word if word >> np.uint32(31) else word | np.uint32(0x80000000)
-    least, equal = _largest(order, count, wanted, np.empty(1 << _DIGIT_BITS, np.int64))
+        order[position] = ordered(sums[position])
+    least, equal = largest(order, count, wanted, np.empty(COUNTS, np.int64))
     place = 0
     for position in range(count):
         if order[position] == least:

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attention.cpu_attention import paged_attention
 from attention.cpu_latents import latent_attention
 from attention.cpu_sparse import chosen_attention
+from attention.pooled_index import ChosenMask
 from attention.sparse_index import ANY_MASK, INDEXED
 from kvcache.paged_cache import PagedCache
 
@@ -26,7 +27,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
     *,
     scaling: float,
     pages: PagedCache,
@@ -43,13 +44,15 @@ def attend(
         pages: the cache, passed through `model.forward(pages=...)`.
         s_aux: sink logits [H].
         indices: [1, T, K] int32 slots of the cache that rows attend to, of latents; None: all that they see.
-        attention_mask, options: not read. What changes results among them is refused before a model is loaded
+        attention_mask: a `ChosenMask` has `indices`; others are not read, and neither are `options`. What changes results among them is refused before a model is loaded
             (`moe.rehearsal`); the window comes with the cache's shapes, because that is where the mask says it.
 
     Returns:
         [1, T, H, V] float32, and no attention weights.
     """
     layer, step = int(module.layer_idx), pages.step
+    if isinstance(attention_mask, ChosenMask):
+        indices = attention_mask.indices
     window = pages.shapes[layer].window
     assert step is not None, "a step must be set before the model runs"
     if not step.num_tokens:  # nothing to do here: this rank takes part in the others' exchanges

@@ -117,8 +117,12 @@ class _Pages:
 
 
 def indexers(net: nn.Module) -> list[Any]:
-    """The modules that choose tokens."""
-    return [module for module in net.modules() if "update_indexer" in _names(module)]
+    """The modules that choose tokens one by one; `attention.pooled_index` has those that choose pools."""
+    return [
+        module
+        for module in net.modules()
+        if "update_indexer" in _names(module) and not hasattr(module, "index_kpool")
+    ]
 
 
 def exchange(net: nn.Module, choose: Choose) -> bool:

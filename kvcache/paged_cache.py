@@ -166,8 +166,11 @@ class PagedCache:
             _write_heads(key_TGD, value_TGV, slots_T.numpy(), count, *pages)
         return key, value
 
-    def update_indexer(self, key: Tensor, layer: int) -> Tensor:
-        """Write the step's new index keys of one layer: [1, T, D] float32; returns them."""
+    def update_indexer(self, key: Tensor, layer: int, *, more: int = 0) -> Tensor:
+        """Write the step's new index keys of one layer: [1, T, D] float32; returns them.
+
+        `more`: of a page's dims, those behind a token's, which kernels of the index write.
+        """
         step = self.step
         assert step is not None, "a step must be set before the model runs"
         key_TD, pages = key[0].contiguous().numpy(), self.indexes[layer].numpy()

@@ -20,14 +20,15 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention import sparse_index
+from attention import pooled_index, sparse_index
+from attention.pooled_index import ChosenMask
 from attention.recurrences import mixers
 from attention.sparse_index import AnyMask
 from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
 from moe import long_rotary
 from moe.families import UnsupportedModelError
-from moe.rehearsed import RECURRENCES, choose
+from moe.rehearsed import RECURRENCES, choose, choose_pools
 
 NAME = "wideep_rehearsal"
 # Attention keywords that the organ serves, and those that change no result at inference.
@@ -36,6 +37,7 @@ WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
         "dropout",
+        "input_ids",
         "is_causal",
         "output_attentions",
         "output_hidden_states",
@@ -159,11 +161,11 @@ class Notes:
             self._refuse_state(layer, "convolves")
         self.tails[layer] = (taps - 1, inputs.shape[1])
 
-    def update_indexer(self, key: Tensor, layer: int) -> Tensor:
-        """Note a layer's index keys, [1, T, D]; returns them."""
+    def update_indexer(self, key: Tensor, layer: int, *, more: int = 0) -> Tensor:
+        """Note a layer's index keys, [1, T, D], and what a page has beside them per token; returns them."""
         if layer in self.indexed or key.dim() != 3:
             raise UnsupportedModelError(f"{self.model_type}: layer {layer} has an index of another kind")
-        self.indexed[layer] = key.shape[2]
+        self.indexed[layer] = key.shape[2] + more
         return key
 
     def choose(self, query_TID: Tensor, count: int) -> Tensor:
@@ -316,12 +318,15 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Sight | None = None,
+    attention_mask: Sight | ChosenMask | None = None,
     *,
     scaling: float,
     pages: Notes,
     **options: Any,
 ) -> tuple[Tensor, None]:
+    if isinstance(attention_mask, ChosenMask):
+        options["indices"] = attention_mask.indices
+        attention_mask = Sight(0)
     pages.attend(module, query, key, attention_mask, options)
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -347,6 +352,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     mixers.exchange(model, RECURRENCES)
     long_rotary.rehearse(model)
     sparse_index.exchange(model, choose)
+    pooled_index.exchange(model, choose_pools)
     model_type = model.config.model_type
     notes = Notes(model_type)
     rows = torch.zeros(1, ROW_MULTIPLE, dtype=torch.int64, device="meta")

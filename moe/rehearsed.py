@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.pooled_index import Pooling
 from attention.recurrences import mixers
 from moe.families import UnsupportedModelError
 
@@ -117,6 +118,14 @@ def choose(
 ) -> Tensor:
     """See `sparse_index.Choose`; `notes` are the rehearsal's."""
     chosen: Tensor = notes.choose(query_TID, count)
+    return chosen
+
+
+def choose_pools(
+    notes: Any, _layer: int, query_TID: Tensor, _weight_TI: Tensor, _scale: float, pooling: Pooling
+) -> Tensor:
+    """See `pooled_index.ChoosePools`; `notes` are the rehearsal's."""
+    chosen: Tensor = notes.choose(query_TID, pooling.num_tokens)
     return chosen
 
 

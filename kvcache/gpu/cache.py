@@ -83,8 +83,9 @@ class DeviceCache(PagedCache):
             write_pages(_by_row(key), slot_P, self.keys[layer], _by_row(value), self.values[layer])
         return key, value
 
-    def update_indexer(self, key: Tensor, layer: int) -> Tensor:
+    def update_indexer(self, key: Tensor, layer: int, *, more: int = 0) -> Tensor:
         """Write the step's new index keys of one layer: [1, P, I]; returns them."""
+        assert not more, "an index over pools has no kernels on GPUs"
         assert self.step is not None, "a step must be set before the model runs"
         pages = self.indexes[layer]
         rows_P1I = key[0].to(pages.dtype)[:, None].contiguous()

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention import latents, sparse_index
+from attention import latents, pooled_index, sparse_index
 from attention import organ as attention_organ
 from attention.cpu_attention import ATTEND
 from attention.cpu_latents import LATENT_KERNELS, AbsorbedWeight
 from attention.cpu_norm import rms_norm
+from attention.cpu_pooled import POOL_KERNELS, choose_pools
 from attention.cpu_sparse import SPARSE_KERNELS, choose_from_pages
 from attention.cpu_tiles import LANES
 from attention.recurrences import mixers
@@ -21,13 +22,14 @@ from attention.recurrences.cpu import RECURRENCES
 from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from dispatch.passes import PASSES
 from dispatch.team import Team, program_of, run_alone
-from kvcache.paged_cache import LayerShape, PagedCache
+from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe import long_rotary
 from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.gates import Gate, gate_of
 from moe.adopt.lightning import try_lightning
 from moe.adopt.norms import Norms
+from moe.adopt.pools import try_pools
 from moe.adopt.routers import Routers
 from moe.backend import Backend, LoadedModel
 from moe.cpu import experts as experts_organ
@@ -115,7 +117,7 @@ def _make_cache(shapes: list[LayerShape], num_blocks: int, num_states: int, step
 def _why_unserved(
     net: nn.Module, _shapes: list[LayerShape], _quantisation: Quantisation | None
 ) -> str | None:
-    return latents.why_not(net)
+    return latents.why_not(net) or pooled_index.why_not(net, BLOCK_TOKENS)
 
 
 def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
@@ -135,6 +137,8 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
         long_rotary.exchange(net, limit, step)
     if sparse_index.exchange(net, choose_from_pages):
         net.set_attn_implementation(attention_organ.NAME + sparse_index.INDEXED)
+    if pooled := pooled_index.exchange(net, choose_pools):
+        try_pools(net, pooled, step, rows)
     adopt(net.modules(), (Norms(rms_norm), Routers(route)), rows)
     adopt_layers(net, step, shapes)
 
@@ -154,6 +158,7 @@ def compile_kernels(model: LoadedModel, served: PagedCache) -> None:
         ATTEND,
         *(LATENT_KERNELS if any(shape.latent for shape in served.shapes) else ()),
         *(SPARSE_KERNELS if any(shape.index_dim for shape in served.shapes) else ()),
+        *(POOL_KERNELS if pooled_index.modules(model.net) else ()),
         *(RECURRENCE_KERNELS if any(shape.state for shape in served.shapes) else ()),
         *((CHOOSE, *PASSES) if any(exchange_of(layer) for layer in model.layers) else ()),
     ):

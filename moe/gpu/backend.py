@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention import latents, sparse_index
+from attention import latents, pooled_index, sparse_index
 from attention.gpu import limits as attention_limits
 from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
@@ -120,6 +120,8 @@ def _why_unserved(
     problem = latents.why_not(net) or attention_limits.why_not(shapes, ranks)
     if quantisation is not None and quantisation.method == "fp8":
         problem = problem or why_no_fp8(quantisation, on.device)
+    if pooled_index.modules(net):
+        problem = problem or "an index over pools of tokens; the GPU kernels have none"
     if limit_of(net.config) is not None:
         problem = problem or "rotary embeddings of type longrope; there is no code for them on GPUs"
     if on.compiler and any(shape.state or shape.index_dim for shape in shapes):

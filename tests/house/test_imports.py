@@ -62,8 +62,14 @@ ORDER = (
     ("attention.recurrences.gpu_kernels",),
     ("attention.gpu",),
     ("attention.organ", "attention.recurrences.cpu"),
+    ("attention.cpu_pooled",),
     ("attention.cpu_sparse",),
-    ("attention.cpu_heads", "attention.cpu_latents", "attention.recurrences.cpu_delta_net"),
+    (
+        "attention.cpu_heads",
+        "attention.cpu_latents",
+        "attention.pooled_index",
+        "attention.recurrences.cpu_delta_net",
+    ),
     ("attention.cpu_lone_latents",),
     (
         "attention.cpu_attention",

@@ -138,7 +138,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
     "oracle",
     [
         pytest.param(family, marks=() if family in ON_TWO_RANKS else pytest.mark.slow)
-        for family in (*RECURRENT_FAMILIES, *SPARSE_FAMILIES, "qwen3_5_moe", "mistral_large4")
+        for family in (*RECURRENT_FAMILIES, *SPARSE_FAMILIES, "qwen3_5_moe", "mistral_large4", "glm5_next")
     ],
     indirect=True,
     scope="module",

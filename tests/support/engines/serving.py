@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from attention import sparse_index
+from attention import pooled_index, sparse_index
 from expert_placement.choose import ReplicaChoice
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
@@ -149,7 +149,7 @@ def misroute(model: Model) -> None:
 
 def misindex(model: Model) -> bool:
     """Let every row attend to the tokens that another row's index chose, where there is one: likewise a control."""
-    found = sparse_index.indexers(model.net)
+    found = sparse_index.indexers(model.net) + pooled_index.modules(model.net)
 
     def exchanged(chosen: torch.Tensor) -> torch.Tensor:
         return torch.cat((chosen[:, 1:2], chosen[:, :-1]), 1)

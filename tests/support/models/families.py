@@ -227,6 +227,17 @@ WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "kimi_k25": {**MLA, "num_local_experts": 8, "n_group": 1, "topk_group": 1},
     "mistral_large4": INDEXED,
+    "glm5_next": {
+        **INDEXED,
+        "initializer_range": 0.08,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+        "qk_rope_head_dim": 0,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "index_kpool": 4,
+        "hc_mult": 2,
+    },
     "mistral3": {
         **MLA,
         "model_type": "mistral4",

@@ -1,0 +1,94 @@
+"""A sparse index over pools of tokens (GLM-5.3, 2026): what its modules keep, and how they are exchanged.
+
+Every token has a key and a gate per channel. A pool is some tokens side by side (`index_kpool`, 16 as published); once all of them are
+there, its key is their keys' mean, weighted by a softmax over the gates. Rows choose pools by scores as in
+`attention.sparse_index`, see all of their tokens, and the tokens of the pool that is not whole yet. The modules pool all keys anew
+in every forward and turn what they chose into a mask; exchanged, the cache keeps pools' keys, and attention is given the tokens.
+
+Legend: T rows, I index heads, D index dim, K tokens chosen at most.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+from torch import Tensor, nn
+
+from attention.sparse_index import AnyMask
+
+_PARTS = (
+    "index_kpool", "index_kpool_always_select_tail", "index_kpool_compress_ape", "index_kpool_compress_gate", "index_topk",
+    "wq_b", "wk", "k_norm", "weights_proj", "softmax_scale", "n_heads", "head_dim", "layer_idx",
+)  # fmt: skip
+_MASKING = "build_attention_mask_from_topk"
+
+
+class Pooling(NamedTuple):
+    """What one layer's index does."""
+
+    pool_tokens: int
+    num_chosen: int  # pools
+    bias_BD: Tensor  # on gates, by place in the pool
+
+    @property
+    def num_tokens(self) -> int:
+        """Chosen at most: K."""
+        return self.num_chosen * self.pool_tokens + self.pool_tokens - 1
+
+
+# (cache, layer, queries [T, I, D], weights [T, I], factor on products, pooling) to [1, T, K].
+ChoosePools = Callable[[Any, int, Tensor, Tensor, float, Pooling], Tensor]
+
+
+class ChosenMask(AnyMask):
+    """Stands where a mask is made of what an index chose: attention takes the choice itself."""
+
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices
+
+
+def modules(net: nn.Module) -> list[Any]:
+    """The modules that choose pools."""
+    return [module for module in net.modules() if all(hasattr(module, name) for name in _PARTS)]
+
+
+def why_not(net: nn.Module, block_tokens: int) -> str | None:
+    """Say why pools cannot be kept in blocks, as "the model has ..."; None: they can, or there are none."""
+    for module in modules(net):
+        size = int(module.index_kpool)
+        if block_tokens % size or module.head_dim % size:
+            return f"an index over pools of {size} tokens; blocks have {block_tokens}, and index keys {module.head_dim} values"
+        if not module.index_kpool_always_select_tail:
+            return "an index that leaves out the tokens of a pool that is not whole"
+    return None
+
+
+def exchange(net: nn.Module, choose: ChoosePools) -> list[Any]:
+    """Let indexes choose from the pages of the cache that they are given; returns their modules."""
+    found = modules(net)
+    for module in found:
+        module.forward = choosing(module, choose)
+    for module in net.modules() if found else ():
+        if hasattr(module, _MASKING):
+            setattr(module, _MASKING, lambda topk_indices, **_options: ChosenMask(topk_indices))
+    return found
+
+
+def choosing(module: Any, choose: ChoosePools) -> Callable[..., Tensor]:
+    """Return the forward of a module that chooses from pages."""
+    own, layer = ref(module), int(module.layer_idx)
+
+    def run(hidden_states: Tensor, q_resid: Tensor, attention_mask: Any, past_key_values: Any) -> Tensor:
+        index: Any = own()
+        heads, dim, pool_tokens = int(index.n_heads), int(index.head_dim), int(index.index_kpool)
+        query_TID = index.wq_b(q_resid).view(-1, heads, dim)
+        key = index.k_norm(index.wk(hidden_states))
+        gate = F.linear(hidden_states, index.index_kpool_compress_gate)
+        past_key_values.update_indexer(torch.cat((key, gate), -1), layer, more=dim // pool_tokens)
+        weight_TI = index.weights_proj(hidden_states)[0].float() * heads**-0.5
+        pooling = Pooling(pool_tokens, index.index_topk // pool_tokens, index.index_kpool_compress_ape)
+        return choose(past_key_values, layer, query_TID, weight_TI, index.softmax_scale, pooling)
+
+    return run

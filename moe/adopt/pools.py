@@ -1,0 +1,51 @@
+"""Indexes over pools of tokens, whose modules are exchanged as a whole (`attention.pooled_index`): tried, as all that is adopted."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcache.paged_cache import LayerShape, PagedCache
+from kvcache.step import Span, Step
+from moe.adopt.adopt import SampleRows
+from moe.families import UnsupportedModelError
+
+_POOLS = 5  # that there are, and a part of one
+_CHOSEN = 2
+_LIKE = 0.98  # rows that choose the same tokens: nearly equal scores may be rounded past each other
+
+
+@torch.no_grad()
+def try_pools(net: Any, modules: list[Any], step: Step, rows: SampleRows) -> None:
+    """See that modules choose what `transformers`' own code chooses.
+
+    Raises:
+        UnsupportedModelError: they do not.
+    """
+    for module in modules:
+        layer, size, topk = int(module.layer_idx), int(module.index_kpool), module.index_topk
+        tokens = min(_POOLS * size + size // 2, step.max_tokens)
+        blocks = -(-tokens // step.block_tokens)
+        width = 2 * int(module.head_dim) + int(module.head_dim) // size
+        pages = PagedCache([LayerShape()] * layer + [LayerShape(index_dim=width)], blocks)
+        pages.step = step
+        step.fill([Span(0, tokens, range(blocks))])
+        hidden = rows.draw(1, step.num_padded, module.wk.in_features)
+        query = rows.draw(1, step.num_padded, module.wq_b.in_features, seed=1)
+        seen = torch.ones(1, tokens, dtype=torch.bool)
+        module.index_topk = _CHOSEN * size
+        try:
+            wanted = type(module).forward(module, hidden[:, :tokens], query[:, :tokens], seen, None)[0]
+            found = module.forward(hidden, query, None, pages)[0, :tokens]
+        finally:
+            module.index_topk = topk
+        if _share_alike(found, wanted) < _LIKE:
+            raise UnsupportedModelError(
+                f"{net.config.model_type}: layer {layer} chooses pools of tokens in a way of its own"
+            )
+
+
+def _share_alike(found: Tensor, wanted: Tensor) -> float:
+    if found.shape != wanted.shape:
+        return 0.0
+    return float((found.sort(1).values == wanted.sort(1).values).all(1).float().mean())
