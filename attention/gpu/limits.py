@@ -20,6 +20,9 @@ LATENT_VALUES = 512  # from this value dim on, heads share cached latents
 # are expanded head by head. DeepSeek's 128 heads of 128k tokens would take 10.7 GB, and as much again for the copy.
 EXPANDED_BYTES = 512 << 20
 SCORE_BYTES = 256 << 20  # of an index's scores that exist at once, but for decodes: those are scored together
+LARGEST_INDEX = (
+    3 * LARGEST_DIM
+)  # values per token: a key; of an index over pools a gate too, and a part of a pool's key
 LARGEST_STATE = 512  # rows of a head's state, or of a channel's: a program has some columns of all of them
 
 
@@ -48,8 +51,8 @@ def check_latents(latent_dim: int, rope_dim: int, dtype: torch.dtype) -> None:
             f"latent_dim is {latent_dim}; the kernel takes powers of 2 from {LEAST_DIM} to {LARGEST_LATENT} "
             "(512 in every known model)"
         )
-    if not 0 < rope_dim <= 128:
-        raise ValueError(f"the rotary part of latents is {rope_dim}; the kernel takes 1 to 128")
+    if not 0 <= rope_dim <= 128:
+        raise ValueError(f"the rotary part of latents is {rope_dim}; the kernel takes 0 to 128")
 
 
 def check_layout(query_THD: Tensor, *pages: Tensor) -> None:
@@ -90,8 +93,10 @@ def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | 
     large = max((state[-2] for state in states), default=0)
     if large > LARGEST_STATE:
         return f"recurrent states of {large} rows; the GPU kernels take up to {LARGEST_STATE}"
-    if any(shape.index_dim > LARGEST_DIM for shape in shapes):
-        return f"index keys of more than {LARGEST_DIM} values; the GPU kernels take up to that"
+    if any(shape.index_dim > LARGEST_INDEX for shape in shapes):
+        return (
+            f"an index that keeps more than {LARGEST_INDEX} values per token; the GPU kernels take up to that"
+        )
     of_heads = [shape for shape in shapes if shape.num_kv_heads and not shape.latent]
     dims = {dim for shape in of_heads for dim in (shape.key_dim, shape.value_dim)}
     bad = sorted(dim for dim in dims if not LEAST_DIM <= dim <= LARGEST_DIM)

@@ -23,6 +23,7 @@ from attention.gpu.mla import latent_decode
 from attention.gpu.prefill import paged_prefill, tile_tokens
 from attention.gpu.sparse import chosen_attention
 from attention.latents import Halves, halves_of
+from attention.pooled_index import ChosenMask
 from attention.sparse_index import ANY_MASK, INDEXED
 from kvcache.gpu.cache import DeviceCache
 from kvcache.gpu.step import DeviceStep
@@ -43,7 +44,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
     *,
     scaling: float,
     pages: DeviceCache,
@@ -63,6 +64,8 @@ def attend(
     """
     layer, step = int(module.layer_idx), pages.step
     assert step is not None, "a step must be set before the model runs"
+    if isinstance(attention_mask, ChosenMask):
+        indices = attention_mask.indices
     query_PHD = _rows(query)
     shape, value_dim = pages.shapes[layer], value.shape[-1]
     P, H, _ = query_PHD.shape
@@ -169,7 +172,7 @@ def _attend_chosen(
     for first in range(0, P, at_once):
         here = slice(first, min(first + at_once, P))
         mean_RHL = chosen_attention(
-            _absorbed(query_PHD[here], key_HUL), pages.keys[layer], chosen_PK, pages.step, first, latent_dim=L,
+            _absorbed(query_PHD[here], key_HUL), pages.keys[layer], chosen_PK, first, latent_dim=L,
             scale=scale, sinks_H=sinks_H,
         )  # fmt: skip
         out_PHV[here] = _expanded_values(mean_RHL, value_HVL)

@@ -12,8 +12,6 @@ Legend: P rows of the step, padding included, R rows at a time, H query heads, I
 at most, N blocks, B tokens of a block, M blocks a sequence may have, L latent dim, E rotary dim, C tokens a row may see.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +21,13 @@ from attention.gpu.decode import LEAST_ROWS, padded_sequences
 from attention.gpu.limits import check_latents, check_layout, score_rows
 from attention.gpu.mla import LatentTile, latent_tile
 from attention.gpu.pages import LOG2_E, bound, rows_of, weigh
+from attention.pooled_index import Pooling
 from kvcache.gpu.cache import DeviceCache
 
 _SCORED = 64  # tokens in one product
 _SCORED_BY = 16  # programs of a row, which take turns
 _SCANNED = 1024  # scores at a time
+_POOLED_BY = 8  # programs of a sequence, likewise
 
 
 @triton.jit
@@ -46,15 +46,58 @@ def table_of(table, query_start, row, num_sequences, table_stride, S_PAD: tl.con
     return table + tl.minimum(sequence, num_sequences - 1) * table_stride
 
 
+@triton.jit
+def slots_of(own_table, token, is_wanted, BLOCK: tl.constexpr):
+    """Return where tokens of a sequence are in the cache: block * BLOCK + offset."""
+    return tl.load(own_table + token // BLOCK, mask=is_wanted, other=0) * BLOCK + token % BLOCK
+
+
+@triton.jit
+def pooled_at(slot, dim, D: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Return where values of a pool's key are: each of its tokens' rows has D / SIZE of them behind its own key and gates.
+
+    `slot`: of the pool's first token.
+    """
+    return (slot + dim // (D // SIZE)) * WIDTH + 2 * D + dim % (D // SIZE)
+
+
+@triton.jit
+def make_pool_keys(
+    keys, bias, query_start, context, table, table_stride, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence, turn): keys of the pools that the step completes. `bias` [SIZE, D] float32."""
+    sequence, turns = tl.program_id(0), tl.num_programs(1)
+    rows = tl.load(query_start + sequence + 1) - tl.load(query_start + sequence)
+    end = tl.load(context + sequence)
+    first = ((end - rows) // SIZE).to(tl.int32)
+    count = (end // SIZE).to(tl.int32) - first
+    own_table = table + sequence.to(tl.int64) * table_stride
+    place, dim = tl.arange(0, SIZE_PAD), tl.arange(0, D_PAD)
+    is_in = (place[:, None] < SIZE) & (dim[None, :] < D)
+    added = tl.load(bias + place[:, None] * D + dim[None, :], mask=is_in, other=0.0)
+    for step in range(bound(tl.cdiv(tl.maximum(count - tl.program_id(1), 0), turns))):
+        pool = first + tl.program_id(1) + step * turns
+        slot = slots_of(own_table, pool * SIZE, True, BLOCK)
+        own = keys + (slot + place[:, None]) * WIDTH + dim[None, :]
+        gates = tl.load(own + D, mask=is_in, other=0.0).to(tl.float32) + added
+        gates = tl.where(place[:, None] < SIZE, gates, float("-inf"))
+        shares = tl.exp(gates - tl.max(gates, axis=0)[None, :])
+        shares = shares / tl.sum(shares, axis=0)[None, :]
+        mean = tl.sum(shares * tl.load(own, mask=is_in, other=0.0).to(tl.float32), axis=0)
+        to = keys + pooled_at(slot, dim, D, SIZE, WIDTH)
+        tl.store(to, mean.to(keys.dtype.element_ty), mask=dim < D)
+
+
 @triton.jit(do_not_specialize=["num_sequences", "first_row"])
-def score_tokens(
+def score_items(
     query, weight, keys, position, cache_slot, query_start, table, scores, num_sequences, first_row, table_stride,
     scores_stride, scale, S_PAD: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, turn): `scores` [R, C] float32 of every tile of tokens that it has a turn at."""
+    """Program (row, turn): `scores` [R, C] float32 of every tile of tokens, or of pools of SIZE, that it has a turn at."""
     row = first_row + tl.program_id(0)
-    count = seen_by(position, cache_slot, row)
+    count = seen_by(position, cache_slot, row) // SIZE
     own_table = table_of(table, query_start, row, num_sequences, table_stride, S_PAD)
     head, dim = tl.arange(0, HEADS_PAD), tl.arange(0, D_PAD)
     place = row.to(tl.int64) * HEADS + head
@@ -65,13 +108,17 @@ def score_tokens(
     turns = tl.num_programs(1)
     for step in range(bound(tl.cdiv(tl.maximum(count - tl.program_id(1) * TILE, 0), TILE * turns))):
         at = (step * turns + tl.program_id(1)) * TILE
-        token = at + tl.arange(0, TILE)
-        is_seen = token < count
-        key = keys + rows_of(own_table, at, count, 0, 1, BLOCK, TILE) * D
-        key_DT = tl.load(key[None, :] + dim[:, None], mask=is_seen[None, :] & (dim[:, None] < D), other=0.0)
+        item = at + tl.arange(0, TILE)
+        is_seen = item < count
+        if SIZE == 1:
+            key = (keys + rows_of(own_table, at, count, 0, 1, BLOCK, TILE) * WIDTH)[None, :] + dim[:, None]
+        else:
+            row_of_pool = slots_of(own_table, item * SIZE, is_seen, BLOCK)[None, :]
+            key = keys + pooled_at(row_of_pool, dim[:, None], D, SIZE, WIDTH)
+        key_DT = tl.load(key, mask=is_seen[None, :] & (dim[:, None] < D), other=0.0)
         products = tl.dot(q, key_DT, input_precision="ieee") * scale
         summed = tl.sum(shares[:, None] * tl.maximum(products, 0.0), axis=0)
-        tl.store(own_scores + token, summed, mask=is_seen)
+        tl.store(own_scores + item, summed, mask=is_seen)
 
 
 @triton.jit
@@ -85,59 +132,70 @@ def ranked(scores, token, count):
 @triton.jit(do_not_specialize=["num_sequences", "first_row"])
 def choose_best(
     scores, position, cache_slot, query_start, table, chosen, num_sequences, first_row, table_stride, scores_stride,
-    S_PAD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    S_PAD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): `chosen` [P, K], slots of its best tokens, -1 behind them."""
+    """Program (row): `chosen` [P, K * SIZE + SIZE - 1], slots of the tokens of its best K items, then of the tokens behind the
+    last item; -1 behind them."""
     row = first_row + tl.program_id(0)
-    count = seen_by(position, cache_slot, row)
+    seen = seen_by(position, cache_slot, row)
+    count = seen // SIZE
     own_table = table_of(table, query_start, row, num_sequences, table_stride, S_PAD)
     own_scores = scores + tl.program_id(0).to(tl.int64) * scores_stride
-    own_chosen = chosen + row.to(tl.int64) * K
+    own_chosen = chosen + row.to(tl.int64) * (K * SIZE + SIZE - 1)
+    within = tl.arange(0, SIZE_PAD)
     lane, digits = tl.arange(0, TILE), tl.arange(0, 256)
     tiles = tl.cdiv(count, TILE)
-    # The K-th largest, a digit at a time: `least`; of those equal to it `left` are wanted. Few tokens are all wanted.
+    # The K-th largest, a digit at a time: `least`; of those equal to it `left` are wanted. Few items are all wanted.
     least, mask, left = tl.zeros([], tl.uint32), tl.zeros([], tl.uint32), tl.zeros([], tl.int32) + K
     for digit in tl.static_range(4):
         shift = 24 - 8 * digit
         histogram = tl.zeros([256], tl.int32)
         for step in range(bound(tiles)):
-            token = step * TILE + lane
-            number = ranked(own_scores, token, count)
-            is_in = (token < count) & ((number & mask) == least)
+            item = step * TILE + lane
+            number = ranked(own_scores, item, count)
+            is_in = (item < count) & ((number & mask) == least)
             histogram += tl.histogram(((number >> shift) & 255).to(tl.int32), 256, mask=is_in)
         at_least = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0) + histogram
         best = tl.maximum(tl.sum((at_least >= left).to(tl.int32), axis=0) - 1, 0)
         left -= tl.sum(tl.where(digits > best, histogram, 0), axis=0)
         least |= best.to(tl.uint32) << shift
         mask |= tl.full([], 255, tl.uint32) << shift
-    for step in tl.static_range((K + TILE - 1) // TILE):
+    whole, behind = tl.minimum(count, K) * SIZE, seen - count * SIZE
+    for step in tl.static_range((K * SIZE + SIZE - 1 + TILE - 1) // TILE):
         place = step * TILE + lane
-        tl.store(own_chosen + place, -1, mask=(place >= count) & (place < K))
+        tl.store(own_chosen + place, -1, mask=(place >= whole + behind) & (place < K * SIZE + SIZE - 1))
+    if SIZE > 1:
+        last = slots_of(own_table, count * SIZE + within, within < behind, BLOCK)
+        tl.store(own_chosen + whole + within, last.to(tl.int32), mask=within < behind)
     num_equal, num_chosen = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for step in range(bound(tiles)):
-        token = step * TILE + lane
-        number = ranked(own_scores, token, count)
-        is_seen = token < count
+        item = step * TILE + lane
+        number = ranked(own_scores, item, count)
+        is_seen = item < count
         equal = (is_seen & (number == least)).to(tl.int32)
         is_taken = is_seen & ((count <= K) | (number > least))
         is_taken |= (equal > 0) & (num_equal + tl.cumsum(equal, axis=0) <= left)
         taken = is_taken.to(tl.int32)
         place = num_chosen + tl.cumsum(taken, axis=0) - 1
-        block = tl.load(own_table + token // BLOCK, mask=is_taken, other=0)
-        tl.store(own_chosen + place, (block * BLOCK + token % BLOCK).to(tl.int32), mask=is_taken)
+        slot = slots_of(own_table, item * SIZE, is_taken, BLOCK)[:, None] + within[None, :]
+        is_token = is_taken[:, None] & (within[None, :] < SIZE)
+        tl.store(own_chosen + place[:, None] * SIZE + within[None, :], slot.to(tl.int32), mask=is_token)
         num_equal += tl.sum(equal, axis=0)
         num_chosen += tl.sum(taken, axis=0)
 
 
 @triton.jit(do_not_specialize=["first_row"])
 def attend_chosen(
-    query, latents, position, cache_slot, chosen, sinks, out, first_row, query_stride, scale, H: tl.constexpr,
-    HEADS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+    query, latents, chosen, sinks, out, first_row, query_stride, scale, H: tl.constexpr, HEADS: tl.constexpr,
+    L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, tile of heads): `out` [R, H, L]; `query` [R, H, L + E] of the same rows."""
     row, own = first_row + tl.program_id(0), tl.program_id(0).to(tl.int64)
-    count = tl.minimum(seen_by(position, cache_slot, row), K)
+    own_chosen = chosen + row.to(tl.int64) * K
+    number = tl.arange(0, K_PAD)
+    count = tl.sum((tl.load(own_chosen + number, mask=number < K, other=-1) >= 0).to(tl.int32), axis=0)
     latent_dim, rope_dim = tl.arange(0, L), tl.arange(0, E_PAD)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head[:, None] < H
@@ -152,7 +210,7 @@ def attend_chosen(
     for step in range(bound(tl.cdiv(count, TILE))):
         token = step * TILE + tl.arange(0, TILE)
         is_seen = token < count
-        slot = tl.load(chosen + row.to(tl.int64) * K + token, mask=is_seen, other=0)
+        slot = tl.load(own_chosen + token, mask=is_seen, other=0)
         place = latents + slot.to(tl.int64) * (L + E)
         latent_CL = tl.load(place[:, None] + latent_dim[None, :], mask=is_seen[:, None], other=0.0)
         is_rope = is_seen[None, :] & (rope_dim[:, None] < E)
@@ -181,6 +239,28 @@ def choose_from_pages(
     Returns:
         [1, P, K] int32 slots of the cache, in the order of the text, -1 behind them; rows of padding choose nothing.
     """
+    return _choose(pages, layer, query_PID, weight_PI, scale, count, 1)
+
+
+def choose_pools(
+    pages: DeviceCache, layer: int, query_PID: Tensor, weight_PI: Tensor, scale: float, pooling: Pooling
+) -> Tensor:
+    """Choose pools of tokens, see `attention.cpu_pooled.choose_pools`, with rows as in `choose_from_pages`."""
+    step, keys = pages.step, pages.indexes[layer]
+    assert step is not None, "a step must be set before the model runs"
+    on, dim, size = step.on_device, query_PID.shape[2], pooling.pool_tokens
+    make_pool_keys[(len(on.context_S), min(_POOLED_BY, -(-len(query_PID) // size)))](
+        keys, pooling.bias_BD.float().contiguous(), on.query_start_S, on.context_S, on.table_SM, on.table_SM.stride(0),
+        D=dim, D_PAD=max(16, triton.next_power_of_2(dim)), BLOCK=keys.shape[1], SIZE=size,
+        SIZE_PAD=triton.next_power_of_2(size), WIDTH=keys.shape[2],
+    )  # fmt: skip
+    return _choose(pages, layer, query_PID, weight_PI, scale, pooling.num_chosen, size)
+
+
+def _choose(
+    pages: DeviceCache, layer: int, query_PID: Tensor, weight_PI: Tensor, scale: float, count: int, size: int
+) -> Tensor:
+    """`count` items of `size` tokens, and the tokens behind the last one: [1, P, count * size + size - 1]."""
     step, keys = pages.step, pages.indexes[layer]
     assert step is not None, "a step must be set before the model runs"
     P, heads, dim = query_PID.shape
@@ -190,30 +270,23 @@ def choose_from_pages(
     scores_RC = pages.room(
         ("scores",), lambda: torch.empty(at_once, max_context, dtype=torch.float32, device=step.device)
     )
-    chosen_PK = torch.empty(P, count, dtype=torch.int32, device=step.device)
+    chosen_PK = torch.empty(P, count * size + size - 1, dtype=torch.int32, device=step.device)
     on, S = step.on_device, len(step.on_device.query_start_S) - 1
     about = on.position_P, on.cache_slot_P, on.query_start_S, on.table_SM
     turns = min(_SCORED_BY, max_context // _SCORED)
-    sizes = {"S_PAD": padded_sequences(S), "BLOCK": keys.shape[1]}
+    sizes = {"S_PAD": padded_sequences(S), "BLOCK": keys.shape[1], "SIZE": size}
     for first in range(0, P, at_once):
         rows = min(at_once, P - first)
-        score_tokens[(rows, turns)](
+        score_items[(rows, turns)](
             query, weight, keys, *about, scores_RC, S, first, on.table_SM.stride(0), max_context, scale, HEADS=heads,
-            HEADS_PAD=max(LEAST_ROWS, triton.next_power_of_2(heads)), D=dim, D_PAD=max(16, triton.next_power_of_2(dim)),
-            TILE=_SCORED, **sizes,
+            HEADS_PAD=max(LEAST_ROWS, triton.next_power_of_2(heads)), D=dim,
+            D_PAD=max(16, triton.next_power_of_2(dim)), TILE=_SCORED, WIDTH=keys.shape[2], **sizes,
         )  # fmt: skip
         choose_best[(rows,)](
-            scores_RC,
-            *about,
-            chosen_PK,
-            S,
-            first,
-            on.table_SM.stride(0),
-            max_context,
-            K=count,
-            TILE=_SCANNED,
-            **sizes,
-        )
+            scores_RC, *about, chosen_PK, S, first, on.table_SM.stride(0), max_context, K=count,
+            TILE=max(16, _SCANNED // size),
+            SIZE_PAD=triton.next_power_of_2(size), **sizes,
+        )  # fmt: skip
     return chosen_PK[None]
 
 
@@ -221,7 +294,6 @@ def chosen_attention(
     query_RHC: Tensor,
     latents_NBC: Tensor,
     chosen_PK: Tensor,
-    step: Any,
     first_row: int,
     *,
     latent_dim: int,
@@ -234,7 +306,7 @@ def chosen_attention(
     Args:
         query_RHC: [R, H, L + E], heads contiguous: the absorbed query, then its rotary part; of rows from `first_row` on.
         latents_NBC: [N, B, L + E] pages of the same type, contiguous.
-        chosen_PK: from `choose_from_pages`, of the step, a `kvcache.gpu.step.DeviceStep`.
+        chosen_PK: from `choose_from_pages` or `choose_pools`, of the step's rows.
         scale: factor on the scores. sinks_H: [H] logits that take part in the softmax and carry no value.
         latent_dim: L, a power of 2. tile: None: the table's.
 
@@ -250,11 +322,9 @@ def chosen_attention(
     check_layout(query_RHC, latents_NBC)
     tile = tile or latent_tile(query_RHC.dtype, H, latent_dim, query_RHC.device)
     out_RHL = query_RHC.new_empty(R, H, latent_dim)
-    on = step.on_device
     attend_chosen[(R, triton.cdiv(H, tile.heads))](
-        query_RHC, latents_NBC, on.position_P, on.cache_slot_P, chosen_PK, sinks_H, out_RHL, first_row,
-        query_RHC.stride(0), scale, H=H, HEADS=tile.heads, L=latent_dim, E=rope_dim,
-        E_PAD=max(16, triton.next_power_of_2(rope_dim)), K=chosen_PK.shape[1], TILE=tile.tokens,
-        HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
+        query_RHC, latents_NBC, chosen_PK, sinks_H, out_RHL, first_row, query_RHC.stride(0), scale, H=H,
+        HEADS=tile.heads, L=latent_dim, E=rope_dim, E_PAD=max(16, triton.next_power_of_2(max(1, rope_dim))),
+        K=chosen_PK.shape[1], K_PAD=triton.next_power_of_2(chosen_PK.shape[1]), TILE=tile.tokens, HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out_RHL

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor
 
 from kvcache.gpu.step import DeviceStep
@@ -84,11 +85,10 @@ class DeviceCache(PagedCache):
         return key, value
 
     def update_indexer(self, key: Tensor, layer: int, *, more: int = 0) -> Tensor:
-        """Write the step's new index keys of one layer: [1, P, I]; returns them."""
-        assert not more, "an index over pools has no kernels on GPUs"
+        """Write the step's new index keys of one layer: [1, P, I]; returns them. `more`: values behind each, zero at first."""
         assert self.step is not None, "a step must be set before the model runs"
         pages = self.indexes[layer]
-        rows_P1I = key[0].to(pages.dtype)[:, None].contiguous()
+        rows_P1I = F.pad(key[0].to(pages.dtype), (0, more))[:, None].contiguous()
         write_pages(rows_P1I, self.step.on_device.cache_slot_P, pages[:, None])
         return key
 

@@ -1,5 +1,6 @@
 """Indexes over pools of tokens, whose modules are exchanged as a whole (`attention.pooled_index`): tried, as all that is adopted."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +13,18 @@ from moe.families import UnsupportedModelError
 
 _POOLS = 5  # that there are, and a part of one
 _CHOSEN = 2
-_LIKE = 0.98  # rows that choose the same tokens: nearly equal scores may be rounded past each other
+# Of what rows choose, at least so much is alike: nearly equal scores may be rounded past each other.
+_LIKE = {torch.float32: 0.98, torch.bfloat16: 0.9}
 
 
 @torch.no_grad()
-def try_pools(net: Any, modules: list[Any], step: Step, rows: SampleRows) -> None:
+def try_pools(
+    net: Any, modules: list[Any], step: Step, rows: SampleRows, make_cache: Callable[..., PagedCache]
+) -> None:
     """See that modules choose what `transformers`' own code chooses.
+
+    Args:
+        make_cache: see `moe.backend.Backend`.
 
     Raises:
         UnsupportedModelError: they do not.
@@ -27,25 +34,25 @@ def try_pools(net: Any, modules: list[Any], step: Step, rows: SampleRows) -> Non
         tokens = min(_POOLS * size + size // 2, step.max_tokens)
         blocks = -(-tokens // step.block_tokens)
         width = 2 * int(module.head_dim) + int(module.head_dim) // size
-        pages = PagedCache([LayerShape()] * layer + [LayerShape(index_dim=width)], blocks)
-        pages.step = step
+        pages = make_cache([LayerShape()] * layer + [LayerShape(index_dim=width)], blocks, 0, step)
         step.fill([Span(0, tokens, range(blocks))])
+        step.inputs([0] * tokens, [])
         hidden = rows.draw(1, step.num_padded, module.wk.in_features)
         query = rows.draw(1, step.num_padded, module.wq_b.in_features, seed=1)
-        seen = torch.ones(1, tokens, dtype=torch.bool)
+        seen = torch.ones(1, tokens, dtype=torch.bool, device=rows.device)
         module.index_topk = _CHOSEN * size
         try:
             wanted = type(module).forward(module, hidden[:, :tokens], query[:, :tokens], seen, None)[0]
             found = module.forward(hidden, query, None, pages)[0, :tokens]
         finally:
             module.index_topk = topk
-        if _share_alike(found, wanted) < _LIKE:
+        if _share_alike(found, wanted) < _LIKE[rows.dtype]:
             raise UnsupportedModelError(
                 f"{net.config.model_type}: layer {layer} chooses pools of tokens in a way of its own"
             )
 
 
 def _share_alike(found: Tensor, wanted: Tensor) -> float:
-    if found.shape != wanted.shape:
-        return 0.0
-    return float((found.sort(1).values == wanted.sort(1).values).all(1).float().mean())
+    """Of the tokens that rows want, how many they find."""
+    is_found = (wanted[:, :, None] == found[:, None]).any(2) & (wanted >= 0)
+    return float(is_found.sum() / (wanted >= 0).sum())

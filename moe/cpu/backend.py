@@ -138,7 +138,7 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
     if sparse_index.exchange(net, choose_from_pages):
         net.set_attn_implementation(attention_organ.NAME + sparse_index.INDEXED)
     if pooled := pooled_index.exchange(net, choose_pools):
-        try_pools(net, pooled, step, rows)
+        try_pools(net, pooled, step, rows, _make_cache)
     adopt(net.modules(), (Norms(rms_norm), Routers(route)), rows)
     adopt_layers(net, step, shapes)
 

@@ -15,7 +15,7 @@ from attention import latents, pooled_index, sparse_index
 from attention.gpu import limits as attention_limits
 from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
-from attention.gpu.sparse import choose_from_pages
+from attention.gpu.sparse import choose_from_pages, choose_pools
 from attention.recurrences import mixers
 from attention.recurrences.gpu import RECURRENCES
 from dispatch.dispatched import TokenDispatcher
@@ -23,11 +23,12 @@ from dispatch.mode import SMALLEST_CAPACITY
 from kvcache.gpu.cache import DeviceCache, token_bytes
 from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
-from kvcache.paged_cache import LayerShape, PagedCache
+from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
 from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.lightning import try_lightning
 from moe.adopt.norms import Norms
+from moe.adopt.pools import try_pools
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
 from moe.backend import Backend, LoadedModel
@@ -117,11 +118,13 @@ def _why_unserved(
     on: GpuDevice, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
 ) -> str | None:
     ranks = [int(getattr(module, "kv_lora_rank", 0)) for module in latents.latent_modules(net)]
-    problem = latents.why_not(net) or attention_limits.why_not(shapes, ranks)
+    problem = (
+        latents.why_not(net)
+        or pooled_index.why_not(net, BLOCK_TOKENS)
+        or attention_limits.why_not(shapes, ranks)
+    )
     if quantisation is not None and quantisation.method == "fp8":
         problem = problem or why_no_fp8(quantisation, on.device)
-    if pooled_index.modules(net):
-        problem = problem or "an index over pools of tokens; the GPU kernels have none"
     if limit_of(net.config) is not None:
         problem = problem or "rotary embeddings of type longrope; there is no code for them on GPUs"
     if on.compiler and any(shape.state or shape.index_dim for shape in shapes):
@@ -206,6 +209,8 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
     rows = SampleRows(on.dtype, on.device)
     step.has_states = mixers.exchange(net, RECURRENCES) > 0
     try_lightning(net, step, rows)
+    if pooled := pooled_index.exchange(net, choose_pools):
+        try_pools(net, pooled, step, rows, partial(_make_cache, on))
     if sparse_index.exchange(net, choose_from_pages):
         net.set_attn_implementation(attention_organ.NAME + sparse_index.INDEXED)
     if not on.compiler:

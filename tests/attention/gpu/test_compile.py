@@ -15,6 +15,7 @@ from tests.support.gpu.attention import Heads
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu import decode, mla, prefill, rotary, sparse, splits
+from attention.pooled_index import Pooling
 from attention.recurrences import gpu as recurrences
 from attention.recurrences.mixers import MixerCall
 from tests.support.gpu.triton_compile import check_budget
@@ -74,7 +75,10 @@ def step_of(rows: int) -> Any:
     """What a step has on the device; only shapes and types count."""
     names = ("position_P", "cache_slot_P", "state_before_P", "state_after_P", "row_before_P")
     on = SimpleNamespace(
-        **{name: empty(rows) for name in names}, query_start_S=empty(rows + 1), table_SM=empty(rows, 2560)
+        **{name: empty(rows) for name in names},
+        query_start_S=empty(rows + 1),
+        context_S=empty(rows),
+        table_SM=empty(rows, 2560),
     )
     return SimpleNamespace(on_device=on, max_context=40960, max_rows=8192, sizes=(256,), device=META)
 
@@ -87,10 +91,18 @@ def launch_index(heads: int, dim: int, dtype: torch.dtype) -> None:
     sparse.choose_from_pages(pages, 0, query, weight, 0.1, 2048)
 
 
+def launch_pools(dtype: torch.dtype) -> None:
+    pages: Any = SimpleNamespace(
+        step=step_of(256), indexes=[empty(99, 16, 264, dtype=dtype)], room=lambda _key, make: make()
+    )
+    query, weight = empty(256, 32, 128, dtype=dtype), empty(256, 32, dtype=torch.float32)
+    sparse.choose_pools(pages, 0, query, weight, 0.1, Pooling(16, 128, empty(16, 128, dtype=torch.float32)))
+
+
 def launch_chosen(heads: int, dtype: torch.dtype) -> None:
     query, latents = empty(256, heads, 576, dtype=dtype), empty(99, 16, 576, dtype=dtype)
     chosen = empty(256, 2048, dtype=torch.int32)
-    sparse.chosen_attention(query, latents, chosen, step_of(256), 0, latent_dim=512, scale=0.1)
+    sparse.chosen_attention(query, latents, chosen, 0, latent_dim=512, scale=0.1)
 
 
 def call_of(tail: tuple[int, ...], recurrent: tuple[int, ...]) -> MixerCall:
@@ -145,7 +157,7 @@ CASES = {
     "latents_deepseek": Case(partial(launch_latents, 128, 256), "attend_latent_splits"),
     "prefill_qwen3": Case(partial(launch_prefill, QWEN3), "attend_tile"),
     "rotary": Case(partial(launch_rotary, 128, False), "rotate_rows", 64),
-    "index_deepseek": Case(partial(launch_index, 64, 128), "score_tokens"),
+    "index_deepseek": Case(partial(launch_index, 64, 128), "score_items"),
     "choice_deepseek": Case(partial(launch_index, 64, 128), "choose_best"),
     "chosen_deepseek": Case(partial(launch_chosen, 128), "attend_chosen"),
     "convolution_qwen3_next": Case(partial(launch_convolution, 8192), "convolve_rows", 64),
@@ -172,6 +184,9 @@ MORE_CASES = {
     "prefill_96": Case(partial(launch_prefill, Heads(32, 8, 96, 96)), "attend_tile"),
     "prefill_deepseek": Case(partial(launch_prefill, Heads(128, 128, 192, 128)), "attend_tile"),
     "prefill_gemma": Case(partial(launch_prefill, GEMMA, soft_cap=50.0, window=4096), "attend_tile"),
+    "pool_keys_glm": Case(launch_pools, "make_pool_keys", 64),
+    "pools_glm": Case(launch_pools, "score_items"),
+    "choice_of_pools_glm": Case(launch_pools, "choose_best"),
     "chosen_16_heads": Case(partial(launch_chosen, 16), "attend_chosen"),
     "delta_kimi": Case(partial(launch_delta, 32, 32, (128,)), "walk_delta_rule", 128),
     "delta_lightning": Case(launch_lightning, "walk_delta_rule", 128),
@@ -184,7 +199,7 @@ def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
     """The launch of the case's kernel on a device of an architecture."""
     kernels = (
         (decode, "attend_splits"), (mla, "attend_latent_splits"), (prefill, "attend_tile"),
-        (splits, "merge_parts"), (rotary, "rotate_rows"), (sparse, "score_tokens"), (sparse, "choose_best"),
+        (splits, "merge_parts"), (rotary, "rotate_rows"), (sparse, "score_items"), (sparse, "make_pool_keys"), (sparse, "choose_best"),
         (sparse, "attend_chosen"), (recurrences, "convolve_rows"), (recurrences, "walk_delta_rule"),
         (recurrences, "walk_heads"), (recurrences, "walk_channels"),
     )  # fmt: skip

@@ -46,7 +46,7 @@ def test_heads_without_a_kernel_are_named(
     [
         (384, 64, BF16, "latent_dim is 384; the kernel takes powers of 2"),
         (1024, 64, BF16, "from 16 to 512"),
-        (512, 0, BF16, "the rotary part of latents is 0; the kernel takes 1 to 128"),
+        (512, 129, BF16, "the rotary part of latents is 129; the kernel takes 0 to 128"),
         (512, 64, torch.int8, r"attention in torch\.int8 has no GPU kernel"),
     ],
 )
@@ -98,7 +98,7 @@ LATENT = LayerShape(num_kv_heads=1, key_dim=576, value_dim=0, latent=True)
         ([replace(LATENT, window=8)], [512], "a sliding window over latents"),
         ([LATENT], [1024], "latents of 1024 values"),
         ([replace(LATENT, index_dim=128), recurrent(32, 128, 128), recurrent(16, 8192)], [512], None),
-        ([replace(LATENT, index_dim=512)], [512], "index keys of more than 256 values"),
+        ([replace(LATENT, index_dim=1024)], [512], "an index that keeps more than 768 values per token"),
         ([recurrent(2, 1024, 64)], [], "recurrent states of 1024 rows; the GPU kernels take up to 512"),
         ([LayerShape(state=StateShape(tail=(3, 64)))], [], None),
     ],

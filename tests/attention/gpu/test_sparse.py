@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from kvcache.paged_cache import LayerShape
 from kvcache.step import Span
 from tests.conftest import OnDevice
+from tests.support.models import pools
+from tests.support.models.pools import Index, pooling_of, shape_of
 
 HEADS, DIM, SCALE = 5, 24, 0.3
 LATENT, ROTARY, UNROTATED, VALUES = 32, 16, 24, 20
@@ -160,3 +162,50 @@ def test_what_is_chosen_does_not_depend_on_what_is_beside(on_device: OnDevice) -
 @pytest.mark.parametrize(("has_sinks", "heads"), [(False, 4), (True, 20)])
 def test_attention_reads_chosen_tokens_only(has_sinks: bool, heads: int, on_device: OnDevice) -> None:
     on_device(check_attention, has_sinks, heads)
+
+
+def pools_on(device: str, size: int, num_chosen: int, is_alike: bool = False) -> Index:
+    from attention.gpu.sparse import choose_pools  # noqa: PLC0415
+    from kvcache.gpu.cache import DeviceCache  # noqa: PLC0415
+    from kvcache.gpu.step import DeviceStep  # noqa: PLC0415
+
+    place = torch.device(device)
+    step = DeviceStep(max_tokens=160, max_sequences=8, max_blocks=6, block_tokens=16, device=place)
+    cache = DeviceCache([shape_of(size)], 16, dtype=torch.float32, device=place)
+    cache.step = step
+    return Index(
+        pooling_of(size, num_chosen, device), step, cache, choose_pools, device=device, is_alike=is_alike
+    )
+
+
+def check_pools(device: str, size: int, num_chosen: int, is_alike: bool) -> None:
+    from attention.gpu import sparse  # noqa: PLC0415
+
+    with mock.patch.multiple(sparse, _SCORED=16, _SCORED_BY=2, _SCANNED=32, _POOLED_BY=3):
+        pools.check_choice(pools_on(device, size, num_chosen, is_alike))
+
+
+def check_cut_pools(device: str, size: int) -> None:
+    from attention.gpu import sparse  # noqa: PLC0415
+
+    with mock.patch.multiple(sparse, _SCORED=16, _SCORED_BY=2, _SCANNED=32, _POOLED_BY=3):
+        pools.check_cuts(pools_on(device, size, 2), pools_on(device, size, 2))
+
+
+@pytest.mark.parametrize(
+    ("size", "num_chosen", "is_alike"),
+    [
+        (4, 3, False),
+        pytest.param(16, 2, False, marks=pytest.mark.slow),
+        pytest.param(4, 3, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_best_pools_and_the_tokens_behind_the_last_are_chosen(
+    size: int, num_chosen: int, is_alike: bool, on_device: OnDevice
+) -> None:
+    on_device(check_pools, size, num_chosen, is_alike)
+
+
+@pytest.mark.slow
+def test_cuts_change_no_pool(on_device: OnDevice) -> None:
+    on_device(check_cut_pools, 4)
