@@ -58,6 +58,7 @@ class Step:
         self.num_padded = 0
         self.num_sequences = 0
         self.has_long = False  # whether a row's sequence is long: `long_T` says which
+        self.tells_long = False  # whether the model looks at that: set when it is built
         self.long_T = torch.zeros(padded, dtype=torch.bool)
         self.has_states = False  # whether the model keeps states: set with its cache
         self.agreed_tokens = (
@@ -199,6 +200,10 @@ class Step:
             here = tiles[begin : begin + at_once]
             first_row = self._query_start[here[0, 0]] + here[0, 1]
             table[chunk] = here.ctypes.data, len(here), first_row, here[:, 2].sum()
+
+    def long_rows(self, rows: int) -> Tensor | None:
+        """Which of so many rows are of long sequences: [rows] bool; None: no row is."""
+        return self.long_T[:rows] if self.has_long else None
 
     @property
     def positions(self) -> Tensor:

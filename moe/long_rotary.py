@@ -28,6 +28,7 @@ def limit_of(config: Any) -> int | None:
 
 def exchange(net: nn.Module, limit: int, step: Step) -> None:
     """Let rotary modules choose by the step's sequences; their buffers are there."""
+    step.tells_long = True
     for module in _modules(net):
         module.forward = _by_sequence(module.forward, limit, step)
 
@@ -57,12 +58,15 @@ def _modules(net: nn.Module) -> list[Any]:
 def _by_sequence(own: Callable[..., tuple[Tensor, Tensor]], limit: int, step: Step) -> Callable[..., Any]:
     def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         short = own(x, position_ids.clamp(max=limit - 1))
-        if not step.has_long:
+        is_long = step.long_rows(position_ids.shape[1])
+        if is_long is None:
             return short
         far = position_ids.new_full((1, ROW_MULTIPLE), limit)  # full vectors more, for the sake of equal bits
-        rows, is_long = position_ids.shape[1], step.long_T[: position_ids.shape[1], None]
+        rows = position_ids.shape[1]
         long = (each[:, :rows] for each in own(x, torch.cat((position_ids, far), 1)))
-        cosines, sines = (torch.where(is_long, one, other) for one, other in zip(long, short, strict=True))
+        cosines, sines = (
+            torch.where(is_long[:, None], one, other) for one, other in zip(long, short, strict=True)
+        )
         return cosines, sines
 
     return forward

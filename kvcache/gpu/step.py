@@ -43,6 +43,7 @@ class OnDevice(NamedTuple):
     state_before_P: Tensor  # slot of the state before the first of the sequence's rows; -1: none
     state_after_P: Tensor  # slot for the state after this row; -1: nobody wants it
     row_before_P: Tensor  # rows of the sequence before this one, in this step
+    is_long_P: Tensor  # 1 for a row of a long sequence; of models that look at it
     table_SM: Tensor
 
 
@@ -109,7 +110,7 @@ class DeviceStep(Step):
         self._new: list[
             tuple[int, int, Sequence[int]]
         ] = []  # parts of tables that the device has not: row, begin, blocks
-        self._host = self._pinned(6 * padded + 3 * max(padded, max_sequences) + 16 + 2 * self._most_new)
+        self._host = self._pinned(7 * padded + 3 * max(padded, max_sequences) + 16 + 2 * self._most_new)
         self._host_values = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device)
         self.block_table_SM = self._pinned(max_sequences, max_blocks)
@@ -150,7 +151,7 @@ class DeviceStep(Step):
         new_blocks = self._take_new()
         N = len(new_blocks)
         Z = P if self.has_states else 0
-        lengths = (P, P, P, R, S, S + 1, 1, Z, Z, Z, N, N)
+        lengths = (P, P, P, R, S, S + 1, 1, Z, Z, Z, P if self.tells_long else 0, N, N)
         # Every part begins at 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
         parts = [self._host_values[at : at + length] for at, length in zip(starts, lengths, strict=False)]
@@ -165,6 +166,7 @@ class DeviceStep(Step):
             state_before_P,
             state_after_P,
             row_before_P,
+            is_long_P,
             place_N,
             block_N,
         ) = parts
@@ -177,6 +179,9 @@ class DeviceStep(Step):
         query_start_S[: n + 1], query_start_S[n + 1 :] = self._query_start[: n + 1], T
         num_decodes_1[:] = self.num_decodes
         state_before_P[:], state_after_P[:], row_before_P[:] = self._states_3P[:, :Z]
+        is_long_P[:] = 0
+        if self.tells_long and self.has_long:
+            is_long_P[:T] = self.long_T[:T].numpy()
         place_N[:], block_N[:] = new_blocks.T
         self._device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
         *views, place_on_device_N, block_on_device_N = (
@@ -220,6 +225,10 @@ class DeviceStep(Step):
         )
         flat = np.array(places, dtype=np.int64)
         return np.stack((flat, self._table.reshape(-1)[flat]), axis=1)
+
+    def long_rows(self, rows: int) -> Tensor | None:
+        """See `Step.long_rows`; never None, so that what a step launches does not depend on it."""
+        return self.on_device.is_long_P[:rows].bool()
 
     def idle(self, size: int) -> Inputs:
         """Describe a step of decodes that has none, padded to one of `graph_sizes`: to compile and capture with."""

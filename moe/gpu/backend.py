@@ -25,6 +25,7 @@ from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
+from moe import long_rotary
 from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.lightning import try_lightning
 from moe.adopt.norms import Norms
@@ -44,7 +45,6 @@ from moe.gpu.slots import DeviceExperts, DeviceSlots, fused_gate
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
-from moe.long_rotary import limit_of
 from moe.slot_choice import SlotChoice
 
 LEAST_FP8_CAPABILITY = (8, 9)  # older GPUs have no such type, and Triton refuses to compile it for them
@@ -125,13 +125,10 @@ def _why_unserved(
     )
     if quantisation is not None and quantisation.method == "fp8":
         problem = problem or why_no_fp8(quantisation, on.device)
-    if limit_of(net.config) is not None:
-        problem = problem or "rotary embeddings of type longrope; there is no code for them on GPUs"
-    if on.compiler and any(shape.state or shape.index_dim for shape in shapes):
-        problem = (
-            problem
-            or "recurrent layers or a sparse index, which --enable-torch-compile is not for: leave it out"
-        )
+    keeps_more = any(shape.state or shape.index_dim for shape in shapes)
+    if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
+        what = "recurrent layers, a sparse index or longrope"
+        problem = problem or f"{what}, which --enable-torch-compile is not for: leave it out"
     if on.compiler and not compiling.decoder_layers(net):
         problem = problem or "no decoder layers that torch.compile could be told of (--enable-torch-compile)"
     return problem
@@ -209,6 +206,8 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
     rows = SampleRows(on.dtype, on.device)
     step.has_states = mixers.exchange(net, RECURRENCES) > 0
     try_lightning(net, step, rows)
+    if (limit := long_rotary.limit_of(net.config)) is not None:
+        long_rotary.exchange(net, limit, step)
     if pooled := pooled_index.exchange(net, choose_pools):
         try_pools(net, pooled, step, rows, partial(_make_cache, on))
     if sparse_index.exchange(net, choose_from_pages):

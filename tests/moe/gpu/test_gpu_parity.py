@@ -130,6 +130,20 @@ def test_prompts_in_chunks_and_decodes_beside_them_give_transformers_logits(
 
 
 @pytest.mark.slow
+def test_each_sequence_has_the_rotary_embeddings_of_its_own_length(
+    interpreter: RankPool, tmp_path: Path
+) -> None:
+    """Of the two, one is longer than the limit."""
+    parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 12,
+        "short_factor": [1.0 + index / 10 for index in range(8)], "long_factor": [2.0 + index / 2 for index in range(8)],
+    }  # fmt: skip
+    oracle = make_model("mixtral", max_position_embeddings=128, rope_parameters=parameters)
+    oracle.save_pretrained(tmp_path)
+    check_oracle(oracle, tmp_path, interpreter)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "settings"), QUANTISED.values(), ids=QUANTISED)
 def test_quantised_experts_and_linear_layers_give_the_logits_of_what_they_stand_for(
     family: str, settings: dict[str, Any], interpreter: RankPool, tmp_path: Path

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcache.states import NO_STATE, StatePiece
 from kvcache.step import Span
+from moe.long_rotary import limit_of
 from scheduler.assembly import Assembled
 from tests.support.engines.serving import build
 
@@ -40,6 +41,7 @@ def run_steps(
     per_sequence = -(-int(built.max_model_len) // step.block_tokens)
     found: list[list[np.ndarray]] = [[] for _ in sequences]
     slots = [NO_STATE] * len(sequences)
+    limit = limit_of(model.net.config)
     for parts in steps:
         spans = []
         for sequence, start, end in parts:
@@ -48,7 +50,10 @@ def run_steps(
             read = slots[sequence] if start else NO_STATE
             slots[sequence] = 2 * sequence + (read % 2 == 0)  # the other one of two
             piece = StatePiece(read, slots[sequence], end - start)
-            spans.append(Span(start, end - start, blocks.tolist(), (piece,) if step.has_states else ()))
+            is_long = limit is not None and len(sequences[sequence]) > limit
+            spans.append(
+                Span(start, end - start, blocks.tolist(), (piece,) if step.has_states else (), is_long)
+            )
         decodes = sum(part.start > 0 and part.end == part.start + 1 for part in parts)
         step.fill(spans, decodes)
         tokens = [token for part in parts for token in sequences[part.sequence][part.start : part.end]]
