@@ -39,6 +39,7 @@ from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
 from moe.rehearsal import rehearse
 from moe.slot_choice import slot_choices
+from moe.text_part import use_attention
 
 
 class Skeleton:
@@ -67,7 +68,7 @@ class Skeleton:
         if problem is not None:
             remedy = "" if backend is CPU else "; serve it with --device cpu"
             raise UnsupportedModelError(f"{config.model_type} has {problem}{remedy}")
-        self.model.set_attn_implementation(backend.attention)
+        use_attention(self.model, backend.attention)
         self.model.set_experts_implementation(backend.experts)
 
 

@@ -29,6 +29,7 @@ from kvcache.step import ROW_MULTIPLE
 from moe import long_rotary
 from moe.families import UnsupportedModelError
 from moe.rehearsed import RECURRENCES, choose, choose_pools
+from moe.text_part import use_attention
 
 NAME = "wideep_rehearsal"
 # Attention keywords that the organ serves, and those that change no result at inference.
@@ -347,7 +348,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
         return torch.empty_like(hidden_TD)
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, serve_experts)
-    model.set_attn_implementation(NAME)
+    use_attention(model, NAME)
     model.set_experts_implementation(NAME)
     mixers.exchange(model, RECURRENCES)
     long_rotary.rehearse(model)

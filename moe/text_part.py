@@ -49,6 +49,12 @@ def left_out(model: PreTrainedModel) -> frozenset[str]:
     return names
 
 
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Let a model attend through a function that is registered; parts that are left out need none."""
+    attending: Any = model.get_decoder() if left_out(model) else model
+    attending.set_attn_implementation(name)
+
+
 class _Output:
     """What a decoder gave, and None for all that the parts that are gone would have given."""
 

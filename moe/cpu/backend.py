@@ -46,6 +46,7 @@ from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
 from moe.load_counts import LoadCounts
 from moe.slot_choice import SlotChoice
+from moe.text_part import use_attention
 
 
 class PackedExperts:
@@ -136,7 +137,7 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
     if (limit := long_rotary.limit_of(net.config)) is not None:
         long_rotary.exchange(net, limit, step)
     if sparse_index.exchange(net, choose_from_pages):
-        net.set_attn_implementation(attention_organ.NAME + sparse_index.INDEXED)
+        use_attention(net, attention_organ.NAME + sparse_index.INDEXED)
     if pooled := pooled_index.exchange(net, choose_pools):
         try_pools(net, pooled, step, rows, _make_cache)
     adopt(net.modules(), (Norms(rms_norm), Routers(route)), rows)

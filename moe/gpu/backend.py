@@ -46,6 +46,7 @@ from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
 from moe.slot_choice import SlotChoice
+from moe.text_part import use_attention
 
 LEAST_FP8_CAPABILITY = (8, 9)  # older GPUs have no such type, and Triton refuses to compile it for them
 
@@ -211,7 +212,7 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
     if pooled := pooled_index.exchange(net, choose_pools):
         try_pools(net, pooled, step, rows, partial(_make_cache, on))
     if sparse_index.exchange(net, choose_from_pages):
-        net.set_attn_implementation(attention_organ.NAME + sparse_index.INDEXED)
+        use_attention(net, attention_organ.NAME + sparse_index.INDEXED)
     if not on.compiler:
         adopt(net.modules(), (Norms(rms_norm), rotary, Routers(route)), rows)
         return

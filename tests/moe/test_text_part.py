@@ -32,6 +32,15 @@ def test_nothing_but_the_decoder_and_the_head_is_read(tmp_path: Path) -> None:
     assert built.model.checkpoint.bytes_read == wanted
 
 
+def test_nothing_is_said_of_parts_that_are_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint("mistral_large4", tmp_path)
+    capfd.readouterr()
+    build(tmp_path, max_model_len=64)
+    assert "vision_config" not in capfd.readouterr().err
+
+
 def test_experts_may_lie_the_other_way_round(tmp_path: Path) -> None:
     """As published checkpoints of Qwen3-VL have them: [experts, inputs, outputs]."""
     model, sequences = write_checkpoint("qwen3_vl_moe", tmp_path), prompts(9, 4)

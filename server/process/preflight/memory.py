@@ -118,8 +118,14 @@ class WeightBytes(NamedTuple):
     expert_layers: int = 1
 
 
+# Towers for images and sounds, and what joins them with a text: not read (`moe.text_part`).
+_NOT_OF_TEXT = re.compile(
+    r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
+)
+
+
 def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: float | None) -> WeightBytes:
-    """Add up a checkpoint's tensors from the headers of its files.
+    """Add up a checkpoint's tensors, of its text decoder alone, from the headers of its files.
 
     Args:
         float_bytes: what a number that is not quantised takes; None: what it takes on a CPU as the file has it.
@@ -132,6 +138,8 @@ def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: float | N
     num_layers = largest(field_of(config, "num_hidden_layers")) or math.inf
     for path in safetensors_files(directory):
         for name, tensor in read_header(path).items():
+            if _NOT_OF_TEXT.search(name):
+                continue
             size = int(math.prod(tensor["shape"]) * _element_bits(tensor["dtype"], float_bytes) / 8)
             if _is_expert(name, tensor["shape"], num_experts(config)):
                 experts += size

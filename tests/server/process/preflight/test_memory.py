@@ -132,6 +132,12 @@ def test_layers_past_the_models_last_are_not_counted(tmp_path: Path) -> None:
     assert weight_bytes(tmp_path, {**CONFIG, "num_hidden_layers": 3}, 4).expert_layers == 2
 
 
+def test_towers_for_images_are_not_counted(tmp_path: Path) -> None:
+    names = ["model.language_model.norm.weight", "model.visual.blocks.0.norm1.weight", "mm_projector.weight"]
+    write_safetensors(tmp_path / "model.safetensors", {name: [8, 8] for name in names})
+    assert weight_bytes(tmp_path, CONFIG, 4).shared == 8 * 8 * 4
+
+
 def test_what_experts_need_that_move_is_not_promised_to_the_cache(tmp_path: Path) -> None:
     options = options_for(write_checkpoint(tmp_path))
     assert spare_bytes(options, 2) == 2 * 8 * 8 * 4
