@@ -14,9 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.cpu_attention import paged_attention
 from attention.cpu_latents import latent_attention
-from attention.cpu_sparse import chosen_attention
-from attention.pooled_index import ChosenMask
-from attention.sparse_index import ANY_MASK, INDEXED
+from attention.sparse.cpu import chosen_attention
+from attention.sparse.index import ANY_MASK, INDEXED
+from attention.sparse.pools import ChosenMask
 from kvcache.paged_cache import PagedCache
 
 NAME = "wideep_paged"

@@ -295,9 +295,8 @@ class _KeptBody:
         decoder = getattr(self._net, self._name)
         setattr(self._net, self._name, _Replay(self._output))
         try:
-            num_rows = self._output[0].shape[
-                1
-            ]  # some families look whether hidden states are of all that was asked
+            # Some families look whether hidden states are of all rows that were asked for.
+            num_rows = self._output[0].shape[1]
             nothing = torch.zeros(1, num_rows, dtype=torch.int64, device=rows_R.device)
             output: Any = self._net(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
         finally:

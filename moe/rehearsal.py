@@ -20,10 +20,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention import pooled_index, sparse_index
-from attention.pooled_index import ChosenMask
 from attention.recurrences import mixers
-from attention.sparse_index import AnyMask
+from attention.sparse import index as sparse_index
+from attention.sparse import pools as pooled_index
+from attention.sparse.index import AnyMask
+from attention.sparse.pools import ChosenMask
 from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
 from moe import long_rotary

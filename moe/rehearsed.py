@@ -1,6 +1,6 @@
 """What stands where recurrences and indexes will be, while a model is rehearsed on meta: it notes, and computes nothing.
 
-Each is called as the function that it stands for (`attention.recurrences.mixers`, `attention.sparse_index`), tells the rehearsal's
+Each is called as the function that it stands for (`attention.recurrences.mixers`, `attention.sparse.index`), tells the rehearsal's
 notes, which the model was given for a cache, and returns tensors of the right shapes.
 """
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.pooled_index import Pooling
 from attention.recurrences import mixers
+from attention.sparse.pools import Pooling
 from moe.families import UnsupportedModelError
 
 # Of recurrences: how the replaced functions cut and return, which ours decide themselves.

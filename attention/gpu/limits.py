@@ -20,9 +20,8 @@ LATENT_VALUES = 512  # from this value dim on, heads share cached latents
 # are expanded head by head. DeepSeek's 128 heads of 128k tokens would take 10.7 GB, and as much again for the copy.
 EXPANDED_BYTES = 512 << 20
 SCORE_BYTES = 256 << 20  # of an index's scores that exist at once, but for decodes: those are scored together
-LARGEST_INDEX = (
-    3 * LARGEST_DIM
-)  # values per token: a key; of an index over pools a gate too, and a part of a pool's key
+# Values per token: a key; of an index over pools a gate too, and a part of a pool's key.
+LARGEST_INDEX = 3 * LARGEST_DIM
 LARGEST_STATE = 512  # rows of a head's state, or of a channel's: a program has some columns of all of them
 
 

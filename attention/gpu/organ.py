@@ -23,8 +23,8 @@ from attention.gpu.mla import latent_decode
 from attention.gpu.prefill import paged_prefill, tile_tokens
 from attention.gpu.sparse import chosen_attention
 from attention.latents import Halves, halves_of
-from attention.pooled_index import ChosenMask
-from attention.sparse_index import ANY_MASK, INDEXED
+from attention.sparse.index import ANY_MASK, INDEXED
+from attention.sparse.pools import ChosenMask
 from kvcache.gpu.cache import DeviceCache
 from kvcache.gpu.step import DeviceStep
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Sparse attention on GPUs: an index chooses tokens from a sequence's pages, attention reads the latents of those only.
 
-As on CPU (`attention.cpu_sparse`): a row's index heads score all tokens that it sees, the largest scores win, and of equal
+As on CPU (`attention.sparse.cpu`): a row's index heads score all tokens that it sees, the largest scores win, and of equal
 ones those that came first. What is chosen are slots of the cache, in the order of the text. Scores lie in memory of fixed
 size, of some rows at a time; a row is scored, chosen for and attended by programs of its own, so that its bits are its own
 too. Rejected: torch.topk, which says nothing about ties.
@@ -21,7 +21,7 @@ from attention.gpu.decode import LEAST_ROWS, padded_sequences
 from attention.gpu.limits import check_latents, check_layout, score_rows
 from attention.gpu.mla import LatentTile, latent_tile
 from attention.gpu.pages import LOG2_E, bound, rows_of, weigh
-from attention.pooled_index import Pooling
+from attention.sparse.pools import Pooling
 from kvcache.gpu.cache import DeviceCache
 
 _SCORED = 64  # tokens in one product
@@ -245,7 +245,7 @@ def choose_from_pages(
 def choose_pools(
     pages: DeviceCache, layer: int, query_PID: Tensor, weight_PI: Tensor, scale: float, pooling: Pooling
 ) -> Tensor:
-    """Choose pools of tokens, see `attention.cpu_pooled.choose_pools`, with rows as in `choose_from_pages`."""
+    """Choose pools of tokens, see `attention.sparse.cpu_pools.choose_pools`, with rows as in `choose_from_pages`."""
     step, keys = pages.step, pages.indexes[layer]
     assert step is not None, "a step must be set before the model runs"
     on, dim, size = step.on_device, query_PID.shape[2], pooling.pool_tokens

@@ -9,27 +9,28 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention import latents, pooled_index, sparse_index
+from attention import latents
 from attention import organ as attention_organ
 from attention.cpu_attention import ATTEND
 from attention.cpu_latents import LATENT_KERNELS, AbsorbedWeight
 from attention.cpu_norm import rms_norm
-from attention.cpu_pooled import POOL_KERNELS, choose_pools
-from attention.cpu_sparse import SPARSE_KERNELS, choose_from_pages
 from attention.cpu_tiles import LANES
 from attention.recurrences import mixers
 from attention.recurrences.cpu import RECURRENCES
 from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
+from attention.sparse import index as sparse_index
+from attention.sparse import pools as pooled_index
+from attention.sparse.cpu import SPARSE_KERNELS, choose_from_pages
+from attention.sparse.cpu_pools import POOL_KERNELS, choose_pools
 from dispatch.passes import PASSES
 from dispatch.team import Team, program_of, run_alone
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe import long_rotary
 from moe.adopt.adopt import SampleRows, adopt
+from moe.adopt.exchanged import try_lightning, try_pools
 from moe.adopt.gates import Gate, gate_of
-from moe.adopt.lightning import try_lightning
 from moe.adopt.norms import Norms
-from moe.adopt.pools import try_pools
 from moe.adopt.routers import Routers
 from moe.backend import Backend, LoadedModel
 from moe.cpu import experts as experts_organ

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention import latents, pooled_index, sparse_index
+from attention import latents
 from attention.gpu import limits as attention_limits
 from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
 from attention.gpu.sparse import choose_from_pages, choose_pools
 from attention.recurrences import mixers
 from attention.recurrences.gpu import RECURRENCES
+from attention.sparse import index as sparse_index
+from attention.sparse import pools as pooled_index
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import SMALLEST_CAPACITY
 from kvcache.gpu.cache import DeviceCache, token_bytes
@@ -27,9 +29,8 @@ from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
 from moe import long_rotary
 from moe.adopt.adopt import SampleRows, adopt
-from moe.adopt.lightning import try_lightning
+from moe.adopt.exchanged import try_lightning, try_pools
 from moe.adopt.norms import Norms
-from moe.adopt.pools import try_pools
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
 from moe.backend import Backend, LoadedModel

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attention.cpu_pooled import choose_pools
+from attention.sparse.cpu_pools import choose_pools
 from dispatch.team import Team
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import sparse_index
 from attention.cpu_latents import latent_attention
-from attention.cpu_sparse import choose_tokens, chosen_attention
+from attention.sparse import index as sparse_index
+from attention.sparse.cpu import choose_tokens, chosen_attention
 from dispatch.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step

@@ -15,9 +15,9 @@ from tests.support.gpu.attention import Heads
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu import decode, mla, prefill, rotary, sparse, splits
-from attention.pooled_index import Pooling
 from attention.recurrences import gpu as recurrences
 from attention.recurrences.mixers import MixerCall
+from attention.sparse.pools import Pooling
 from tests.support.gpu.triton_compile import check_budget
 from tests.support.service.recorded_launch import Launch, recording
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from attention import pooled_index, sparse_index
+from attention.sparse import index as sparse_index
+from attention.sparse import pools as pooled_index
 from expert_placement.choose import ReplicaChoice
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attention.pooled_index import Pooling
+from attention.sparse.pools import Pooling
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from attention.cpu_attention import PRODUCTS_PER_NS
-from attention.cpu_sparse import COUNTS, largest, ordered
 from attention.cpu_tiles import LANES, TILES_VERSION
-from attention.pooled_index import Pooling
+from attention.sparse.cpu import COUNTS, largest, ordered
+from attention.sparse.pools import Pooling
 from dispatch.native import bits_of, float_of, floats, int32s, words
 from dispatch.team import WORDS, Kernel, program_of, run
 from kvcache.paged_cache import PagedCache

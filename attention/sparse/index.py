@@ -117,7 +117,7 @@ class _Pages:
 
 
 def indexers(net: nn.Module) -> list[Any]:
-    """The modules that choose tokens one by one; `attention.pooled_index` has those that choose pools."""
+    """The modules that choose tokens one by one; `attention.sparse.pools` has those that choose pools."""
     return [
         module
         for module in net.modules()

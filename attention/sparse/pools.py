@@ -2,7 +2,7 @@
 
 Every token has a key and a gate per channel. A pool is some tokens side by side (`index_kpool`, 16 as published); once all of them are
 there, its key is their keys' mean, weighted by a softmax over the gates. Rows choose pools by scores as in
-`attention.sparse_index`, see all of their tokens, and the tokens of the pool that is not whole yet. The modules pool all keys anew
+`attention.sparse.index`, see all of their tokens, and the tokens of the pool that is not whole yet. The modules pool all keys anew
 in every forward and turn what they chose into a mask; exchanged, the cache keeps pools' keys, and attention is given the tokens.
 
 Legend: T rows, I index heads, D index dim, K tokens chosen at most.
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor, nn
 
-from attention.sparse_index import AnyMask
+from attention.sparse.index import AnyMask
 
 _PARTS = (
     "index_kpool", "index_kpool_always_select_tail", "index_kpool_compress_ape", "index_kpool_compress_gate", "index_topk",
