@@ -13,12 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
-from attention.recurrences.gpu_kernels import convolve_rows, walk_channels, walk_delta_rule, walk_heads
+from attention.recurrences.gpu_chunks import walk_chunks
+from attention.recurrences.gpu_kernels import convolve_rows, pass_time, walk_channels, walk_tokens
 from attention.recurrences.mixers import CONVOLUTION, DELTA, LIGHTNING, MAMBA, MAMBA2, MixerCall, Recurrence
 
 _CHANNELS = 128  # of a program
 _STATE_VALUES = 4096  # of a program's part of a state: 32 registers of each of its threads
-_WARPS = 4
+_WARPS, _CHUNK_WARPS = 4, 8
+_LEAST_SIDE = 16  # of matrices that are multiplied
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -111,19 +113,30 @@ def decaying_sum(call: MixerCall, query: Tensor, key: Tensor, value: Tensor, slo
 
 def _walk(
     call: MixerCall, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, *, scale: float,
-    has_unit_length: bool = False, is_added: bool = False,
+    has_unit_length: bool = False, is_added: bool = False, skip_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`decay` [P, H] or [P, H, K], `rate` [P, H]."""
-    step, states = call.pages.step.on_device, call.pages.states[call.layer]
-    key_heads, (_, H, K, V) = key.shape[2], states.shape
+    """`decay` [P, H] or [P, H, K], `rate` [P, H], `skip_H`: see `walk_chunks`."""
+    step, states = call.pages.step, call.pages.states[call.layer]
+    at, key_heads, (_, H, K, V) = step.on_device, key.shape[2], states.shape
     q, k, v = (_rows(rows[0]) for rows in (query, key, value))
     out_PHV = value.new_zeros(value.shape[1:])
-    tile = _columns(K, V)
-    walk_delta_rule[(len(step.query_start_S) - 1, H, triton.cdiv(V, tile))](
-        q, k, v, decay, rate, states, step.state_before_P, step.state_after_P, step.query_start_S, out_PHV, q.stride(0),
-        k.stride(0), v.stride(0), scale, KEY_HEADS=key_heads, H=H, K=K, K_PAD=triton.next_power_of_2(K), V=V, TILE=tile,
-        DECAY_DIM=1 if decay.dim() == 2 else K, HAS_UNIT_LENGTH=has_unit_length, IS_ADDED=is_added, num_warps=_WARPS,
-    )  # fmt: skip
+    strides = q.stride(0), k.stride(0), v.stride(0), scale
+    constants = {
+        "KEY_HEADS": key_heads, "H": H, "K": K, "V": V, "DECAY_DIM": 1 if decay.dim() == 2 else K,
+        "HAS_UNIT_LENGTH": has_unit_length, "IS_ADDED": is_added, "HAS_SKIP": skip_H is not None,
+    }  # fmt: skip
+    if step.is_in_chunks:
+        walk_chunks[(len(at.query_start_S) - 1, H, triton.cdiv(V, _LEAST_SIDE))](
+            q, k, v, decay, rate, skip_H, states, at.state_before_P, at.state_after_P, at.position_P, at.query_start_S,
+            out_PHV, *strides, K_PAD=max(_LEAST_SIDE, triton.next_power_of_2(K)), TILE=_LEAST_SIDE, num_warps=_CHUNK_WARPS,
+            num_stages=1, PRECISION="tf32x3" if v.dtype == torch.float32 else "tf32", **constants,
+        )  # fmt: skip
+    else:
+        tile = _columns(K, V)
+        walk_tokens[(len(at.query_start_S) - 1, H, triton.cdiv(V, tile))](
+            q, k, v, decay, rate, skip_H, states, at.state_before_P, at.state_after_P, at.query_start_S, out_PHV, *strides,
+            K_PAD=triton.next_power_of_2(K), TILE=tile, num_warps=_WARPS, **constants,
+        )  # fmt: skip
     return out_PHV[None]
 
 
@@ -149,19 +162,16 @@ def scan_heads(
     Returns:
         [1, P, H, D], rows of padding zero; with `return_final_states` the states of all slots as well, [Z, H, N, D].
     """
-    step, states = call.pages.step.on_device, call.pages.states[call.layer]
-    _, H, N, head_dim = states.shape
-    x, b, c, time = (_rows(rows[0]) for rows in (hidden_states, B, C, dt))
     rates, skips, biases = _floats(A, D, dt_bias)
-    out_PHD = hidden_states.new_zeros(hidden_states.shape[1:])
-    tile = _columns(N, head_dim)
-    walk_heads[(len(step.query_start_S) - 1, H, triton.cdiv(head_dim, tile))](
-        x, time, b, c, rates, skips, biases, states, step.state_before_P, step.state_after_P, step.query_start_S, out_PHD,
-        x.stride(0), time.stride(0), b.stride(0), c.stride(0), *map(float, dt_limit), G=B.shape[2], H=H, N=N,
-        N_PAD=triton.next_power_of_2(N), P=head_dim, TILE=tile, HAS_SKIP=D is not None, HAS_BIAS=dt_bias is not None,
-        HAS_SOFTPLUS=dt_softplus, num_warps=_WARPS,
+    time_PH = _rows(dt[0])
+    P, H = time_PH.shape
+    passed_PH, decay_PH = time_PH.new_empty(2, P, H, dtype=torch.float32)
+    pass_time[(P,)](
+        time_PH, rates, biases, passed_PH, decay_PH, time_PH.stride(0), *map(float, dt_limit), H=H,
+        H_PAD=triton.next_power_of_2(H), HAS_BIAS=dt_bias is not None, HAS_SOFTPLUS=dt_softplus, num_warps=_WARPS,
     )  # fmt: skip
-    return (out_PHD[None], states) if return_final_states else out_PHD[None]
+    out = _walk(call, C, B, hidden_states, decay_PH, passed_PH, scale=1.0, is_added=True, skip_H=skips)
+    return (out, call.pages.states[call.layer]) if return_final_states else out
 
 
 def scan_channels(

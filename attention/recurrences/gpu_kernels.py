@@ -3,13 +3,13 @@
 
 A program has one head (or some channels) of one sequence, and some columns of its state in registers: it reads the
 state before the sequence's first row, walks the rows, and stores the state after every row that wants it kept. A decode is
-bound by the bytes of its state, read and written once. A prompt is a walk of its tokens one after the other; computing it
-in chunks, with products on tensor cores, would be shorter and give other bits than decodes do: rejected as long as nobody has
-measured what the walk costs.
+bound by the bytes of its state, read and written once. A prompt is a walk of its tokens one after the other, which is long:
+where bits may depend on cuts it goes chunk by chunk (`attention.recurrences.gpu_chunks`), except Mamba's, whose
+state fades by channel and state dimension, which no product of matrices does.
 
 Sources: see `attention.recurrences.cpu_kernels`.
 
-Legend: C channels, H heads, K key dim, V value dim, P head dim, N state dim, TILE columns of a program.
+Legend: P rows, C channels, H heads, K key dim, V value dim, N state dim, TILE columns of a program.
 """
 
 import triton
@@ -33,6 +33,25 @@ def softplus(value):
         one_more == 1.0, grown, tl.log(one_more) * grown / tl.where(one_more == 1.0, 1.0, one_more - 1.0)
     )
     return tl.where(value > 20.0, value, exact)
+
+
+@triton.jit
+def pass_time(
+    time, rates, biases, passed, decay, time_stride, low, high,
+    H: tl.constexpr, H_PAD: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """Mamba-2's time steps, as decays and rates: program (row). `rates`, `biases` [H]; `passed`, `decay` [P, H]."""
+    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, H_PAD)
+    is_head = head < H
+    value = tl.load(time + row * time_stride + head, mask=is_head, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        value += tl.load(biases + head, mask=is_head, other=0.0)
+    if HAS_SOFTPLUS:
+        value = softplus(value)
+    value = tl.minimum(tl.maximum(value, low), high)
+    tl.store(passed + row * H + head, value, mask=is_head)
+    rate = tl.load(rates + head, mask=is_head, other=0.0)
+    tl.store(decay + row * H + head, rate * value, mask=is_head)
 
 
 @triton.jit
@@ -71,12 +90,17 @@ def convolve_rows(
 
 
 @triton.jit
-def walk_delta_rule(
-    query, key, value, decay, rate, states, before, after, query_start, out, query_stride, key_stride, value_stride, scale,
-    KEY_HEADS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr,
-    DECAY_DIM: tl.constexpr, HAS_UNIT_LENGTH: tl.constexpr, IS_ADDED: tl.constexpr,
+def walk_tokens(
+    query, key, value, decay, rate, skips, states, before, after, query_start, out, query_stride, key_stride, value_stride,
+    scale, KEY_HEADS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
+    TILE: tl.constexpr, DECAY_DIM: tl.constexpr, HAS_UNIT_LENGTH: tl.constexpr, IS_ADDED: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, tile of columns). `decay` [T, H, DECAY_DIM]; `rate` [T, H]; `states` [slots, H, K, V]."""
+    """Program (sequence, head, tile of columns).
+
+    `decay` [P, H, DECAY_DIM]; `rate` [P, H]; `skips` [H]: what of its own value is added to a row's answer; `states`
+    [slots, H, K, V].
+    """
     head, dim = tl.program_id(1), tl.arange(0, K_PAD)
     column = tl.program_id(2) * TILE + tl.arange(0, TILE)
     is_dim, is_column = dim < K, column < V
@@ -93,58 +117,23 @@ def walk_delta_rule(
             q = q / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6)
             k = k / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6)
         q = q * scale
-        added = tl.load(value + row * value_stride + head * V + column, mask=is_column, other=0.0).to(
-            tl.float32
-        )
+        v = tl.load(value + row * value_stride + head * V + column, mask=is_column, other=0.0).to(tl.float32)
         if DECAY_DIM == 1:
             state = state * tl.exp(tl.load(decay + row * H + head))
         else:
             fading = tl.load(decay + (row * H + head) * K + dim, mask=is_dim, other=0.0)
             state = state * tl.exp(fading)[:, None]
+        added = v
         if not IS_ADDED:
-            added = added - tl.sum(state * k[:, None], axis=0)
+            added = v - tl.sum(state * k[:, None], axis=0)
         added = added * tl.load(rate + row * H + head)
         state = state + k[:, None] * added[None, :]
         result = tl.sum(state * q[:, None], axis=0)
+        if HAS_SKIP:
+            result += tl.load(skips + head) * v
         tl.store(out + (row * H + head) * V + column, result.to(out.dtype.element_ty), mask=is_column)
         kept = tl.load(after + row)
         tl.store(states + kept * (H * K * V) + place, state, mask=is_state & (kept >= 0))
-
-
-@triton.jit
-def walk_heads(
-    x, time, writes, reads, rates, skips, biases, states, before, after, query_start, out, x_stride, time_stride,
-    write_stride, read_stride, low, high, G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr,
-    P: tl.constexpr, TILE: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
-):  # fmt: skip
-    """Mamba-2: program (sequence, head, tile of columns). `rates`, `skips`, `biases` [H]; `states` [slots, H, N, P]."""
-    head, dim = tl.program_id(1), tl.arange(0, N_PAD)
-    column = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    is_dim, is_column = dim < N, column < P
-    is_state = is_dim[:, None] & is_column[None, :]
-    first, count, slot = own_rows(query_start, before, tl.program_id(0))
-    place = head * (N * P) + dim[:, None] * P + column[None, :]
-    state = tl.load(states + slot * (H * N * P) + place, mask=is_state & (slot >= 0), other=0.0)
-    of_group = head // (H // G) * N + dim
-    rate = tl.load(rates + head)
-    for step in range(bound(count)):
-        row = first + step
-        passed = tl.load(time + row * time_stride + head).to(tl.float32)
-        if HAS_BIAS:
-            passed += tl.load(biases + head)
-        if HAS_SOFTPLUS:
-            passed = softplus(passed)
-        passed = tl.minimum(tl.maximum(passed, low), high)
-        inputs = tl.load(x + row * x_stride + head * P + column, mask=is_column, other=0.0).to(tl.float32)
-        write = tl.load(writes + row * write_stride + of_group, mask=is_dim, other=0.0).to(tl.float32)
-        read = tl.load(reads + row * read_stride + of_group, mask=is_dim, other=0.0).to(tl.float32)
-        state = state * tl.exp(rate * passed) + write[:, None] * (inputs * passed)[None, :]
-        result = tl.sum(state * read[:, None], axis=0)
-        if HAS_SKIP:
-            result += tl.load(skips + head) * inputs
-        tl.store(out + (row * H + head) * P + column, result.to(out.dtype.element_ty), mask=is_column)
-        kept = tl.load(after + row)
-        tl.store(states + kept * (H * N * P) + place, state, mask=is_state & (kept >= 0))
 
 
 @triton.jit

@@ -92,15 +92,19 @@ class DeviceStep(Step):
         block_tokens: int,
         device: torch.device,
         num_ranks: int = 1,
+        is_invariant: bool = False,
     ) -> None:
-        """Allocate, on the host (pinned for a GPU) and on the device."""
+        """Allocate, on the host (pinned for a GPU) and on the device.
+
+        With `is_invariant` no row's bits may depend on how its prompt is cut.
+        """
         super().__init__(
             max_tokens=max_tokens,
             max_sequences=max_sequences,
             max_blocks=max_blocks,
             block_tokens=block_tokens,
         )
-        self.device, self.sizes = device, decode_sizes(max_sequences)
+        self.device, self.sizes, self._is_invariant = device, decode_sizes(max_sequences), is_invariant
         self._is_wide = num_ranks > 1
         self.graph_sizes = agreed_sizes(max_sequences) if self._is_wide else self.sizes
         self.max_context = max_blocks * block_tokens
@@ -123,6 +127,11 @@ class DeviceStep(Step):
     def is_decode_only(self) -> bool:
         """Whether every sequence brings one generated token; so does a step without any."""
         return self.num_decodes == self.num_tokens
+
+    @property
+    def is_in_chunks(self) -> bool:
+        """Whether recurrences compute its rows in chunks."""
+        return not (self._is_invariant or self.is_decode_only)
 
     @property
     def has_fixed_shape(self) -> bool:

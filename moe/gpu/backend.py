@@ -188,7 +188,7 @@ def _open_layer(
 
 
 def _make_step(on: GpuDevice, *, threads: int, **sizes: int) -> DeviceStep:
-    return DeviceStep(device=on.device, **sizes)
+    return DeviceStep(device=on.device, is_invariant=on.is_invariant, **sizes)
 
 
 def _make_cache(

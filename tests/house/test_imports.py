@@ -59,6 +59,7 @@ ORDER = (
     ("moe.kernel_weight", "moe.load", "moe.long_rotary", "moe.load_counts", "moe.routing", "moe.slot_choice"),
     ("moe.text_part",),
     ("attention.recurrences.gpu",),
+    ("attention.recurrences.gpu_chunks",),
     ("attention.recurrences.gpu_kernels",),
     ("attention.gpu",),
     ("attention.organ", "attention.recurrences.cpu"),

@@ -71,7 +71,7 @@ def launch_rotary(rotary_dim: int, is_interleaved: bool, dtype: torch.dtype) -> 
     rotary.rotate(query, angles, angles, keys_TGD=keys, is_interleaved=is_interleaved)
 
 
-def step_of(rows: int) -> Any:
+def step_of(rows: int, *, is_in_chunks: bool = False) -> Any:
     """What a step has on the device; only shapes and types count."""
     names = ("position_P", "cache_slot_P", "state_before_P", "state_after_P", "row_before_P")
     on = SimpleNamespace(
@@ -80,7 +80,9 @@ def step_of(rows: int) -> Any:
         context_S=empty(rows),
         table_SM=empty(rows, 2560),
     )
-    return SimpleNamespace(on_device=on, max_context=40960, max_rows=8192, sizes=(256,), device=META)
+    return SimpleNamespace(
+        on_device=on, max_context=40960, max_rows=8192, sizes=(256,), device=META, is_in_chunks=is_in_chunks
+    )
 
 
 def launch_index(heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -105,11 +107,12 @@ def launch_chosen(heads: int, dtype: torch.dtype) -> None:
     sparse.chosen_attention(query, latents, chosen, 0, latent_dim=512, scale=0.1)
 
 
-def call_of(tail: tuple[int, ...], recurrent: tuple[int, ...]) -> MixerCall:
+def call_of(tail: tuple[int, ...], recurrent: tuple[int, ...], *, is_in_chunks: bool = False) -> MixerCall:
     """A mixer's call, with a cache of four state slots."""
     call = MixerCall(0)
     floats = partial(empty, dtype=torch.float32)
-    call.pages = SimpleNamespace(step=step_of(64), tails=[floats(4, *tail)], states=[floats(4, *recurrent)])
+    step = step_of(64, is_in_chunks=is_in_chunks)
+    call.pages = SimpleNamespace(step=step, tails=[floats(4, *tail)], states=[floats(4, *recurrent)])
     return call
 
 
@@ -118,27 +121,29 @@ def launch_convolution(channels: int, dtype: torch.dtype) -> None:
     recurrences.convolve(call_of((3, channels), (0,)), x, weight, None, "silu")
 
 
-def launch_delta(key_heads: int, heads: int, decay_dims: tuple[int, ...], dtype: torch.dtype) -> None:
+def launch_delta(
+    key_heads: int, heads: int, decay_dims: tuple[int, ...], dtype: torch.dtype, *, is_in_chunks: bool = False
+) -> None:
     query, value = empty(1, 64, key_heads, 128, dtype=dtype), empty(1, 64, heads, 128, dtype=dtype)
     decay, rate = empty(1, 64, heads, *decay_dims, dtype=torch.float32), empty(1, 64, heads, dtype=dtype)
-    call = call_of((0, 0), (heads, 128, 128))
+    call = call_of((0, 0), (heads, 128, 128), is_in_chunks=is_in_chunks)
     recurrences.delta_rule(call, query, query, value, decay, rate, use_qk_l2norm_in_kernel=True)
 
 
-def launch_lightning(dtype: torch.dtype) -> None:
+def launch_lightning(dtype: torch.dtype, *, is_in_chunks: bool = False) -> None:
     rows = empty(1, 64, 64, 128, dtype=dtype)
-    call = call_of((0, 0), (64, 128, 128))
+    call = call_of((0, 0), (64, 128, 128), is_in_chunks=is_in_chunks)
     recurrences.decaying_sum(call, rows, rows, rows, empty(64, dtype=torch.float32))
 
 
-def launch_heads(dtype: torch.dtype) -> None:
+def launch_heads(dtype: torch.dtype, *, is_in_chunks: bool = False) -> None:
     x, time, group = (
         empty(1, 64, 128, 64, dtype=dtype),
         empty(1, 64, 128, dtype=dtype),
         empty(1, 64, 8, 128, dtype=dtype),
     )
     of_head = empty(128, dtype=torch.float32)
-    call = call_of((0, 0), (128, 128, 64))
+    call = call_of((0, 0), (128, 128, 64), is_in_chunks=is_in_chunks)
     recurrences.scan_heads(call, x, time, of_head, group, group, of_head, of_head, dt_softplus=True)
 
 
@@ -161,8 +166,9 @@ CASES = {
     "choice_deepseek": Case(partial(launch_index, 64, 128), "choose_best"),
     "chosen_deepseek": Case(partial(launch_chosen, 128), "attend_chosen"),
     "convolution_qwen3_next": Case(partial(launch_convolution, 8192), "convolve_rows", 64),
-    "delta_qwen3_next": Case(partial(launch_delta, 16, 32, ()), "walk_delta_rule", 128),
-    "mamba2_nemotron": Case(launch_heads, "walk_heads", 128),
+    "delta_qwen3_next": Case(partial(launch_delta, 16, 32, ()), "walk_tokens", 128),
+    "delta_qwen3_next_in_chunks": Case(partial(launch_delta, 16, 32, (), is_in_chunks=True), "walk_chunks"),
+    "mamba2_nemotron": Case(launch_heads, "walk_tokens", 128),
     "mamba_jamba": Case(launch_channels, "walk_channels", 128),
 }
 MORE_CASES = {
@@ -188,8 +194,12 @@ MORE_CASES = {
     "pools_glm": Case(launch_pools, "score_items"),
     "choice_of_pools_glm": Case(launch_pools, "choose_best"),
     "chosen_16_heads": Case(partial(launch_chosen, 16), "attend_chosen"),
-    "delta_kimi": Case(partial(launch_delta, 32, 32, (128,)), "walk_delta_rule", 128),
-    "delta_lightning": Case(launch_lightning, "walk_delta_rule", 128),
+    "delta_kimi": Case(partial(launch_delta, 32, 32, (128,)), "walk_tokens", 128),
+    "delta_lightning": Case(launch_lightning, "walk_tokens", 128),
+    "delta_kimi_in_chunks": Case(partial(launch_delta, 32, 32, (128,), is_in_chunks=True), "walk_chunks"),
+    "lightning_in_chunks": Case(partial(launch_lightning, is_in_chunks=True), "walk_chunks"),
+    "mamba2_in_chunks": Case(partial(launch_heads, is_in_chunks=True), "walk_chunks"),
+    "time_nemotron": Case(launch_heads, "pass_time", 64),
     "rotary_interleaved": Case(partial(launch_rotary, 64, True), "rotate_rows", 64),
 }  # fmt: skip
 ALL = CASES | MORE_CASES
@@ -200,8 +210,8 @@ def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
     kernels = (
         (decode, "attend_splits"), (mla, "attend_latent_splits"), (prefill, "attend_tile"),
         (splits, "merge_parts"), (rotary, "rotate_rows"), (sparse, "score_items"), (sparse, "make_pool_keys"), (sparse, "choose_best"),
-        (sparse, "attend_chosen"), (recurrences, "convolve_rows"), (recurrences, "walk_delta_rule"),
-        (recurrences, "walk_heads"), (recurrences, "walk_channels"),
+        (sparse, "attend_chosen"), (recurrences, "convolve_rows"), (recurrences, "walk_tokens"),
+        (recurrences, "walk_chunks"), (recurrences, "pass_time"), (recurrences, "walk_channels"),
     )  # fmt: skip
     with recording(*kernels) as launched, contextlib.ExitStack() as patches:
         for module in (decode, mla, prefill):

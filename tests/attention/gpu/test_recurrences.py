@@ -6,17 +6,25 @@ import pytest
 import torch
 
 from kvcache.paged_cache import LayerShape
+from kvcache.states import NO_STATE, StatePiece
 from tests.conftest import OnDevice
 from tests.support.models.recurrences import KINDS, Rank, check_a_batch, check_cuts, whole
 
 
-def rank_on(device: str, name: str) -> Rank:
+def rank_on(device: str, name: str, *, is_invariant: bool = True) -> Rank:
     from attention.recurrences import gpu  # noqa: PLC0415 - in the interpreter
     from kvcache.gpu.cache import DeviceCache  # noqa: PLC0415
     from kvcache.gpu.step import DeviceStep  # noqa: PLC0415
 
     kind, place = KINDS[name](device), torch.device(device)
-    step = DeviceStep(max_tokens=128, max_sequences=8, max_blocks=8, block_tokens=16, device=place)
+    step = DeviceStep(
+        max_tokens=128,
+        max_sequences=8,
+        max_blocks=8,
+        block_tokens=16,
+        device=place,
+        is_invariant=is_invariant,
+    )
     cache = DeviceCache([LayerShape(state=kind.state)], 1, 16, dtype=torch.float32, device=place)
     cache.step = step
     return Rank(kind, gpu, step, cache)
@@ -24,6 +32,42 @@ def rank_on(device: str, name: str) -> Rank:
 
 def checked(device: str, name: str, check: Callable[[Rank], None]) -> None:
     check(rank_on(device, name))
+
+
+def chunks(device: str, name: str) -> None:
+    """Prompts in chunks give what `transformers` gives; cuts at the ends of blocks, and what is beside, change no bit."""
+    rank = rank_on(device, name, is_invariant=False)
+    check_a_batch(rank)
+    at, inputs = rank.kind.time_at, rank.kind.inputs(10, 75)
+    wanted = rank.kind.oracle(*inputs)
+
+    def part(begin: int, end: int) -> tuple[torch.Tensor, ...]:
+        return tuple(x.narrow(at, begin, end - begin) for x in inputs)
+
+    whole_text = rank.run([whole(75)], [inputs])[0]
+    left = [StatePiece(NO_STATE, 1, 32), StatePiece(1, 2, 16)]
+    first = rank.run([whole(5), left], [part(0, 5), part(0, 48)])[1]
+    last = rank.run([[StatePiece(2, 3, 27)]], [part(48, 75)], starts=[48])[0]
+    assert torch.equal(torch.cat((first, last), at), whole_text)
+    again = rank.run([[StatePiece(1, 4, 43)]], [part(32, 75)], starts=[32])[0]
+    assert torch.equal(again, whole_text.narrow(at, 32, 43)), "from a snapshot"
+    assert torch.equal(rank.cache.states[0][3], rank.cache.states[0][4])
+    # Cut within chunks, and continued by decodes, which walk.
+    found = [rank.run([[StatePiece(NO_STATE, 5, 21)]], [part(0, 21)])[0]]
+    found += rank.run([[StatePiece(5, 6, 1)]], [part(21, 22)], num_decodes=1, starts=[21])[:1]
+    found += rank.run([[StatePiece(6, 7, 53)]], [part(22, 75)], starts=[22])[:1]
+    assert torch.allclose(torch.cat(found, at), wanted, rtol=5e-5, atol=5e-5)
+    wrong = rank.run([[StatePiece(6, 7, 53)]], [part(21, 74)], starts=[22])[0]
+    assert not torch.allclose(wrong, wanted.narrow(at, 22, 53), rtol=5e-5, atol=5e-5)
+
+
+def alike_keys(device: str) -> None:
+    """Keys that are all alike, nothing fading, everything learnt at once: where inverses by squaring lose their digits."""
+    rank = rank_on(device, "gated delta rule", is_invariant=False)
+    query, key, value, _, rate = rank.kind.inputs(3, 64)
+    inputs = query, key[:, :1].expand_as(key), value, torch.zeros_like(rate), torch.ones_like(rate)
+    found, wanted = rank.run([whole(64)], [inputs])[0], rank.kind.oracle(*inputs)
+    assert torch.allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
 def decodes_and_padding(device: str, name: str) -> None:
@@ -49,3 +93,12 @@ def test_sequences_give_what_transformers_gives_and_cuts_change_no_bit(
 @pytest.mark.parametrize("name", KINDS)
 def test_decodes_have_the_bits_of_prompts(name: str, on_device: OnDevice) -> None:
     on_device(decodes_and_padding, name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_prompts_in_chunks_give_what_transformers_gives(name: str, on_device: OnDevice) -> None:
+    on_device(chunks, name)
+
+
+def test_alike_keys_lose_no_digits(on_device: OnDevice) -> None:
+    on_device(alike_keys)

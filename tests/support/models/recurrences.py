@@ -1,6 +1,7 @@
 """Recurrences to test on every device: inputs, `transformers`' own functions as the oracle, and what each keeps."""
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,10 +204,17 @@ class Rank:
         pieces: Sequence[Sequence[StatePiece]],
         inputs: Sequence[tuple[Tensor, ...]],
         num_decodes: int = 0,
+        starts: Sequence[int] = (),
     ) -> list[Tensor]:
-        """Answers of each sequence's tokens, which are put behind each other, and of padding behind them all."""
+        """Answers of each sequence's tokens, which are put behind each other, and of padding behind them all.
+
+        `starts`: their first tokens' positions, 0 where nothing is said.
+        """
         at = self.kind.time_at
-        spans = [Span(0, sum(each.length for each in own), [0], own) for own in pieces]
+        spans = [
+            Span(start, sum(each.length for each in own), [0] * 4, own)
+            for start, own in zip_longest(starts, pieces, fillvalue=0)
+        ]
         self.step.fill(spans, num_decodes)
         self.step.inputs([0] * self.step.num_tokens, [])
         rows = self.step.num_padded - self.step.num_tokens
