@@ -18,7 +18,7 @@ from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, TIMES_INT4
 from attention.cpu_panel_pairs import TIMES_TWO_BF16, TIMES_TWO_F32
 from attention.cpu_quantised_tiles import MAX_BLOCK, TIMES_FP8, TIMES_MXFP4
 from attention.cpu_tiles import LANES, TIMES_BF16, TIMES_F32
-from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
+from moe.load.quantised_weight import QuantisedWeight, inputs_per_code, int4_codes
 
 # By what panels and scales are made of.
 _TIMES_PANEL = {
@@ -97,11 +97,11 @@ def pack_codes(weight: QuantisedWeight) -> Tensor:
 
     Those of int8 and int4 are in the order of `attention.cpu_integer_tiles`.
     """
-    if weight.scales.dtype != torch.bfloat16:
+    if not weight.quantises_rows:
         return pack(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
     if weight.codes.dtype == torch.int8:
         return _four_by_four(pack(weight.codes.view(torch.uint8) ^ 0x80)).view(torch.int8)
-    low, high = (_four_by_four(pack(half)) for half in _halves_of_eight(_nibbles(weight.codes)))
+    low, high = (_four_by_four(pack(half)) for half in _halves_of_eight(int4_codes(weight.codes)))
     return low | high << 4
 
 
@@ -115,11 +115,6 @@ def _four_apart(panels: Tensor) -> Tensor:
     """Undo `_four_by_four`."""
     *lead, k, lanes = panels.shape
     return panels.reshape(*lead, k // 4, lanes, 4).transpose(-1, -2).reshape(panels.shape)
-
-
-def _nibbles(codes: Tensor) -> Tensor:
-    """[..., n] bytes to [..., 2 n], the lower half first."""
-    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
 def _halves_of_eight(codes: Tensor) -> Tensor:
@@ -142,12 +137,18 @@ def unpack_quantised(codes: Tensor, scales: Tensor, n: int, block: int) -> Quant
     """Undo `pack_codes` and `pack_scales`, for N = n; a copy."""
     if scales.dtype == torch.bfloat16:
         plain = _unpack_integers(codes, n)
-        return QuantisedWeight(codes=plain, scales=unpack(scales, n), block=block)
+        return QuantisedWeight(
+            codes=plain,
+            kind="int8" if codes.dtype == torch.int8 else "int4",
+            scales=unpack(scales, n),
+            block=block,
+            quantises_rows=True,
+        )
     plain = unpack(codes.view(torch.uint8), n).view(codes.dtype)
     if codes.dtype != torch.float8_e4m3fn:
-        return QuantisedWeight(codes=plain, scales=unpack(scales, n), block=block)
+        return QuantisedWeight(codes=plain, kind="e2m1", scales=unpack(scales, n), block=block)
     rows = scales.repeat_interleave(LANES, dim=-2)[..., :n, :]
-    return QuantisedWeight(codes=plain, scales=rows, block=block)
+    return QuantisedWeight(codes=plain, kind="e4m3", scales=rows, block=block)
 
 
 def _unpack_integers(codes: Tensor, n: int) -> Tensor:

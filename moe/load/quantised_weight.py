@@ -1,25 +1,40 @@
 """A weight as quantised checkpoints hold it: codes of eight or four bits, and a scale per block of a row.
 
-From files two formats: FP8 (e4m3 with float32 scales; DeepSeek-V3's files and transformers' fine-grained FP8, whose blocks are of
-128 x 128) and MXFP4 (pairs of e2m1 with e8m0 scales per 32; gpt-oss' files; OCP Microscaling Formats 1.0). Scales are
-kept per row here, though FP8's are the same for many rows, because then they can be cut, merged and put together as
+What codes and scales are made of is free, because formats differ in little else (DESIGN D15):
+
+    FP8 of blocks, channels, tensors      e4m3  float32, bfloat16 or float16
+    MXFP8, MXFP4                          e4m3, e2m1  e8m0 per 32 (OCP Microscaling Formats 1.0)
+    NVFP4                                 e2m1  e4m3 per 16, and a second scale over all blocks of a row
+    int8 of channels                      int8  float32, bfloat16 or float16
+    int4 of groups, AWQ, GPTQ             int4  float32, bfloat16 or float16, perhaps with zeros that are not 8
+
+Scales are kept per row, though some are the same for many rows, because then they can be cut, merged and put together as
 the weights are. On load two more may be made of plain weights: int8 and int4, a bfloat16 scale per 32 inputs of an output
-(`--quantization`; the second as llama.cpp's q4_0 chooses codes). What it means is plain torch, the oracle of the kernels: value times scale, rounded once to float32.
+(`--quantization`; the second as llama.cpp's q4_0 chooses codes), whose products quantise the rows too. What a weight means
+is plain torch, the oracle of the kernels: value times scale, rounded once to float32.
 
 Legend: N output features (rows), K input features, B blocks of K, R blocks of N.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moe.load.checkpoint import CheckpointError
 
+Kind = Literal["e4m3", "int8", "e2m1", "int4"]
+
 MXFP4_BLOCK = 32
 INTEGER_BLOCK = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALE_LIMIT = 256.0  # 2^8, above which the CPU kernels' scale overflows; weights of 448 * 256 have no use
+SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
+CODE_TYPES = {
+    "e4m3": torch.float8_e4m3fn, "int8": torch.int8, "e2m1": torch.uint8, "int4": torch.uint8,
+}  # fmt: skip
+MIDDLE = 8  # what an int4 code of 0 is above, where no zeros are given
 _E8M0_LIMIT = 127 + 8
 
 
@@ -32,8 +47,17 @@ class QuantisedWeight:
     """One weight, or several of one shape."""
 
     codes: Tensor  # [..., N, K] float8_e4m3fn or int8, or [..., N, K / 2] uint8: the even input in the lower half
-    scales: Tensor  # [..., N, B] float32 of FP8, uint8 (e8m0) of MXFP4, bfloat16 of int8 and int4
-    block: int  # inputs under one scale; the last block of a row may be short
+    kind: Kind  # which number a code is; int4: 0 to 15, of which 8 or the block's zero is taken away
+    scales: Tensor  # [..., N, B] float32, bfloat16, float16, uint8 (e8m0) or float8_e4m3fn
+    block: int  # inputs under one scale; the last block of a row may be short; K where a row has one scale
+    row_scales: Tensor | None = None  # [..., N] float32: of all blocks of a row (NVFP4's global scale)
+    zeros: Tensor | None = None  # [..., N, B] uint8, of int4
+    quantises_rows: bool = False  # made on load: kernels quantise what they multiply it with
+
+    def __post_init__(self) -> None:
+        assert self.codes.dtype == CODE_TYPES[self.kind], f"{self.kind} codes are {self.codes.dtype}"
+        assert self.scales.dtype in SCALE_TYPES, f"scales are {self.scales.dtype}"
+        assert self.zeros is None or self.kind == "int4", f"{self.kind} codes have zeros"
 
     @property
     def in_dim(self) -> int:
@@ -47,41 +71,69 @@ class QuantisedWeight:
 
     def __getitem__(self, index: int) -> "QuantisedWeight":
         """One of several weights; views."""
-        return QuantisedWeight(codes=self.codes[index], scales=self.scales[index], block=self.block)
+        return replace(self, **{name: part[index] for name, part in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it is made of, by the names of the fields."""
+        parts = {name: getattr(self, name) for name in ("codes", "scales", "row_scales", "zeros")}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def check(self, name: str) -> None:
         """Refuse what no kernel computes.
 
         Raises:
-            QuantisedWeightError: codes or scales that are not a number, scales of 2^8 and more, or of another shape.
+            QuantisedWeightError: codes or scales that are not a number, scales of 2^8 and more, second scales of 0, zeros
+                above 15, or any of another shape.
         """
-        wanted = (*self.codes.shape[:-1], -(-self.in_dim // self.block))
-        if tuple(self.scales.shape) != wanted:
-            raise QuantisedWeightError(
-                f"{name} has scales {list(self.scales.shape)}; it takes {list(wanted)}"
-            )
-        codes = self.codes.view(torch.uint8)
-        if self.codes.dtype != torch.uint8 and bool(((codes & 0x7F) == 0x7F).any()):
+        per_block = (*self.codes.shape[:-1], -(-self.in_dim // self.block))
+        for what, part, wanted in (
+            ("scales", self.scales, per_block),
+            ("zeros", self.zeros, per_block),
+            ("second scales", self.row_scales, per_block[:-1]),
+        ):
+            if part is not None and tuple(part.shape) != wanted:
+                raise QuantisedWeightError(f"{name} has {what} {list(part.shape)}; it takes {list(wanted)}")
+        if self.kind == "e4m3" and bool(((self.codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
             raise QuantisedWeightError(f"{name} holds FP8 weights that are not a number")
-        if self.scales.dtype == torch.uint8:
-            beyond = self.scales >= _E8M0_LIMIT
-        else:
-            beyond = ~(self.scales.abs() < SCALE_LIMIT)  # NaN is not below either
-        if bool(beyond.any()):
-            seen = self.scales[beyond][0].item()
+        if self.row_scales is not None:
+            bad = ~self.row_scales.isfinite() | (self.row_scales == 0)
+            if bool(bad.any()):
+                raise QuantisedWeightError(
+                    f"{name} has a second scale of {self.row_scales[bad][0].item()}; it is a number, and not 0"
+                )
+        if self.zeros is not None and bool((self.zeros > 15).any()):
             raise QuantisedWeightError(
-                f"{name} has a scale of {seen}{' (e8m0)' if self.scales.dtype == torch.uint8 else ''}; scales are "
-                f"numbers below {SCALE_LIMIT:.0f}"
+                f"{name} has a zero of {int(self.zeros.max())}; zeros of four bits are 0 to 15"
             )
+        self._check_scales(name)
+
+    def _check_scales(self, name: str) -> None:
+        is_e8m0 = self.scales.dtype == torch.uint8
+        # NaN is not below either. e8m0's 255 is NaN.
+        beyond = self.scales >= _E8M0_LIMIT if is_e8m0 else ~(self._factors().abs() < SCALE_LIMIT)
+        if bool(beyond.any()):
+            seen = (self.scales if is_e8m0 else self._factors())[beyond][0].item()
+            raise QuantisedWeightError(
+                f"{name} has a scale of {seen}{' (e8m0)' if is_e8m0 else ''}; scales are numbers below {SCALE_LIMIT:.0f}"
+            )
+
+    def _factors(self) -> Tensor:
+        """What values are multiplied with: [..., N, B] float32."""
+        scales = e8m0_values(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
+        return scales if self.row_scales is None else scales * self.row_scales[..., None]
 
     def dequantised(self) -> Tensor:
         """The weight that it stands for: [..., N, K] float32, new."""
-        if self.codes.dtype != torch.uint8:
-            values = self.codes.float()
+        if self.kind == "int4":
+            values = int4_codes(self.codes).float()
+            values -= MIDDLE if self.zeros is None else self._per_input(self.zeros.float())
         else:
-            values = (e2m1_values if self.scales.dtype == torch.uint8 else int4_values)(self.codes)
-        scales = e8m0_values(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
-        return values * scales.repeat_interleave(self.block, dim=-1)[..., : self.in_dim]
+            values = e2m1_values(self.codes) if self.kind == "e2m1" else self.codes.float()
+        return values * self._per_input(self._factors())
+
+    def _per_input(self, per_block: Tensor) -> Tensor:
+        """[..., N, B] to [..., N, K]."""
+        return per_block.repeat_interleave(self.block, dim=-1)[..., : self.in_dim]
 
     def block_scales(self, rows: int) -> Tensor:
         """Scales per block of `rows` rows: [..., R, B].
@@ -109,7 +161,9 @@ def int8_weight(weight: Tensor) -> QuantisedWeight:
     blocks = weight.float().reshape(*weight.shape[:-1], -1, INTEGER_BLOCK)
     scales = _bfloat16_above(blocks.abs().amax(-1) / 127)
     codes = (blocks / _divisor(scales)).round().clamp(-127, 127).to(torch.int8)
-    return QuantisedWeight(codes=codes.flatten(-2), scales=scales, block=INTEGER_BLOCK)
+    return QuantisedWeight(
+        codes=codes.flatten(-2), kind="int8", scales=scales, block=INTEGER_BLOCK, quantises_rows=True
+    )
 
 
 def int4_weight(weight: Tensor) -> QuantisedWeight:
@@ -118,7 +172,8 @@ def int4_weight(weight: Tensor) -> QuantisedWeight:
     furthest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
     scales = (furthest / -8).bfloat16()
     codes = ((blocks / _divisor(scales)).round() + 8).clamp(0, 15).to(torch.uint8).flatten(-2)
-    return QuantisedWeight(codes=codes[..., ::2] | codes[..., 1::2] << 4, scales=scales, block=INTEGER_BLOCK)
+    packed = codes[..., ::2] | codes[..., 1::2] << 4
+    return QuantisedWeight(codes=packed, kind="int4", scales=scales, block=INTEGER_BLOCK, quantises_rows=True)
 
 
 QUANTISE = {"int8": int8_weight, "int4": int4_weight}  # by `--quantization`
@@ -138,16 +193,15 @@ def _divisor(scales: Tensor) -> Tensor:
     return torch.where(wide == 0, torch.ones_like(wide), wide)
 
 
-def int4_values(codes: Tensor) -> Tensor:
-    """[..., n] bytes to [..., 2 * n] float32."""
-    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float() - 8
+def int4_codes(codes: Tensor) -> Tensor:
+    """[..., n] bytes to [..., 2 * n], the lower half first."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
     """[..., n] bytes to [..., 2 * n] float32."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    pairs = torch.stack((codes & 15, codes >> 4), dim=-1).long()
-    return table[pairs].flatten(-2)
+    return table[int4_codes(codes).long()]
 
 
 def e8m0_values(scales: Tensor) -> Tensor:

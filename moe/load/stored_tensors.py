@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.load.quantisation import Quantisation
-from moe.load.quantised_weight import QuantisedWeight
+from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight
 
 FP8_CODES, FP8_SCALES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
 UNSERVED = ("F8_", "F6_", "F4", "U8", "I8", "U16", "I16", "U32", "I32")  # beginnings of safetensors' dtypes
@@ -93,8 +93,10 @@ class StoredTensors:
             QuantisedWeightError: they hold what no kernel computes, or were not converted alike.
         """
         assert self.quantisation is not None, f"{name} is not quantised"
-        kind = torch.uint8 if self._is_mxfp4 else torch.float8_e4m3fn
-        weight = QuantisedWeight(codes=codes.view(kind), scales=scales, block=self.quantisation.block)
+        kind: Kind = "e2m1" if self._is_mxfp4 else "e4m3"
+        weight = QuantisedWeight(
+            codes=codes.view(CODE_TYPES[kind]), kind=kind, scales=scales, block=self.quantisation.block
+        )
         weight.check(name)
         return weight
 

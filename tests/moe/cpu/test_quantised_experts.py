@@ -19,10 +19,10 @@ def quantised(weight_NK: Tensor, name: str) -> QuantisedWeight:
     if name == "fp8":
         made = quantise_fp8(weight_NK, (16, 16))
         scales = made.stored["_scale_inv"].repeat_interleave(16, dim=0)[: len(weight_NK)]
-        return QuantisedWeight(codes=made.stored[""], scales=scales, block=16)
+        return QuantisedWeight(codes=made.stored[""], kind="e4m3", scales=scales, block=16)
     made = quantise_mxfp4(weight_NK.T[None])
     return QuantisedWeight(
-        codes=made.stored["_blocks"][0].flatten(-2), scales=made.stored["_scales"][0], block=32
+        codes=made.stored["_blocks"][0].flatten(-2), kind="e2m1", scales=made.stored["_scales"][0], block=32
     )
 
 

@@ -1,5 +1,6 @@
 """Kernels over FP8 and MXFP4 weights give the bits that the float32 kernels give for the dequantised weight."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -36,7 +37,7 @@ def fp8(*shape: int, block: int = 64) -> QuantisedWeight:
     codes = torch.randint(0, 256, (*lead, n, k), generator=generator(), dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
     scales = random(*lead, -(-n // 16), -(-k // block)).repeat_interleave(16, dim=-2)[..., :n, :]
-    return QuantisedWeight(codes=codes.view(torch.float8_e4m3fn), scales=scales, block=block)
+    return QuantisedWeight(codes=codes.view(torch.float8_e4m3fn), kind="e4m3", scales=scales, block=block)
 
 
 def mxfp4(*shape: int) -> QuantisedWeight:
@@ -45,7 +46,7 @@ def mxfp4(*shape: int) -> QuantisedWeight:
     codes = torch.randint(0, 256, (*lead, n, k // 2), generator=generator(), dtype=torch.uint8)
     scales = torch.randint(110, 134, (*lead, n, k // 32), generator=generator(3), dtype=torch.uint8)
     scales[..., 0, 0] = 0
-    return QuantisedWeight(codes=codes, scales=scales, block=32)
+    return QuantisedWeight(codes=codes, kind="e2m1", scales=scales, block=32)
 
 
 FORMATS = {"fp8": fp8, "mxfp4": mxfp4}
@@ -91,6 +92,7 @@ def test_every_fp8_code_means_what_torch_says() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F]
     weight = QuantisedWeight(
+        kind="e4m3",
         codes=codes.view(torch.float8_e4m3fn)[None].expand(16, -1).contiguous(),
         scales=torch.full((16, 2), 3.5e-5),
         block=128,
@@ -107,7 +109,7 @@ def test_every_mxfp4_code_and_scale_means_what_the_format_says() -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(2).view(32, 16)
     for scale in (0, 1, 2, 100, 127, 134):
         scales = torch.full((32, 1), scale, dtype=torch.uint8)
-        weight = QuantisedWeight(codes=codes, scales=scales, block=32)
+        weight = QuantisedWeight(codes=codes, kind="e2m1", scales=scales, block=32)
         assert torch.equal(multiply(torch.eye(32), weight).T, weight.dequantised())
 
 
@@ -125,7 +127,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
     ours = grouped(x, codes, offsets, team, scales_S=scales, block=weight.block)
     assert torch.equal(ours, grouped(x, pack(weight.dequantised()), offsets))
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
-        own = QuantisedWeight(codes=weight.codes[slot], scales=weight.scales[slot], block=weight.block)
+        own = weight[slot]
         assert torch.equal(ours[start:end], multiply(x[start:end], own)), "as linear, to the bit"
 
 
@@ -141,7 +143,7 @@ def test_scales_that_change_within_a_panel_are_refused() -> None:
     weight = fp8(64, 64)
     scales = weight.scales.clone()
     scales[20] *= 2
-    broken = QuantisedWeight(codes=weight.codes, scales=scales, block=64)
+    broken = replace(weight, scales=scales)
     with pytest.raises(QuantisedWeightError, match="change within 16 rows"):
         pack_scales(broken)
     assert weight.block_scales(16).shape == (4, 1)

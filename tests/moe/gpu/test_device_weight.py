@@ -32,7 +32,7 @@ def multiply(is_fp8: bool) -> Found:
     if is_fp8:
         stored, plain = quantise_fp8(plain, (128, 128))
         scales = stored["_scale_inv"].repeat_interleave(128, 0)[:OUT_DIM].contiguous()
-        weight = QuantisedWeight(codes=stored[""], scales=scales, block=128)
+        weight = QuantisedWeight(codes=stored[""], kind="e4m3", scales=scales, block=128)
     device = torch.device("cpu")
     held = DeviceWeight(weight, OneGroup(device, is_invariant=True), torch.float32, device)
     x = torch.randn(1, ROWS, IN_DIM, generator=generator)
