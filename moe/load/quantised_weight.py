@@ -71,7 +71,11 @@ class QuantisedWeight:
 
     def __getitem__(self, index: int) -> "QuantisedWeight":
         """One of several weights; views."""
-        return replace(self, **{name: part[index] for name, part in self.tensors().items()})
+        row_scales = None if self.row_scales is None else self.row_scales[index]
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(
+            self, codes=self.codes[index], scales=self.scales[index], row_scales=row_scales, zeros=zeros
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """All that it is made of, by the names of the fields."""
