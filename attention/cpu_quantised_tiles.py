@@ -1,20 +1,26 @@
-"""Register tiles for checkpoints' weights that stay quantised in memory: FP8 (e4m3) and MXFP4 (pairs of e2m1), panels of 16.
+"""Register tiles for checkpoints' weights that stay quantised in memory: codes of eight or four bits, in panels of 16 columns.
 
 A weight becomes the float32 number that it stands for, value times scale with one rounding, in registers, and is then
 multiplied and added just as `cpu_tiles` does it: every output is the very chain of fused multiply-adds that the
-dequantised weight would give. Few rows decode as they multiply; for many, a block is decoded once into a buffer that
-stays in the first-level cache, and float32 tiles run over it.
+dequantised weight would give. Few rows decode as they multiply; for many, up to 128 inputs are decoded once into a buffer
+that stays in the first-level cache, and float32 tiles run over it. What codes are and what scales are is put together
+freely, and only what a model has is compiled (`times_quantised`).
 
 How a byte becomes a number without a table of 256: e4m3's exponent and mantissa, moved to a float32's places, are
 the value times 2^-120, for subnormals too. An e2m1 value is looked up as the e4m3 byte that equals it (16 bytes in one
 register). 2^120 is put into the scale, which must therefore stay below 2^8 (`moe.load.quantised_weight` refuses others).
-e4m3's NaN is not decoded (likewise). Rejected: a table in memory, which AVX2 gathers from one element at a time.
+float16 is moved likewise, times 2^112. NaN is not decoded (likewise). Rejected: a table in memory, which AVX2 gathers
+from one element at a time.
 
-Layout of a panel, K inputs of 16 output columns: FP8 codes [K, 16] and one float32 scale per block of K; MXFP4 codes
-[K / 2, 16], the even input in the lower half of a byte, and 16 scales (e8m0: 2^(byte - 127)) per block of K.
+Layout of a panel, K inputs of 16 output columns: codes [K, 16], or two to a byte [K / 2, 16], the even input in the lower
+half. Layout of its scales: 16 float32 that are factors of every block's scales, where there are any; then for each block
+of K 16 scales, or one float32 for all columns, and 16 zeros where there are any, in 8 bytes: those of columns 0 to 7 in the
+lower halves.
 """
 
-from typing import Any
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from llvmlite import binding, ir
 from numba import njit, types
@@ -22,8 +28,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from attention.cpu_tiles import (
+    AHEAD_BYTES,
     F32,
     F32V,
+    I16V,
     I32,
     I32V,
     I64,
@@ -32,22 +40,56 @@ from attention.cpu_tiles import (
     TileRows,
     add_rows_times_panel_f32,
     constant,
-    emit_products,
     load,
+    prefetch,
     splat,
     store,
+    vector_call,
 )
 from dispatch.native import Addressed, renamed
 
-MAX_BLOCK = 128  # inputs under one scale: what the decoded buffer holds
+DECODED = 128  # inputs that the decoded buffer holds
 FUSED_ROWS = 6  # up to one tile of rows is decoded as it is multiplied
+ROW_SCALES_BYTES = 4 * LANES
+ZEROS_BYTES = LANES // 2
 
 I8, I8V = ir.IntType(8), ir.VectorType(ir.IntType(8), LANES)
+I8_HALF = ir.VectorType(I8, ZEROS_BYTES)
 UNBIAS = 2.0**120  # of e4m3's exponent in a float32's place
 E4M3_PLACES = 0x87F00000 - (1 << 32)  # sign, exponent and mantissa after sign extension and a shift by 20
+FLOAT16_UNBIAS = 2.0**112
+FLOAT16_PLACES = 0x8FFFE000 - (1 << 32)  # the same after a shift by 13
 # e2m1 as e4m3 bytes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same negative.
 E2M1_AS_E4M3 = tuple(code | sign for sign in (0, 0x80) for code in (0, 48, 56, 60, 64, 68, 72, 76))
 LEAST_E8M0 = 0x00400000  # 2^-127 as a subnormal float32: scale byte 0
+MIDDLE = 8  # what an int4 code of 0 is above, where there are no zeros
+SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
+
+
+class Coding(NamedTuple):
+    """What a panel's codes and scales are."""
+
+    kind: str  # of codes: e4m3, int8, e2m1 or int4
+    scale: str  # one of SCALE_BYTES
+    is_shared: bool = False  # one scale, a float32, for all columns
+    has_row_scales: bool = False
+    has_zeros: bool = False
+
+    @property
+    def inputs_per_byte(self) -> int:
+        """Of codes."""
+        return 2 if self.kind in ("e2m1", "int4") else 1
+
+    @property
+    def block_bytes(self) -> int:
+        """From a block's scales to the next one's."""
+        scales = SCALE_BYTES[self.scale] * (1 if self.is_shared else LANES)
+        return scales + (ZEROS_BYTES if self.has_zeros else 0)
+
+    @property
+    def first_bytes(self) -> int:
+        """Before the first block's."""
+        return ROW_SCALES_BYTES if self.has_row_scales else 0
 
 
 def _same(kind: ir.VectorType, value: int) -> ir.Constant:
@@ -70,100 +112,170 @@ def _look_up(builder: ir.IRBuilder, index: ir.Value) -> ir.Value:
     return found
 
 
-def _widen(builder: ir.IRBuilder, codes: ir.Value, scale: ir.Value) -> ir.Value:
-    """Turn e4m3 bytes into float32 numbers, `scale` having 2^120 in it."""
-    placed = builder.shl(builder.sext(codes, I32V), _same(I32V, 20))
-    value = builder.bitcast(builder.and_(placed, _same(I32V, E4M3_PLACES)), F32V)
-    return builder.fmul(value, scale)
+def _placed(builder: ir.IRBuilder, bits: ir.Value, shift: int, places: int) -> ir.Value:
+    """Put a small float's bits where a float32 has them; what they mean is too small by a power of two."""
+    moved = builder.shl(builder.sext(bits, I32V), _same(I32V, shift))
+    return builder.bitcast(builder.and_(moved, _same(I32V, places)), F32V)
 
 
-class _Fp8:
-    """A byte per weight, a float32 scale per block of a panel."""
-
-    inputs_per_byte, scale_bytes = 1, 4
-
-    @staticmethod
-    def scale(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-        single = builder.load(builder.inttoptr(address, F32.as_pointer()), align=4)
-        return splat(builder, builder.fmul(single, ir.Constant(F32, UNBIAS)))
-
-    @staticmethod
-    def decode(builder: ir.IRBuilder, codes: ir.Value, scale: ir.Value) -> list[ir.Value]:
-        return [_widen(builder, codes, scale)]
+def _e4m3(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
+    """Turn bytes into their values times 2^-120."""
+    return _placed(builder, codes, 20, E4M3_PLACES)
 
 
-class _Mxfp4:
-    """Half a byte per weight, a byte of scale per block of a column."""
-
-    inputs_per_byte, scale_bytes = 2, LANES
-
-    @staticmethod
-    def scale(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-        exponent = builder.shl(builder.zext(load(builder, address, I8V), I32V), _same(I32V, 23))
-        least = _same(I32V, LEAST_E8M0)
-        bits = builder.select(builder.icmp_unsigned("<", exponent, least), least, exponent)
-        return builder.fmul(builder.bitcast(bits, F32V), constant(UNBIAS))
-
-    @staticmethod
-    def decode(builder: ir.IRBuilder, codes: ir.Value, scale: ir.Value) -> list[ir.Value]:
-        halves = (builder.and_(codes, _same(I8V, 15)), builder.lshr(codes, _same(I8V, 4)))
-        return [_widen(builder, _look_up(builder, half), scale) for half in halves]
+def _e8m0(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    exponent = builder.shl(builder.zext(load(builder, address, I8V), I32V), _same(I32V, 23))
+    least = _same(I32V, LEAST_E8M0)
+    bits = builder.select(builder.icmp_unsigned("<", exponent, least), least, exponent)
+    return builder.bitcast(bits, F32V)
 
 
-_Kind = type[_Fp8] | type[_Mxfp4]
+def _scale(builder: ir.IRBuilder, coding: Coding, address: ir.Value) -> ir.Value:
+    """Load a block's scales as float32."""
+    if coding.is_shared:
+        return splat(builder, builder.load(builder.inttoptr(address, F32.as_pointer()), align=1))
+    if coding.scale == "e8m0":
+        return _e8m0(builder, address)
+    if coding.scale == "e4m3":
+        return builder.fmul(_e4m3(builder, load(builder, address, I8V)), constant(UNBIAS))
+    if coding.scale == "float32":
+        return load(builder, address)
+    halves = load(builder, address, I16V)
+    if coding.scale == "float16":
+        return builder.fmul(_placed(builder, halves, 13, FLOAT16_PLACES), constant(FLOAT16_UNBIAS))
+    return builder.bitcast(builder.shl(builder.zext(halves, I32V), _same(I32V, 16)), F32V)
 
 
-def _tile(kind: _Kind, rows: int) -> Any:
-    """Intrinsic `(x, x_stride, codes, k, scale, out, out_stride)`: add the products of one scale's block to out."""
+class _Block(NamedTuple):
+    """What the codes of one block are decoded with."""
 
-    def tile(_typing: Any, x: Any, xs: Any, codes: Any, k: Any, scale: Any, out: Any, out_stride: Any) -> Any:
+    scale: ir.Value  # 16 float32
+    zero: ir.Value  # 16 bytes
+
+
+def _block(builder: ir.IRBuilder, coding: Coding, scales: ir.Value, address: ir.Value) -> _Block:
+    """Load one; `scales` is where the panel's begin."""
+    scale = _scale(builder, coding, address)
+    if coding.has_row_scales:
+        scale = builder.fmul(scale, load(builder, scales))
+    if coding.kind in ("e4m3", "e2m1"):
+        scale = builder.fmul(scale, constant(UNBIAS))
+    zero: ir.Value = _same(I8V, MIDDLE)
+    if coding.has_zeros:
+        at = builder.add(address, ir.Constant(I64, coding.block_bytes - ZEROS_BYTES))
+        packed = builder.load(builder.inttoptr(at, I8_HALF.as_pointer()), align=1)
+        low = builder.and_(packed, ir.Constant(I8_HALF, [15] * ZEROS_BYTES))
+        high = builder.lshr(packed, ir.Constant(I8_HALF, [4] * ZEROS_BYTES))
+        zero = builder.shuffle_vector(low, high, ir.Constant(I32V, list(range(LANES))))
+    return _Block(scale, zero)
+
+
+def _decoded(builder: ir.IRBuilder, coding: Coding, codes: ir.Value, block: _Block) -> list[ir.Value]:
+    """Turn 16 bytes of codes into the weights of one input or two."""
+    if coding.kind == "e4m3":
+        return [builder.fmul(_e4m3(builder, codes), block.scale)]
+    if coding.kind == "int8":
+        return [builder.fmul(builder.sitofp(builder.sext(codes, I32V), F32V), block.scale)]
+    halves = (builder.and_(codes, _same(I8V, 15)), builder.lshr(codes, _same(I8V, 4)))
+    if coding.kind == "e2m1":
+        return [builder.fmul(_e4m3(builder, _look_up(builder, half)), block.scale) for half in halves]
+    values = [builder.sext(builder.sub(half, block.zero), I32V) for half in halves]
+    return [builder.fmul(builder.sitofp(value, F32V), block.scale) for value in values]
+
+
+class _Loop:
+    """A loop that is being emitted: an index, and vectors that it carries from turn to turn."""
+
+    def __init__(self, builder: ir.IRBuilder, first: ir.Value, carried: list[ir.Value]) -> None:
+        self._builder = builder
+        entry, self._body = builder.block, builder.append_basic_block("body")
+        builder.branch(self._body)
+        builder.position_at_end(self._body)
+        self.index = builder.phi(I64)
+        self.index.add_incoming(first, entry)
+        self.carried = [builder.phi(value.type) for value in carried]
+        for phi, value in zip(self.carried, carried, strict=True):
+            phi.add_incoming(value, entry)
+
+    def close(self, step: ir.Value, end: ir.Value, carried: list[ir.Value]) -> None:
+        """Go on while the index stays below `end`; what is emitted next comes after the loop."""
+        builder, after = self._builder, self._builder.append_basic_block("after")
+        following = builder.add(self.index, step)
+        self.index.add_incoming(following, builder.block)
+        for phi, value in zip(self.carried, carried, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, end), self._body, after)
+        builder.position_at_end(after)
+
+
+def _tile(coding: Coding, rows: int) -> Any:
+    """Intrinsic `(x, x_stride, codes, scales, k, block, out, out_stride)`: so many rows times a panel."""
+
+    def tile(
+        _typing: Any, x: Any, xs: Any, codes: Any, scales: Any, k: Any, block: Any, out: Any, os: Any
+    ) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
-            x, x_stride, codes, k, scale_at, out, out_stride = args
-            scale = kind.scale(builder, scale_at)
-
-            def weights(index: ir.Value) -> list[ir.Value]:
-                at = builder.add(codes, builder.mul(index, ir.Constant(I64, LANES)))
-                return kind.decode(builder, load(builder, at, I8V), scale)
-
-            steps = builder.sdiv(k, ir.Constant(I64, kind.inputs_per_byte))
-            emit_products(
-                builder,
-                TileRows(x, x_stride),
-                weights,
-                steps,
-                TileRows(out, out_stride),
-                rows,
-                accumulate=True,
-            )
+            x, x_stride, codes, scales, k, block, out, out_stride = args
+            x_rows = [TileRows(x, x_stride).at(builder, row) for row in range(rows)]
+            first = builder.add(scales, ir.Constant(I64, coding.first_bytes))
+            blocks = _Loop(builder, ir.Constant(I64, 0), [first, *[constant(0.0)] * rows])
+            scale_at, *sums = blocks.carried
+            factors = _block(builder, coding, scales, scale_at)
+            end = builder.add(blocks.index, block)
+            end = builder.select(builder.icmp_signed("<", end, k), end, k)
+            inputs = _Loop(builder, blocks.index, sums)
+            at = builder.udiv(inputs.index, ir.Constant(I64, coding.inputs_per_byte))
+            at = builder.add(codes, builder.mul(at, ir.Constant(I64, LANES)))
+            prefetch(builder, builder.add(at, ir.Constant(I64, AHEAD_BYTES)))
+            totals = list(inputs.carried)
+            for ahead, weights in enumerate(_decoded(builder, coding, load(builder, at, I8V), factors)):
+                offset = builder.mul(builder.add(inputs.index, ir.Constant(I64, ahead)), ir.Constant(I64, 4))
+                for row, address in enumerate(x_rows):
+                    place = builder.inttoptr(builder.add(address, offset), F32.as_pointer())
+                    value = splat(builder, builder.load(place, align=4))
+                    totals[row] = vector_call(builder, "fma", value, weights, totals[row])
+            inputs.close(ir.Constant(I64, coding.inputs_per_byte), end, totals)
+            following = builder.add(scale_at, ir.Constant(I64, coding.block_bytes))
+            blocks.close(block, k, [following, *totals])
+            for row, total in enumerate(totals):
+                store(builder, total, TileRows(out, out_stride).at(builder, row))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 8), codegen
 
     return intrinsic(tile)
 
 
-def _decoder(kind: _Kind) -> Any:
-    """Intrinsic `(codes, scale, out)`: decode 16 bytes of codes; out has 16 float32 per input."""
+def _decoder(coding: Coding) -> Any:
+    """Intrinsic `(codes, scales, block_at, count, out)`: decode inputs of one block; out has 16 float32 for each."""
 
-    def decode(_typing: Any, codes: Any, scale: Any, out: Any) -> Any:
+    def decode(_typing: Any, codes: Any, scales: Any, block_at: Any, count: Any, out: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
-            codes, scale_at, out = args
-            scale = kind.scale(builder, scale_at)
-            for index, weights in enumerate(kind.decode(builder, load(builder, codes, I8V), scale)):
-                store(builder, weights, builder.add(out, ir.Constant(I64, 4 * LANES * index)))
+            codes, scales, block_at, count, out = args
+            factors = _block(builder, coding, scales, block_at)
+            inputs = _Loop(builder, ir.Constant(I64, 0), [codes, out])
+            code_at, out_at = inputs.carried
+            for ahead, weights in enumerate(_decoded(builder, coding, load(builder, code_at, I8V), factors)):
+                store(builder, weights, builder.add(out_at, ir.Constant(I64, 4 * LANES * ahead)))
+            per_byte = coding.inputs_per_byte
+            following = [
+                builder.add(code_at, ir.Constant(I64, LANES)),
+                builder.add(out_at, ir.Constant(I64, 4 * LANES * per_byte)),
+            ]
+            inputs.close(ir.Constant(I64, per_byte), count, following)
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64, types.int64), codegen
+        return types.void(*[types.int64] * 5), codegen
 
     return intrinsic(decode)
 
 
 @intrinsic
 def _buffer(_typing: Any) -> Any:
-    """The address of memory for one decoded block, on the stack of the function that calls this."""
+    """The address of memory for decoded inputs, on the stack of the function that calls this."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, _args: list[ir.Value]) -> Any:
-        return builder.ptrtoint(cgutils.alloca_once(builder, F32, MAX_BLOCK * LANES), I64)
+        return builder.ptrtoint(cgutils.alloca_once(builder, F32, DECODED * LANES), I64)
 
     return types.int64(), codegen
 
@@ -179,55 +291,62 @@ def _clear(_typing: Any, out: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-def _rows_function(kind: _Kind, name: str) -> Any:
+def _rows_function(coding: Coding, name: str) -> Any:
     """Return njit `(x, x_stride, codes, scales, k, block, out, out_stride, rows)`: any number of rows.
 
-    `block` is the inputs under one scale: at most `MAX_BLOCK`, even for MXFP4, whose k is a multiple of it.
+    `block` is the inputs under one scale, any number; even, as k is, where a byte has two codes.
     """
-    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, FUSED_ROWS + 1))
-    decode = _decoder(kind)
-    per_byte, scale_bytes = kind.inputs_per_byte, kind.scale_bytes
+    one, two, three, four, five, six = (_tile(coding, rows) for rows in range(1, FUSED_ROWS + 1))
+    decode = _decoder(coding)
+    per_byte, first_bytes, block_bytes = coding.inputs_per_byte, coding.first_bytes, coding.block_bytes
 
     def rows_times_panel(x, x_stride, codes, scales, k, block, out, out_stride, rows):  # type: ignore[no-untyped-def]
-        decoded = _buffer()
-        for row in range(rows):
-            _clear(out + row * out_stride)
-        for begin in range(0, k, block):
-            count = min(block, k - begin)
-            x_block, codes_block = x + begin * 4, codes + begin // per_byte * LANES
-            scale = scales + begin // block * scale_bytes
-            if rows == 1:
-                one(x_block, x_stride, codes_block, count, scale, out, out_stride)
-            elif rows == 2:
-                two(x_block, x_stride, codes_block, count, scale, out, out_stride)
-            elif rows == 3:
-                three(x_block, x_stride, codes_block, count, scale, out, out_stride)
-            elif rows == 4:
-                four(x_block, x_stride, codes_block, count, scale, out, out_stride)
-            elif rows == 5:
-                five(x_block, x_stride, codes_block, count, scale, out, out_stride)
-            elif rows == 6:
-                six(x_block, x_stride, codes_block, count, scale, out, out_stride)
-            else:
-                for index in range(count // per_byte):
-                    decode(codes_block + index * LANES, scale, decoded + index * per_byte * LANES * 4)
-                add_rows_times_panel_f32(x_block, x_stride, decoded, 4 * LANES, count, out, out_stride, rows)
+        if rows == 1:
+            one(x, x_stride, codes, scales, k, block, out, out_stride)
+        elif rows == 2:
+            two(x, x_stride, codes, scales, k, block, out, out_stride)
+        elif rows == 3:
+            three(x, x_stride, codes, scales, k, block, out, out_stride)
+        elif rows == 4:
+            four(x, x_stride, codes, scales, k, block, out, out_stride)
+        elif rows == 5:
+            five(x, x_stride, codes, scales, k, block, out, out_stride)
+        elif rows == 6:
+            six(x, x_stride, codes, scales, k, block, out, out_stride)
+        elif rows > 6:
+            decoded = _buffer()
+            for row in range(rows):
+                _clear(out + row * out_stride)
+            for begin in range(0, k, DECODED):
+                count, at = min(DECODED, k - begin), begin
+                while at < begin + count:
+                    number = at // block
+                    end = min(begin + count, (number + 1) * block)
+                    decode(
+                        codes + at // per_byte * LANES,
+                        scales,
+                        scales + first_bytes + number * block_bytes,
+                        end - at,
+                        decoded + (at - begin) * LANES * 4,
+                    )
+                    at = end
+                add_rows_times_panel_f32(
+                    x + begin * 4, x_stride, decoded, 4 * LANES, count, out, out_stride, rows
+                )
 
     return njit(nogil=True)(renamed(rows_times_panel, name))
 
 
-rows_times_panel_fp8 = _rows_function(_Fp8, "fp8")
-rows_times_panel_mxfp4 = _rows_function(_Mxfp4, "mxfp4")
-
-
-def _times_fp8(x, x_stride, codes, scales, k, block, out, out_stride, rows):  # type: ignore[no-untyped-def]
-    rows_times_panel_fp8(x, x_stride, codes, scales, k, block, out, out_stride, rows)
+def _times(x, x_stride, codes, scales, k, block, out, out_stride, rows):  # type: ignore[no-untyped-def]
+    _rows_times_panel(x, x_stride, codes, scales, k, block, out, out_stride, rows)  # type: ignore[name-defined]  # noqa: F821
     return 0
 
 
-def _times_mxfp4(x, x_stride, codes, scales, k, block, out, out_stride, rows):  # type: ignore[no-untyped-def]
-    rows_times_panel_mxfp4(x, x_stride, codes, scales, k, block, out, out_stride, rows)
-    return 0
-
-
-TIMES_FP8, TIMES_MXFP4 = (Addressed(each, TILES_VERSION) for each in (_times_fp8, _times_mxfp4))
+@cache
+def times_quantised(coding: Coding) -> Addressed:
+    """Return the function that `cpu_tiles.times_panel` calls for panels of a coding; compiled when its address is asked for."""
+    name = "_".join(map(str, coding))
+    made = renamed(_times, name)
+    # In globals of its own, not a closure: numba's cache on disk would take every process's for another one.
+    known = {**made.__globals__, "_rows_times_panel": _rows_function(coding, name)}
+    return Addressed(FunctionType(made.__code__, known, made.__name__), TILES_VERSION)

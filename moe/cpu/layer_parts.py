@@ -366,12 +366,13 @@ def _together(weights: Sequence[PackedWeight]) -> Matrix:
     """Put weights on the same inputs together; they stay, as views of the memory of all."""
     first = weights[0]
     _require(all(each.out_dim % LANES == 0 for each in weights))
-    _require(len({(each.panels.dtype, each.block, each.panels.shape[1:]) for each in weights}) == 1)
+    _require(len({(each.panels.dtype, each.quantised, each.panels.shape[1:]) for each in weights}) == 1)
     panels = torch.cat([each.panels.view(torch.uint8) for each in weights]).view(first.panels.dtype)
-    scales = torch.cat([each.scales for each in weights if each.scales is not None]) if first.block else None
+    parts = [each.scales for each in weights if each.scales is not None]
+    scales = torch.cat(parts) if parts else None
     begin = 0
     for each in weights:
         end = begin + each.format.panels
         each.panels, each.scales = panels[begin:end], None if scales is None else scales[begin:end]
         begin = end
-    return Matrix(panels, scales, format_of(panels, scales, first.block))
+    return Matrix(panels, scales, format_of(panels, scales, first.quantised))

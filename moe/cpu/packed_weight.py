@@ -10,18 +10,27 @@ from torch import Tensor
 
 from attention.cpu_tiles import LANES
 from kvcache.step import Step
-from moe.cpu.panels import Format, format_of, pack, pack_codes, pack_scales, unpack, unpack_quantised
+from moe.cpu.panels import (
+    Format,
+    Quantised,
+    format_of,
+    pack,
+    pack_codes,
+    pack_scales,
+    unpack,
+    unpack_quantised,
+)
 from moe.cpu.products import linear
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
 
 
 class PackedWeight(KernelWeight):
-    """[N, K], presented as float32, held as panels of float32 or bfloat16, or of FP8 codes beside their scales."""
+    """[N, K], presented as float32, held as panels of float32 or bfloat16, or of codes beside their scales."""
 
     panels: Tensor  # [ceil(N / 16), K, 16]
-    scales: Tensor | None  # [ceil(N / 16), blocks of K] float32, of FP8
-    block: int  # inputs under one scale
+    scales: Tensor | None  # [ceil(N / 16), bytes] uint8, of codes
+    quantised: Quantised | None  # what codes and scales are
     format: Format
     out_dim: int  # N
     in_dim: int  # K
@@ -37,13 +46,13 @@ class PackedWeight(KernelWeight):
             device=torch.device("cpu"),
             requires_grad=False,
         )
-        self.scales, self.block = None, 0
+        self.scales = self.quantised = None
         if isinstance(weight_NK, QuantisedWeight):
             self.panels, self.scales = pack_codes(weight_NK), pack_scales(weight_NK)
-            self.block = weight_NK.block
+            self.quantised = Quantised.of(weight_NK)
         else:
             self.panels = pack(weight_NK)
-        self.format = format_of(self.panels, self.scales, self.block)
+        self.format = format_of(self.panels, self.scales, self.quantised)
         self.out_dim, self.in_dim = weight_NK.shape
         self.step = step
         return self
@@ -51,8 +60,8 @@ class PackedWeight(KernelWeight):
     def plain(self) -> Tensor:
         """The weight unpacked: [N, K] float32, a copy."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.scales is not None:
-                return unpack_quantised(self.panels, self.scales, self.shape[0], self.block).dequantised()
+            if self.scales is not None and self.quantised is not None:
+                return unpack_quantised(self.panels, self.scales, self.out_dim, self.quantised).dequantised()
             return unpack(self.panels, self.shape[0]).float()
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -4,7 +4,7 @@ A weight [N, K] is packed once, at load, into panels `[ceil(N / 16), K, 16]`; th
 `attention.cpu_tiles` and `attention.cpu_quantised_tiles`. bfloat16 weights stay bfloat16 in memory and are widened in
 registers: half the bytes per decoded token and, since activations are float32, the very bits that float32 weights would
 give. A checkpoint's quantised weights stay codes beside their scales; a tile gives the bits of the dequantised weight.
-int8 and int4, to which plain weights are quantised on load, multiply integers: their tiles read quantised rows.
+int8 and int4 to which plain weights are quantised on load multiply integers: their tiles read quantised rows.
 
 Legend: K input features, N output features, B blocks of K.
 """
@@ -16,22 +16,40 @@ from torch import Tensor
 
 from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, TIMES_INT4, TIMES_INT8
 from attention.cpu_panel_pairs import TIMES_TWO_BF16, TIMES_TWO_F32
-from attention.cpu_quantised_tiles import MAX_BLOCK, TIMES_FP8, TIMES_MXFP4
+from attention.cpu_quantised_tiles import ROW_SCALES_BYTES, SCALE_BYTES, ZEROS_BYTES, Coding, times_quantised
 from attention.cpu_tiles import LANES, TIMES_BF16, TIMES_F32
-from moe.load.quantised_weight import QuantisedWeight, inputs_per_code, int4_codes
+from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, int4_codes
 
-# By what panels and scales are made of.
-_TIMES_PANEL = {
-    (torch.float32, None): TIMES_F32,
-    (torch.bfloat16, None): TIMES_BF16,
-    (torch.float8_e4m3fn, torch.float32): TIMES_FP8,
-    (torch.uint8, torch.uint8): TIMES_MXFP4,
-    (torch.int8, torch.bfloat16): TIMES_INT8,
-    (torch.uint8, torch.bfloat16): TIMES_INT4,
-}
-
-
+_TIMES = {torch.float32: TIMES_F32, torch.bfloat16: TIMES_BF16}
 _TIMES_TWO = {torch.float32: TIMES_TWO_F32, torch.bfloat16: TIMES_TWO_BF16}
+_TIMES_INTEGERS = {"int8": TIMES_INT8, "int4": TIMES_INT4}
+_SCALE_NAMES = {
+    torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "e8m0",
+    torch.float8_e4m3fn: "e4m3",
+}  # fmt: skip
+_SCALE_TYPES = {name: dtype for dtype, name in _SCALE_NAMES.items()}
+
+
+class Quantised(NamedTuple):
+    """How a quantised weight lies in panels, apart from its numbers."""
+
+    kind: Kind
+    coding: Coding
+    block: int  # inputs under one scale
+    quantises_rows: bool
+
+    @classmethod
+    def of(cls, weight: QuantisedWeight) -> "Quantised":
+        """Read it off a weight."""
+        # Float32 scales of less than a row are those of blocks of many rows, which 16 rows share.
+        shared = (
+            weight.scales.dtype == torch.float32 and weight.kind == "e4m3" and weight.block != weight.in_dim
+        )
+        coding = Coding(
+            weight.kind, _SCALE_NAMES[weight.scales.dtype], shared, weight.row_scales is not None,
+            weight.zeros is not None,
+        )  # fmt: skip
+        return cls(weight.kind, coding, weight.block, weight.quantises_rows)
 
 
 class Format(NamedTuple):
@@ -52,19 +70,23 @@ class Format(NamedTuple):
         return self.k // BLOCK * QUANTISED_BLOCK_BYTES if self.takes_integers else self.k * 4
 
 
-def format_of(panels: Tensor, scales: Tensor | None, block: int) -> Format:
+def format_of(panels: Tensor, scales: Tensor | None = None, quantised: Quantised | None = None) -> Format:
     """Describe a weight: panels from `pack` or `pack_codes`, scales from `pack_scales`."""
-    assert block <= MAX_BLOCK
-    two = _TIMES_TWO.get(panels.dtype) if scales is None else None
+    if quantised is None:
+        times, two = _TIMES[panels.dtype], _TIMES_TWO[panels.dtype].address
+    elif quantised.quantises_rows:
+        times, two = _TIMES_INTEGERS[quantised.kind], 0
+    else:
+        times, two = times_quantised(quantised.coding), 0
     return Format(
-        times_panel=_TIMES_PANEL[panels.dtype, None if scales is None else scales.dtype].address,
-        times_two=0 if two is None else two.address,
+        times_panel=times.address,
+        times_two=two,
         panel_bytes=panels[0].numel() * panels.element_size(),
         scale_bytes=0 if scales is None else scales[0].numel() * scales.element_size(),
-        k=panels.shape[1] * inputs_per_code(panels.dtype),
-        block=block,
+        k=panels.shape[1] * (1 if quantised is None else quantised.coding.inputs_per_byte),
+        block=0 if quantised is None else quantised.block,
         panels=panels.shape[0],
-        takes_integers=scales is not None and scales.dtype == torch.bfloat16,
+        takes_integers=quantised is not None and quantised.quantises_rows,
     )
 
 
@@ -95,7 +117,7 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 def pack_codes(weight: QuantisedWeight) -> Tensor:
     """Lay out codes in panels: [..., panels, K, 16] of their dtype, or two to a byte [..., panels, K / 2, 16] uint8.
 
-    Those of int8 and int4 are in the order of `attention.cpu_integer_tiles`.
+    Those of weights that quantise rows are in the order of `attention.cpu_integer_tiles`.
     """
     if not weight.quantises_rows:
         return pack(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
@@ -123,32 +145,49 @@ def _halves_of_eight(codes: Tensor) -> Tensor:
 
 
 def pack_scales(weight: QuantisedWeight) -> Tensor:
-    """Lay out scales: [..., panels, B] float32 for FP8, [..., panels, B, 16] of their dtype for others.
+    """Lay out scales, second scales and zeros: [..., panels, bytes] uint8, as `attention.cpu_quantised_tiles` says.
 
     Raises:
-        QuantisedWeightError: FP8 scales that change within 16 rows.
+        QuantisedWeightError: FP8 scales of blocks that change within 16 rows.
     """
-    if weight.codes.dtype == torch.float8_e4m3fn:
-        return weight.block_scales(LANES)
-    return pack(weight.scales)
+    if Quantised.of(weight).coding.is_shared:
+        return weight.block_scales(LANES).view(torch.uint8)
+    parts = [_bytes(pack(weight.scales))]
+    if weight.zeros is not None:
+        low, high = pack(weight.zeros).unflatten(-1, (2, ZEROS_BYTES)).unbind(-2)
+        parts.append(low | high << 4)
+    blocks = torch.cat(parts, dim=-1).flatten(-2)
+    if weight.row_scales is None:
+        return blocks
+    return torch.cat((_bytes(pack(weight.row_scales[..., None])).flatten(-2), blocks), dim=-1)
 
 
-def unpack_quantised(codes: Tensor, scales: Tensor, n: int, block: int) -> QuantisedWeight:
+def unpack_quantised(codes: Tensor, scales: Tensor, n: int, quantised: Quantised) -> QuantisedWeight:
     """Undo `pack_codes` and `pack_scales`, for N = n; a copy."""
-    if scales.dtype == torch.bfloat16:
+    kind, coding, block, quantises_rows = quantised
+    row_scales = zeros = None
+    if quantises_rows:
         plain = _unpack_integers(codes, n)
-        return QuantisedWeight(
-            codes=plain,
-            kind="int8" if codes.dtype == torch.int8 else "int4",
-            scales=unpack(scales, n),
-            block=block,
-            quantises_rows=True,
-        )
-    plain = unpack(codes.view(torch.uint8), n).view(codes.dtype)
-    if codes.dtype != torch.float8_e4m3fn:
-        return QuantisedWeight(codes=plain, kind="e2m1", scales=unpack(scales, n), block=block)
-    rows = scales.repeat_interleave(LANES, dim=-2)[..., :n, :]
-    return QuantisedWeight(codes=plain, kind="e4m3", scales=rows, block=block)
+    else:
+        plain = unpack(codes.view(torch.uint8), n).view(CODE_TYPES[kind])
+    if coding.has_row_scales:
+        first, scales = scales.split((ROW_SCALES_BYTES, scales.shape[-1] - ROW_SCALES_BYTES), dim=-1)
+        row_scales = first.contiguous().view(torch.float32).flatten(-2)[..., :n].contiguous()
+    blocks = scales.unflatten(-1, (-1, coding.block_bytes))
+    if coding.has_zeros:
+        blocks, packed = blocks.split((LANES * SCALE_BYTES[coding.scale], ZEROS_BYTES), dim=-1)
+        zeros = unpack(torch.cat((packed & 15, packed >> 4), dim=-1), n)
+    wide = blocks.contiguous().view(_SCALE_TYPES[coding.scale])
+    if coding.is_shared:
+        wide = wide.expand(*wide.shape[:-1], LANES)
+    return QuantisedWeight(
+        codes=plain, kind=kind, scales=unpack(wide, n), block=block, row_scales=row_scales, zeros=zeros,
+        quantises_rows=quantises_rows,
+    )  # fmt: skip
+
+
+def _bytes(panels: Tensor) -> Tensor:
+    return panels.view(torch.uint8)
 
 
 def _unpack_integers(codes: Tensor, n: int) -> Tensor:

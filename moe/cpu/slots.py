@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from attention.cpu_tiles import LANES
-from moe.cpu.panels import Format, format_of, pack, pack_codes, pack_scales
+from moe.cpu.panels import Format, Quantised, format_of, pack, pack_codes, pack_scales
 from moe.cpu.products import grouped_row
-from moe.load.quantised_weight import QuantisedWeight, inputs_per_code
+from moe.load.quantised_weight import QuantisedWeight
 
 Parts = dict[str, Tensor]  # one slot's: "" the panels, "scales" those of codes, "bias" [out_dim] float32
 
@@ -25,14 +25,14 @@ class PackedSlots:
 
     Attributes:
         out_dim: features that a row leaves with.
-        block: inputs under one scale; 0 where weights are not quantised.
+        quantised: what codes and scales are; None where weights are not quantised.
         address_S, scale_address_S: int64, where each slot's panels and scales are now.
         format: how kernels read each slot's.
     """
 
-    def __init__(self, out_dim: int, parts_S: Sequence[Parts], block: int = 0) -> None:
+    def __init__(self, out_dim: int, parts_S: Sequence[Parts], quantised: Quantised | None = None) -> None:
         """Serve these slots."""
-        self.out_dim, self.block = out_dim, block
+        self.out_dim, self.quantised = out_dim, quantised
         self._serve(parts_S)
 
     @classmethod
@@ -40,12 +40,12 @@ class PackedSlots:
         """Reserve zeroed slots for weights and biases such as these."""
         like = packed(weight_NK, bias_N)
         parts_S = [{name: torch.zeros_like(part) for name, part in like.items()} for _ in range(slots)]
-        block = weight_NK.block if isinstance(weight_NK, QuantisedWeight) else 0
-        return cls(weight_NK.shape[0], parts_S, block)
+        quantised = Quantised.of(weight_NK) if isinstance(weight_NK, QuantisedWeight) else None
+        return cls(weight_NK.shape[0], parts_S, quantised)
 
     def _serve(self, parts_S: Sequence[Parts]) -> None:
         self._parts_S = list(parts_S)
-        self.format: Format = format_of(parts_S[0][""], parts_S[0].get("scales"), self.block)
+        self.format: Format = format_of(parts_S[0][""], parts_S[0].get("scales"), self.quantised)
         self.address_S = _addresses([parts[""] for parts in parts_S])
         self.scale_address_S = _addresses([parts["scales"] for parts in parts_S if "scales" in parts])
         self._bias_SN = _gathered([parts["bias"] for parts in parts_S if "bias" in parts])
@@ -53,8 +53,7 @@ class PackedSlots:
     @property
     def in_dim(self) -> int:
         """Input features."""
-        panels = self._parts_S[0][""]
-        return panels.shape[1] * inputs_per_code(panels.dtype)
+        return self.format.k
 
     @property
     def num_slots(self) -> int:
@@ -71,19 +70,19 @@ class PackedSlots:
 
     def at(self, slot: int) -> "PackedSlots":
         """One slot by itself; its memory is the slot's."""
-        return PackedSlots(self.out_dim, [self._parts_S[slot]], self.block)
+        return PackedSlots(self.out_dim, [self._parts_S[slot]], self.quantised)
 
     def spare(self) -> "PackedSlots":
         """Reserve one zeroed slot outside the layer, of the layer's kind."""
         parts = {name: torch.zeros_like(part) for name, part in self._parts_S[0].items()}
-        return PackedSlots(self.out_dim, [parts], self.block)
+        return PackedSlots(self.out_dim, [parts], self.quantised)
 
     def exchange(self, slot: int, new: "PackedSlots") -> "PackedSlots":
         """Put another memory in a slot's place, without copying weights; returns the old one."""
         old, parts = self.at(slot), new._parts_S[0]
         self._parts_S[slot] = parts
         self.address_S[slot] = new.address_S[0]
-        if self.block:
+        if self.quantised is not None:
             self.scale_address_S[slot] = new.scale_address_S[0]
         if "bias" in parts:
             self._bias_SN = _gathered([each["bias"] for each in self._parts_S])

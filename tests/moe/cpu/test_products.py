@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dispatch.team import Team, program_of, run, run_alone
-from moe.cpu.panels import format_of, pack, unpack
+from moe.cpu.panels import Quantised, format_of, pack, unpack
 from moe.cpu.products import gather_row, grouped_row, linear, linear_row, quantise_row
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -26,7 +26,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def multiply(x_TK: Tensor, packed: Tensor, n: int, team: Team | None = None) -> Tensor:
     """Run `linear` into a fresh output full of NaN."""
     out_TN = torch.full((len(x_TK), packed.shape[0] * 16), float("nan"))
-    linear(x_TK, packed, None, format_of(packed, None, 0), out_TN, team)
+    linear(x_TK, packed, None, format_of(packed), out_TN, team)
     return out_TN[:, :n]
 
 
@@ -81,12 +81,12 @@ def grouped(
     team: Team | None = None,
     *,
     scales_S: Tensor | None = None,
-    block: int = 0,
+    quantised: Quantised | None = None,
     is_gated: bool = False,
 ) -> Tensor:
     """Run the product of slots that lie one behind the other into a fresh output full of NaN."""
     scales = None if scales_S is None else scales_S[0]
-    kind = format_of(panels_S[0], scales, block)
+    kind = format_of(panels_S[0], scales, quantised)
     address_S, scale_address_S = (
         np.array([] if parts is None else [part.data_ptr() for part in parts], dtype=np.int64)
         for parts in (panels_S, scales_S)
@@ -183,7 +183,7 @@ def test_a_bias_is_added_to_every_row() -> None:
     x, weight, bias = random(100, 24, seed=1), random(33, 24), random(48, seed=2)
     packed, out, rows = pack(weight), torch.full((100, 48), float("nan")), torch.tensor([100])
     row = linear_row(
-        x.data_ptr(), 96, packed.data_ptr(), 0, format_of(packed, None, 0), out.data_ptr(), 192, rows.data_ptr(),
+        x.data_ptr(), 96, packed.data_ptr(), 0, format_of(packed), out.data_ptr(), 192, rows.data_ptr(),
         bias.data_ptr(),
     )  # fmt: skip
     run_alone(program_of([row]))

@@ -64,7 +64,11 @@ def test_quantised_experts_answer_with_the_bits_of_what_they_stand_for(layers: L
 def test_slots_take_the_bytes_of_codes_and_scales(layers: Layers) -> None:
     up = layers[0].up
     weights, hidden = 64 * up.in_dim, up.in_dim
-    codes, scales = (weights // 2, 64) if up.block == 32 else (weights, 4 * -(-hidden // 16) * 4)
+    codes, scales = (
+        (weights // 2, 64)
+        if up.quantised is not None and up.quantised.block == 32
+        else (weights, 4 * -(-hidden // 16) * 4)
+    )
     assert up.slot_bytes == codes + scales + 64 * 4
     assert up.num_bytes == 5 * up.slot_bytes
 

@@ -1,6 +1,8 @@
-"""Kernels over FP8 and MXFP4 weights give the bits that the float32 kernels give for the dequantised weight."""
+"""Kernels over quantised weights give the bits that the float32 kernels give for the dequantised weight."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dispatch.team import Team
-from moe.cpu.panels import format_of, pack, pack_codes, pack_scales, unpack_quantised
+from moe.cpu.panels import Quantised, format_of, pack, pack_codes, pack_scales, unpack_quantised
 from moe.cpu.products import linear
 from moe.load.quantised_weight import (
     QuantisedWeight,
@@ -40,23 +42,91 @@ def fp8(*shape: int, block: int = 64) -> QuantisedWeight:
     return QuantisedWeight(codes=codes.view(torch.float8_e4m3fn), kind="e4m3", scales=scales, block=block)
 
 
-def mxfp4(*shape: int) -> QuantisedWeight:
-    """Random codes; scales of a row's own, the least one included."""
-    *lead, n, k = shape
-    codes = torch.randint(0, 256, (*lead, n, k // 2), generator=generator(), dtype=torch.uint8)
-    scales = torch.randint(110, 134, (*lead, n, k // 32), generator=generator(3), dtype=torch.uint8)
+def e8m0(*shape: int) -> Tensor:
+    """Scales of a row's own, the least one included."""
+    scales = torch.randint(110, 134, shape, generator=generator(3), dtype=torch.uint8)
     scales[..., 0, 0] = 0
-    return QuantisedWeight(codes=codes, kind="e2m1", scales=scales, block=32)
+    return scales
 
 
-FORMATS = {"fp8": fp8, "mxfp4": mxfp4}
+def pairs(*shape: int) -> Tensor:
+    """Random codes of four bits, two to a byte."""
+    *lead, n, k = shape
+    return torch.randint(0, 256, (*lead, n, k // 2), generator=generator(), dtype=torch.uint8)
+
+
+def mxfp4(*shape: int) -> QuantisedWeight:
+    """Random codes under scales of rows' own."""
+    *lead, n, k = shape
+    return QuantisedWeight(codes=pairs(*shape), kind="e2m1", scales=e8m0(*lead, n, -(-k // 32)), block=32)
+
+
+def mxfp8(*shape: int) -> QuantisedWeight:
+    """The same of eight bits."""
+    *lead, n, k = shape
+    return replace(fp8(*shape), scales=e8m0(*lead, n, -(-k // 32)), block=32)
+
+
+def fp8_rows(*shape: int, dtype: torch.dtype = torch.float32) -> QuantisedWeight:
+    """One scale per row."""
+    return replace(fp8(*shape), scales=random(*shape[:-1], 1).to(dtype), block=shape[-1])
+
+
+def int8_rows(*shape: int) -> QuantisedWeight:
+    """All codes, one bfloat16 scale per row."""
+    codes = torch.randint(-128, 128, shape, generator=generator(), dtype=torch.int8)
+    scales = random(*shape[:-1], 1).bfloat16()
+    return QuantisedWeight(codes=codes, kind="int8", scales=scales, block=shape[-1])
+
+
+def nvfp4(*shape: int) -> QuantisedWeight:
+    """Every e4m3 scale that is a number, subnormal ones and 0 too, and a second one per row."""
+    *lead, n, k = shape
+    scales = torch.randint(0, 127, (*lead, n, -(-k // 16)), generator=generator(3), dtype=torch.uint8)
+    row_scales = random(*lead, n).abs() / 16
+    return QuantisedWeight(
+        codes=pairs(*shape),
+        kind="e2m1",
+        scales=scales.view(torch.float8_e4m3fn),
+        block=16,
+        row_scales=row_scales,
+    )
+
+
+def int4(*shape: int, block: int = 32, dtype: torch.dtype = torch.bfloat16) -> QuantisedWeight:
+    """Random codes around 8."""
+    *lead, n, k = shape
+    scales = (random(*lead, n, -(-k // block)) / 4).to(dtype)
+    return QuantisedWeight(codes=pairs(*shape), kind="int4", scales=scales, block=block)
+
+
+def int4_zeros(*shape: int, block: int = 128) -> QuantisedWeight:
+    """Random codes around random zeros; float16 scales, of which the first is subnormal."""
+    weight = int4(*shape, block=block, dtype=torch.float16)
+    weight.scales[..., 0, 0] = 3e-7
+    zeros = torch.randint(0, 16, weight.scales.shape, generator=generator(4), dtype=torch.uint8)
+    return replace(weight, zeros=zeros)
+
+
+FORMATS: dict[str, Callable[..., QuantisedWeight]] = {
+    "fp8": fp8,
+    "fp8, a scale per row": fp8_rows,
+    "fp8, a bfloat16 scale per row": partial(fp8_rows, dtype=torch.bfloat16),
+    "mxfp8": mxfp8,
+    "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
+    "int8, a scale per row": int8_rows,
+    "int4": int4,
+    "int4, a scale per 128": partial(int4, block=128),
+    "int4 with zeros": int4_zeros,
+}
 
 
 def multiply(x_TK: Tensor, weight: QuantisedWeight, team: Team | None = None) -> Tensor:
     """Run the quantised kernel into a fresh output full of NaN."""
     codes, scales = pack_codes(weight), pack_scales(weight)
     out_TN = torch.full((len(x_TK), codes.shape[0] * 16), float("nan"))
-    linear(x_TK, codes, scales, format_of(codes, scales, weight.block), out_TN, team)
+    linear(x_TK, codes, scales, format_of(codes, scales, Quantised.of(weight)), out_TN, team)
     return out_TN
 
 
@@ -64,7 +134,7 @@ def expected(x_TK: Tensor, weight: QuantisedWeight) -> Tensor:
     """What the float32 kernel gives for the dequantised weight."""
     packed = pack(weight.dequantised())
     out_TN = torch.empty(len(x_TK), packed.shape[0] * 16)
-    linear(x_TK, packed, None, format_of(packed, None, 0), out_TN, None)
+    linear(x_TK, packed, None, format_of(packed), out_TN, None)
     return out_TN
 
 
@@ -124,7 +194,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
     weight = FORMATS[name](len(counts), 40, 64)
     codes, scales, x = pack_codes(weight), pack_scales(weight), random(sum(counts), 64)
     offsets = torch.tensor([0, *counts]).cumsum(0)
-    ours = grouped(x, codes, offsets, team, scales_S=scales, block=weight.block)
+    ours = grouped(x, codes, offsets, team, scales_S=scales, quantised=Quantised.of(weight))
     assert torch.equal(ours, grouped(x, pack(weight.dequantised()), offsets))
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
         own = weight[slot]
@@ -134,19 +204,21 @@ def test_grouped_gives_every_row_its_own_slots_weight(
 @pytest.mark.parametrize("name", FORMATS)
 def test_unpacking_undoes_packing(name: str) -> None:
     weight = FORMATS[name](3, 50, 96)
-    again = unpack_quantised(pack_codes(weight), pack_scales(weight), 50, weight.block)
-    assert torch.equal(again.codes.view(torch.uint8), weight.codes.view(torch.uint8))
-    assert torch.equal(again.scales, weight.scales)
+    again = unpack_quantised(pack_codes(weight), pack_scales(weight), 50, Quantised.of(weight))
+    assert (again.kind, again.block) == (weight.kind, weight.block)
+    assert [*again.tensors()] == [*weight.tensors()]
+    for part, seen in again.tensors().items():
+        assert torch.equal(seen.view(torch.uint8), weight.tensors()[part].view(torch.uint8)), part
 
 
 def test_scales_that_change_within_a_panel_are_refused() -> None:
-    weight = fp8(64, 64)
+    weight = fp8(64, 64, block=32)
     scales = weight.scales.clone()
     scales[20] *= 2
     broken = replace(weight, scales=scales)
     with pytest.raises(QuantisedWeightError, match="change within 16 rows"):
         pack_scales(broken)
-    assert weight.block_scales(16).shape == (4, 1)
+    assert weight.block_scales(16).shape == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +231,38 @@ def test_scales_that_no_kernel_takes_are_refused(name: str, value: float, messag
     weight.scales[3, 0] = value
     with pytest.raises(QuantisedWeightError, match=f"w has a scale of .*{message.split()[-1]}|{message}"):
         weight.check("w")
+
+
+@pytest.mark.parametrize("name", ["fp8, a scale per row", "int8, a scale per row"])
+@pytest.mark.parametrize("k", [1, 127, 129, 300])
+def test_a_row_under_one_scale_may_have_any_length(k: int, name: str) -> None:
+    weight = FORMATS[name](33, k)
+    for rows in (1, 3, 9):
+        x = random(rows, k)
+        assert torch.equal(multiply(x, weight), expected(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("name", "k"), [("nvfp4", 40), ("int4", 130), ("int4 with zeros", 258), ("mxfp4", 34)]
+)
+def test_the_last_block_of_four_bits_may_be_short(name: str, k: int) -> None:
+    weight = FORMATS[name](33, k)
+    for rows in (1, 3, 9):
+        x = random(rows, k)
+        assert torch.equal(multiply(x, weight), expected(x, weight))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_another_scale_gives_other_bits(name: str) -> None:
+    """The control: what the tests above compare depends on every block's scale."""
+    weight, x = FORMATS[name](16, 256), random(9, 256)
+    scales = weight.scales.clone()
+    if weight.scales.dtype in (torch.uint8, torch.float8_e4m3fn):
+        scales.view(torch.uint8)[:, -1] ^= 8
+    else:
+        scales[:, -1] *= 2
+    for rows in (1, 9):
+        assert not torch.equal(multiply(x[:rows], replace(weight, scales=scales)), expected(x[:rows], weight))
 
 
 def test_fp8_codes_that_are_not_a_number_are_refused() -> None:

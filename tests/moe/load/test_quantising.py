@@ -93,7 +93,7 @@ def test_what_chooses_and_what_embeds_is_left_alone(checkpoint: Callable[[str], 
     assert {name.rpartition(".")[2] for name in plain} == {"embed_tokens", "gate"}
     assert any(name.endswith("q_proj") for name in weights.keys() - plain)
     up = built.model.layers[0].up
-    assert up.block == 32 and set(up.tensors()) == {"", "scales"}
+    assert up.quantised is not None and up.quantised.block == 32 and set(up.tensors()) == {"", "scales"}
     gc.collect()
 
 

@@ -15,7 +15,7 @@ def check(kernel: str) -> None:
         weight, x = torch.randn(32, 24).to(dtype), torch.randn(7, 24)
         packed, out = pack(weight), torch.empty(7, 32)
         if kernel == "linear":
-            linear(x, packed, None, format_of(packed, None, 0), out, None)
+            linear(x, packed, None, format_of(packed), out, None)
         else:
             out = grouped(x, packed[None], torch.tensor([0, 7]))
         torch.testing.assert_close(out, x @ weight.float().T, atol=1e-4, rtol=1e-4)
