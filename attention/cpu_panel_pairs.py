@@ -128,29 +128,29 @@ def _two_panels_function(bf16: bool) -> Any:
 _two_f32, _two_bf16 = _two_panels_function(bf16=False), _two_panels_function(bf16=True)
 
 
-def _times_two_f32(x, x_stride, panel, other, k, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
+def _times_two_f32(x, x_stride, panel, other, _scales, _others, k, _block, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
     _two_f32(x, x_stride, panel, other, 4 * LANES, k, out, other_out, out_stride, rows)
     return 0
 
 
-def _times_two_bf16(x, x_stride, panel, other, k, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
+def _times_two_bf16(x, x_stride, panel, other, _scales, _others, k, _block, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
     _two_bf16(x, x_stride, panel, other, 2 * LANES, k, out, other_out, out_stride, rows)
     return 0
 
 
-# What `times_two_panels` is given, by how panels are kept.
+# What `times_two_panels` is given, by how panels are kept; more in `cpu_quantised_tiles`.
 TIMES_TWO_F32, TIMES_TWO_BF16 = (Addressed(each, TILES_VERSION) for each in (_times_two_f32, _times_two_bf16))
 
 
 @intrinsic
 def times_two_panels(
-    _typing: Any, function: Any, x: Any, x_stride: Any, panel: Any, other: Any, k: Any, out: Any, other_out: Any,
-    out_stride: Any, rows: Any,
+    _typing: Any, function: Any, x: Any, x_stride: Any, panel: Any, other: Any, scales: Any, other_scales: Any, k: Any,
+    block: Any, out: Any, other_out: Any, out_stride: Any, rows: Any,
 ) -> Any:  # fmt: skip
     """Rows times two panels: the function, by address, then its arguments."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
-        called = builder.inttoptr(args[0], ir.FunctionType(I64, [I64] * 9).as_pointer())
+        called = builder.inttoptr(args[0], ir.FunctionType(I64, [I64] * 12).as_pointer())
         return builder.call(called, args[1:])
 
-    return types.int64(*[types.int64] * 10), codegen
+    return types.int64(*[types.int64] * 13), codegen

@@ -2,9 +2,9 @@
 
 A weight becomes the float32 number that it stands for, value times scale with one rounding, in registers, and is then
 multiplied and added just as `cpu_tiles` does it: every output is the very chain of fused multiply-adds that the
-dequantised weight would give. Few rows decode as they multiply; for many, up to 128 inputs are decoded once into a buffer
-that stays in the first-level cache, and float32 tiles run over it. What codes are and what scales are is put together
-freely, and only what a model has is compiled (`times_quantised`).
+dequantised weight would give. Weights are decoded as they are multiplied; where there are many rows and few registers, up
+to 128 inputs are decoded once into a buffer that stays in the first-level cache, and float32 tiles run over it. What codes
+are and what scales are is put together freely, and only what a model has is compiled (`times_quantised`).
 
 How a byte becomes a number without a table of 256: e4m3's exponent and mantissa, moved to a float32's places, are
 the value times 2^-120, for subnormals too. An e2m1 value is looked up as the e4m3 byte that equals it (16 bytes in one
@@ -36,9 +36,12 @@ from attention.cpu_tiles import (
     I32V,
     I64,
     LANES,
+    MOST_ROWS,
+    ROWS,
     TILES_VERSION,
     TileRows,
     add_rows_times_panel_f32,
+    compiles_for,
     constant,
     load,
     prefetch,
@@ -49,7 +52,6 @@ from attention.cpu_tiles import (
 from dispatch.native import Addressed, renamed
 
 DECODED = 128  # inputs that the decoded buffer holds
-FUSED_ROWS = 6  # up to one tile of rows is decoded as it is multiplied
 ROW_SCALES_BYTES = 4 * LANES
 ZEROS_BYTES = LANES // 2
 
@@ -61,6 +63,8 @@ FLOAT16_UNBIAS = 2.0**112
 FLOAT16_PLACES = 0x8FFFE000 - (1 << 32)  # the same after a shift by 13
 # e2m1 as e4m3 bytes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same negative.
 E2M1_AS_E4M3 = tuple(code | sign for sign in (0, 0x80) for code in (0, 48, 56, 60, 64, 68, 72, 76))
+HAS_TABLES = compiles_for("avx512f")  # of 16 float32 in a register
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LEAST_E8M0 = 0x00400000  # 2^-127 as a subnormal float32: scale byte 0
 MIDDLE = 8  # what an int4 code of 0 is above, where there are no zeros
 SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
@@ -100,7 +104,7 @@ def _look_up(builder: ir.IRBuilder, index: ir.Value) -> ir.Value:
     """Look 16 bytes below 16 up in `E2M1_AS_E4M3`: one instruction on x86 and ARM, lane by lane elsewhere."""
     table = ir.Constant(I8V, [code - 256 if code > 127 else code for code in E2M1_AS_E4M3])
     machine = binding.get_default_triple().partition("-")[0]
-    is_x86 = machine in ("x86_64", "i386", "i686") and binding.get_host_cpu_features().get("ssse3", False)
+    is_x86 = machine in ("x86_64", "i386", "i686") and compiles_for("ssse3")
     name = "llvm.x86.ssse3.pshuf.b.128" if is_x86 else "llvm.aarch64.neon.tbl1.v16i8"
     if is_x86 or machine in ("aarch64", "arm64"):
         signature = ir.FunctionType(I8V, [I8V, I8V])
@@ -158,7 +162,7 @@ def _block(builder: ir.IRBuilder, coding: Coding, scales: ir.Value, address: ir.
     scale = _scale(builder, coding, address)
     if coding.has_row_scales:
         scale = builder.fmul(scale, load(builder, scales))
-    if coding.kind in ("e4m3", "e2m1"):
+    if coding.kind == "e4m3" or (coding.kind == "e2m1" and not HAS_TABLES):
         scale = builder.fmul(scale, constant(UNBIAS))
     zero: ir.Value = _same(I8V, MIDDLE)
     if coding.has_zeros:
@@ -173,14 +177,37 @@ def _block(builder: ir.IRBuilder, coding: Coding, scales: ir.Value, address: ir.
 def _decoded(builder: ir.IRBuilder, coding: Coding, codes: ir.Value, block: _Block) -> list[ir.Value]:
     """Turn 16 bytes of codes into the weights of one input or two."""
     if coding.kind == "e4m3":
-        return [builder.fmul(_e4m3(builder, codes), block.scale)]
-    if coding.kind == "int8":
-        return [builder.fmul(builder.sitofp(builder.sext(codes, I32V), F32V), block.scale)]
-    halves = (builder.and_(codes, _same(I8V, 15)), builder.lshr(codes, _same(I8V, 4)))
+        values = [_e4m3(builder, codes)]
+    elif coding.kind == "int8":
+        values = [builder.sitofp(builder.sext(codes, I32V), F32V)]
+    elif HAS_TABLES:
+        values = _looked_up(builder, _table(coding), codes)
+        if coding.has_zeros:
+            values = [builder.fsub(value, builder.uitofp(block.zero, F32V)) for value in values]
+    else:
+        halves = (builder.and_(codes, _same(I8V, 15)), builder.lshr(codes, _same(I8V, 4)))
+        if coding.kind == "e2m1":
+            values = [_e4m3(builder, _look_up(builder, half)) for half in halves]
+        else:
+            integers = [builder.sext(builder.sub(half, block.zero), I32V) for half in halves]
+            values = [builder.sitofp(integer, F32V) for integer in integers]
+    return [builder.fmul(value, block.scale) for value in values]
+
+
+def _table(coding: Coding) -> tuple[float, ...]:
+    """What codes of four bits mean, or mean before their zeros are taken away."""
     if coding.kind == "e2m1":
-        return [builder.fmul(_e4m3(builder, _look_up(builder, half)), block.scale) for half in halves]
-    values = [builder.sext(builder.sub(half, block.zero), I32V) for half in halves]
-    return [builder.fmul(builder.sitofp(value, F32V), block.scale) for value in values]
+        return (*_E2M1, *(-value for value in _E2M1))
+    return tuple(float(code - (0 if coding.has_zeros else MIDDLE)) for code in range(16))
+
+
+def _looked_up(builder: ir.IRBuilder, table: tuple[float, ...], codes: ir.Value) -> list[ir.Value]:
+    """Look both halves of 16 bytes up among 16 float32, with AVX-512's instruction, which sees four bits of an index."""
+    wide = builder.zext(codes, I32V)
+    signature = ir.FunctionType(F32V, [F32V, I32V])
+    permute = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.sf.512")
+    indices = (wide, builder.lshr(wide, _same(I32V, 4)))
+    return [builder.call(permute, (ir.Constant(F32V, list(table)), index)) for index in indices]
 
 
 class _Loop:
@@ -208,6 +235,51 @@ class _Loop:
         builder.position_at_end(after)
 
 
+class _Panel(NamedTuple):
+    """Where a panel's codes and scales are, and where its columns of the result go."""
+
+    codes: ir.Value
+    scales: ir.Value
+    out: TileRows
+
+
+def _emit_tile(
+    builder: ir.IRBuilder, coding: Coding, rows: int, x: TileRows, panels: list[_Panel], k: ir.Value, block: ir.Value
+) -> None:  # fmt: skip
+    """Emit so many rows times panels: `out[m, :] = sum_k x[m, k] * w[k, :]`."""
+    x_rows = [x.at(builder, row) for row in range(rows)]
+    firsts = [builder.add(panel.scales, ir.Constant(I64, coding.first_bytes)) for panel in panels]
+    blocks = _Loop(builder, ir.Constant(I64, 0), [*firsts, *[constant(0.0)] * (rows * len(panels))])
+    places, sums = blocks.carried[: len(panels)], blocks.carried[len(panels) :]
+    factors = [
+        _block(builder, coding, panel.scales, place) for panel, place in zip(panels, places, strict=True)
+    ]
+    end = builder.add(blocks.index, block)
+    end = builder.select(builder.icmp_signed("<", end, k), end, k)
+    inputs = _Loop(builder, blocks.index, sums)
+    byte = builder.udiv(inputs.index, ir.Constant(I64, coding.inputs_per_byte))
+    weights = []
+    for panel, factor in zip(panels, factors, strict=True):
+        at = builder.add(panel.codes, builder.mul(byte, ir.Constant(I64, LANES)))
+        prefetch(builder, builder.add(at, ir.Constant(I64, AHEAD_BYTES)))
+        weights.append(_decoded(builder, coding, load(builder, at, I8V), factor))
+    totals = list(inputs.carried)
+    for ahead in range(coding.inputs_per_byte):
+        offset = builder.mul(builder.add(inputs.index, ir.Constant(I64, ahead)), ir.Constant(I64, 4))
+        for row, address in enumerate(x_rows):
+            place = builder.inttoptr(builder.add(address, offset), F32.as_pointer())
+            value = splat(builder, builder.load(place, align=4))
+            for panel, decoded in enumerate(weights):
+                at = row * len(panels) + panel
+                totals[at] = vector_call(builder, "fma", value, decoded[ahead], totals[at])
+    inputs.close(ir.Constant(I64, coding.inputs_per_byte), end, totals)
+    following = [builder.add(place, ir.Constant(I64, coding.block_bytes)) for place in places]
+    blocks.close(block, k, [*following, *totals])
+    for at, total in enumerate(totals):
+        row, number = divmod(at, len(panels))
+        store(builder, total, panels[number].out.at(builder, row))
+
+
 def _tile(coding: Coding, rows: int) -> Any:
     """Intrinsic `(x, x_stride, codes, scales, k, block, out, out_stride)`: so many rows times a panel."""
 
@@ -216,29 +288,8 @@ def _tile(coding: Coding, rows: int) -> Any:
     ) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
             x, x_stride, codes, scales, k, block, out, out_stride = args
-            x_rows = [TileRows(x, x_stride).at(builder, row) for row in range(rows)]
-            first = builder.add(scales, ir.Constant(I64, coding.first_bytes))
-            blocks = _Loop(builder, ir.Constant(I64, 0), [first, *[constant(0.0)] * rows])
-            scale_at, *sums = blocks.carried
-            factors = _block(builder, coding, scales, scale_at)
-            end = builder.add(blocks.index, block)
-            end = builder.select(builder.icmp_signed("<", end, k), end, k)
-            inputs = _Loop(builder, blocks.index, sums)
-            at = builder.udiv(inputs.index, ir.Constant(I64, coding.inputs_per_byte))
-            at = builder.add(codes, builder.mul(at, ir.Constant(I64, LANES)))
-            prefetch(builder, builder.add(at, ir.Constant(I64, AHEAD_BYTES)))
-            totals = list(inputs.carried)
-            for ahead, weights in enumerate(_decoded(builder, coding, load(builder, at, I8V), factors)):
-                offset = builder.mul(builder.add(inputs.index, ir.Constant(I64, ahead)), ir.Constant(I64, 4))
-                for row, address in enumerate(x_rows):
-                    place = builder.inttoptr(builder.add(address, offset), F32.as_pointer())
-                    value = splat(builder, builder.load(place, align=4))
-                    totals[row] = vector_call(builder, "fma", value, weights, totals[row])
-            inputs.close(ir.Constant(I64, coding.inputs_per_byte), end, totals)
-            following = builder.add(scale_at, ir.Constant(I64, coding.block_bytes))
-            blocks.close(block, k, [following, *totals])
-            for row, total in enumerate(totals):
-                store(builder, total, TileRows(out, out_stride).at(builder, row))
+            panel = _Panel(codes, scales, TileRows(out, out_stride))
+            _emit_tile(builder, coding, rows, TileRows(x, x_stride), [panel], k, block)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
@@ -246,8 +297,27 @@ def _tile(coding: Coding, rows: int) -> Any:
     return intrinsic(tile)
 
 
+def _tile_of_two(coding: Coding, rows: int) -> Any:
+    """Intrinsic `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)`."""
+
+    def tile(
+        _typing: Any, x: Any, xs: Any, codes: Any, others: Any, scales: Any, other_scales: Any, k: Any, block: Any,
+        out: Any, other_out: Any, os: Any,
+    ) -> Any:  # fmt: skip
+        def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
+            x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride = args
+            panel = _Panel(codes, scales, TileRows(out, out_stride))
+            other = _Panel(others, other_scales, TileRows(other_out, out_stride))
+            _emit_tile(builder, coding, rows, TileRows(x, x_stride), [panel, other], k, block)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 11), codegen
+
+    return intrinsic(tile)
+
+
 def _decoder(coding: Coding) -> Any:
-    """Intrinsic `(codes, scales, block_at, count, out)`: decode inputs of one block; out has 16 float32 for each."""
+    """Intrinsic `(codes, scales, block_at, count, out)`: decode inputs of one block into a buffer."""
 
     def decode(_typing: Any, codes: Any, scales: Any, block_at: Any, count: Any, out: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
@@ -291,12 +361,12 @@ def _clear(_typing: Any, out: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-def _rows_function(coding: Coding, name: str) -> Any:
+def _one_panel(coding: Coding, name: str) -> Any:
     """Return njit `(x, x_stride, codes, scales, k, block, out, out_stride, rows)`: any number of rows.
 
     `block` is the inputs under one scale, any number; even, as k is, where a byte has two codes.
     """
-    one, two, three, four, five, six = (_tile(coding, rows) for rows in range(1, FUSED_ROWS + 1))
+    one, two, three, four, five, six = (_tile(coding, rows) for rows in range(1, ROWS + 1))
     decode = _decoder(coding)
     per_byte, first_bytes, block_bytes = coding.inputs_per_byte, coding.first_bytes, coding.block_bytes
 
@@ -318,35 +388,111 @@ def _rows_function(coding: Coding, name: str) -> Any:
             for row in range(rows):
                 _clear(out + row * out_stride)
             for begin in range(0, k, DECODED):
-                count, at = min(DECODED, k - begin), begin
-                while at < begin + count:
+                end, at = min(begin + DECODED, k), begin
+                while at < end:
                     number = at // block
-                    end = min(begin + count, (number + 1) * block)
+                    until = min(end, (number + 1) * block)
                     decode(
                         codes + at // per_byte * LANES,
                         scales,
                         scales + first_bytes + number * block_bytes,
-                        end - at,
-                        decoded + (at - begin) * LANES * 4,
+                        until - at,
+                        decoded + (at - begin) * 4 * LANES,
                     )
-                    at = end
+                    at = until
                 add_rows_times_panel_f32(
-                    x + begin * 4, x_stride, decoded, 4 * LANES, count, out, out_stride, rows
+                    x + begin * 4, x_stride, decoded, 4 * LANES, end - begin, out, out_stride, rows
                 )
 
     return njit(nogil=True)(renamed(rows_times_panel, name))
 
 
+def _two_panels(coding: Coding, name: str, one_panel: Any) -> Any:
+    """The same for two: `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows)`.
+
+    For few rows there are two chains of additions, where one would wait for itself. For many, and as many registers,
+    decoding as one multiplies is quicker than a buffer.
+    """
+    one, two, three, four, six, eight, twelve = (
+        _tile_of_two(coding, rows) for rows in (1, 2, 3, 4, 6, 8, 12)
+    )
+
+    def in_16_registers(  # type: ignore[no-untyped-def]
+        x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows
+    ):
+        if rows == 1:
+            one(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
+        elif rows == 2:
+            two(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
+        else:
+            one_panel(x, x_stride, codes, scales, k, block, out, out_stride, rows)
+            one_panel(x, x_stride, others, other_scales, k, block, other_out, out_stride, rows)
+
+    def in_32_registers(  # type: ignore[no-untyped-def]
+        x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows
+    ):
+        while rows > 0:
+            if rows >= 20 or 12 <= rows < 16:
+                taken = 12
+                twelve(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
+            elif rows >= 8:
+                taken = 8
+                eight(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
+            elif rows >= 6:
+                taken = 6
+                six(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
+            elif rows >= 4:
+                taken = 4
+                four(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
+            elif rows == 3:
+                taken = 3
+                three(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
+            elif rows == 2:
+                taken = 2
+                two(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
+            else:
+                taken = 1
+                one(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
+            x += taken * x_stride
+            out += taken * out_stride
+            other_out += taken * out_stride
+            rows -= taken
+
+    chosen = in_32_registers if MOST_ROWS > ROWS else in_16_registers
+    return njit(nogil=True)(renamed(chosen, name))
+
+
 def _times(x, x_stride, codes, scales, k, block, out, out_stride, rows):  # type: ignore[no-untyped-def]
-    _rows_times_panel(x, x_stride, codes, scales, k, block, out, out_stride, rows)  # type: ignore[name-defined]  # noqa: F821
+    _rows_times(x, x_stride, codes, scales, k, block, out, out_stride, rows)  # type: ignore[name-defined]  # noqa: F821
     return 0
 
 
+def _times_two(  # type: ignore[no-untyped-def]
+    x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows
+):
+    _rows_times(  # type: ignore[name-defined]  # noqa: F821
+        x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows
+    )
+    return 0
+
+
+class Times(NamedTuple):
+    """What is called for one panel and for two."""
+
+    one: Addressed  # by `cpu_tiles.times_panel`
+    two: Addressed  # by `cpu_panel_pairs.times_two_panels`
+
+
 @cache
-def times_quantised(coding: Coding) -> Addressed:
-    """Return the function that `cpu_tiles.times_panel` calls for panels of a coding; compiled when its address is asked for."""
+def times_quantised(coding: Coding) -> Times:
+    """Return the functions for panels of a coding; compiled when their addresses are asked for."""
     name = "_".join(map(str, coding))
-    made = renamed(_times, name)
-    # In globals of its own, not a closure: numba's cache on disk would take every process's for another one.
-    known = {**made.__globals__, "_rows_times_panel": _rows_function(coding, name)}
-    return Addressed(FunctionType(made.__code__, known, made.__name__), TILES_VERSION)
+    one = _one_panel(coding, name)
+    two = _two_panels(coding, name, one)
+    return Times(_addressed(renamed(_times, name), one), _addressed(renamed(_times_two, name), two))
+
+
+def _addressed(call: FunctionType, rows_times: Any) -> Addressed:
+    """In globals of its own, not a closure: numba's cache on disk would take every process's for another one."""
+    known = {**call.__globals__, "_rows_times": rows_times}
+    return Addressed(FunctionType(call.__code__, known, call.__name__), TILES_VERSION)

@@ -73,13 +73,13 @@ class Format(NamedTuple):
 def format_of(panels: Tensor, scales: Tensor | None = None, quantised: Quantised | None = None) -> Format:
     """Describe a weight: panels from `pack` or `pack_codes`, scales from `pack_scales`."""
     if quantised is None:
-        times, two = _TIMES[panels.dtype], _TIMES_TWO[panels.dtype].address
+        times, two = _TIMES[panels.dtype].address, _TIMES_TWO[panels.dtype].address
     elif quantised.quantises_rows:
-        times, two = _TIMES_INTEGERS[quantised.kind], 0
+        times, two = _TIMES_INTEGERS[quantised.kind].address, 0
     else:
-        times, two = times_quantised(quantised.coding), 0
+        times, two = (each.address for each in times_quantised(quantised.coding))
     return Format(
-        times_panel=times.address,
+        times_panel=times,
         times_two=two,
         panel_bytes=panels[0].numel() * panels.element_size(),
         scale_bytes=0 if scales is None else scales[0].numel() * scales.element_size(),

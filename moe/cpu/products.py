@@ -46,18 +46,11 @@ def _times_panels(  # type: ignore[no-untyped-def]
     while panel < last:
         to, weights = out + panel * _PANEL_BYTES, codes + panel * panel_bytes
         if times_two != 0 and panel + 1 < last:
+            here = scales + panel * scale_bytes
             times_two_panels(
-                times_two,
-                x,
-                x_stride,
-                weights,
-                weights + panel_bytes,
-                k,
-                to,
-                to + _PANEL_BYTES,
-                out_stride,
-                rows,
-            )
+                times_two, x, x_stride, weights, weights + panel_bytes, here, here + scale_bytes, k, block, to,
+                to + _PANEL_BYTES, out_stride, rows,
+            )  # fmt: skip
             panel += 2
         else:
             times_panel(
@@ -152,17 +145,9 @@ def _grouped(at, tile):  # type: ignore[no-untyped-def]
             other = panel + made
             if times_two != 0:
                 times_two_panels(
-                    times_two,
-                    rows_at,
-                    x_stride,
-                    weights,
-                    codes + other * panel_bytes,
-                    k,
-                    gate,
-                    up,
-                    _PANEL_BYTES,
-                    count,
-                )
+                    times_two, rows_at, x_stride, weights, codes + other * panel_bytes, scales + panel * scale_bytes,
+                    scales + other * scale_bytes, k, block, gate, up, _PANEL_BYTES, count,
+                )  # fmt: skip
             else:
                 times_panel(
                     times,

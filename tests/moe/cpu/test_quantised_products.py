@@ -1,5 +1,8 @@
 """Kernels over quantised weights give the bits that the float32 kernels give for the dequantised weight."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +21,7 @@ from moe.load.quantised_weight import (
     e2m1_values,
     e8m0_values,
 )
+from tests.moe.cpu.test_integer_products import MACHINES
 from tests.moe.cpu.test_products import grouped
 
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
@@ -250,6 +254,30 @@ def test_the_last_block_of_four_bits_may_be_short(name: str, k: int) -> None:
     for rows in (1, 3, 9):
         x = random(rows, k)
         assert torch.equal(multiply(x, weight), expected(x, weight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_other_instructions_give_the_same_bits(machine: str) -> None:
+    """In another process, as numba compiles for one machine only; there every row has the dequantised weight's bits too."""
+    script = (
+        "from tests.moe.cpu.test_quantised_products import *\n"
+        "for made in FORMATS.values():\n"
+        "    weight, x = made(48, 160), random(13, 160)\n"
+        "    found = [multiply(x[:rows], weight) for rows in (1, 2, 5, 13)]\n"
+        "    assert all(torch.equal(each, expected(x[: len(each)], weight)) for each in found)\n"
+        "    print(found[-1].double().numpy().tobytes().hex())"
+    )
+    said = []
+    for features in (None, MACHINES[machine]):
+        environment = dict(os.environ)
+        if features is not None:
+            environment |= {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features}
+        ran = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=400, check=True
+        )  # fmt: skip
+        said.append(ran.stdout)
+    assert said[0] == said[1] and len(said[0]) > 1000
 
 
 @pytest.mark.parametrize("name", FORMATS)
