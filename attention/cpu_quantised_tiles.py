@@ -269,15 +269,15 @@ def _emit_tile(
         for row, address in enumerate(x_rows):
             place = builder.inttoptr(builder.add(address, offset), F32.as_pointer())
             value = splat(builder, builder.load(place, align=4))
-            for panel, decoded in enumerate(weights):
-                at = row * len(panels) + panel
-                totals[at] = vector_call(builder, "fma", value, decoded[ahead], totals[at])
+            for number, decoded in enumerate(weights):
+                total = row * len(panels) + number
+                totals[total] = vector_call(builder, "fma", value, decoded[ahead], totals[total])
     inputs.close(ir.Constant(I64, coding.inputs_per_byte), end, totals)
     following = [builder.add(place, ir.Constant(I64, coding.block_bytes)) for place in places]
     blocks.close(block, k, [*following, *totals])
-    for at, total in enumerate(totals):
-        row, number = divmod(at, len(panels))
-        store(builder, total, panels[number].out.at(builder, row))
+    for row in range(rows):
+        for number, panel in enumerate(panels):
+            store(builder, totals[row * len(panels) + number], panel.out.at(builder, row))
 
 
 def _tile(coding: Coding, rows: int) -> Any:

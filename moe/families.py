@@ -15,7 +15,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
-from moe.load.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
+from moe.load.quantisation import (
+    Quantisation,
+    UnservedQuantisationError,
+    find_configuration,
+    read_quantisation,
+)
 from moe.long_rotary import KIND, limit_of
 from moe.text_part import is_wrapped, keep_text
 
@@ -102,20 +107,32 @@ def check_config(config: Any) -> None:
     """Refuse what the configuration already rules out.
 
     Raises:
-        UnsupportedModelError: an encoder-decoder, a rotary embedding that depends on the whole batch, or a quantisation that is not served.
+        UnsupportedModelError: an encoder-decoder or a rotary embedding that depends on the whole batch.
     """
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are served")
-    try:
-        read_quantisation(getattr(config, "quantization_config", None))
-    except UnservedQuantisationError as error:
-        raise UnsupportedModelError(f"{name}: {error}") from error
     if KIND in rotary_types(config) and limit_of(config) is None:
         raise UnsupportedModelError(
             f"{name} has rotary embeddings of type {KIND} in some kinds of layers, which change with the longest sequence "
             f"of a batch: served are those that all layers share"
         )
+
+
+def quantisation_of(directory: Path, config: Any) -> Quantisation | None:
+    """Read how a checkpoint is quantised.
+
+    Raises:
+        UnsupportedModelError: in a way that is not served.
+    """
+    parts = (config, config.get_text_config(decoder=True))
+    configured = next(
+        (found for part in parts if (found := getattr(part, "quantization_config", None))), None
+    )
+    try:
+        return read_quantisation(find_configuration(directory, configured))
+    except UnservedQuantisationError as error:
+        raise UnsupportedModelError(f"{config.model_type}: {error}") from error
 
 
 def rotary_types(config: Any) -> set[str]:
@@ -152,23 +169,6 @@ def experts_modules(model: PreTrainedModel) -> dict[str, Any]:
 def leaves(module: Any) -> tuple[str, str]:
     """Return the names of an experts module's two weights."""
     return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-
-
-def check_layout(modules: dict[str, Any], quantisation: Quantisation | None) -> None:
-    """Check that quantised experts lie in memory as the family's modules have them.
-
-    Raises:
-        UnsupportedModelError: MXFP4 is for experts kept as [inputs, outputs] (gpt-oss), FP8 for all others.
-    """
-    if quantisation is None:
-        return
-    for name, module in modules.items():
-        if module.is_transposed != (quantisation.method == "mxfp4"):
-            layout = "[inputs, outputs]" if module.is_transposed else "[outputs, inputs]"
-            raise UnsupportedModelError(
-                f"{name} keeps weights as {layout}, which checkpoints in {quantisation.method} are not known to do; "
-                f"give a checkpoint in bfloat16, float16 or float32"
-            )
 
 
 def _check_experts(name: str, module: Any) -> None:

@@ -26,15 +26,14 @@ from moe.expert_weights import ExpertWeights, Held, SpareSlots, change_slots, re
 from moe.families import (
     UnsupportedModelError,
     build_on_meta,
-    check_layout,
     experts_modules,
     leaves,
+    quantisation_of,
     read_config,
 )
 from moe.load.checkpoint import Checkpoint
 from moe.load.loader import Loader, Report
 from moe.load.plan import LoadPlan
-from moe.load.quantisation import read_quantisation
 from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
 from moe.rehearsal import rehearse
@@ -58,10 +57,9 @@ class Skeleton:
         backend.register()
         self.directory, self.backend = directory, backend
         config = read_config(directory)
-        self.quantisation = read_quantisation(getattr(config, "quantization_config", None))
+        self.quantisation = quantisation_of(directory, config)
         self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype)
         self.experts = experts_modules(self.model)
-        check_layout(self.experts, self.quantisation)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
         self.cache_shapes = rehearse(self.model)
         problem = backend.why_unserved(self.model, self.cache_shapes, self.quantisation)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, TIMES_INT4, TIMES_INT8
 from attention.cpu_panel_pairs import TIMES_TWO_BF16, TIMES_TWO_F32
-from attention.cpu_quantised_tiles import ROW_SCALES_BYTES, SCALE_BYTES, ZEROS_BYTES, Coding, times_quantised
+from attention.cpu_quantised_tiles import ROW_SCALES_BYTES, ZEROS_BYTES, Coding, times_quantised
 from attention.cpu_tiles import LANES, TIMES_BF16, TIMES_F32
 from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, int4_codes
 
@@ -154,8 +154,8 @@ def pack_scales(weight: QuantisedWeight) -> Tensor:
         return weight.block_scales(LANES).view(torch.uint8)
     parts = [_bytes(pack(weight.scales))]
     if weight.zeros is not None:
-        low, high = pack(weight.zeros).unflatten(-1, (2, ZEROS_BYTES)).unbind(-2)
-        parts.append(low | high << 4)
+        zeros = pack(weight.zeros)
+        parts.append(zeros[..., :ZEROS_BYTES] | zeros[..., ZEROS_BYTES:] << 4)
     blocks = torch.cat(parts, dim=-1).flatten(-2)
     if weight.row_scales is None:
         return blocks
@@ -171,11 +171,11 @@ def unpack_quantised(codes: Tensor, scales: Tensor, n: int, quantised: Quantised
     else:
         plain = unpack(codes.view(torch.uint8), n).view(CODE_TYPES[kind])
     if coding.has_row_scales:
-        first, scales = scales.split((ROW_SCALES_BYTES, scales.shape[-1] - ROW_SCALES_BYTES), dim=-1)
+        first, scales = scales[..., :ROW_SCALES_BYTES], scales[..., ROW_SCALES_BYTES:]
         row_scales = first.contiguous().view(torch.float32).flatten(-2)[..., :n].contiguous()
-    blocks = scales.unflatten(-1, (-1, coding.block_bytes))
+    blocks = scales.reshape(*scales.shape[:-1], -1, coding.block_bytes)
     if coding.has_zeros:
-        blocks, packed = blocks.split((LANES * SCALE_BYTES[coding.scale], ZEROS_BYTES), dim=-1)
+        blocks, packed = blocks[..., :-ZEROS_BYTES], blocks[..., -ZEROS_BYTES:]
         zeros = unpack(torch.cat((packed & 15, packed >> 4), dim=-1), n)
     wide = blocks.contiguous().view(_SCALE_TYPES[coding.scale])
     if coding.is_shared:

@@ -44,7 +44,7 @@ from moe.gpu.norm import rms_norm
 from moe.gpu.routing import route
 from moe.gpu.slots import DeviceExperts, DeviceSlots, fused_gate
 from moe.load.loader import Keep, Loader, Weight
-from moe.load.quantisation import Quantisation
+from moe.load.quantisation import Format, Quantisation
 from moe.load.quantised_weight import QuantisedWeight
 from moe.slot_choice import SlotChoice
 from moe.text_part import use_attention
@@ -125,7 +125,7 @@ def _why_unserved(
         or pooled_index.why_not(net, BLOCK_TOKENS)
         or attention_limits.why_not(shapes, ranks)
     )
-    if quantisation is not None and quantisation.method == "fp8":
+    if quantisation is not None and quantisation.method != "mxfp4":
         problem = problem or why_no_fp8(quantisation, on.device)
     keeps_more = any(shape.state or shape.index_dim for shape in shapes)
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
@@ -138,9 +138,10 @@ def _why_unserved(
 
 def why_no_fp8(quantisation: Quantisation, device: torch.device) -> str | None:
     """Say why FP8 weights cannot be served on a device; None if they can."""
-    block = (quantisation.block_rows, quantisation.block)
-    if block != (SCALE_BLOCK, SCALE_BLOCK):
-        return f"FP8 weights in blocks of {block}; the GPU kernels take {(SCALE_BLOCK, SCALE_BLOCK)}"
+    for each in quantisation.formats:
+        if each != Format(name="fp8", block_rows=SCALE_BLOCK, block=SCALE_BLOCK):
+            blocks = (each.block_rows, each.block)
+            return f"{each.name} weights in blocks of {blocks}; the GPU kernels take fp8 in {(SCALE_BLOCK, SCALE_BLOCK)}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_FP8_CAPABILITY:
         needed, found = LEAST_FP8_CAPABILITY, torch.cuda.get_device_capability(device)
         return f"FP8 weights, which take a GPU of compute capability {needed[0]}.{needed[1]}; this one has {found[0]}.{found[1]}"

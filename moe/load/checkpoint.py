@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -67,7 +66,7 @@ class Checkpoint:
         return str(self._shards[name].get_slice(name).get_dtype())
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor, in its own dtype; float16 becomes float32."""
+        """Read a whole tensor, in its own dtype."""
         return self._counted(self._shards[name].get_tensor(name))
 
     def read_row(self, name: str, row: int) -> Tensor:
@@ -88,7 +87,7 @@ class Checkpoint:
 
     def _counted(self, tensor: Tensor) -> Tensor:
         self.bytes_read += tensor.numel() * tensor.element_size()
-        return tensor.to(torch.float32) if tensor.dtype is torch.float16 else tensor
+        return tensor
 
 
 def _indexed(index: Path) -> list[str]:

@@ -131,15 +131,21 @@ class Loader:
     def _convert(
         self, target: str, source: ParameterSource, *, row: int | None = None, is_one_expert: bool = False
     ) -> Mapping[str, Weight]:
-        """Read a source and run its conversion, over codes and scales alike; returns parameters by name."""
+        """Read a source and run its conversion, over codes, scales and all else alike; returns parameters by name."""
         plan, stored = self._plan, self._checkpoint
         if not plan.is_quantised(source):
             return plan.convert(target, source, partial(stored.read, row=row), is_one_expert=is_one_expert)
-        codes = plan.convert(target, source, partial(stored.read_codes, row=row), is_one_expert=is_one_expert)
-        scales = plan.convert(
-            target, source, partial(stored.read_scales, row=row), is_one_expert=is_one_expert
-        )
-        return {name: stored.quantised(name, codes[name], scales[name]) for name in codes}
+        form = stored.form(source.names[0][0])
+        parts = {
+            part: plan.convert(
+                target, source, partial(stored.read_part, part=part, row=row), is_one_expert=is_one_expert
+            )
+            for part in form.parts
+        }
+        return {
+            name: stored.quantised(name, form, {part: made[name] for part, made in parts.items()})
+            for name in parts["codes"]
+        }
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         path, _, leaf = name.rpartition(".")

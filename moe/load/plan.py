@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -86,6 +87,7 @@ class LoadPlan:
         self._converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
         names = sorted(checkpoint.names(), key=dot_natural_key)
         unexpected = [name for name in names if not self._place(name)] + self._twice()
+        self._settle()
         problems = [
             *_listed("missing", self._missing()),
             *_listed("unexpected", self._not_ignored(unexpected, "_keys_to_ignore_on_load_unexpected")),
@@ -143,6 +145,17 @@ class LoadPlan:
             source.converter = next(c for c in self._converters if pattern in c.source_patterns)
         source.names.append((name, pattern or name))
         return True
+
+    def _settle(self) -> None:
+        """Let fused experts' quantised weights be read as [outputs, inputs], however they lie, without being turned."""
+        for target, source in self.fused.items():
+            if len(source.names) != 1 or not self.is_quantised(source):
+                continue
+            if source.converter is None or _only_turns(source.converter):
+                source.converter = None
+                module = self._model.get_submodule(target.rpartition(".")[0])
+                is_transposed = bool(getattr(module, "is_transposed", False))
+                self._checkpoint.settle(source.names[0][0], self.shape(target), is_transposed=is_transposed)
 
     def _expert_source(self, target: str, name: str) -> ParameterSource | None:
         index = EXPERT_INDEX.search(name)
@@ -251,15 +264,38 @@ class LoadPlan:
             plain = [name for name in names if not self._checkpoint.is_quantised(name)]
             if plain:
                 problems.append(f"{', '.join(plain)} (not quantised) for {part.target}, the rest of which is")
+            if any(isinstance(operation, Transpose) for operation in part.source.converter.operations):
+                problems.append(f"{', '.join(names)} (would have to be turned) for {part.target}")
             codes = [name for name in names if name not in plain]
+            forms = {self._checkpoint.form(name): name for name in codes}
+            if len(forms) > 1:
+                problems.append(f"{' and '.join(forms.values())} (in formats that differ) for {part.target}")
+            shares = any(form.format.block_rows > 1 for form in forms)
             uneven = [name for name in codes if self._checkpoint.shape(name)[-2] % ROWS]
-            if uneven and len(names) > 1:
+            if shares and uneven and len(names) > 1:
                 problems.append(f"{', '.join(uneven)} (outputs not a multiple of {ROWS})")
+        return problems + self._unlike()
+
+    def _unlike(self) -> list[str]:
+        """Experts of one layer that are not kept alike: their slots could not change places."""
+        problems = []
+        for target, sources in self.experts.items():
+            forms = {
+                self._checkpoint.form(name) if self._checkpoint.is_quantised(name) else None: name
+                for source in sources.values()
+                for name, _ in source.names
+            }
+            if len(forms) > 1:
+                problems.append(f"{' and '.join(forms.values())} (in formats that differ) for {target}")
         return problems
 
     def _not_ignored(self, names: list[str], attribute: str) -> list[str]:
         patterns = (*(getattr(self._model, attribute, None) or ()), *ALWAYS_IGNORED)
         return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _only_turns(converter: WeightConverter) -> bool:
+    return all(isinstance(operation, Transpose) for operation in converter.operations)
 
 
 class _Declared:

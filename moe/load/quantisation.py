@@ -1,30 +1,32 @@
 """How a checkpoint is quantised, read off its configuration: what is served, and what is refused by name.
 
 Knows no torch, so that the check before the start uses it too. The files' own tensors have the last word about which
-weight is quantised (`moe.load.stored_tensors`); this says how to read those that are. Activations are never quantised here:
-a format that wants them quantised by numbers of the checkpoint would give other answers, and is refused.
+weight is quantised (`moe.load.stored_tensors`), so lists of modules that are left out are not asked; this says which formats
+may be met. Rows are multiplied as they are: what a checkpoint says of quantising them is left alone, which is nearer to
+the model. What would change the answer otherwise (rotations, sparse weights, smoothed rows) is refused.
+
+Facts: the configurations that compressed-tensors, NVIDIA ModelOpt, AutoAWQ, GPTQModel and AMD Quark write.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-MAX_BLOCK = 128  # inputs under one scale that the CPU kernels take
 ROWS = 16  # outputs that share an FP8 scale on CPU: a block's must be a multiple
-SERVED = "fp8 with weight blocks (DeepSeek-V3's, transformers' fine-grained FP8) and mxfp4 (gpt-oss)"
+MICRO_BLOCK, NVFP4_BLOCK = 32, 16
+MODELOPT_FILE = "hf_quant_config.json"
+SERVED = "fp8 (blocks, channels, tensors), mxfp8, mxfp4, nvfp4, int8 and int4 of compressed-tensors and ModelOpt, awq and gptq"
 # What else is found under quant_method, for people who do not know the word in their config.json.
 KNOWN = {
-    "awq": "AWQ",
-    "gptq": "GPTQ",
     "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
-    "modelopt": "NVIDIA ModelOpt",
     "fbgemm_fp8": "FBGEMM FP8",
-    "quark": "AMD Quark",
     "torchao": "torchao",
     "auto-round": "AutoRound",
     "nvfp4": "NVFP4",
+    "hqq": "HQQ",
 }
 
 
@@ -33,13 +35,23 @@ class UnservedQuantisationError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Format:
+    """One way in which weights of a checkpoint are stored."""
+
+    name: str  # fp8, mxfp8, int8, int4, nvfp4 or mxfp4
+    block_rows: int = 1  # outputs under one scale; 0: all
+    block: int = 0  # inputs under one scale; 0: all
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quantisation:
     """How the quantised weights of a checkpoint are stored."""
 
-    method: str  # fp8 or mxfp4
-    block_rows: int  # outputs under one scale
-    block: int  # inputs under one scale
-    plain_modules: tuple[str, ...] = ()  # patterns of modules that are not quantised
+    method: str  # quant_method
+    formats: tuple[Format, ...]  # that may be met
+    plain_modules: tuple[str, ...] = ()  # patterns of modules that are not quantised, of fp8
+    zeros_above: int = 0  # what a stored zero is less than it means (GPTQ's first format)
+    quantises_rows: bool = False  # it says how rows would be quantised, which is left alone
 
     def leaves_plain(self, module: str) -> bool:
         """Whether `plain_modules` names a module: as a regular expression of whole names from its start, or as its end.
@@ -52,6 +64,26 @@ class Quantisation:
             for pattern in self.plain_modules
         )
 
+    @property
+    def in_words(self) -> str:
+        """The formats' names."""
+        return " and ".join(dict.fromkeys(each.name for each in self.formats))
+
+
+def find_configuration(directory: Path, configured: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a checkpoint's `quantization_config`: the given one, or what ModelOpt writes in a file of its own."""
+    if configured:
+        return dict(configured)
+    try:
+        found = json.loads((directory / MODELOPT_FILE).read_bytes())["quantization"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnservedQuantisationError(
+            f"{directory / MODELOPT_FILE} is not what ModelOpt writes: {error!r}"
+        ) from error
+    return {"quant_method": "modelopt", **found} if found.get("quant_algo") else None
+
 
 def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
     """Read a `quantization_config`; None stands for a checkpoint that is not quantised.
@@ -62,45 +94,200 @@ def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
     if not config:
         return None
     method = str(config.get("quant_method", "unknown"))
+    if method not in _READERS:
+        name = f"{KNOWN[method]} ({method})" if method in KNOWN else f"{method!r}"
+        raise UnservedQuantisationError(
+            f"the checkpoint is quantised with {name}; served are {SERVED}, and bfloat16, float16 and float32"
+        )
+    return _READERS[method](config)
+
+
+def _fp8(config: Mapping[str, Any]) -> Quantisation:
+    """Of DeepSeek's, transformers' and MiniMax' files."""
+    method, block = str(config["quant_method"]), config.get("weight_block_size")
     plain = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     if not isinstance(plain, list | tuple) or not all(_is_pattern(each) for each in plain):
         raise UnservedQuantisationError(
             f"the checkpoint's quantization_config has modules_to_not_convert = {plain!r}, which is no list of names or "
             f"regular expressions"
         )
-    if method == "mxfp4":
-        return Quantisation(method=method, block_rows=1, block=32, plain_modules=tuple(plain))
-    if method == "fp8":
-        rows, block = _fp8_block(config)
-        return Quantisation(method=method, block_rows=rows, block=block, plain_modules=tuple(plain))
-    name = f"{KNOWN[method]} ({method})" if method in KNOWN else f"{method!r}"
-    raise UnservedQuantisationError(
-        f"the checkpoint is quantised with {name}; served are {SERVED}, and bfloat16, float16 and float32"
+    if (fmt := str(config.get("fmt", "e4m3"))) not in ("e4m3", "float8_e4m3fn"):
+        raise _unserved(method, f"fmt = {fmt!r}", "'e4m3'")
+    if (experts := str(config.get("expert_dtype", "fp8"))) not in ("fp8", "fp4"):
+        raise _unserved(method, f"expert_dtype = {experts!r}", "'fp8' or 'fp4'")
+    if config.get("modules_to_convert"):
+        raise _unserved(
+            method, f"modules_to_convert = {config['modules_to_convert']}", "linear layers and experts only"
+        )
+    if method == "mxfp8" or (block and _pair(block) == (1, MICRO_BLOCK)):
+        formats = [Format(name="mxfp8", block=MICRO_BLOCK)]
+    elif block:
+        formats = [_blocks(method, "weight_block_size", block)]
+    else:
+        formats = [Format(name="fp8", block_rows=0), Format(name="fp8")]
+    if experts == "fp4":
+        formats.append(Format(name="mxfp4", block=MICRO_BLOCK))
+    return Quantisation(
+        method=method, formats=tuple(formats), plain_modules=tuple(plain),
+        quantises_rows=config.get("activation_scheme") == "static",
+    )  # fmt: skip
+
+
+def _mxfp4(config: Mapping[str, Any]) -> Quantisation:
+    """Of gpt-oss' files."""
+    plain = config.get("modules_to_not_convert") or ()
+    return Quantisation(
+        method="mxfp4", formats=(Format(name="mxfp4", block=MICRO_BLOCK),), plain_modules=tuple(plain)
     )
 
 
-def _fp8_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Check what FP8 leaves open; returns outputs and inputs under one scale."""
-    block = config.get("weight_block_size")
-    if not block:
-        raise _unserved("one scale per tensor (no weight_block_size)", "scales per block of the weight")
-    if not _is_block(block):
-        raise _unserved(
-            f"weight_block_size = {block}", f"[multiple of {ROWS}, up to {MAX_BLOCK}] such as [128, 128]"
-        )
-    if (scheme := str(config.get("activation_scheme", "dynamic"))) != "dynamic":
-        raise _unserved(
-            f"activation_scheme = {scheme!r}", "'dynamic', which leaves activations to the server"
-        )
-    if (fmt := str(config.get("fmt", "e4m3"))) not in ("e4m3", "float8_e4m3fn"):
-        raise _unserved(f"fmt = {fmt!r}", "'e4m3'")
-    if (experts := str(config.get("expert_dtype", "fp8"))) != "fp8":
-        raise _unserved(f"expert_dtype = {experts!r}", "'fp8'")
-    if config.get("modules_to_convert"):
-        raise _unserved(
-            f"modules_to_convert = {config['modules_to_convert']}", "linear layers and experts only"
-        )
-    return block[0], block[1]
+def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
+    method = str(config["quant_method"])
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense" or "24" in str(config.get("format", "")):
+        raise _unserved(method, "sparse weights", "dense ones")
+    if config.get("transform_config"):
+        raise _unserved(method, "transform_config (rotated weights)", "weights that are not rotated")
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise _unserved(method, f"config_groups = {groups!r}", "groups with targets and weights")
+    weights = [(name, group["weights"]) for name, group in groups.items() if group.get("weights")]
+    return Quantisation(
+        method=method,
+        formats=_known_once(_of_group(method, name, scheme) for name, scheme in weights),
+        quantises_rows=any(group.get("input_activations") for group in groups.values()),
+    )
+
+
+def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> Format:
+    """Read the weights of one of config_groups."""
+    bits, kind, strategy = scheme.get("num_bits"), str(scheme.get("type")), str(scheme.get("strategy"))
+    size = scheme.get("group_size") or 0
+    if (bits, kind) == (8, "float"):
+        if strategy == "block":
+            return _blocks(method, f"{name}.weights.block_structure", scheme.get("block_structure"))
+        if strategy == "group" and size == MICRO_BLOCK:
+            return Format(name="mxfp8", block=MICRO_BLOCK)
+        if strategy in ("tensor", "channel"):
+            return Format(name="fp8", block_rows=int(strategy == "channel"))
+    if (bits, kind) == (4, "float") and size in (MICRO_BLOCK, NVFP4_BLOCK):
+        return Format(name="nvfp4" if size == NVFP4_BLOCK else "mxfp4", block=size)
+    is_plain = bits == 4 or scheme.get("symmetric", True)
+    if kind == "int" and bits in (4, 8) and is_plain:
+        if strategy in ("tensor", "channel"):
+            return Format(name=f"int{bits}", block_rows=int(strategy == "channel"))
+        if strategy == "group" and isinstance(size, int) and size > 0 and size % 2 == 0:
+            return Format(name=f"int{bits}", block=size)
+    symmetric = "" if scheme.get("symmetric", True) else ", not symmetric"
+    raise _unserved(
+        method,
+        f"{name}: weights of {bits} bits, type {kind!r}, strategy {strategy!r}, groups of {size}{symmetric}",
+        SERVED,
+    )
+
+
+_MODELOPT = {
+    "FP8": Format(name="fp8", block_rows=0),
+    "FP8_PER_CHANNEL_PER_TOKEN": Format(name="fp8"),
+    "FP8_PB_WO": Format(name="fp8", block_rows=128, block=128),
+    "NVFP4": Format(name="nvfp4", block=NVFP4_BLOCK),
+    "W4A16_NVFP4": Format(name="nvfp4", block=NVFP4_BLOCK),
+    "MXFP8": Format(name="mxfp8", block=MICRO_BLOCK),
+    "MXFP4": Format(name="mxfp4", block=MICRO_BLOCK),
+    "W4A8_MXFP4_FP8": Format(name="mxfp4", block=MICRO_BLOCK),
+}
+
+
+def _modelopt(config: Mapping[str, Any]) -> Quantisation:
+    algorithm = config.get("quant_algo")
+    if algorithm is None and config.get("config_groups"):
+        return _compressed_tensors(config)
+    if algorithm == "MIXED_PRECISION":
+        layers = config.get("quantized_layers")
+        if not isinstance(layers, Mapping) or not layers:
+            raise _unserved("modelopt", f"quantized_layers = {layers!r}", "a quant_algo for each layer")
+        algorithms = [
+            layer.get("quant_algo") if isinstance(layer, Mapping) else layer for layer in layers.values()
+        ]
+    else:
+        algorithms = [algorithm]
+    unknown = [each for each in algorithms if each not in _MODELOPT]
+    if unknown:
+        raise _unserved("modelopt", f"quant_algo = {unknown[0]!r}", f"one of {', '.join(_MODELOPT)}")
+    formats = _known_once(_MODELOPT[str(each)] for each in algorithms)
+    return Quantisation(method="modelopt", formats=formats, quantises_rows=True)
+
+
+def _awq(config: Mapping[str, Any]) -> Quantisation:
+    if (version := str(config.get("version", "gemm")).lower()) != "gemm":
+        raise _unserved("awq", f"version = {version!r}", "'gemm'")
+    return Quantisation(method="awq", formats=(_grouped("awq", config, bits=(4,)),))
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantisation:
+    layout = str(config.get("checkpoint_format") or "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise _unserved("gptq", f"checkpoint_format = {layout!r}", "'gptq' or 'gptq_v2'")
+    if [rule for rule in config.get("dynamic") or () if not str(rule).startswith("-:")]:
+        raise _unserved("gptq", "dynamic (modules with bits of their own)", "one number of bits")
+    only = _grouped("gptq", config, bits=(4, 8))
+    return Quantisation(method="gptq", formats=(only,), zeros_above=int(layout == "gptq"))
+
+
+def _grouped(method: str, config: Mapping[str, Any], bits: tuple[int, ...]) -> Format:
+    seen, size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
+    if seen not in bits:
+        raise _unserved(method, f"bits = {seen!r}", " or ".join(map(str, bits)))
+    if not isinstance(size, int) or size == 0 or size < -1 or (size % 2 and size > 0):
+        raise _unserved(method, f"group_size = {size!r}", "an even number, or -1")
+    return Format(name=f"int{seen}", block=max(size, 0))
+
+
+def _quark(config: Mapping[str, Any]) -> Quantisation:
+    parts = [config.get("global_quant_config"), *(config.get("layer_quant_config") or {}).values()]
+    schemes = [part["weight"] for part in parts if isinstance(part, Mapping) and part.get("weight")]
+    return Quantisation(
+        method="quark", formats=_known_once(_of_quark(scheme) for scheme in schemes), quantises_rows=True
+    )
+
+
+def _of_quark(scheme: Any) -> Format:
+    seen = scheme if isinstance(scheme, Mapping) else {}
+    kind, how, size = seen.get("dtype"), seen.get("qscheme"), seen.get("group_size")
+    if kind == "fp4" and how == "per_group" and size == MICRO_BLOCK and seen.get("scale_format") == "e8m0":
+        return Format(name="mxfp4", block=MICRO_BLOCK)
+    if kind == "fp8_e4m3" and how in ("per_tensor", "per_channel"):
+        return Format(name="fp8", block_rows=int(how == "per_channel"))
+    raise _unserved(
+        "quark", f"weights of dtype {kind!r}, qscheme {how!r}, groups of {size}",
+        "'fp4' in groups of 32 under e8m0, or 'fp8_e4m3' per tensor or channel",
+    )  # fmt: skip
+
+
+_READERS = {
+    "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
+    "awq": _awq, "gptq": _gptq, "quark": _quark,
+}  # fmt: skip
+
+
+def _known_once(formats: Iterable[Format]) -> tuple[Format, ...]:
+    return tuple(dict.fromkeys(formats))
+
+
+def _blocks(method: str, field: str, block: Any) -> Format:
+    """FP8 under a scale per block."""
+    pair = _pair(block)
+    if pair is None or pair[0] % ROWS:
+        raise _unserved(method, f"{field} = {block}", f"[multiple of {ROWS}, any] such as [128, 128]")
+    return Format(name="fp8", block_rows=pair[0], block=pair[1])
+
+
+def _pair(block: Any) -> tuple[int, int] | None:
+    if isinstance(block, list | tuple) and len(block) == 2:
+        rows, columns = block
+        if isinstance(rows, int) and isinstance(columns, int) and rows > 0 and columns > 0:
+            return rows, columns
+    return None
 
 
 def _is_pattern(pattern: Any) -> bool:
@@ -111,18 +298,8 @@ def _is_pattern(pattern: Any) -> bool:
     return True
 
 
-def _is_block(block: Any) -> bool:
-    return (
-        isinstance(block, list | tuple)
-        and len(block) == 2
-        and all(isinstance(size, int) and size > 0 for size in block)
-        and block[0] % ROWS == 0
-        and block[1] <= MAX_BLOCK
-    )
-
-
-def _unserved(seen: str, allowed: str) -> UnservedQuantisationError:
+def _unserved(method: str, seen: str, allowed: str) -> UnservedQuantisationError:
     return UnservedQuantisationError(
-        f"the checkpoint is quantised as fp8 with {seen}; served is {allowed}. Give such a checkpoint, or one in "
+        f"the checkpoint is quantised as {method} with {seen}; served is {allowed}. Give such a checkpoint, or one in "
         f"bfloat16, float16 or float32"
     )

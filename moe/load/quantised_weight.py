@@ -77,6 +77,10 @@ class QuantisedWeight:
             self, codes=self.codes[index], scales=self.scales[index], row_scales=row_scales, zeros=zeros
         )
 
+    def under(self, block: int) -> "QuantisedWeight":
+        """The same under scales of so many inputs."""
+        return replace(self, block=block)
+
     def tensors(self) -> dict[str, Tensor]:
         """All that it is made of, by the names of the fields."""
         parts = {name: getattr(self, name) for name in ("codes", "scales", "row_scales", "zeros")}

@@ -1,32 +1,77 @@
 """The weights of a checkpoint, quantised ones put together from the tensors that hold them.
 
-A quantised weight is two tensors in a file: `W` and `W_scale_inv` for FP8, `W_blocks` and `W_scales` for MXFP4. Here
-they are one, under the name and the shape that the weight would have, so that the load plan matches names and shapes
-as it does for any checkpoint. What does not go together is found from the headers, before anything is read.
-Codes and scales are read separately, scales per row, because both are put through the same conversions.
+A quantised weight is codes, scales and perhaps more under names of their own: `W` and `W_scale_inv` of FP8, `W_packed`,
+`W_scale` and `W_zero_point` of compressed-tensors, `qweight`, `qzeros` and `scales` of AWQ and GPTQ, `W_blocks` and
+`W_scales` of gpt-oss. Here they are one, under the name and the shape that the weight would have, so that the load plan
+matches names and shapes as it does for any checkpoint. Which weights are quantised, and with what, the tensors say; the
+configuration says in which formats. What does not go together is found from the headers, before anything is read.
+Codes, scales and the rest are read separately, per row, because all are put through the same conversions.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe.load import layouts
 from moe.load.checkpoint import Checkpoint, CheckpointError
-from moe.load.quantisation import Quantisation
-from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight
+from moe.load.layouts import Layout
+from moe.load.quantisation import Format, Quantisation
+from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, QuantisedWeightError
 
-FP8_CODES, FP8_SCALES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
+FLOATS, POWERS, SMALL = ("F32", "BF16", "F16"), ("U8", "F8_E8M0"), ("F8_E4M3",)
 UNSERVED = ("F8_", "F6_", "F4", "U8", "I8", "U16", "I16", "U32", "I32")  # beginnings of safetensors' dtypes
 LISTED = 8
+# What belongs to a weight, by the end of its name; of fused experts "gate_up_proj_weight_scale" as well.
+_PARTS = {
+    "weight_packed": "codes",
+    "weight_scale_inv": "scales",
+    "weight_scale": "scales",
+    "weight_scale_2": "factor",
+    "weight_global_scale": "divisor",
+    "weight_zero_point": "zeros",
+    "weight_g_idx": "order",
+    "weight_shape": "shape",
+}
+_AUTO_PARTS = {"qweight": "codes", "qzeros": "zeros", "scales": "scales", "g_idx": "order"}  # of AWQ and GPTQ
+_FP8_PARTS = {"scale": "scales", "qscale_weight": "scales"}  # DeepSeek-V4's and Mistral Large 4's
+# Of rows and of keys and values, which are left as they are.
+_UNREAD = (
+    ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
+    ".k_scale", ".v_scale", ".q_scale", "_input_scale", "_activation_scale",
+)  # fmt: skip
+_KINDS: dict[str, Kind] = {
+    "fp8": "e4m3", "mxfp8": "e4m3", "int8": "int8", "nvfp4": "e2m1", "mxfp4": "e2m1", "int4": "int4",
+}  # fmt: skip
+_SCALES = {
+    "fp8": FLOATS + POWERS[1:],
+    "mxfp8": POWERS,
+    "int8": FLOATS,
+    "nvfp4": SMALL,
+    "mxfp4": POWERS,
+    "int4": FLOATS,
+}
+
+
+class Form(NamedTuple):
+    """What weights that are merged must have in common."""
+
+    kind: Kind
+    scale: torch.dtype
+    format: Format
+    parts: tuple[str, ...]  # of a `QuantisedWeight`
 
 
 class _Stored(NamedTuple):
-    """A quantised weight's two tensors."""
+    """A quantised weight's tensors."""
 
-    codes: str
-    scales: str
+    names: dict[str, str]  # by part
+    layout: Layout
+    format: Format
+    shape: tuple[int, ...]
+    is_shown_turned: bool = False  # for modules that keep [..., K, N]
 
 
 class StoredTensors:
@@ -44,10 +89,9 @@ class StoredTensors:
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
         self._stored: dict[str, _Stored] = {}
-        if quantisation is not None and quantisation.method == "fp8":
-            self._match_fp8(quantisation)
-        elif quantisation is not None:
-            self._match_mxfp4()
+        self._turned: dict[str, _Stored] = {}  # of fused experts: what they also may be
+        if quantisation is not None:
+            self._match(quantisation)
         self._refuse_the_rest()
 
     def names(self) -> list[str]:
@@ -56,111 +100,304 @@ class StoredTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A weight's shape: as if it were not quantised."""
-        shape = self._checkpoint.shape(self._stored[name].codes if name in self._stored else name)
-        if (
-            self.is_quantised(name) and self._is_mxfp4
-        ):  # [E, N, blocks, 16] of what gpt-oss keeps as [E, K, N]
-            experts, n, blocks, size = shape
-            return experts, blocks * size * 2, n
-        return shape
+        if name not in self._stored:
+            return self._checkpoint.shape(name)
+        stored = self._stored[name]
+        *lead, n, k = stored.shape
+        return (*lead, k, n) if stored.is_shown_turned else stored.shape
+
+    def settle(self, name: str, wanted: tuple[int, ...], *, is_transposed: bool) -> None:
+        """Find out how a fused experts' quantised weight lies, by the shape that its module wants.
+
+        Where types and shapes allow both, it lies as the module would have it. From then on `shape` is as the module has it.
+        """
+        *lead, a, b = wanted
+        natural = (*lead, b, a) if is_transposed else wanted
+        found = [self._stored[name], *([self._turned[name]] if name in self._turned else [])]
+        fitting = [each for each in found if each.shape == natural]
+        chosen = (fitting or found)[-1 if is_transposed else 0]
+        self._stored[name] = chosen._replace(is_shown_turned=is_transposed)
 
     def is_quantised(self, name: str) -> bool:
         """Whether a weight is codes and scales."""
         return name in self._stored
 
+    def form(self, name: str) -> Form:
+        """What a quantised weight is made of."""
+        stored = self._stored[name]
+        kind = _KINDS[stored.format.name]
+        parts = ["codes", "scales"]
+        if "factor" in stored.names or "divisor" in stored.names:
+            parts.append("row_scales")
+        if "zeros" in stored.names and kind == "int4":
+            parts.append("zeros")
+        return Form(kind, self._scale_type(stored), stored.format, tuple(parts))
+
+    def _scale_type(self, stored: _Stored) -> torch.dtype:
+        if stored.format.name in ("mxfp4", "mxfp8"):
+            return torch.uint8
+        if stored.format.name == "nvfp4":
+            return torch.float8_e4m3fn
+        seen = self._checkpoint.dtype(stored.names["scales"])
+        if stored.format.block_rows > 1:
+            return torch.float32
+        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(seen, torch.float32)
+
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """Read a plain weight, whole or one row of the first dimension (kept as a dimension of 1)."""
+        """Read a plain weight, whole or one row of the first dimension (kept as a dimension of 1); float16 as float32."""
+        tensor = self._read(name, row)
+        return tensor.to(torch.float32) if tensor.dtype is torch.float16 else tensor
+
+    def _read(self, name: str, row: int | None) -> Tensor:
         return self._checkpoint.read(name) if row is None else self._checkpoint.read_row(name, row)
 
-    def read_codes(self, name: str, row: int | None = None) -> Tensor:
-        """Read a quantised weight's codes as bytes: [..., N, K], or [..., N, K / 2] for MXFP4, uint8."""
-        codes = self.read(self._stored[name].codes, row)
-        return codes.flatten(-2) if self._is_mxfp4 else codes.view(torch.uint8)
+    def read_part(self, name: str, part: str, row: int | None = None) -> Tensor:
+        """Read what a quantised weight has of a part of `form`, per row.
 
-    def read_scales(self, name: str, row: int | None = None) -> Tensor:
-        """Read a quantised weight's scales per row: [..., N, blocks of K], float32, or uint8 for MXFP4."""
-        assert self.quantisation is not None, f"{name} is not quantised"
-        scales = self.read(self._stored[name].scales, row)
-        if self._is_mxfp4:
-            return scales
-        n = self.shape(name)[-2]
-        return scales.float().repeat_interleave(self.quantisation.block_rows, dim=-2)[..., :n, :].contiguous()
+        Returns:
+            codes: bytes [..., N, K or K / 2] uint8. scales: [..., N, B], small floats as bytes. zeros: [..., N, B] uint8.
+            row_scales: [..., N, 1] float32.
+        """
+        stored = self._stored[name]
+        if part == "codes":
+            self._check_order(name, stored)
+            return stored.layout.codes(self._read(stored.names["codes"], row))
+        if part == "row_scales":
+            return self._row_scales(name, stored, row)
+        if part == "zeros":
+            return self._zeros(name, stored, row)
+        return self._scales(name, stored, row)
 
-    def quantised(self, name: str, codes: Tensor, scales: Tensor) -> QuantisedWeight:
-        """Put converted codes and scales together.
+    def _scales(self, name: str, stored: _Stored, row: int | None) -> Tensor:
+        scales, dtype = self._read_scalar_or_row(stored.names["scales"], row), self._scale_type(stored)
+        scales = (
+            scales.view(torch.uint8)
+            if scales.element_size() == 1 and dtype.itemsize == 1
+            else scales.to(dtype)
+        )
+        lead, n = self._lead(stored, row), stored.shape[-2]
+        rows, block = stored.format.block_rows, stored.format.block
+        if stored.layout.is_turned and not (block == 0 and rows == 0):
+            scales = scales.transpose(-1, -2).contiguous()
+        if block == 0:
+            return scales.reshape(*lead, -1, 1).expand(*lead, n, 1).contiguous()
+        return scales.repeat_interleave(rows, dim=-2)[..., :n, :].contiguous() if rows > 1 else scales
+
+    def _row_scales(self, name: str, stored: _Stored, row: int | None) -> Tensor:
+        factor = "factor" in stored.names
+        seen = self._read_scalar_or_row(stored.names["factor" if factor else "divisor"], row).float()
+        lead, n = self._lead(stored, row), stored.shape[-2]
+        return (seen if factor else 1 / seen).reshape(*lead, -1, 1).expand(*lead, n, 1).contiguous()
+
+    def _zeros(self, name: str, stored: _Stored, row: int | None) -> Tensor:
+        assert stored.layout.zeros is not None and self.quantisation is not None
+        zeros = stored.layout.zeros(self._read(stored.names["zeros"], row))
+        # GPTQ's own reader adds within four bits: what was stored as -1 is 0.
+        return (zeros + self.quantisation.zeros_above) & 15
+
+    def _lead(self, stored: _Stored, row: int | None) -> tuple[int, ...]:
+        return stored.shape[:-2] if row is None else (1,)
+
+    def _read_scalar_or_row(self, name: str, row: int | None) -> Tensor:
+        """One expert's of what may be there once for all of them."""
+        is_one = row is not None and (
+            not self._checkpoint.shape(name) or self._checkpoint.shape(name)[0] == 1
+        )
+        return self._read(name, None if is_one else row)
+
+    def _check_order(self, name: str, stored: _Stored) -> None:
+        """Inputs must be in the order of their blocks.
+
+        Raises:
+            QuantisedWeightError: they are not (GPTQ with desc_act), or eight-bit zeros are not in the middle.
+        """
+        if "order" in stored.names:
+            order, block = self._read(stored.names["order"], None), stored.format.block or stored.shape[-1]
+            if not torch.equal(order.long(), torch.arange(len(order)) // block):
+                raise QuantisedWeightError(
+                    f"{stored.names['order']} puts inputs into another order than they have (desc_act, actorder: group); "
+                    f"served are weights whose blocks follow each other: quantise without it"
+                )
+        if stored.layout is layouts.GPTQ_BYTES and "zeros" in stored.names:
+            assert self.quantisation is not None and stored.layout.zeros is not None
+            zeros = (
+                stored.layout.zeros(self._read(stored.names["zeros"], None)) + self.quantisation.zeros_above
+            )
+            if bool((zeros != 128).any()):
+                raise QuantisedWeightError(
+                    f"{name} has eight bits and zeros that are not 128; served are symmetric ones (sym = true)"
+                )
+
+    def quantised(self, name: str, form: Form, parts: dict[str, Tensor]) -> QuantisedWeight:
+        """Put converted parts of one form together.
 
         Raises:
             QuantisedWeightError: they hold what no kernel computes, or were not converted alike.
         """
-        assert self.quantisation is not None, f"{name} is not quantised"
-        kind: Kind = "e2m1" if self._is_mxfp4 else "e4m3"
+        codes, row_scales = parts["codes"].view(CODE_TYPES[form.kind]), parts.get("row_scales")
         weight = QuantisedWeight(
-            codes=codes.view(CODE_TYPES[kind]), kind=kind, scales=scales, block=self.quantisation.block
-        )
+            codes=codes, kind=form.kind, scales=parts["scales"].view(form.scale), block=form.format.block or 1,
+            row_scales=None if row_scales is None else row_scales.squeeze(-1), zeros=parts.get("zeros"),
+        )  # fmt: skip
+        if not form.format.block:
+            weight = weight.under(weight.in_dim)
         weight.check(name)
         return weight
 
-    @property
-    def _is_mxfp4(self) -> bool:
-        return self.quantisation is not None and self.quantisation.method == "mxfp4"
-
-    def _match_fp8(self, quantisation: Quantisation) -> None:
+    def _match(self, quantisation: Quantisation) -> None:
+        parts = self._collect(quantisation)
         problems = []
-        for scales in [name for name in self._names if name.endswith("_scale_inv")]:
-            self._names.discard(scales)
-            codes = scales.removesuffix("_scale_inv")
-            problem = self._why_no_fp8(codes, scales, quantisation)
+        for name, names in sorted(parts.items()):
+            problem = self._why_not(name, names, quantisation)
+            self._names -= set(names.values())
+            self._names.add(name)
             if problem:
                 problems.append(problem)
-            self._stored[codes] = _Stored(codes, scales)
         problems += [
-            f"{name} is FP8 and has no {name}_scale_inv"
+            f"{name} is FP8 and has no {name}{'_scale_inv' if quantisation.method == 'fp8' else '_scale'}"
             for name in self._names
-            if self._checkpoint.dtype(name) == FP8_CODES and name not in self._stored
+            if name not in parts and self._checkpoint.dtype(name) == "F8_E4M3"
         ]
         self._refuse(problems)
+        ordered = next((name for name in self._stored if "order" in self._stored[name].names), None)
+        if ordered is not None:
+            self._check_order(
+                ordered, self._stored[ordered]
+            )  # the first tells for all, before weights are read
 
-    def _why_no_fp8(self, codes: str, scales: str, quantisation: Quantisation) -> str | None:
-        if codes not in self._names:
-            return f"{scales} has no {codes} beside it"
-        if self._checkpoint.dtype(codes) != FP8_CODES:
-            return f"{codes} has scales and is {self._checkpoint.dtype(codes)}, not {FP8_CODES}"
-        if self._checkpoint.dtype(scales) not in FP8_SCALES:
-            return f"{scales} is {self._checkpoint.dtype(scales)}, not one of {', '.join(FP8_SCALES)}"
-        if quantisation.leaves_plain(codes.rpartition(".")[0]):
-            return f"{codes} is FP8, and modules_to_not_convert says that it is not"
-        shape = self._checkpoint.shape(codes)
-        if len(shape) < 2:
-            return f"{codes} has {len(shape)} dimensions; a quantised weight has 2 or 3"
-        *lead, n, k = shape
-        wanted = [*lead, -(-n // quantisation.block_rows), -(-k // quantisation.block)]
-        seen = list(self._checkpoint.shape(scales))
-        return None if seen == wanted else f"{scales} is {seen}; {codes} {list(shape)} takes {wanted}"
+    def _collect(self, quantisation: Quantisation) -> dict[str, dict[str, str]]:
+        """Tensors of quantised weights by weight and part; what is not read is left out of all names."""
+        self._names = {name for name in self._names if not name.endswith(_UNREAD)}
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for name in self._names:
+            weight, part = self._part(name, quantisation.method)
+            if part:
+                found[weight][part] = name
+        for weight, names in found.items():
+            if "codes" not in names and weight in self._names:
+                names["codes"] = weight
+        return found
 
-    def _match_mxfp4(self) -> None:
-        problems = []
-        for codes in [name for name in self._names if name.endswith("_blocks")]:
-            name = codes.removesuffix("_blocks")
-            scales = f"{name}_scales"
-            problem = self._why_no_mxfp4(codes, scales)
+    def _part(self, name: str, method: str) -> tuple[str, str]:
+        """Which weight a tensor belongs to, and as what; "" for a tensor that is a weight itself."""
+        if method == "mxfp4":
+            for end, part in (("_blocks", "codes"), ("_scales", "scales")):
+                if name.endswith(end):
+                    return name.removesuffix(end), part
+            return name, ""
+        if method in ("awq", "gptq"):
+            base, _, end = name.rpartition(".")
+            return (f"{base}.weight", _AUTO_PARTS[end]) if end in _AUTO_PARTS else (name, "")
+        base, _, end = name.rpartition(".")
+        if end in _PARTS:
+            return f"{base}.weight", _PARTS[end]
+        if method in ("fp8", "mxfp8") and end in _FP8_PARTS and f"{base}.weight" in self._names:
+            return f"{base}.weight", _FP8_PARTS[end]
+        if end.endswith("_scale_inv"):
+            return name.removesuffix("_scale_inv"), "scales"
+        for suffix, part in _PARTS.items():
+            if end.endswith(f"_{suffix}"):
+                return name.removesuffix(f"_{suffix}"), part
+        return name, ""
+
+    def _why_not(self, name: str, names: dict[str, str], quantisation: Quantisation) -> str | None:
+        """Find a weight's layout and format, or say why there is none."""
+        if quantisation.method == "mxfp4":
+            problem = self._why_no_blocks(names, name)
             if problem:
-                problems.append(problem)
-            self._names -= {codes, scales}
-            self._names.add(name)
-            self._stored[name] = _Stored(codes, scales)
-        problems += [f"{name} has no blocks beside it" for name in self._names if name.endswith("_scales")]
-        self._refuse(problems)
+                return problem
+        if "codes" not in names:
+            return f"{next(iter(names.values()))} has no {name} beside it"
+        codes = names["codes"]
+        if "scales" not in names:
+            return f"{codes} has no {name}_scale beside it"
+        dtype, scales = self._checkpoint.dtype(codes), names["scales"]
+        layout = self._layout(codes, scales, quantisation)
+        if layout is None:
+            wanted = "F8_E4M3" if quantisation.method == "fp8" else f"a type of {quantisation.in_words}"
+            return f"{codes} has scales and is {dtype}, not {wanted}"
+        if quantisation.leaves_plain(name.rpartition(".")[0]) and quantisation.method == "fp8":
+            return f"{codes} is FP8, and modules_to_not_convert says that it is not"
+        raw = self._checkpoint.shape(codes)
+        if len(raw) < 2:
+            return f"{codes} has {len(raw)} dimensions; a quantised weight has 2 or 3"
+        shape = layout.shape(raw)
+        return self._choose(name, names, layout, shape, quantisation)
 
-    def _why_no_mxfp4(self, codes: str, scales: str) -> str | None:
-        if scales not in self._names:
-            return f"{codes} has no {scales} beside it"
-        kinds = [self._checkpoint.dtype(name) for name in (codes, scales)]
+    def _choose(
+        self,
+        name: str,
+        names: dict[str, str],
+        layout: Layout,
+        shape: tuple[int, ...],
+        quantisation: Quantisation,
+    ) -> str | None:
+        """Take the first of the configuration's formats that types and shapes are those of."""
+        codes, scales = names["codes"], names["scales"]
+        seen, dtype = self._checkpoint.shape(scales), self._checkpoint.dtype(scales)
+        could = [each for each in quantisation.formats if _is_of(each.name, layout, dtype)]
+        if not could:
+            if (
+                known := [each for each in quantisation.formats if _KINDS[each.name] in _kinds_of(layout)]
+            ) and not any(dtype in _SCALES[each.name] for each in known):
+                return f"{scales} is {dtype}, not one of {', '.join(_SCALES[known[0].name])}"
+            return f"{codes} is {layout.dtype} under scales of {dtype}, of which quantization_config does not speak"
+        turned = layouts.TURNED.get(layout) if len(shape) == 3 else None
+        for each in could:
+            if each.name == "nvfp4" and not {"factor", "divisor"} & set(names):
+                return f"{codes} has no second scale (weight_scale_2, weight_global_scale)"
+            if seen in _scale_shapes(each, shape, is_turned=layout.is_turned):
+                self._stored.setdefault(name, _Stored(names, layout, each, shape))
+            if turned is not None:
+                other = turned.shape(self._checkpoint.shape(codes))
+                if seen in _scale_shapes(each, other, is_turned=True):
+                    self._turned.setdefault(name, _Stored(names, turned, each, other))
+        if name not in self._stored and name in self._turned:
+            self._stored[name] = self._turned.pop(name)
+        if name in self._stored:
+            chosen = self._stored[name]
+            return self._why_no_zeros(names, chosen)
+        wanted = [list(each) for each in _scale_shapes(could[0], shape, is_turned=layout.is_turned)]
+        return f"{scales} is {list(seen)}; {codes} {list(self._checkpoint.shape(codes))} takes {wanted[0]}"
+
+    def _why_no_zeros(self, names: dict[str, str], stored: _Stored) -> str | None:
+        layout, chosen, shape = stored.layout, stored.format, stored.shape
+        if "zeros" not in names or chosen.name != "int4":
+            return None
+        seen, blocks = self._checkpoint.shape(names["zeros"]), -(-shape[-1] // (chosen.block or shape[-1]))
+        wanted = (blocks, shape[-2] // 8) if layout.is_turned else (shape[-2] // 8, blocks)
+        if shape[-2] % 8 or seen != wanted or self._checkpoint.dtype(names["zeros"]) != "I32":
+            return f"{names['zeros']} is {list(seen)}; {names['codes']} takes {list(wanted)} of type I32"
+        return None
+
+    def _layout(self, codes: str, scales: str, quantisation: Quantisation) -> Layout | None:
+        dtype, names = self._checkpoint.dtype(codes), [each.name for each in quantisation.formats]
+        if quantisation.method == "mxfp4":
+            return layouts.BLOCKS
+        if dtype == "I32":
+            if quantisation.method == "awq":
+                return layouts.AWQ
+            if quantisation.method == "gptq":
+                return layouts.GPTQ if "int4" in names else layouts.GPTQ_BYTES
+            return layouts.WORDS if "int4" in names else layouts.WORDS_OF_BYTES
+        if dtype == "I8":
+            powers = self._checkpoint.dtype(scales) in POWERS
+            return layouts.SIGNED_PAIRS if powers else layouts.INTEGERS
+        return {"F8_E4M3": layouts.BYTES, "U8": layouts.PAIRS}.get(dtype)
+
+    def _why_no_blocks(self, names: dict[str, str], name: str) -> str | None:
+        if "codes" not in names:
+            return f"{names['scales']} has no blocks beside it"
+        if "scales" not in names:
+            return f"{names['codes']} has no {name}_scales beside it"
+        codes, scales = names["codes"], names["scales"]
+        kinds = [self._checkpoint.dtype(each) for each in (codes, scales)]
         if kinds != ["U8", "U8"]:
             return f"{codes} and {scales} are {' and '.join(kinds)}, not U8"
-        shape, seen = self._checkpoint.shape(codes), self._checkpoint.shape(scales)
+        shape = self._checkpoint.shape(codes)
         if len(shape) != 4 or shape[3] != 16:
             return f"{codes} is {list(shape)}; MXFP4 blocks are [experts, outputs, blocks, 16]"
-        return None if seen == shape[:3] else f"{scales} is {list(seen)}; {codes} takes {list(shape[:3])}"
+        return None
 
     def _refuse(self, problems: list[str]) -> None:
         if problems:
@@ -180,6 +417,34 @@ class StoredTensors:
         method = self.quantisation.method if self.quantisation else "none"
         raise CheckpointError(
             f"{self.directory} holds quantised tensors ({listed}) that its config.json does not explain "
-            f"(quant_method: {method}): give a checkpoint in bfloat16, float16 or float32, or a complete one in FP8 "
-            f"or MXFP4"
+            f"(quant_method: {method}): give a checkpoint in bfloat16, float16 or float32, or a complete quantised one"
         )
+
+
+def _kinds_of(layout: Layout) -> tuple[Kind, ...]:
+    """Which codes a layout may hold."""
+    kinds: dict[Layout, tuple[Kind, ...]] = {
+        layouts.BYTES: ("e4m3",),
+        layouts.INTEGERS: ("int8",),
+        layouts.WORDS_OF_BYTES: ("int8",),
+        layouts.GPTQ_BYTES: ("int8",),
+        layouts.PAIRS: ("e2m1",),
+        layouts.SIGNED_PAIRS: ("e2m1",),
+        layouts.BLOCKS: ("e2m1",),
+    }
+    return kinds.get(layout, ("int4",))
+
+
+def _is_of(name: str, layout: Layout, scale_dtype: str) -> bool:
+    return _KINDS[name] in _kinds_of(layout) and scale_dtype in _SCALES[name]
+
+
+def _scale_shapes(form: Format, shape: tuple[int, ...], *, is_turned: bool) -> list[tuple[int, ...]]:
+    """Which shapes scales of a format may have for a weight; the first is the usual one."""
+    *lead, n, k = shape
+    if form.block == 0 and form.block_rows == 0:
+        return [tuple(lead), (*lead, 1), (*lead, 1, 1), (), (1,)]
+    rows, blocks = -(-n // form.block_rows), -(-k // (form.block or k))
+    if is_turned:
+        return [(*lead, blocks, rows)]
+    return [(*lead, rows, blocks), *([] if form.block else [(*lead, n)])]

@@ -12,7 +12,10 @@ UNEVEN = {"hidden_size": 192, "moe_intermediate_size": 160, "num_hidden_layers":
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mxfp4": ("gpt_oss", {}),
-    "fp8, latent attention and shared experts": ("deepseek_v3", {"block": (32, 32)}),
+    "fp8, latent attention and shared experts": (
+        "deepseek_v3",
+        {"block": (32, 32), "moe_intermediate_size": 48},
+    ),
     "fp8, blocks of 128": ("qwen3_moe", {"block": (128, 128), **UNEVEN}),
 }
 

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moe.load.quantisation import UnservedQuantisationError, read_quantisation
+from moe.load.quantisation import UnservedQuantisationError, find_configuration, read_quantisation
 from server.options.table import DEMO_MODEL
 
 
@@ -104,7 +104,8 @@ def check_quantisation(
 ) -> None:
     """Check that the weights are kept in a way that is served, and may be quantised if that is `asked` for."""
     try:
-        found = read_quantisation(field_of(config, "quantization_config"))
+        configured = find_configuration(directory, field_of(config, "quantization_config"))
+        found = read_quantisation(configured)
     except UnservedQuantisationError as error:
         raise PreflightError(f"{directory} cannot be served: {error}") from error
     if asked is not None and on_gpus:

@@ -10,6 +10,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from moe.families import build_on_meta, experts_modules
 from moe.load.plan import LoadPlan
 from moe.load.random_checkpoint import RandomCheckpoint, spread
+from moe.load.stored_tensors import StoredTensors
 
 CPU = torch.device("cpu")
 COMMON: dict[str, Any] = {
@@ -36,7 +37,7 @@ def test_a_plan_finds_everything_that_a_model_needs(name: str) -> None:
         for path, module in experts_modules(model).items()
         for leaf in dict(module.named_parameters(recurse=False))
     }
-    plan = LoadPlan(model, checkpoint, parameters)
+    plan = LoadPlan(model, StoredTensors(checkpoint, None), parameters)
     assert set(plan.fused) == set(parameters), "experts are read row by row"
 
 

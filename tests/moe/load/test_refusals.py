@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
-from moe.load.quantisation import Quantisation, UnservedQuantisationError, read_quantisation
-from moe.model import Skeleton
+from moe.load.quantisation import Format, Quantisation, UnservedQuantisationError, read_quantisation
 from tests.conftest import PoolOf
 from tests.moe.loaded import Tensors, load, refused, rewrite
 from tests.moe.quantised_cases import FP8, MXFP4, Case, bytes_of
@@ -278,12 +276,16 @@ def test_a_plain_module_that_is_fp8_in_the_file_is_refused(
 @pytest.mark.parametrize(
     ("name", "quantisation"), [(MXFP4, fp8_config()), (FP8, {"quant_method": "mxfp4"})], ids=["fp8", "mxfp4"]
 )
-def test_a_format_that_the_familys_experts_do_not_lie_in_is_refused(
-    name: str, quantisation: dict[str, Any], quantised: Callable[[str], Case], tmp_path: Path
+def test_tensors_of_a_format_that_the_configuration_does_not_speak_of_are_refused(
+    name: str,
+    quantisation: dict[str, Any],
+    quantised: Callable[[str], Case],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     odd = configured(quantised(name).directory, tmp_path / "odd", quantisation)
-    with pytest.raises(UnsupportedModelError, match=r"keeps weights as \[.*\], which checkpoints in"):
-        Skeleton(odd)
+    shutil.copy(quantised(name).directory / "model.safetensors", odd)
+    assert re.search("that its config.json does not explain|cannot be read", refused(odd, monkeypatch))
 
 
 DEEPSEEK_V3 = {
@@ -303,14 +305,12 @@ FINE_GRAINED = {  # as transformers' FineGrainedFP8Config writes itself
 def test_the_fp8_configurations_of_real_checkpoints_are_read(config: dict[str, Any]) -> None:
     found = read_quantisation(config)
     assert found is not None
-    assert (found.method, found.block_rows, found.block) == ("fp8", 128, 128)
+    assert (found.method, found.formats) == ("fp8", (Format(name="fp8", block_rows=128, block=128),))
     assert found.plain_modules == tuple(config.get("modules_to_not_convert") or ())
 
 
 def test_a_pattern_names_whole_modules() -> None:
-    plain = Quantisation(
-        method="fp8", block_rows=128, block=128, plain_modules=("model.layers.*.mlp.gate", "fc1")
-    )
+    plain = Quantisation(method="fp8", formats=(), plain_modules=("model.layers.*.mlp.gate", "fc1"))
     named = ("model.layers.3.mlp.gate", "model.layers.3.mlp.gate.inner", "model.decoder.fc1")
     assert all(plain.leaves_plain(name) for name in named)
     assert not any(plain.leaves_plain(name) for name in ("model.layers.3.mlp.gate_proj", "lm_head"))
@@ -319,7 +319,7 @@ def test_a_pattern_names_whole_modules() -> None:
 def test_the_configuration_of_gpt_oss_is_read() -> None:
     patterns = tuple(MXFP4_CONFIG["modules_to_not_convert"])
     assert read_quantisation(MXFP4_CONFIG) == Quantisation(
-        method="mxfp4", block_rows=1, block=32, plain_modules=patterns
+        method="mxfp4", formats=(Format(name="mxfp4", block=32),), plain_modules=patterns
     )
 
 
@@ -328,27 +328,61 @@ def test_no_configuration_is_no_quantisation() -> None:
     assert read_quantisation({}) is None
 
 
+def grouped(**weights: Any) -> dict[str, Any]:
+    """A configuration of compressed-tensors with one group."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, r"quantised with AWQ \(awq\); served are fp8 .*mxfp4"),
-        ({"quant_method": "gptq"}, "GPTQ"),
+        (
+            {"quant_method": "hqq", "bits": 4},
+            r"quantised with HQQ \(hqq\); served are fp8 .*mxfp4.* awq and gptq",
+        ),
+        ({"quant_method": "gptq"}, "as gptq with bits = None; served is 4 or 8"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits = 3"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size = 0"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "marlin"}, "'marlin'"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": {"+:.*down.*": {"bits": 8}}},
+            "modules with bits of their own",
+        ),
+        ({"quant_method": "awq", "bits": 8, "group_size": 128}, "as awq with bits = 8; served is 4"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version = 'gemv'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
+            "quant_algo = 'W4A16_AWQ'; served is one of FP8",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers = None"),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}},
+            },
+            "weights of dtype 'int4'",
+        ),
+        (
+            grouped(num_bits=8, type="float", strategy="group", group_size=128),
+            "group_0: weights of 8 bits, type 'float'",
+        ),
+        (grouped(num_bits=2, type="int", strategy="group", group_size=32), "weights of 2 bits"),
+        (grouped(num_bits=8, type="int", strategy="channel", symmetric=False), "groups of 0, not symmetric"),
+        ({**grouped(num_bits=4), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        ({**grouped(num_bits=4), "transform_config": {"config_groups": {"R1": {}}}}, "rotated weights"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "compressed-tensors"}, "config_groups = None"),
         ({"quant_method": "brand-new"}, "'brand-new'"),
         ({"bits": 4}, "'unknown'"),
-        ({"quant_method": "fp8"}, r"one scale per tensor \(no weight_block_size\); served is"),
-        ({**DEEPSEEK_V3, "weight_block_size": None}, "one scale per tensor"),
         (
             {**DEEPSEEK_V3, "modules_to_not_convert": ["(gate"]},
             r"modules_to_not_convert = \['\(gate'\], which is no list",
         ),
-        ({**DEEPSEEK_V3, "activation_scheme": "static"}, "activation_scheme = 'static'; served is 'dynamic'"),
         ({**DEEPSEEK_V3, "fmt": "e5m2"}, "fmt = 'e5m2'; served is 'e4m3'"),
-        ({**DEEPSEEK_V3, "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+        ({**DEEPSEEK_V3, "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
         ({**DEEPSEEK_V3, "modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
-        ({**DEEPSEEK_V3, "weight_block_size": [1, 32]}, r"weight_block_size = \[1, 32\]"),
-        ({**DEEPSEEK_V3, "weight_block_size": [128, 256]}, r"weight_block_size = \[128, 256\]"),
+        ({**DEEPSEEK_V3, "weight_block_size": [1, 128]}, r"weight_block_size = \[1, 128\]"),
         ({**DEEPSEEK_V3, "weight_block_size": 128}, "weight_block_size = 128"),
     ],
     ids=str,

@@ -1,0 +1,108 @@
+"""How the codes of quantised weights lie in a checkpoint's tensors, and how they become rows of bytes.
+
+Every layout gives [..., N, K] bytes, or [..., N, K / 2] of two codes, the even input in the lower half, and zeros [N, B].
+compressed-tensors, AWQ and GPTQ put eight codes of four bits into an int32, the first in the lowest bits; in AWQ, whose
+words go over outputs, the eight are in an order of their own. Files are little-endian, as safetensors are.
+
+Legend: N output features, K input features, B blocks of K.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.load.quantised_weight import int4_codes
+
+Shape = tuple[int, ...]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each half byte of a word is, from the lowest on
+
+
+class Layout(NamedTuple):
+    """One way to put codes into a tensor."""
+
+    dtype: str  # as safetensors names it
+    shape: Callable[[Shape], Shape]  # of the weight, by that of the tensor
+    codes: Callable[[Tensor], Tensor]  # bytes of rows
+    zeros: Callable[[Tensor], Tensor] | None = None  # [N, B], as stored
+    is_turned: bool = False  # scales are [B, N]
+
+
+def pairs(halves: Tensor) -> Tensor:
+    """Put codes of four bits, [..., 2 n] bytes, two to a byte."""
+    return halves[..., ::2] | halves[..., 1::2] << 4
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8)
+
+
+def _signed(codes: Tensor) -> Tensor:
+    """Bytes that are 128 more than they mean."""
+    return _bytes(codes) ^ 0x80
+
+
+def _over_outputs(words: Tensor) -> Tensor:
+    """Words [N / 8, B], each of eight outputs: [N, B]."""
+    return int4_codes(_bytes(words[..., None].contiguous())).transpose(-1, -2).flatten(0, 1)
+
+
+def _words_of_columns(words: Tensor) -> Tensor:
+    """Words [n, N / 8], each of eight outputs in order: [n, N] bytes."""
+    return int4_codes(_bytes(words.contiguous()))
+
+
+def _awq(words: Tensor) -> Tensor:
+    """The same in AWQ's order."""
+    places = [AWQ_ORDER.index(output) for output in range(8)]
+    columns = _words_of_columns(words)
+    return columns.reshape(len(words), -1, 8)[..., places].flatten(-2)
+
+
+def _gptq(words: Tensor) -> Tensor:
+    """Words [K / 8, N] of eight inputs, or [K / 4, N] of four: [N, bytes]."""
+    return _bytes(words[..., None].contiguous()).transpose(0, 1).flatten(1)
+
+
+def _same(shape: Shape) -> Shape:
+    return shape
+
+
+def _times(factor: int) -> Callable[[Shape], Shape]:
+    return lambda shape: (*shape[:-1], shape[-1] * factor)
+
+
+BYTES = Layout("F8_E4M3", _same, _bytes)
+INTEGERS = Layout("I8", _same, _bytes)
+PAIRS = Layout("U8", _times(2), _bytes)
+SIGNED_PAIRS = PAIRS._replace(dtype="I8")  # DeepSeek-V4's
+WORDS = Layout("I32", _times(8), _bytes, _over_outputs)
+WORDS_OF_BYTES = Layout("I32", _times(4), _signed)
+AWQ = Layout(
+    "I32", lambda shape: (shape[1] * 8, shape[0]), lambda words: pairs(_awq(words).T).contiguous(),
+    lambda words: _awq(words).T.contiguous(), is_turned=True,
+)  # fmt: skip
+GPTQ = Layout(
+    "I32", lambda shape: (shape[1], shape[0] * 8), _gptq, lambda words: _words_of_columns(words).T.contiguous(),
+    is_turned=True,
+)  # fmt: skip
+GPTQ_BYTES = Layout(
+    "I32", lambda shape: (shape[1], shape[0] * 4), lambda words: _gptq(words) ^ 0x80,
+    lambda words: _bytes(words.contiguous()).T.contiguous(), is_turned=True,
+)  # fmt: skip
+
+
+def _turned(layout: Layout) -> Layout:
+    """The same of weights that are kept as [..., K, N], codes of four bits in pairs over K."""
+    return Layout(
+        layout.dtype,
+        lambda shape: layout.shape((*shape[:-2], shape[-1], shape[-2])),
+        lambda codes: layout.codes(codes.view(torch.uint8).transpose(-1, -2).contiguous()),
+        is_turned=True,
+    )
+
+
+TURNED = {layout: _turned(layout) for layout in (BYTES, INTEGERS, PAIRS)}
+# gpt-oss': [E, N, blocks, 16].
+BLOCKS = Layout("U8", lambda shape: (*shape[:-2], shape[-2] * shape[-1] * 2), lambda codes: codes.flatten(-2))

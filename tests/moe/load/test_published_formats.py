@@ -1,0 +1,79 @@
+"""Every format as it is published: read without expanding, with the bits of the model that it stands for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import PoolOf
+from tests.moe.loaded import Loaded, assert_equal_bits, file_bytes, load
+from tests.support.models.published import PUBLISHED, write_published
+from tests.support.models.quantise import Tensors, change_file
+
+# So large that second scales, one per row here and one per matrix in files, are few.
+SIZES = {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """`published(name)`: a checkpoint, and what it means in float32."""
+    root, made = tmp_path_factory.mktemp("published"), dict[str, Path]()
+
+    def written(name: str) -> tuple[Path, Path]:
+        directory = root / name.replace("'", "")
+        if name not in made:
+            made[name] = write_published(name, directory, **SIZES)
+        return directory, made[name]
+
+    return written
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_logits_have_the_bits_of_the_model_that_is_meant(
+    name: str, published: Callable[[str], tuple[Path, Path]]
+) -> None:
+    directory, meant = published(name)
+    loaded, wanted = load(directory), load(meant)
+    assert_equal_bits(loaded.logits, wanted.logits)
+    experts = file_bytes(directory)[1]
+    assert abs(loaded.expert_bytes / experts - 1) < 0.02, "experts stay in memory as they are in the file"
+    assert wanted.expert_bytes > 3 * loaded.expert_bytes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_another_scale_gives_other_logits(name: str, published: Callable[[str], tuple[Path, Path]]) -> None:
+    """The control."""
+    directory, meant = published(name)
+
+    def change(tensors: Tensors) -> None:
+        scales = [each for each in sorted(tensors) if ".experts." in each and each.endswith(ENDS)]
+        for each in scales:
+            if tensors[each].element_size() == 1:
+                bits = tensors[each].view(torch.uint8)
+                bits -= (bits > 0).to(torch.uint8)
+            else:
+                tensors[each].mul_(1.5)
+
+    before = (directory / "model.safetensors").read_bytes()
+    change_file(directory, change)
+    found = load(directory).logits
+    (directory / "model.safetensors").write_bytes(before)
+    assert not np.array_equal(found[0], load(meant).logits[0])
+
+
+ENDS = (".weight_scale", ".weight_scale_inv", ".scales", ".scale")
+AT_TWO_RANKS = ["compressed-tensors int4 around zeros", "ModelOpt, NVFP4 experts beside FP8", "AWQ"]
+
+
+@pytest.mark.parametrize("name", AT_TWO_RANKS)
+def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
+    name: str, published: Callable[[str], tuple[Path, Path]], pool_of: PoolOf
+) -> None:
+    directory, meant = published(name)
+    ranks: list[Loaded] = pool_of(2).run(load, directory)
+    wanted = load(meant).logits
+    for rank, loaded in enumerate(ranks):
+        assert abs(loaded.expert_bytes / (file_bytes(directory)[1] / 2) - 1) < 0.02
+        assert_equal_bits(loaded.logits, wanted[rank::2])
