@@ -1,5 +1,7 @@
 """Slots of quantised experts: the organ answers as with the weights they stand for, and slots change memory whole."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,13 +11,17 @@ from moe.cpu.slots import PackedSlots
 from moe.expert_weights import SpareSlots, digest, exchange_slot, manifest, read_slot, spare_slot, try_out
 from moe.load.quantised_weight import QuantisedWeight
 from tests.moe.cpu.test_experts import FORMS, Form, experts_module, layer_of, routed, run
+from tests.moe.cpu.test_quantised_products import int4_zeros, int8_rows, nvfp4
 from tests.support.models.quantise import quantise_fp8, quantise_mxfp4
 
+RANDOM = {"nvfp4": nvfp4, "int4 with zeros": partial(int4_zeros, block=32), "int8": int8_rows}
 FORM = FORMS["biases"]  # 32 intermediate, with biases
 
 
 def quantised(weight_NK: Tensor, name: str) -> QuantisedWeight:
     """As the loader gives it."""
+    if name in RANDOM:  # codes that have nothing to do with the weight
+        return RANDOM[name](*weight_NK.shape)
     if name == "fp8":
         made = quantise_fp8(weight_NK, (16, 16))
         scales = made.stored["_scale_inv"].repeat_interleave(16, dim=0)[: len(weight_NK)]
@@ -41,12 +47,12 @@ def layers_of(form: Form, name: str) -> tuple[PackedExpertLayer, PackedExpertLay
     return layer, meant
 
 
-@pytest.fixture(params=["fp8", "mxfp4"])
+@pytest.fixture(params=["fp8", "mxfp4", *RANDOM])
 def layers(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[PackedExpertLayer, PackedExpertLayer]:
-    """In both formats; MXFP4 takes inputs in blocks of 32."""
-    if request.param == "mxfp4":
+    """In formats of every kind; most take inputs in blocks of 32."""
+    if request.param != "fp8":
         monkeypatch.setattr("tests.moe.cpu.test_experts.HIDDEN", 32)
     return layers_of(FORM, request.param)
 
@@ -63,12 +69,14 @@ def test_quantised_experts_answer_with_the_bits_of_what_they_stand_for(layers: L
 
 def test_slots_take_the_bytes_of_codes_and_scales(layers: Layers) -> None:
     up = layers[0].up
-    weights, hidden = 64 * up.in_dim, up.in_dim
-    codes, scales = (
-        (weights // 2, 64)
-        if up.quantised is not None and up.quantised.block == 32
-        else (weights, 4 * -(-hidden // 16) * 4)
-    )
+    assert up.quantised is not None
+    weights, block = 64 * up.in_dim, up.quantised.block
+    codes, scales = {
+        "e4m3": (weights, 4 * -(-up.in_dim // 16) * 4),
+        "int8": (weights, 64 * 2),
+        "int4": (weights // 2, 64 * 2 + 64 // 2),
+        "e2m1": (weights // 2, 64 if block == 32 else 64 * 2 + 64 * 4),
+    }[up.quantised.kind]
     assert up.slot_bytes == codes + scales + 64 * 4
     assert up.num_bytes == 5 * up.slot_bytes
 

@@ -1,15 +1,18 @@
 """Every format as it is published: read without expanding, with the bits of the model that it stands for."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.conftest import PoolOf
 from tests.moe.loaded import Loaded, assert_equal_bits, file_bytes, load
-from tests.support.models.published import PUBLISHED, write_published
+from tests.support.models.families import make_model
+from tests.support.models.published import MODELOPT_NVFP4, PUBLISHED, fp8_tensor, write_published
 from tests.support.models.quantise import Tensors, change_file
 
 # So large that second scales, one per row here and one per matrix in files, are few.
@@ -77,3 +80,55 @@ def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
     for rank, loaded in enumerate(ranks):
         assert abs(loaded.expert_bytes / (file_bytes(directory)[1] / 2) - 1) < 0.02
         assert_equal_bits(loaded.logits, wanted[rank::2])
+
+
+FUSED = {
+    "ModelOpt FP8": ({"quant_algo": "FP8"}, fp8_tensor()),
+    "ModelOpt NVFP4": ({"quant_algo": "NVFP4", "group_size": 16}, MODELOPT_NVFP4),
+}
+
+
+# gpt-oss' modules keep [K, N], others [N, K]. What one scale is for lies as the module has it: nothing else would tell.
+@pytest.mark.parametrize(
+    ("name", "family", "is_turned"),
+    [
+        ("ModelOpt FP8", "gpt_oss", True),
+        ("ModelOpt FP8", "qwen3_moe", False),
+        ("ModelOpt NVFP4", "gpt_oss", True),
+        ("ModelOpt NVFP4", "gpt_oss", False),
+        ("ModelOpt NVFP4", "qwen3_moe", True),
+        ("ModelOpt NVFP4", "qwen3_moe", False),
+    ],
+)
+def test_fused_experts_are_read_however_they_lie(
+    name: str, family: str, is_turned: bool, tmp_path: Path
+) -> None:
+    """Square ones too."""
+    algorithm, encode = FUSED[name]
+    model = make_model(family, moe_intermediate_size=64, intermediate_size=64)
+    is_transposed, meant, directory = family == "gpt_oss", tmp_path / "meant", tmp_path / "fused"
+    meant.mkdir()
+    tensors, meanings = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for full, tensor in model.state_dict().items():
+        if not full.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[full] = meanings[full] = tensor
+            continue
+        each = [encode(expert.T if is_transposed else expert) for expert in tensor]
+        meanings[full] = torch.stack([made.meaning.T if is_transposed else made.meaning for made in each])
+        for end in each[0].stored:
+            parts = [made.stored[end] for made in each]
+            if parts[0].dim() == 2 and is_turned:
+                parts = [part.view(torch.uint8).T.contiguous().view(part.dtype) for part in parts]
+            stacked = torch.stack(
+                [part.view(torch.uint8) if part.element_size() == 1 else part for part in parts]
+            )
+            tensors[full if end == "weight" else f"{full}_{end}"] = stacked.view(parts[0].dtype)
+    config = model.config.to_dict()
+    for place, content in ((directory, tensors), (meant, meanings)):
+        place.mkdir(exist_ok=True)
+        save_file({key: value.contiguous() for key, value in content.items()}, place / "model.safetensors")
+        (place / "config.json").write_text(json.dumps(config, default=str))
+    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithm}))
+    found, wanted = load(directory), load(meant)
+    assert_equal_bits(found.logits, wanted.logits)
+    assert found.expert_bytes < wanted.expert_bytes / 3

@@ -11,17 +11,25 @@ from tests.conftest import PoolOf
 from tests.scheduler.moves.test_relocation import answers, moving, requests, slot_digests
 from tests.support.engines.moves import Intercepted, MovedRank, Moves, build_with_copies, targets
 from tests.support.engines.serving import build, own_share, serve
+from tests.support.models.published import write_published
 from tests.support.models.quantise import write_quantised
 
 FORMATS = {"mxfp4": ("gpt_oss", None), "fp8": ("qwen3_moe", (32, 32))}
+PUBLISHED = ("ModelOpt NVFP4", "GPTQ's second format, symmetric")  # with second scales, and with zeros
 
 
-@pytest.fixture(scope="module", params=["mxfp4", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["mxfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", *PUBLISHED))],
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantised checkpoint."""
-    directory = tmp_path_factory.mktemp(request.param)
-    family, block = FORMATS[request.param]
-    write_quantised(family, directory, block=block)
+    directory = tmp_path_factory.mktemp("checkpoint")
+    if request.param in PUBLISHED:
+        write_published(request.param, directory)
+    else:
+        family, block = FORMATS[request.param]
+        write_quantised(family, directory, block=block)
     return directory
 
 
