@@ -124,6 +124,12 @@ _NOT_OF_TEXT = re.compile(
 )
 
 
+# Scales of quantised weights stay of their own type; orders of inputs are looked at and not kept.
+_SCALES = re.compile(r"(_|\.)(scale|scales|scale_inv|scale_2|global_scale|qscale_weight)$")
+_NOT_KEPT = (".g_idx", ".weight_g_idx", ".weight_shape")
+_SCALE_BITS = {"F32": 32, "BF16": 16, "F16": 16}
+
+
 def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: float | None) -> WeightBytes:
     """Add up a checkpoint's tensors, of its text decoder alone, from the headers of its files.
 
@@ -138,9 +144,12 @@ def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: float | N
     num_layers = largest(field_of(config, "num_hidden_layers")) or math.inf
     for path in safetensors_files(directory):
         for name, tensor in read_header(path).items():
-            if _NOT_OF_TEXT.search(name):
+            if _NOT_OF_TEXT.search(name) or name.endswith(_NOT_KEPT):
                 continue
-            size = int(math.prod(tensor["shape"]) * _element_bits(tensor["dtype"], float_bytes) / 8)
+            bits = _element_bits(tensor["dtype"], float_bytes)
+            if _SCALES.search(name):
+                bits = _SCALE_BITS.get(tensor["dtype"], bits)
+            size = int(math.prod(tensor["shape"]) * bits / 8)
             if _is_expert(name, tensor["shape"], num_experts(config)):
                 experts += size
                 numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first is the layer's

@@ -1,5 +1,6 @@
 """Slots of quantised experts: the organ answers as with the weights they stand for, and slots change memory whole."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,7 +15,11 @@ from tests.moe.cpu.test_experts import FORMS, Form, experts_module, layer_of, ro
 from tests.moe.cpu.test_quantised_products import int4_zeros, int8_rows, nvfp4
 from tests.support.models.quantise import quantise_fp8, quantise_mxfp4
 
-RANDOM = {"nvfp4": nvfp4, "int4 with zeros": partial(int4_zeros, block=32), "int8": int8_rows}
+RANDOM: dict[str, Callable[..., QuantisedWeight]] = {
+    "nvfp4": nvfp4,
+    "int4 with zeros": partial(int4_zeros, block=32),
+    "int8": int8_rows,
+}
 FORM = FORMS["biases"]  # 32 intermediate, with biases
 
 

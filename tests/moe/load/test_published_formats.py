@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from tests.conftest import PoolOf
 from tests.moe.loaded import Loaded, assert_equal_bits, file_bytes, load
@@ -80,6 +81,21 @@ def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
     for rank, loaded in enumerate(ranks):
         assert abs(loaded.expert_bytes / (file_bytes(directory)[1] / 2) - 1) < 0.02
         assert_equal_bits(loaded.logits, wanted[rank::2])
+
+
+@pytest.mark.parametrize("name", ["MXFP8", "FP8, a scale per matrix", "FP4 experts beside FP8 in blocks"])
+def test_transformers_itself_reads_the_same_weights_from_these_files(name: str, tmp_path: Path) -> None:
+    """The second oracle, for what it reads without further packages: expanded by its own code."""
+    meant = write_published(name, tmp_path / "published", num_hidden_layers=1)
+    config = json.loads((tmp_path / "published" / "config.json").read_text())["quantization_config"]
+    expand = FineGrainedFP8Config(**{**config, "dequantize": True, "activation_scheme": "dynamic"})
+    theirs, wanted = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32, **more)
+        for each, more in ((tmp_path / "published", {"quantization_config": expand}), (meant, {}))
+    )
+    read = dict(theirs.state_dict())
+    for parameter, tensor in wanted.state_dict().items():
+        assert torch.equal(read[parameter].float(), tensor), parameter
 
 
 FUSED = {

@@ -59,12 +59,17 @@ def make_one_plain(tensors: Tensors) -> None:
         tensors.pop(f"{GATE}.{end}")
 
 
+def make_one_wide(tensors: Tensors) -> None:
+    """Gate and up of one expert have float32 scales."""
+    for each in (UP, GATE):
+        tensors[f"{each}.weight_scale"] = tensors[f"{each}.weight_scale"].float()
+
+
 def make_one_fp8(tensors: Tensors) -> None:
     """The down projection of one expert only."""
     tensors[f"{EXPERT}.down_proj.weight"] = torch.zeros(64, 32).to(torch.float8_e4m3fn)
     tensors[f"{EXPERT}.down_proj.weight_scale"] = torch.ones(64, 1).half()
-    for end in ("weight_scale_2",):
-        tensors.pop(f"{EXPERT}.down_proj.{end}")
+    tensors.pop(f"{EXPERT}.down_proj.weight_scale_2")
 
 
 HEADERS: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
@@ -87,7 +92,7 @@ HEADERS: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
         INT4, make_one_plain, f"{GATE}.weight (not quantised) for model.layers.0.mlp.experts.gate_up_proj",
     ),
     "an expert in scales of another type": (
-        CT_FP8, lambda tensors: [put(f"{each}.weight_scale", Tensor.float)(tensors) for each in (UP, GATE)] and None,
+        CT_FP8, make_one_wide,
         "(in formats that differ) for model.layers.0.mlp.experts.gate_up_proj",
     ),
     "gate and up in scales of different types": (

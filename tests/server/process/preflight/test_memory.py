@@ -64,6 +64,23 @@ def test_quantised_weights_are_counted_as_they_are(tmp_path: Path) -> None:
     assert weight_bytes(tmp_path, CONFIG, 4) == weight_bytes(tmp_path, CONFIG, 2) == wanted
 
 
+def test_words_of_four_bits_and_their_scales_are_counted_as_they_are(tmp_path: Path) -> None:
+    """AWQ's and GPTQ's int32, float16 scales of any --dtype; the order of inputs is not kept."""
+    prefix = "layers.0.mlp.experts.0.up_proj"
+    words = {f"{prefix}.qweight": [8, 32], f"{prefix}.qzeros": [2, 4], f"{prefix}.g_idx": [64]}
+    write_safetensors(tmp_path / "words.safetensors", words, dtype="I32", element_bytes=4)
+    write_safetensors(
+        tmp_path / "f16.safetensors", {f"{prefix}.scales": [2, 32]}, dtype="F16", element_bytes=2
+    )
+    codes = {"layers.0.mlp.experts.1.up_proj.weight_packed": [32, 32]}
+    write_safetensors(tmp_path / "nvfp4.safetensors", codes, dtype="U8", element_bytes=1)
+    small = {"layers.0.mlp.experts.1.up_proj.weight_scale": [32, 4]}
+    write_safetensors(tmp_path / "small.safetensors", small, dtype="F8_E4M3", element_bytes=1)
+    int4, nvfp4 = 32 * 64 // 2 + 2 * 32 // 2 + 2 * 32 * 2, 32 * 64 // 2 + 32 * 4
+    for kept in (None, 2, 4):
+        assert weight_bytes(tmp_path, CONFIG, kept) == WeightBytes(shared=0, experts=int4 + nvfp4)
+
+
 def test_too_many_ranks_for_the_memory_are_refused_with_the_numbers(tmp_path: Path) -> None:
     options = replace(options_for(tmp_path), kv_cache_bytes=1 << 30)
     weights = WeightBytes(shared=2 << 30, experts=8 << 30, expert_layers=8)
