@@ -65,9 +65,15 @@ class Quantisation:
         )
 
     @property
-    def in_words(self) -> str:
+    def names(self) -> str:
         """The formats' names."""
         return " and ".join(dict.fromkeys(each.name for each in self.formats))
+
+    @property
+    def in_words(self) -> str:
+        """What is said of it at start."""
+        rows = "; rows, keys and values are not quantised: the checkpoint's scales for them are left unread"
+        return f"{self.names}, kept in their codes{rows if self.quantises_rows else ''}"
 
 
 def find_configuration(directory: Path, configured: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -155,7 +161,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     return Quantisation(
         method=method,
         formats=_known_once(_of_group(method, name, scheme) for name, scheme in weights),
-        quantises_rows=any(group.get("input_activations") for group in groups.values()),
+        quantises_rows=bool(config.get("kv_cache_scheme"))
+        or any(group.get("input_activations") for group in groups.values()),
     )
 
 

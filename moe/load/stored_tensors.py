@@ -181,6 +181,7 @@ class StoredTensors:
             scales = scales.transpose(-1, -2).contiguous()
         if block == 0:
             return scales.reshape(*lead, -1, 1).expand(*lead, n, 1).contiguous()
+        scales = scales.reshape(*lead, -(-n // rows), -1)
         return scales.repeat_interleave(rows, dim=-2)[..., :n, :].contiguous() if rows > 1 else scales
 
     def _row_scales(self, name: str, stored: _Stored, row: int | None) -> Tensor:
@@ -291,7 +292,7 @@ class StoredTensors:
         base, _, end = name.rpartition(".")
         if end in _PARTS:
             return f"{base}.weight", _PARTS[end]
-        if method in ("fp8", "mxfp8") and end in _FP8_PARTS and f"{base}.weight" in self._names:
+        if method in ("fp8", "mxfp8") and end in _FP8_PARTS and self._is_small(f"{base}.weight"):
             return f"{base}.weight", _FP8_PARTS[end]
         if end.endswith("_scale_inv"):
             return name.removesuffix("_scale_inv"), "scales"
@@ -299,6 +300,9 @@ class StoredTensors:
             if end.endswith(f"_{suffix}"):
                 return name.removesuffix(f"_{suffix}"), part
         return name, ""
+
+    def _is_small(self, name: str) -> bool:
+        return name in self._names and self._checkpoint.dtype(name).startswith(UNSERVED)
 
     def _why_not(self, name: str, names: dict[str, str], quantisation: Quantisation) -> str | None:
         """Find a weight's layout and format, or say why there is none."""
@@ -314,7 +318,7 @@ class StoredTensors:
         dtype, scales = self._checkpoint.dtype(codes), names["scales"]
         layout = self._layout(codes, scales, quantisation)
         if layout is None:
-            wanted = "F8_E4M3" if quantisation.method == "fp8" else f"a type of {quantisation.in_words}"
+            wanted = "F8_E4M3" if quantisation.method == "fp8" else f"a type of {quantisation.names}"
             return f"{codes} has scales and is {dtype}, not {wanted}"
         if quantisation.leaves_plain(name.rpartition(".")[0]) and quantisation.method == "fp8":
             return f"{codes} is FP8, and modules_to_not_convert says that it is not"
@@ -447,4 +451,4 @@ def _scale_shapes(form: Format, shape: tuple[int, ...], *, is_turned: bool) -> l
     rows, blocks = -(-n // form.block_rows), -(-k // (form.block or k))
     if is_turned:
         return [(*lead, blocks, rows)]
-    return [(*lead, rows, blocks), *([] if form.block else [(*lead, n)])]
+    return [(*lead, rows, blocks), (*lead, rows, 1, blocks, 1), *([] if form.block else [(*lead, n)])]

@@ -143,6 +143,8 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     )
     if place.rank == 0 and not num_restarts:
         print(f"Dispatch: {built.wire}; {built.dispatch}", file=sys.stderr, flush=True)
+        if (quantisation := built.model.skeleton.quantisation) is not None:
+            print(f"Weights: {quantisation.in_words}", file=sys.stderr, flush=True)
         if built.num_states:
             print(f"States: {built.states}", file=sys.stderr, flush=True)
     try:

@@ -68,6 +68,16 @@ def test_another_scale_gives_other_logits(name: str, published: Callable[[str], 
 
 
 ENDS = (".weight_scale", ".weight_scale_inv", ".scales", ".scale")
+LATENT = ["compressed-tensors NVFP4", "compressed-tensors int8", "GPTQ's second format, symmetric"]
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention_and_shared_experts_have_the_bits_that_are_meant(name: str, tmp_path: Path) -> None:
+    """`kv_b_proj` is used in halves, which are kept as float32."""
+    meant = write_published(name, tmp_path / "published", family="deepseek_v3")
+    assert_equal_bits(load(tmp_path / "published").logits, load(meant).logits)
+
+
 AT_TWO_RANKS = ["compressed-tensors int4 around zeros", "ModelOpt, NVFP4 experts beside FP8", "AWQ"]
 
 
@@ -104,7 +114,7 @@ FUSED = {
 }
 
 
-# gpt-oss' modules keep [K, N], others [N, K]. What one scale is for lies as the module has it: nothing else would tell.
+# gpt-oss' modules keep [K, N], others [N, K], which transformers turns Qwen3-VL's published weights to. What one scale is for lies as the module has it: nothing else would tell.
 @pytest.mark.parametrize(
     ("name", "family", "is_turned"),
     [
@@ -114,6 +124,8 @@ FUSED = {
         ("ModelOpt NVFP4", "gpt_oss", False),
         ("ModelOpt NVFP4", "qwen3_moe", True),
         ("ModelOpt NVFP4", "qwen3_moe", False),
+        ("ModelOpt NVFP4", "qwen3_vl_moe", True),
+        ("ModelOpt NVFP4", "qwen3_vl_moe", False),
     ],
 )
 def test_fused_experts_are_read_however_they_lie(

@@ -323,6 +323,14 @@ def test_the_configuration_of_gpt_oss_is_read() -> None:
     )
 
 
+def test_what_is_left_unread_is_said() -> None:
+    static = read_quantisation({**DEEPSEEK_V3, "activation_scheme": "static"})
+    dynamic = read_quantisation(DEEPSEEK_V3)
+    assert static is not None and dynamic is not None
+    assert static.in_words.startswith("fp8, kept in their codes; rows, keys and values are not quantised: ")
+    assert dynamic.in_words == "fp8, kept in their codes"
+
+
 def test_no_configuration_is_no_quantisation() -> None:
     assert read_quantisation(None) is None
     assert read_quantisation({}) is None

@@ -51,6 +51,14 @@ def fp8_block(weight: Tensor) -> Quantised:
     return Quantised({"weight": made.stored[""], "weight_scale": made.stored["_scale_inv"]}, made.meaning)
 
 
+def fp8_four_dimensions(weight: Tensor) -> Quantised:
+    """ModelOpt's, whose scales are [rows, 1, columns, 1]."""
+    made = fp8_block(weight)
+    return Quantised(
+        {**made.stored, "weight_scale": made.stored["weight_scale"][:, None, :, None]}, made.meaning
+    )
+
+
 def int8_channel(weight: Tensor) -> Quantised:
     """W8A8's weights."""
     scales = (weight.abs().amax(-1, keepdim=True) / 127).bfloat16()
@@ -299,6 +307,10 @@ PUBLISHED: dict[str, Published] = {
     "ModelOpt FP8": Published(
         fp8_tensor(), fp8_tensor(), {},
         {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*.mlp.gate"]},
+    ),
+    "ModelOpt FP8 in blocks": Published(
+        fp8_four_dimensions, None, {},
+        {"quant_algo": "FP8_PB_WO", "kv_cache_quant_algo": None, "group_size": 128, "exclude_modules": ["*self_attn*"]},
     ),
     "ModelOpt NVFP4": Published(
         MODELOPT_NVFP4, MODELOPT_NVFP4,
