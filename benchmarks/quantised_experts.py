@@ -89,7 +89,7 @@ FORMATS: dict[str, Callable[[Tensor], Tensor | QuantisedWeight]] = {
 }
 
 
-class Layer:
+class FormatExperts:
     """Experts of one format, each in memory of its own."""
 
     def __init__(
@@ -125,8 +125,8 @@ def check(name: str, up_NK: Tensor, down_NK: Tensor, team: Team) -> None:
     plain = [each.dequantised() if isinstance(each, QuantisedWeight) else each.float() for each in (up, down)]
     for rows in (1, 4, 32):
         x, offsets = torch.randn(rows, up_NK.shape[1]), np.array([0, rows])
-        found = Layer(up, down, 1).answer(x, offsets, team)
-        wanted = Layer(plain[0], plain[1], 1).answer(x, offsets, team)
+        found = FormatExperts(up, down, 1).answer(x, offsets, team)
+        wanted = FormatExperts(plain[0], plain[1], 1).answer(x, offsets, team)
         if not torch.equal(found, wanted):
             raise SystemExit(f"{name}: {rows} rows do not have the bits of the dequantised weights")
 
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     layers = {}
     for name, make in FORMATS.items():
         check(name, up_NK, down_NK, team)
-        layers[name] = Layer(make(up_NK), make(down_NK), options.experts)
+        layers[name] = FormatExperts(make(up_NK), make(down_NK), options.experts)
     results: dict[str, Any] = {"environment": card, **vars(options)}
     is_held = True
     for batch in BATCHES:

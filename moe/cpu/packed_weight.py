@@ -12,7 +12,7 @@ from attention.cpu_tiles import LANES
 from kvcache.step import Step
 from moe.cpu.panels import (
     Format,
-    Quantised,
+    PackedCoding,
     format_of,
     pack,
     pack_codes,
@@ -30,7 +30,7 @@ class PackedWeight(KernelWeight):
 
     panels: Tensor  # [ceil(N / 16), K, 16]
     scales: Tensor | None  # [ceil(N / 16), bytes] uint8, of codes
-    quantised: Quantised | None  # what codes and scales are
+    quantised: PackedCoding | None  # what codes and scales are
     format: Format
     out_dim: int  # N
     in_dim: int  # K
@@ -49,7 +49,7 @@ class PackedWeight(KernelWeight):
         self.scales = self.quantised = None
         if isinstance(weight_NK, QuantisedWeight):
             self.panels, self.scales = pack_codes(weight_NK), pack_scales(weight_NK)
-            self.quantised = Quantised.of(weight_NK)
+            self.quantised = PackedCoding.of(weight_NK)
         else:
             self.panels = pack(weight_NK)
         self.format = format_of(self.panels, self.scales, self.quantised)

@@ -30,7 +30,7 @@ _SCALE_NAMES = {
 _SCALE_TYPES = {name: dtype for dtype, name in _SCALE_NAMES.items()}
 
 
-class Quantised(NamedTuple):
+class PackedCoding(NamedTuple):
     """How a quantised weight lies in panels, apart from its numbers."""
 
     kind: Kind
@@ -39,7 +39,7 @@ class Quantised(NamedTuple):
     quantises_rows: bool
 
     @classmethod
-    def of(cls, weight: QuantisedWeight) -> "Quantised":
+    def of(cls, weight: QuantisedWeight) -> "PackedCoding":
         """Read it off a weight."""
         # Float32 scales of less than a row are those of blocks of many rows, which 16 rows share.
         shared = (
@@ -70,7 +70,7 @@ class Format(NamedTuple):
         return self.k // BLOCK * QUANTISED_BLOCK_BYTES if self.takes_integers else self.k * 4
 
 
-def format_of(panels: Tensor, scales: Tensor | None = None, quantised: Quantised | None = None) -> Format:
+def format_of(panels: Tensor, scales: Tensor | None = None, quantised: PackedCoding | None = None) -> Format:
     """Describe a weight: panels from `pack` or `pack_codes`, scales from `pack_scales`."""
     if quantised is None:
         times, two = _TIMES[panels.dtype].address, _TIMES_TWO[panels.dtype].address
@@ -150,7 +150,7 @@ def pack_scales(weight: QuantisedWeight) -> Tensor:
     Raises:
         QuantisedWeightError: FP8 scales of blocks that change within 16 rows.
     """
-    if Quantised.of(weight).coding.is_shared:
+    if PackedCoding.of(weight).coding.is_shared:
         return weight.block_scales(LANES).view(torch.uint8)
     parts = [_bytes(pack(weight.scales))]
     if weight.zeros is not None:
@@ -162,7 +162,7 @@ def pack_scales(weight: QuantisedWeight) -> Tensor:
     return torch.cat((_bytes(pack(weight.row_scales[..., None])).flatten(-2), blocks), dim=-1)
 
 
-def unpack_quantised(codes: Tensor, scales: Tensor, n: int, quantised: Quantised) -> QuantisedWeight:
+def unpack_quantised(codes: Tensor, scales: Tensor, n: int, quantised: PackedCoding) -> QuantisedWeight:
     """Undo `pack_codes` and `pack_scales`, for N = n; a copy."""
     kind, coding, block, quantises_rows = quantised
     row_scales = zeros = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention.cpu_tiles import LANES
-from moe.cpu.panels import Format, Quantised, format_of, pack, pack_codes, pack_scales
+from moe.cpu.panels import Format, PackedCoding, format_of, pack, pack_codes, pack_scales
 from moe.cpu.products import grouped_row
 from moe.load.quantised_weight import QuantisedWeight
 
@@ -30,7 +30,7 @@ class PackedSlots:
         format: how kernels read each slot's.
     """
 
-    def __init__(self, out_dim: int, parts_S: Sequence[Parts], quantised: Quantised | None = None) -> None:
+    def __init__(self, out_dim: int, parts_S: Sequence[Parts], quantised: PackedCoding | None = None) -> None:
         """Serve these slots."""
         self.out_dim, self.quantised = out_dim, quantised
         self._serve(parts_S)
@@ -40,7 +40,7 @@ class PackedSlots:
         """Reserve zeroed slots for weights and biases such as these."""
         like = packed(weight_NK, bias_N)
         parts_S = [{name: torch.zeros_like(part) for name, part in like.items()} for _ in range(slots)]
-        quantised = Quantised.of(weight_NK) if isinstance(weight_NK, QuantisedWeight) else None
+        quantised = PackedCoding.of(weight_NK) if isinstance(weight_NK, QuantisedWeight) else None
         return cls(weight_NK.shape[0], parts_S, quantised)
 
     def _serve(self, parts_S: Sequence[Parts]) -> None:

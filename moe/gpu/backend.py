@@ -44,7 +44,7 @@ from moe.gpu.norm import rms_norm
 from moe.gpu.routing import route
 from moe.gpu.slots import DeviceExperts, DeviceSlots, fused_gate
 from moe.load.loader import Keep, Loader, Weight
-from moe.load.quantisation import Format, Quantisation
+from moe.load.quantisation import Quantisation, WeightFormat
 from moe.load.quantised_weight import QuantisedWeight
 from moe.slot_choice import SlotChoice
 from moe.text_part import use_attention
@@ -139,7 +139,7 @@ def _why_unserved(
 def why_no_fp8(quantisation: Quantisation, device: torch.device) -> str | None:
     """Say why FP8 weights cannot be served on a device; None if they can."""
     for each in quantisation.formats:
-        if each != Format(name="fp8", block_rows=SCALE_BLOCK, block=SCALE_BLOCK):
+        if each != WeightFormat(name="fp8", block_rows=SCALE_BLOCK, block=SCALE_BLOCK):
             blocks = (each.block_rows, each.block)
             return f"{each.name} weights in blocks of {blocks}; the GPU kernels take fp8 in {(SCALE_BLOCK, SCALE_BLOCK)}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_FP8_CAPABILITY:

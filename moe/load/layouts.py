@@ -13,16 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.load.quantised_weight import int4_codes
+from moe.load.quantised_weight import Kind, int4_codes
 
 Shape = tuple[int, ...]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each half byte of a word is, from the lowest on
 
 
-class Layout(NamedTuple):
+class CodeLayout(NamedTuple):
     """One way to put codes into a tensor."""
 
     dtype: str  # as safetensors names it
+    kind: Kind
     shape: Callable[[Shape], Shape]  # of the weight, by that of the tensor
     codes: Callable[[Tensor], Tensor]  # bytes of rows
     zeros: Callable[[Tensor], Tensor] | None = None  # [N, B], as stored
@@ -73,30 +74,31 @@ def _times(factor: int) -> Callable[[Shape], Shape]:
     return lambda shape: (*shape[:-1], shape[-1] * factor)
 
 
-BYTES = Layout("F8_E4M3", _same, _bytes)
-INTEGERS = Layout("I8", _same, _bytes)
-PAIRS = Layout("U8", _times(2), _bytes)
+BYTES = CodeLayout("F8_E4M3", "e4m3", _same, _bytes)
+INTEGERS = CodeLayout("I8", "int8", _same, _bytes)
+PAIRS = CodeLayout("U8", "e2m1", _times(2), _bytes)
 SIGNED_PAIRS = PAIRS._replace(dtype="I8")  # DeepSeek-V4's
-WORDS = Layout("I32", _times(8), _bytes, _over_outputs)
-WORDS_OF_BYTES = Layout("I32", _times(4), _signed)
-AWQ = Layout(
-    "I32", lambda shape: (shape[1] * 8, shape[0]), lambda words: pairs(_awq(words).T).contiguous(),
+WORDS = CodeLayout("I32", "int4", _times(8), _bytes, _over_outputs)
+WORDS_OF_BYTES = CodeLayout("I32", "int8", _times(4), _signed)
+AWQ = CodeLayout(
+    "I32", "int4", lambda shape: (shape[1] * 8, shape[0]), lambda words: pairs(_awq(words).T).contiguous(),
     lambda words: _awq(words).T.contiguous(), is_turned=True,
 )  # fmt: skip
-GPTQ = Layout(
-    "I32", lambda shape: (shape[1], shape[0] * 8), _gptq, lambda words: _words_of_columns(words).T.contiguous(),
+GPTQ = CodeLayout(
+    "I32", "int4", lambda shape: (shape[1], shape[0] * 8), _gptq, lambda words: _words_of_columns(words).T.contiguous(),
     is_turned=True,
 )  # fmt: skip
-GPTQ_BYTES = Layout(
-    "I32", lambda shape: (shape[1], shape[0] * 4), lambda words: _gptq(words) ^ 0x80,
+GPTQ_BYTES = CodeLayout(
+    "I32", "int8", lambda shape: (shape[1], shape[0] * 4), lambda words: _gptq(words) ^ 0x80,
     lambda words: _bytes(words.contiguous()).T.contiguous(), is_turned=True,
 )  # fmt: skip
 
 
-def _turned(layout: Layout) -> Layout:
+def _turned(layout: CodeLayout) -> CodeLayout:
     """The same of weights that are kept as [..., K, N], codes of four bits in pairs over K."""
-    return Layout(
+    return CodeLayout(
         layout.dtype,
+        layout.kind,
         lambda shape: layout.shape((*shape[:-2], shape[-1], shape[-2])),
         lambda codes: layout.codes(codes.view(torch.uint8).transpose(-1, -2).contiguous()),
         is_turned=True,
@@ -105,4 +107,6 @@ def _turned(layout: Layout) -> Layout:
 
 TURNED = {layout: _turned(layout) for layout in (BYTES, INTEGERS, PAIRS)}
 # gpt-oss': [E, N, blocks, 16].
-BLOCKS = Layout("U8", lambda shape: (*shape[:-2], shape[-2] * shape[-1] * 2), lambda codes: codes.flatten(-2))
+BLOCKS = CodeLayout(
+    "U8", "e2m1", lambda shape: (*shape[:-2], shape[-2] * shape[-1] * 2), lambda codes: codes.flatten(-2)
+)

@@ -135,15 +135,15 @@ class Loader:
         plan, stored = self._plan, self._checkpoint
         if not plan.is_quantised(source):
             return plan.convert(target, source, partial(stored.read, row=row), is_one_expert=is_one_expert)
-        form = stored.form(source.names[0][0])
+        composition = stored.composition(source.names[0][0])
         parts = {
             part: plan.convert(
                 target, source, partial(stored.read_part, part=part, row=row), is_one_expert=is_one_expert
             )
-            for part in form.parts
+            for part in composition.parts
         }
         return {
-            name: stored.quantised(name, form, {part: made[name] for part, made in parts.items()})
+            name: stored.quantised(name, composition, {part: made[name] for part, made in parts.items()})
             for name in parts["codes"]
         }
 

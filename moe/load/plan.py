@@ -267,7 +267,7 @@ class LoadPlan:
             if any(isinstance(operation, Transpose) for operation in part.source.converter.operations):
                 problems.append(f"{', '.join(names)} (would have to be turned) for {part.target}")
             codes = [name for name in names if name not in plain]
-            forms = {self._checkpoint.form(name): name for name in codes}
+            forms = {self._checkpoint.composition(name): name for name in codes}
             if len(forms) > 1:
                 problems.append(f"{' and '.join(forms.values())} (in formats that differ) for {part.target}")
             shares = any(form.format.block_rows > 1 for form in forms)
@@ -281,7 +281,7 @@ class LoadPlan:
         problems = []
         for target, sources in self.experts.items():
             forms = {
-                self._checkpoint.form(name) if self._checkpoint.is_quantised(name) else None: name
+                self._checkpoint.composition(name) if self._checkpoint.is_quantised(name) else None: name
                 for source in sources.values()
                 for name, _ in source.names
             }

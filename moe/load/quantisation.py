@@ -35,12 +35,13 @@ class UnservedQuantisationError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class WeightFormat:
     """One way in which weights of a checkpoint are stored."""
 
     name: str  # fp8, mxfp8, int8, int4, nvfp4 or mxfp4
     block_rows: int = 1  # outputs under one scale; 0: all
     block: int = 0  # inputs under one scale; 0: all
+    has_zeros: bool = False  # codes are around numbers of their blocks', of int4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Quantisation:
     """How the quantised weights of a checkpoint are stored."""
 
     method: str  # quant_method
-    formats: tuple[Format, ...]  # that may be met
+    formats: tuple[WeightFormat, ...]  # that may be met
     plain_modules: tuple[str, ...] = ()  # patterns of modules that are not quantised, of fp8
     zeros_above: int = 0  # what a stored zero is less than it means (GPTQ's first format)
     quantises_rows: bool = False  # it says how rows would be quantised, which is left alone
@@ -126,13 +127,13 @@ def _fp8(config: Mapping[str, Any]) -> Quantisation:
             method, f"modules_to_convert = {config['modules_to_convert']}", "linear layers and experts only"
         )
     if method == "mxfp8" or (block and _pair(block) == (1, MICRO_BLOCK)):
-        formats = [Format(name="mxfp8", block=MICRO_BLOCK)]
+        formats = [WeightFormat(name="mxfp8", block=MICRO_BLOCK)]
     elif block:
         formats = [_blocks(method, "weight_block_size", block)]
     else:
-        formats = [Format(name="fp8", block_rows=0), Format(name="fp8")]
+        formats = [WeightFormat(name="fp8", block_rows=0), WeightFormat(name="fp8")]
     if experts == "fp4":
-        formats.append(Format(name="mxfp4", block=MICRO_BLOCK))
+        formats.append(WeightFormat(name="mxfp4", block=MICRO_BLOCK))
     return Quantisation(
         method=method, formats=tuple(formats), plain_modules=tuple(plain),
         quantises_rows=config.get("activation_scheme") == "static",
@@ -143,7 +144,7 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantisation:
     """Of gpt-oss' files."""
     plain = config.get("modules_to_not_convert") or ()
     return Quantisation(
-        method="mxfp4", formats=(Format(name="mxfp4", block=MICRO_BLOCK),), plain_modules=tuple(plain)
+        method="mxfp4", formats=(WeightFormat(name="mxfp4", block=MICRO_BLOCK),), plain_modules=tuple(plain)
     )
 
 
@@ -166,7 +167,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     )
 
 
-def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> Format:
+def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> WeightFormat:
     """Read the weights of one of config_groups."""
     bits, kind, strategy = scheme.get("num_bits"), str(scheme.get("type")), str(scheme.get("strategy"))
     size = scheme.get("group_size") or 0
@@ -174,18 +175,18 @@ def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> Format:
         if strategy == "block":
             return _blocks(method, f"{name}.weights.block_structure", scheme.get("block_structure"))
         if strategy == "group" and size == MICRO_BLOCK:
-            return Format(name="mxfp8", block=MICRO_BLOCK)
+            return WeightFormat(name="mxfp8", block=MICRO_BLOCK)
         if strategy in ("tensor", "channel"):
-            return Format(name="fp8", block_rows=int(strategy == "channel"))
+            return WeightFormat(name="fp8", block_rows=int(strategy == "channel"))
     if (bits, kind) == (4, "float") and size in (MICRO_BLOCK, NVFP4_BLOCK):
-        return Format(name="nvfp4" if size == NVFP4_BLOCK else "mxfp4", block=size)
-    is_plain = bits == 4 or scheme.get("symmetric", True)
-    if kind == "int" and bits in (4, 8) and is_plain:
-        if strategy in ("tensor", "channel"):
-            return Format(name=f"int{bits}", block_rows=int(strategy == "channel"))
+        return WeightFormat(name="nvfp4" if size == NVFP4_BLOCK else "mxfp4", block=size)
+    zeros = not scheme.get("symmetric", True)
+    if kind == "int" and (bits == 4 or (bits == 8 and not zeros)):
+        if strategy == "channel" or (strategy == "tensor" and not zeros):
+            return WeightFormat(name=f"int{bits}", block_rows=int(strategy == "channel"), has_zeros=zeros)
         if strategy == "group" and isinstance(size, int) and size > 0 and size % 2 == 0:
-            return Format(name=f"int{bits}", block=size)
-    symmetric = "" if scheme.get("symmetric", True) else ", not symmetric"
+            return WeightFormat(name=f"int{bits}", block=size, has_zeros=zeros)
+    symmetric = ", not symmetric" if zeros else ""
     raise _unserved(
         method,
         f"{name}: weights of {bits} bits, type {kind!r}, strategy {strategy!r}, groups of {size}{symmetric}",
@@ -194,14 +195,14 @@ def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> Format:
 
 
 _MODELOPT = {
-    "FP8": Format(name="fp8", block_rows=0),
-    "FP8_PER_CHANNEL_PER_TOKEN": Format(name="fp8"),
-    "FP8_PB_WO": Format(name="fp8", block_rows=128, block=128),
-    "NVFP4": Format(name="nvfp4", block=NVFP4_BLOCK),
-    "W4A16_NVFP4": Format(name="nvfp4", block=NVFP4_BLOCK),
-    "MXFP8": Format(name="mxfp8", block=MICRO_BLOCK),
-    "MXFP4": Format(name="mxfp4", block=MICRO_BLOCK),
-    "W4A8_MXFP4_FP8": Format(name="mxfp4", block=MICRO_BLOCK),
+    "FP8": WeightFormat(name="fp8", block_rows=0),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat(name="fp8"),
+    "FP8_PB_WO": WeightFormat(name="fp8", block_rows=128, block=128),
+    "NVFP4": WeightFormat(name="nvfp4", block=NVFP4_BLOCK),
+    "W4A16_NVFP4": WeightFormat(name="nvfp4", block=NVFP4_BLOCK),
+    "MXFP8": WeightFormat(name="mxfp8", block=MICRO_BLOCK),
+    "MXFP4": WeightFormat(name="mxfp4", block=MICRO_BLOCK),
+    "W4A8_MXFP4_FP8": WeightFormat(name="mxfp4", block=MICRO_BLOCK),
 }
 
 
@@ -241,13 +242,14 @@ def _gptq(config: Mapping[str, Any]) -> Quantisation:
     return Quantisation(method="gptq", formats=(only,), zeros_above=int(layout == "gptq"))
 
 
-def _grouped(method: str, config: Mapping[str, Any], bits: tuple[int, ...]) -> Format:
+def _grouped(method: str, config: Mapping[str, Any], bits: tuple[int, ...]) -> WeightFormat:
     seen, size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     if seen not in bits:
         raise _unserved(method, f"bits = {seen!r}", " or ".join(map(str, bits)))
     if not isinstance(size, int) or size == 0 or size < -1 or (size % 2 and size > 0):
         raise _unserved(method, f"group_size = {size!r}", "an even number, or -1")
-    return Format(name=f"int{seen}", block=max(size, 0))
+    has_zeros = seen == 4 and bool(config.get("zero_point", True))
+    return WeightFormat(name=f"int{seen}", block=max(size, 0), has_zeros=has_zeros)
 
 
 def _quark(config: Mapping[str, Any]) -> Quantisation:
@@ -258,13 +260,13 @@ def _quark(config: Mapping[str, Any]) -> Quantisation:
     )
 
 
-def _of_quark(scheme: Any) -> Format:
+def _of_quark(scheme: Any) -> WeightFormat:
     seen = scheme if isinstance(scheme, Mapping) else {}
     kind, how, size = seen.get("dtype"), seen.get("qscheme"), seen.get("group_size")
     if kind == "fp4" and how == "per_group" and size == MICRO_BLOCK and seen.get("scale_format") == "e8m0":
-        return Format(name="mxfp4", block=MICRO_BLOCK)
+        return WeightFormat(name="mxfp4", block=MICRO_BLOCK)
     if kind == "fp8_e4m3" and how in ("per_tensor", "per_channel"):
-        return Format(name="fp8", block_rows=int(how == "per_channel"))
+        return WeightFormat(name="fp8", block_rows=int(how == "per_channel"))
     raise _unserved(
         "quark", f"weights of dtype {kind!r}, qscheme {how!r}, groups of {size}",
         "'fp4' in groups of 32 under e8m0, or 'fp8_e4m3' per tensor or channel",
@@ -277,16 +279,16 @@ _READERS = {
 }  # fmt: skip
 
 
-def _known_once(formats: Iterable[Format]) -> tuple[Format, ...]:
+def _known_once(formats: Iterable[WeightFormat]) -> tuple[WeightFormat, ...]:
     return tuple(dict.fromkeys(formats))
 
 
-def _blocks(method: str, field: str, block: Any) -> Format:
+def _blocks(method: str, field: str, block: Any) -> WeightFormat:
     """FP8 under a scale per block."""
     pair = _pair(block)
     if pair is None or pair[0] % ROWS:
         raise _unserved(method, f"{field} = {block}", f"[multiple of {ROWS}, any] such as [128, 128]")
-    return Format(name="fp8", block_rows=pair[0], block=pair[1])
+    return WeightFormat(name="fp8", block_rows=pair[0], block=pair[1])
 
 
 def _pair(block: Any) -> tuple[int, int] | None:

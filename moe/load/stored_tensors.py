@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moe.load import layouts
 from moe.load.checkpoint import Checkpoint, CheckpointError
-from moe.load.layouts import Layout
-from moe.load.quantisation import Format, Quantisation
+from moe.load.layouts import CodeLayout
+from moe.load.quantisation import Quantisation, WeightFormat
 from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, QuantisedWeightError
 
 FLOATS, POWERS, SMALL = ("F32", "BF16", "F16"), ("U8", "F8_E8M0"), ("F8_E4M3",)
@@ -40,7 +40,7 @@ _FP8_PARTS = {"scale": "scales", "qscale_weight": "scales"}  # DeepSeek-V4's and
 # Of rows and of keys and values, which are left as they are.
 _UNREAD = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
-    ".k_scale", ".v_scale", ".q_scale", "_input_scale", "_activation_scale",
+    ".k_scale", ".v_scale", ".kv_scale", ".q_scale", "_input_scale", "_activation_scale",
 )  # fmt: skip
 _KINDS: dict[str, Kind] = {
     "fp8": "e4m3", "mxfp8": "e4m3", "int8": "int8", "nvfp4": "e2m1", "mxfp4": "e2m1", "int4": "int4",
@@ -55,12 +55,12 @@ _SCALES = {
 }
 
 
-class Form(NamedTuple):
+class Composition(NamedTuple):
     """What weights that are merged must have in common."""
 
     kind: Kind
     scale: torch.dtype
-    format: Format
+    format: WeightFormat
     parts: tuple[str, ...]  # of a `QuantisedWeight`
 
 
@@ -68,8 +68,8 @@ class _Stored(NamedTuple):
     """A quantised weight's tensors."""
 
     names: dict[str, str]  # by part
-    layout: Layout
-    format: Format
+    layout: CodeLayout
+    format: WeightFormat
     shape: tuple[int, ...]
     is_shown_turned: bool = False  # for modules that keep [..., K, N]
 
@@ -122,16 +122,16 @@ class StoredTensors:
         """Whether a weight is codes and scales."""
         return name in self._stored
 
-    def form(self, name: str) -> Form:
+    def composition(self, name: str) -> Composition:
         """What a quantised weight is made of."""
         stored = self._stored[name]
         kind = _KINDS[stored.format.name]
         parts = ["codes", "scales"]
         if "factor" in stored.names or "divisor" in stored.names:
             parts.append("row_scales")
-        if "zeros" in stored.names and kind == "int4":
+        if stored.format.has_zeros:
             parts.append("zeros")
-        return Form(kind, self._scale_type(stored), stored.format, tuple(parts))
+        return Composition(kind, self._scale_type(stored), stored.format, tuple(parts))
 
     def _scale_type(self, stored: _Stored) -> torch.dtype:
         if stored.format.name in ("mxfp4", "mxfp8"):
@@ -152,7 +152,7 @@ class StoredTensors:
         return self._checkpoint.read(name) if row is None else self._checkpoint.read_row(name, row)
 
     def read_part(self, name: str, part: str, row: int | None = None) -> Tensor:
-        """Read what a quantised weight has of a part of `form`, per row.
+        """Read what a quantised weight has of a part of `composition`, per row.
 
         Returns:
             codes: bytes [..., N, K or K / 2] uint8. scales: [..., N, B], small floats as bytes. zeros: [..., N, B] uint8.
@@ -163,18 +163,14 @@ class StoredTensors:
             self._check_order(name, stored)
             return stored.layout.codes(self._read(stored.names["codes"], row))
         if part == "row_scales":
-            return self._row_scales(name, stored, row)
+            return self._row_scales(stored, row)
         if part == "zeros":
-            return self._zeros(name, stored, row)
-        return self._scales(name, stored, row)
+            return self._zeros(stored, row)
+        return self._scales(stored, row)
 
-    def _scales(self, name: str, stored: _Stored, row: int | None) -> Tensor:
+    def _scales(self, stored: _Stored, row: int | None) -> Tensor:
         scales, dtype = self._read_scalar_or_row(stored.names["scales"], row), self._scale_type(stored)
-        scales = (
-            scales.view(torch.uint8)
-            if scales.element_size() == 1 and dtype.itemsize == 1
-            else scales.to(dtype)
-        )
+        scales = scales.view(torch.uint8) if dtype.itemsize == 1 else scales.to(dtype)
         lead, n = self._lead(stored, row), stored.shape[-2]
         rows, block = stored.format.block_rows, stored.format.block
         if stored.layout.is_turned and not (block == 0 and rows == 0):
@@ -184,13 +180,13 @@ class StoredTensors:
         scales = scales.reshape(*lead, -(-n // rows), -1)
         return scales.repeat_interleave(rows, dim=-2)[..., :n, :].contiguous() if rows > 1 else scales
 
-    def _row_scales(self, name: str, stored: _Stored, row: int | None) -> Tensor:
+    def _row_scales(self, stored: _Stored, row: int | None) -> Tensor:
         factor = "factor" in stored.names
         seen = self._read_scalar_or_row(stored.names["factor" if factor else "divisor"], row).float()
         lead, n = self._lead(stored, row), stored.shape[-2]
         return (seen if factor else 1 / seen).reshape(*lead, -1, 1).expand(*lead, n, 1).contiguous()
 
-    def _zeros(self, name: str, stored: _Stored, row: int | None) -> Tensor:
+    def _zeros(self, stored: _Stored, row: int | None) -> Tensor:
         assert stored.layout.zeros is not None and self.quantisation is not None
         zeros = stored.layout.zeros(self._read(stored.names["zeros"], row))
         # GPTQ's own reader adds within four bits: what was stored as -1 is 0.
@@ -229,18 +225,18 @@ class StoredTensors:
                     f"{name} has eight bits and zeros that are not 128; served are symmetric ones (sym = true)"
                 )
 
-    def quantised(self, name: str, form: Form, parts: dict[str, Tensor]) -> QuantisedWeight:
+    def quantised(self, name: str, composition: Composition, parts: dict[str, Tensor]) -> QuantisedWeight:
         """Put converted parts of one form together.
 
         Raises:
             QuantisedWeightError: they hold what no kernel computes, or were not converted alike.
         """
-        codes, row_scales = parts["codes"].view(CODE_TYPES[form.kind]), parts.get("row_scales")
+        codes, row_scales = parts["codes"].view(CODE_TYPES[composition.kind]), parts.get("row_scales")
         weight = QuantisedWeight(
-            codes=codes, kind=form.kind, scales=parts["scales"].view(form.scale), block=form.format.block or 1,
+            codes=codes, kind=composition.kind, scales=parts["scales"].view(composition.scale), block=composition.format.block or 1,
             row_scales=None if row_scales is None else row_scales.squeeze(-1), zeros=parts.get("zeros"),
         )  # fmt: skip
-        if not form.format.block:
+        if not composition.format.block:
             weight = weight.under(weight.in_dim)
         weight.check(name)
         return weight
@@ -264,7 +260,7 @@ class StoredTensors:
         if ordered is not None:
             self._check_order(
                 ordered, self._stored[ordered]
-            )  # the first tells for all, before weights are read
+            )  # before weights are read; the first tells for most
 
     def _collect(self, quantisation: Quantisation) -> dict[str, dict[str, str]]:
         """Tensors of quantised weights by weight and part; what is not read is left out of all names."""
@@ -332,19 +328,18 @@ class StoredTensors:
         self,
         name: str,
         names: dict[str, str],
-        layout: Layout,
+        layout: CodeLayout,
         shape: tuple[int, ...],
         quantisation: Quantisation,
     ) -> str | None:
         """Take the first of the configuration's formats that types and shapes are those of."""
         codes, scales = names["codes"], names["scales"]
         seen, dtype = self._checkpoint.shape(scales), self._checkpoint.dtype(scales)
-        could = [each for each in quantisation.formats if _is_of(each.name, layout, dtype)]
+        of_kind = [each for each in quantisation.formats if _KINDS[each.name] == layout.kind]
+        could = [each for each in of_kind if dtype in _SCALES[each.name]]
+        if of_kind and dtype not in {known for each in of_kind for known in _SCALES[each.name]}:
+            return f"{scales} is {dtype}, not one of {', '.join(_SCALES[of_kind[0].name])}"
         if not could:
-            if (
-                known := [each for each in quantisation.formats if _KINDS[each.name] in _kinds_of(layout)]
-            ) and not any(dtype in _SCALES[each.name] for each in known):
-                return f"{scales} is {dtype}, not one of {', '.join(_SCALES[known[0].name])}"
             return f"{codes} is {layout.dtype} under scales of {dtype}, of which quantization_config does not speak"
         turned = layouts.TURNED.get(layout) if len(shape) == 3 else None
         for each in could:
@@ -359,22 +354,23 @@ class StoredTensors:
         if name not in self._stored and name in self._turned:
             self._stored[name] = self._turned.pop(name)
         if name in self._stored:
-            chosen = self._stored[name]
-            return self._why_no_zeros(names, chosen)
+            return self._why_no_zeros(names, self._stored[name])
         wanted = [list(each) for each in _scale_shapes(could[0], shape, is_turned=layout.is_turned)]
         return f"{scales} is {list(seen)}; {codes} {list(self._checkpoint.shape(codes))} takes {wanted[0]}"
 
     def _why_no_zeros(self, names: dict[str, str], stored: _Stored) -> str | None:
         layout, chosen, shape = stored.layout, stored.format, stored.shape
-        if "zeros" not in names or chosen.name != "int4":
+        if not chosen.has_zeros:
             return None
+        if "zeros" not in names:
+            return f"{names['codes']} has no zeros beside it (weight_zero_point, qzeros)"
         seen, blocks = self._checkpoint.shape(names["zeros"]), -(-shape[-1] // (chosen.block or shape[-1]))
         wanted = (blocks, shape[-2] // 8) if layout.is_turned else (shape[-2] // 8, blocks)
         if shape[-2] % 8 or seen != wanted or self._checkpoint.dtype(names["zeros"]) != "I32":
             return f"{names['zeros']} is {list(seen)}; {names['codes']} takes {list(wanted)} of type I32"
         return None
 
-    def _layout(self, codes: str, scales: str, quantisation: Quantisation) -> Layout | None:
+    def _layout(self, codes: str, scales: str, quantisation: Quantisation) -> CodeLayout | None:
         dtype, names = self._checkpoint.dtype(codes), [each.name for each in quantisation.formats]
         if quantisation.method == "mxfp4":
             return layouts.BLOCKS
@@ -425,25 +421,7 @@ class StoredTensors:
         )
 
 
-def _kinds_of(layout: Layout) -> tuple[Kind, ...]:
-    """Which codes a layout may hold."""
-    kinds: dict[Layout, tuple[Kind, ...]] = {
-        layouts.BYTES: ("e4m3",),
-        layouts.INTEGERS: ("int8",),
-        layouts.WORDS_OF_BYTES: ("int8",),
-        layouts.GPTQ_BYTES: ("int8",),
-        layouts.PAIRS: ("e2m1",),
-        layouts.SIGNED_PAIRS: ("e2m1",),
-        layouts.BLOCKS: ("e2m1",),
-    }
-    return kinds.get(layout, ("int4",))
-
-
-def _is_of(name: str, layout: Layout, scale_dtype: str) -> bool:
-    return _KINDS[name] in _kinds_of(layout) and scale_dtype in _SCALES[name]
-
-
-def _scale_shapes(form: Format, shape: tuple[int, ...], *, is_turned: bool) -> list[tuple[int, ...]]:
+def _scale_shapes(form: WeightFormat, shape: tuple[int, ...], *, is_turned: bool) -> list[tuple[int, ...]]:
     """Which shapes scales of a format may have for a weight; the first is the usual one."""
     *lead, n, k = shape
     if form.block == 0 and form.block_rows == 0:

@@ -86,7 +86,7 @@ MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq"}},
-        r"mixtral: the checkpoint is quantised with GPTQ",
+        r"mixtral: the checkpoint is quantised as gptq with bits = None",
     ),
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dispatch.team import Team, program_of, run_alone
-from moe.cpu.panels import Quantised, format_of, pack_codes, pack_scales, unpack_quantised
+from moe.cpu.panels import PackedCoding, format_of, pack_codes, pack_scales, unpack_quantised
 from moe.cpu.products import linear, quantise_row
 from moe.load.quantised_weight import QuantisedWeight, int4_weight, int8_weight
 from tests.moe.cpu.test_products import grouped
@@ -60,7 +60,7 @@ def multiply(x_TK: Tensor, weight: QuantisedWeight, team: Team | None = None) ->
     """Run the kernel into a fresh output full of NaN."""
     codes, scales = pack_codes(weight), pack_scales(weight)
     out_TN = torch.full((len(x_TK), codes.shape[0] * 16), float("nan"))
-    linear(x_TK, codes, scales, format_of(codes, scales, Quantised.of(weight)), out_TN, team)
+    linear(x_TK, codes, scales, format_of(codes, scales, PackedCoding.of(weight)), out_TN, team)
     return out_TN[:, : weight.shape[0]]
 
 
@@ -87,7 +87,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
     weight = weight_of(name, len(counts), 40, 64)
     codes, scales, x = pack_codes(weight), pack_scales(weight), random(sum(counts), 64)
     offsets = torch.tensor([0, *counts]).cumsum(0)
-    ours = grouped(x, codes, offsets, team, scales_S=scales, quantised=Quantised.of(weight))
+    ours = grouped(x, codes, offsets, team, scales_S=scales, quantised=PackedCoding.of(weight))
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
         assert torch.equal(ours[start:end, :40], multiply(x[start:end], weight[slot])), (
             "as linear, to the bit"
@@ -97,7 +97,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
 @pytest.mark.parametrize("name", FORMATS)
 def test_unpacking_undoes_packing(name: str) -> None:
     weight = weight_of(name, 3, 50, 96)
-    again = unpack_quantised(pack_codes(weight), pack_scales(weight), 50, Quantised.of(weight))
+    again = unpack_quantised(pack_codes(weight), pack_scales(weight), 50, PackedCoding.of(weight))
     assert torch.equal(again.codes, weight.codes) and torch.equal(again.scales, weight.scales)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dispatch.team import Team, program_of, run, run_alone
-from moe.cpu.panels import Quantised, format_of, pack, unpack
+from moe.cpu.panels import PackedCoding, format_of, pack, unpack
 from moe.cpu.products import gather_row, grouped_row, linear, linear_row, quantise_row
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -81,7 +81,7 @@ def grouped(
     team: Team | None = None,
     *,
     scales_S: Tensor | None = None,
-    quantised: Quantised | None = None,
+    quantised: PackedCoding | None = None,
     is_gated: bool = False,
 ) -> Tensor:
     """Run the product of slots that lie one behind the other into a fresh output full of NaN."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dispatch.team import Team
-from moe.cpu.panels import Quantised, format_of, pack, pack_codes, pack_scales, unpack_quantised
+from moe.cpu.panels import PackedCoding, format_of, pack, pack_codes, pack_scales, unpack_quantised
 from moe.cpu.products import linear
 from moe.load.quantised_weight import (
     QuantisedWeight,
@@ -130,7 +130,7 @@ def multiply(x_TK: Tensor, weight: QuantisedWeight, team: Team | None = None) ->
     """Run the quantised kernel into a fresh output full of NaN."""
     codes, scales = pack_codes(weight), pack_scales(weight)
     out_TN = torch.full((len(x_TK), codes.shape[0] * 16), float("nan"))
-    linear(x_TK, codes, scales, format_of(codes, scales, Quantised.of(weight)), out_TN, team)
+    linear(x_TK, codes, scales, format_of(codes, scales, PackedCoding.of(weight)), out_TN, team)
     return out_TN
 
 
@@ -198,7 +198,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
     weight = FORMATS[name](len(counts), 40, 64)
     codes, scales, x = pack_codes(weight), pack_scales(weight), random(sum(counts), 64)
     offsets = torch.tensor([0, *counts]).cumsum(0)
-    ours = grouped(x, codes, offsets, team, scales_S=scales, quantised=Quantised.of(weight))
+    ours = grouped(x, codes, offsets, team, scales_S=scales, quantised=PackedCoding.of(weight))
     assert torch.equal(ours, grouped(x, pack(weight.dequantised()), offsets))
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
         own = weight[slot]
@@ -208,7 +208,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
 @pytest.mark.parametrize("name", FORMATS)
 def test_unpacking_undoes_packing(name: str) -> None:
     weight = FORMATS[name](3, 50, 96)
-    again = unpack_quantised(pack_codes(weight), pack_scales(weight), 50, Quantised.of(weight))
+    again = unpack_quantised(pack_codes(weight), pack_scales(weight), 50, PackedCoding.of(weight))
     assert (again.kind, again.block) == (weight.kind, weight.block)
     assert [*again.tensors()] == [*weight.tensors()]
     for part, seen in again.tensors().items():

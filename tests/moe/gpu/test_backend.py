@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from moe.gpu.backend import GpuDevice, backend_on, warm_up, why_no_fp8
-from moe.load.quantisation import Format, Quantisation
+from moe.load.quantisation import Quantisation, WeightFormat
 
-BLOCKS = Quantisation(method="fp8", formats=(Format(name="fp8", block_rows=128, block=128),))
+BLOCKS = Quantisation(method="fp8", formats=(WeightFormat(name="fp8", block_rows=128, block=128),))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_fp8_weights_are_refused_on_gpus_that_have_no_such_type(
 
 
 def test_fp8_weights_in_other_blocks_are_refused() -> None:
-    other = Quantisation(method="fp8", formats=(Format(name="fp8", block_rows=16, block=128),))
+    other = Quantisation(method="fp8", formats=(WeightFormat(name="fp8", block_rows=16, block=128),))
     problem = why_no_fp8(other, torch.device("cpu"))
     assert problem is not None
     assert problem.startswith("fp8 weights in blocks of (16, 128); the GPU kernels take")

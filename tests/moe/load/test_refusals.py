@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe.load.checkpoint import CheckpointError
-from moe.load.quantisation import Format, Quantisation, UnservedQuantisationError, read_quantisation
+from moe.load.quantisation import Quantisation, UnservedQuantisationError, WeightFormat, read_quantisation
 from tests.conftest import PoolOf
 from tests.moe.loaded import Tensors, load, refused, rewrite
 from tests.moe.quantised_cases import FP8, MXFP4, Case, bytes_of
@@ -305,7 +305,7 @@ FINE_GRAINED = {  # as transformers' FineGrainedFP8Config writes itself
 def test_the_fp8_configurations_of_real_checkpoints_are_read(config: dict[str, Any]) -> None:
     found = read_quantisation(config)
     assert found is not None
-    assert (found.method, found.formats) == ("fp8", (Format(name="fp8", block_rows=128, block=128),))
+    assert (found.method, found.formats) == ("fp8", (WeightFormat(name="fp8", block_rows=128, block=128),))
     assert found.plain_modules == tuple(config.get("modules_to_not_convert") or ())
 
 
@@ -319,7 +319,7 @@ def test_a_pattern_names_whole_modules() -> None:
 def test_the_configuration_of_gpt_oss_is_read() -> None:
     patterns = tuple(MXFP4_CONFIG["modules_to_not_convert"])
     assert read_quantisation(MXFP4_CONFIG) == Quantisation(
-        method="mxfp4", formats=(Format(name="mxfp4", block=32),), plain_modules=patterns
+        method="mxfp4", formats=(WeightFormat(name="mxfp4", block=32),), plain_modules=patterns
     )
 
 
