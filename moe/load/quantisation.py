@@ -169,8 +169,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
 
 def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> WeightFormat:
     """Read the weights of one of config_groups."""
-    bits, kind, strategy = scheme.get("num_bits"), str(scheme.get("type")), str(scheme.get("strategy"))
-    size = scheme.get("group_size") or 0
+    bits, kind, size = scheme.get("num_bits"), str(scheme.get("type")), scheme.get("group_size") or 0
+    # Where there is none, compressed-tensors tells by the size.
+    strategy = scheme.get("strategy") or {0: "tensor", -1: "channel"}.get(size, "group")
     if (bits, kind) == (8, "float"):
         if strategy == "block":
             return _blocks(method, f"{name}.weights.block_structure", scheme.get("block_structure"))
@@ -198,6 +199,7 @@ _MODELOPT = {
     "FP8": WeightFormat(name="fp8", block_rows=0),
     "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat(name="fp8"),
     "FP8_PB_WO": WeightFormat(name="fp8", block_rows=128, block=128),
+    "FP8_BLOCK_SCALES": WeightFormat(name="fp8", block_rows=128, block=128),
     "NVFP4": WeightFormat(name="nvfp4", block=NVFP4_BLOCK),
     "W4A16_NVFP4": WeightFormat(name="nvfp4", block=NVFP4_BLOCK),
     "MXFP8": WeightFormat(name="mxfp8", block=MICRO_BLOCK),
@@ -207,23 +209,39 @@ _MODELOPT = {
 
 
 def _modelopt(config: Mapping[str, Any]) -> Quantisation:
-    algorithm = config.get("quant_algo")
-    if algorithm is None and config.get("config_groups"):
-        return _compressed_tensors(config)
-    if algorithm == "MIXED_PRECISION":
-        layers = config.get("quantized_layers")
-        if not isinstance(layers, Mapping) or not layers:
-            raise _unserved("modelopt", f"quantized_layers = {layers!r}", "a quant_algo for each layer")
-        algorithms = [
-            layer.get("quant_algo") if isinstance(layer, Mapping) else layer for layer in layers.values()
-        ]
+    if config.get("quant_algo") not in (None, "MIXED_PRECISION"):
+        algorithms = [config["quant_algo"]]
     else:
-        algorithms = [algorithm]
+        listed = (*_values(config.get("quantized_layers")), *_weights_of_groups(config))
+        algorithms = [
+            layer["quant_algo"] for layer in listed if layer.get("quant_algo") not in (None, "UNQUANTIZED")
+        ]
     unknown = [each for each in algorithms if each not in _MODELOPT]
     if unknown:
         raise _unserved("modelopt", f"quant_algo = {unknown[0]!r}", f"one of {', '.join(_MODELOPT)}")
-    formats = _known_once(_MODELOPT[str(each)] for each in algorithms)
+    if algorithms:
+        formats = _known_once(_MODELOPT[each] for each in algorithms)
+    else:
+        formats = _known_once(
+            _of_group("modelopt", "config_groups", each) for each in _weights_of_groups(config)
+        )
+    if not formats:
+        raise _unserved(
+            "modelopt", "no quant_algo of any layer (quantized_layers, config_groups)", "one for each layer"
+        )
     return Quantisation(method="modelopt", formats=formats, quantises_rows=True)
+
+
+def _values(named: Any) -> list[Mapping[str, Any]]:
+    return (
+        [each for each in named.values() if isinstance(each, Mapping)] if isinstance(named, Mapping) else []
+    )
+
+
+def _weights_of_groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return _values(
+        {name: group.get("weights") for name, group in enumerate(_values(config.get("config_groups")))}
+    )
 
 
 def _awq(config: Mapping[str, Any]) -> Quantisation:
@@ -253,8 +271,11 @@ def _grouped(method: str, config: Mapping[str, Any], bits: tuple[int, ...]) -> W
 
 
 def _quark(config: Mapping[str, Any]) -> Quantisation:
-    parts = [config.get("global_quant_config"), *(config.get("layer_quant_config") or {}).values()]
-    schemes = [part["weight"] for part in parts if isinstance(part, Mapping) and part.get("weight")]
+    named = (config.get("layer_quant_config"), config.get("layer_type_quant_config"))
+    parts = _values({"global": config.get("global_quant_config")}) + [
+        part for each in named for part in _values(each)
+    ]
+    schemes = [part["weight"] for part in parts if part.get("weight")]
     return Quantisation(
         method="quark", formats=_known_once(_of_quark(scheme) for scheme in schemes), quantises_rows=True
     )
@@ -263,13 +284,19 @@ def _quark(config: Mapping[str, Any]) -> Quantisation:
 def _of_quark(scheme: Any) -> WeightFormat:
     seen = scheme if isinstance(scheme, Mapping) else {}
     kind, how, size = seen.get("dtype"), seen.get("qscheme"), seen.get("group_size")
-    if kind == "fp4" and how == "per_group" and size == MICRO_BLOCK and seen.get("scale_format") == "e8m0":
+    if (
+        kind == "fp4"
+        and how in ("per_group", None)
+        and (size, seen.get("scale_format")) == (MICRO_BLOCK, "e8m0")
+    ):
         return WeightFormat(name="mxfp4", block=MICRO_BLOCK)
-    if kind == "fp8_e4m3" and how in ("per_tensor", "per_channel"):
-        return WeightFormat(name="fp8", block_rows=int(how == "per_channel"))
+    if kind in ("fp8_e4m3", "int8") and how in ("per_tensor", "per_channel"):
+        return WeightFormat(
+            name="fp8" if kind == "fp8_e4m3" else "int8", block_rows=int(how == "per_channel")
+        )
     raise _unserved(
         "quark", f"weights of dtype {kind!r}, qscheme {how!r}, groups of {size}",
-        "'fp4' in groups of 32 under e8m0, or 'fp8_e4m3' per tensor or channel",
+        "'fp4' in groups of 32 under e8m0, 'fp8_e4m3' or 'int8' per tensor or channel",
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Codes, scales and the rest are read separately, per row, because all are put thr
 """
 
 from collections import Counter, defaultdict
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -184,7 +185,9 @@ class StoredTensors:
         factor = "factor" in stored.names
         seen = self._read_scalar_or_row(stored.names["factor" if factor else "divisor"], row).float()
         lead, n = self._lead(stored, row), stored.shape[-2]
-        return (seen if factor else 1 / seen).reshape(*lead, -1, 1).expand(*lead, n, 1).contiguous()
+        seen = seen.reshape(()).expand(lead) if seen.numel() == 1 else seen
+        seen = (seen if factor else 1 / seen).reshape(*lead, -1, 1)  # one, or gate's and up's
+        return seen.repeat_interleave(n // seen.shape[-2], dim=-2)
 
     def _zeros(self, stored: _Stored, row: int | None) -> Tensor:
         assert stored.layout.zeros is not None and self.quantisation is not None
@@ -342,9 +345,14 @@ class StoredTensors:
         if not could:
             return f"{codes} is {layout.dtype} under scales of {dtype}, of which quantization_config does not speak"
         turned = layouts.TURNED.get(layout) if len(shape) == 3 else None
+        second = names.get("factor") or names.get("divisor")
+        if second is None and "nvfp4" in {each.name for each in could}:
+            return f"{codes} has no second scale (weight_scale_2, weight_global_scale)"
+        if second is not None and (count := prod(self._checkpoint.shape(second))) not in _second_counts(
+            shape
+        ):
+            return f"{second} has {count} numbers; {codes} takes one for a matrix, or one for gate and one for up"
         for each in could:
-            if each.name == "nvfp4" and not {"factor", "divisor"} & set(names):
-                return f"{codes} has no second scale (weight_scale_2, weight_global_scale)"
             if seen in _scale_shapes(each, shape, is_turned=layout.is_turned):
                 self._stored.setdefault(name, _Stored(names, layout, each, shape))
             if turned is not None:
@@ -419,6 +427,11 @@ class StoredTensors:
             f"{self.directory} holds quantised tensors ({listed}) that its config.json does not explain "
             f"(quant_method: {method}): give a checkpoint in bfloat16, float16 or float32, or a complete quantised one"
         )
+
+
+def _second_counts(shape: tuple[int, ...]) -> tuple[int, ...]:
+    experts = prod(shape[:-2])
+    return (1, experts, 2 * experts) if len(shape) == 3 else (1,)
 
 
 def _scale_shapes(form: WeightFormat, shape: tuple[int, ...], *, is_turned: bool) -> list[tuple[int, ...]]:

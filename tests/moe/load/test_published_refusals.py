@@ -84,6 +84,9 @@ HEADERS: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     ),
     "no second scale": (NVFP4, drop(f"{UP}.weight_scale_2"), f"{UP}.weight has no second scale"),
     "no zeros": (GPTQ, drop(f"{UP}.qzeros"), f"{UP}.qweight has no zeros beside it (weight_zero_point, qzeros)"),
+    "a second scale for every output": (
+        NVFP4, put(f"{UP}.weight_scale_2", lambda t: t.expand(32).clone()), f"{UP}.weight_scale_2 has 32 numbers; {UP}.weight takes",
+    ),
     "zeros of another shape": (GPTQ, put(f"{UP}.qzeros", lambda t: t[:1]), f"{UP}.qzeros is [1, 4]; {UP}.qweight takes [2, 4]"),
     "inputs in another order": (
         GPTQ, lambda tensors: tensors.update({n: t.flip(0) for n, t in tensors.items() if n.endswith("g_idx")}),

@@ -309,6 +309,65 @@ def test_the_fp8_configurations_of_real_checkpoints_are_read(config: dict[str, A
     assert found.plain_modules == tuple(config.get("modules_to_not_convert") or ())
 
 
+NVFP4_WEIGHTS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+MIXED_GROUPS = {  # as ModelOpt writes config.json since 0.44
+    "config_groups": {
+        "group_0": {"weights": {"dynamic": False, "num_bits": 8, "type": "float"}, "targets": ["a.in_proj"]},
+        "group_1": {"weights": NVFP4_WEIGHTS, "targets": ["a.experts"]},
+    },
+    "quant_algo": "MIXED_PRECISION", "quant_method": "modelopt",
+}  # fmt: skip
+MINIMAX_M3 = {
+    "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["mtp*"],
+    "quantized_layers": {
+        "model.layers.0.self_attn.q_proj": {"quant_algo": "MXFP8"}, "model.layers.3.mlp.gate": {"quant_algo": "UNQUANTIZED"},
+        "model.layers.3.block_sparse_moe.experts": {"quant_algo": "NVFP4", "group_size": 16},
+    },
+}  # fmt: skip
+KIMI_K2: dict[str, Any] = {
+    "config_groups": {"group_0": {
+        "input_activations": None, "output_activations": None, "targets": ["Linear"],
+        "weights": {
+            "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4, "observer": "minmax",
+            "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+        },
+    }},
+    "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"], "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors", "quantization_status": "compressed",
+}  # fmt: skip
+QUARK_FP4 = {"dtype": "fp4", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
+QUARK = {
+    "quant_method": "quark", "global_quant_config": {"weight": QUARK_FP4, "input_tensors": QUARK_FP4},
+    "layer_quant_config": {"*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}, "exclude": ["lm_head"],
+}  # fmt: skip
+FP8_TENSOR, NVFP4 = WeightFormat(name="fp8", block_rows=0), WeightFormat(name="nvfp4", block=16)
+MXFP4_FORMAT, MXFP8 = WeightFormat(name="mxfp4", block=32), WeightFormat(name="mxfp8", block=32)
+
+
+@pytest.mark.parametrize(
+    ("config", "formats"),
+    [
+        (MIXED_GROUPS, (FP8_TENSOR, NVFP4)),
+        (MINIMAX_M3, (MXFP8, NVFP4)),
+        (KIMI_K2, (WeightFormat(name="int4", block=32),)),
+        (QUARK, (MXFP4_FORMAT, WeightFormat(name="fp8"))),
+        (
+            {**DEEPSEEK_V31, "expert_dtype": "fp4"},
+            (WeightFormat(name="fp8", block_rows=128, block=128), MXFP4_FORMAT),
+        ),
+        ({**DEEPSEEK_V3, "weight_block_size": [1, 32]}, (MXFP8,)),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, (FP8_TENSOR, WeightFormat(name="fp8"))),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, (WeightFormat(name="int4", has_zeros=True),)),
+    ],
+    ids=["mixed groups", "MiniMax-M3", "Kimi K2", "Quark", "DeepSeek-V4", "[1, 32]", "static", "awq"],
+)
+def test_published_configurations_name_their_formats(
+    config: dict[str, Any], formats: tuple[WeightFormat, ...]
+) -> None:
+    found = read_quantisation(config)
+    assert found is not None and found.formats == formats
+
+
 def test_a_pattern_names_whole_modules() -> None:
     plain = Quantisation(method="fp8", formats=(), plain_modules=("model.layers.*.mlp.gate", "fc1"))
     named = ("model.layers.3.mlp.gate", "model.layers.3.mlp.gate.inner", "model.decoder.fc1")
@@ -363,7 +422,7 @@ def grouped(**weights: Any) -> dict[str, Any]:
             {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
             "quant_algo = 'W4A16_AWQ'; served is one of FP8",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers = None"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "no quant_algo of any layer"),
         (
             {
                 "quant_method": "quark",

@@ -220,6 +220,7 @@ class Published(NamedTuple):
     attention: Encoder | None  # of all other linear layers; None: they stay float
     config: dict[str, Any]  # quantization_config
     file: dict[str, Any] | None = None  # hf_quant_config.json in place of it
+    has_head: bool = False  # the output projection is quantised as attention is
 
 
 def groups(
@@ -328,9 +329,11 @@ PUBLISHED: dict[str, Published] = {
         {
             "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None,
             "quantized_layers": {
-                "model.layers.0.self_attn.q_proj": FP8_LAYER, "model.layers.0.mlp.experts.0.up_proj": NVFP4_LAYER,
+                "model.layers.0.self_attn.q_proj": FP8_LAYER, "model.layers.0.mlp.experts": NVFP4_LAYER,
+                "lm_head": FP8_LAYER,
             },
         },
+        has_head=True,
     ),
     "AWQ": Published(
         awq(128), awq(128),
@@ -401,7 +404,8 @@ def write_published(name: str, directory: Path, family: str = "qwen3_moe", **set
     for full, tensor in load_file(meant / "model.safetensors").items():
         encode = published.experts if ".experts." in full else published.attention
         module = full.removesuffix(".weight")
-        if encode is None or tensor.dim() != 2 or module.endswith(IGNORED):
+        is_ignored = module.endswith(IGNORED) and not (published.has_head and module == "lm_head")
+        if encode is None or tensor.dim() != 2 or is_ignored:
             tensors[full] = meanings[full] = tensor
             continue
         made = encode(tensor)
