@@ -1,39 +1,29 @@
 """Register tiles for checkpoints' weights that stay quantised in memory: codes of eight or four bits, in panels of 16 columns.
 
-A weight becomes the float32 number that it stands for, value times scale with one rounding, in registers, and is then
-multiplied and added just as `cpu_tiles` does it: every output is the very chain of fused multiply-adds that the
-dequantised weight would give. Weights are decoded as they are multiplied; where there are many rows and few registers, up
-to 128 inputs are decoded once into a buffer that stays in the first-level cache, and float32 tiles run over it. What codes
-are and what scales are is put together freely, and only what a model has is compiled (`times_quantised`).
-
-How a byte becomes a number without a table of 256: e4m3's exponent and mantissa, moved to a float32's places, are
-the value times 2^-120, for subnormals too. An e2m1 value is looked up as the e4m3 byte that equals it (16 bytes in one
-register). 2^120 is put into the scale, which must therefore stay below 2^8 (`moe.load.quantised_weight` refuses others).
-float16 is moved likewise, times 2^112. NaN is not decoded (likewise). Rejected: a table in memory, which AVX2 gathers
-from one element at a time.
+A weight becomes the float32 number that it stands for, value times scale with one rounding, in registers
+(`attention.cpu_codes`), and is then multiplied and added just as `cpu_tiles` does it: every output is the very chain of fused
+multiply-adds that the dequantised weight would give. Weights are decoded as they are multiplied; where there are many rows
+and few registers, up to 128 inputs are decoded once into a buffer that stays in the first-level cache, and float32 tiles run
+over it. What codes are and what scales are is put together freely, and only what a model has is compiled
+(`times_quantised`).
 
 Layout of a panel, K inputs of 16 output columns: codes [K, 16], or two to a byte [K / 2, 16], the even input in the lower
-half. Layout of its scales: 16 float32 that are factors of every block's scales, where there are any; then for each block
-of K 16 scales, or one float32 for all columns, and 16 zeros where there are any, in 8 bytes: those of columns 0 to 7 in the
-lower halves.
+half; its scales as `cpu_codes` says.
 """
 
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from attention.cpu_codes import I8V, Coding, emit_block, emit_decoded
 from attention.cpu_tiles import (
     AHEAD_BYTES,
     F32,
-    F32V,
-    I16V,
-    I32,
-    I32V,
     I64,
     LANES,
     MOST_ROWS,
@@ -41,7 +31,6 @@ from attention.cpu_tiles import (
     TILES_VERSION,
     TileRows,
     add_rows_times_panel_f32,
-    compiles_for,
     constant,
     load,
     prefetch,
@@ -52,162 +41,6 @@ from attention.cpu_tiles import (
 from dispatch.native import Addressed, renamed
 
 DECODED = 128  # inputs that the decoded buffer holds
-ROW_SCALES_BYTES = 4 * LANES
-ZEROS_BYTES = LANES // 2
-
-I8, I8V = ir.IntType(8), ir.VectorType(ir.IntType(8), LANES)
-I8_HALF = ir.VectorType(I8, ZEROS_BYTES)
-UNBIAS = 2.0**120  # of e4m3's exponent in a float32's place
-E4M3_PLACES = 0x87F00000 - (1 << 32)  # sign, exponent and mantissa after sign extension and a shift by 20
-FLOAT16_UNBIAS = 2.0**112
-FLOAT16_PLACES = 0x8FFFE000 - (1 << 32)  # the same after a shift by 13
-# e2m1 as e4m3 bytes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same negative.
-E2M1_AS_E4M3 = tuple(code | sign for sign in (0, 0x80) for code in (0, 48, 56, 60, 64, 68, 72, 76))
-HAS_TABLES = compiles_for("avx512f")  # of 16 float32 in a register
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LEAST_E8M0 = 0x00400000  # 2^-127 as a subnormal float32: scale byte 0
-MIDDLE = 8  # what an int4 code of 0 is above, where there are no zeros
-SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
-
-
-class Coding(NamedTuple):
-    """What a panel's codes and scales are."""
-
-    kind: str  # of codes: e4m3, int8, e2m1 or int4
-    scale: str  # one of SCALE_BYTES
-    is_shared: bool = False  # one scale, a float32, for all columns
-    has_row_scales: bool = False
-    has_zeros: bool = False
-
-    @property
-    def inputs_per_byte(self) -> int:
-        """Of codes."""
-        return 2 if self.kind in ("e2m1", "int4") else 1
-
-    @property
-    def block_bytes(self) -> int:
-        """From a block's scales to the next one's."""
-        scales = SCALE_BYTES[self.scale] * (1 if self.is_shared else LANES)
-        return scales + (ZEROS_BYTES if self.has_zeros else 0)
-
-    @property
-    def first_bytes(self) -> int:
-        """Before the first block's."""
-        return ROW_SCALES_BYTES if self.has_row_scales else 0
-
-
-def _same(kind: ir.VectorType, value: int) -> ir.Constant:
-    return ir.Constant(kind, [value] * LANES)
-
-
-def _look_up(builder: ir.IRBuilder, index: ir.Value) -> ir.Value:
-    """Look 16 bytes below 16 up in `E2M1_AS_E4M3`: one instruction on x86 and ARM, lane by lane elsewhere."""
-    table = ir.Constant(I8V, [code - 256 if code > 127 else code for code in E2M1_AS_E4M3])
-    machine = binding.get_default_triple().partition("-")[0]
-    is_x86 = machine in ("x86_64", "i386", "i686") and compiles_for("ssse3")
-    name = "llvm.x86.ssse3.pshuf.b.128" if is_x86 else "llvm.aarch64.neon.tbl1.v16i8"
-    if is_x86 or machine in ("aarch64", "arm64"):
-        signature = ir.FunctionType(I8V, [I8V, I8V])
-        return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), (table, index))
-    found: ir.Value = ir.Constant(I8V, ir.Undefined)
-    for lane in (ir.Constant(I32, lane) for lane in range(LANES)):
-        at = builder.zext(builder.extract_element(index, lane), I32)
-        found = builder.insert_element(found, builder.extract_element(table, at), lane)
-    return found
-
-
-def _placed(builder: ir.IRBuilder, bits: ir.Value, shift: int, places: int) -> ir.Value:
-    """Put a small float's bits where a float32 has them; what they mean is too small by a power of two."""
-    moved = builder.shl(builder.sext(bits, I32V), _same(I32V, shift))
-    return builder.bitcast(builder.and_(moved, _same(I32V, places)), F32V)
-
-
-def _e4m3(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    """Turn bytes into their values times 2^-120."""
-    return _placed(builder, codes, 20, E4M3_PLACES)
-
-
-def _e8m0(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    exponent = builder.shl(builder.zext(load(builder, address, I8V), I32V), _same(I32V, 23))
-    least = _same(I32V, LEAST_E8M0)
-    bits = builder.select(builder.icmp_unsigned("<", exponent, least), least, exponent)
-    return builder.bitcast(bits, F32V)
-
-
-def _scale(builder: ir.IRBuilder, coding: Coding, address: ir.Value) -> ir.Value:
-    """Load a block's scales as float32."""
-    if coding.is_shared:
-        return splat(builder, builder.load(builder.inttoptr(address, F32.as_pointer()), align=1))
-    if coding.scale == "e8m0":
-        return _e8m0(builder, address)
-    if coding.scale == "e4m3":
-        return builder.fmul(_e4m3(builder, load(builder, address, I8V)), constant(UNBIAS))
-    if coding.scale == "float32":
-        return load(builder, address)
-    halves = load(builder, address, I16V)
-    if coding.scale == "float16":
-        return builder.fmul(_placed(builder, halves, 13, FLOAT16_PLACES), constant(FLOAT16_UNBIAS))
-    return builder.bitcast(builder.shl(builder.zext(halves, I32V), _same(I32V, 16)), F32V)
-
-
-class _Block(NamedTuple):
-    """What the codes of one block are decoded with."""
-
-    scale: ir.Value  # 16 float32
-    zero: ir.Value  # 16 bytes
-
-
-def _block(builder: ir.IRBuilder, coding: Coding, scales: ir.Value, address: ir.Value) -> _Block:
-    """Load one; `scales` is where the panel's begin."""
-    scale = _scale(builder, coding, address)
-    if coding.has_row_scales:
-        scale = builder.fmul(scale, load(builder, scales))
-    if coding.kind == "e4m3" or (coding.kind == "e2m1" and not HAS_TABLES):
-        scale = builder.fmul(scale, constant(UNBIAS))
-    zero: ir.Value = _same(I8V, MIDDLE)
-    if coding.has_zeros:
-        at = builder.add(address, ir.Constant(I64, coding.block_bytes - ZEROS_BYTES))
-        packed = builder.load(builder.inttoptr(at, I8_HALF.as_pointer()), align=1)
-        low = builder.and_(packed, ir.Constant(I8_HALF, [15] * ZEROS_BYTES))
-        high = builder.lshr(packed, ir.Constant(I8_HALF, [4] * ZEROS_BYTES))
-        zero = builder.shuffle_vector(low, high, ir.Constant(I32V, list(range(LANES))))
-    return _Block(scale, zero)
-
-
-def _decoded(builder: ir.IRBuilder, coding: Coding, codes: ir.Value, block: _Block) -> list[ir.Value]:
-    """Turn 16 bytes of codes into the weights of one input or two."""
-    if coding.kind == "e4m3":
-        values = [_e4m3(builder, codes)]
-    elif coding.kind == "int8":
-        values = [builder.sitofp(builder.sext(codes, I32V), F32V)]
-    elif HAS_TABLES:
-        values = _looked_up(builder, _table(coding), codes)
-        if coding.has_zeros:
-            values = [builder.fsub(value, builder.uitofp(block.zero, F32V)) for value in values]
-    else:
-        halves = (builder.and_(codes, _same(I8V, 15)), builder.lshr(codes, _same(I8V, 4)))
-        if coding.kind == "e2m1":
-            values = [_e4m3(builder, _look_up(builder, half)) for half in halves]
-        else:
-            integers = [builder.sext(builder.sub(half, block.zero), I32V) for half in halves]
-            values = [builder.sitofp(integer, F32V) for integer in integers]
-    return [builder.fmul(value, block.scale) for value in values]
-
-
-def _table(coding: Coding) -> tuple[float, ...]:
-    """What codes of four bits mean, or mean before their zeros are taken away."""
-    if coding.kind == "e2m1":
-        return (*_E2M1, *(-value for value in _E2M1))
-    return tuple(float(code - (0 if coding.has_zeros else MIDDLE)) for code in range(16))
-
-
-def _looked_up(builder: ir.IRBuilder, table: tuple[float, ...], codes: ir.Value) -> list[ir.Value]:
-    """Look both halves of 16 bytes up among 16 float32, with AVX-512's instruction, which sees four bits of an index."""
-    wide = builder.zext(codes, I32V)
-    signature = ir.FunctionType(F32V, [F32V, I32V])
-    permute = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.sf.512")
-    indices = (wide, builder.lshr(wide, _same(I32V, 4)))
-    return [builder.call(permute, (ir.Constant(F32V, list(table)), index)) for index in indices]
 
 
 class _Loop:
@@ -252,7 +85,7 @@ def _emit_tile(
     blocks = _Loop(builder, ir.Constant(I64, 0), [*firsts, *[constant(0.0)] * (rows * len(panels))])
     places, sums = blocks.carried[: len(panels)], blocks.carried[len(panels) :]
     factors = [
-        _block(builder, coding, panel.scales, place) for panel, place in zip(panels, places, strict=True)
+        emit_block(builder, coding, panel.scales, place) for panel, place in zip(panels, places, strict=True)
     ]
     end = builder.add(blocks.index, block)
     end = builder.select(builder.icmp_signed("<", end, k), end, k)
@@ -262,7 +95,7 @@ def _emit_tile(
     for panel, factor in zip(panels, factors, strict=True):
         at = builder.add(panel.codes, builder.mul(byte, ir.Constant(I64, LANES)))
         prefetch(builder, builder.add(at, ir.Constant(I64, AHEAD_BYTES)))
-        weights.append(_decoded(builder, coding, load(builder, at, I8V), factor))
+        weights.append(emit_decoded(builder, coding, load(builder, at, I8V), factor))
     totals = list(inputs.carried)
     for ahead in range(coding.inputs_per_byte):
         offset = builder.mul(builder.add(inputs.index, ir.Constant(I64, ahead)), ir.Constant(I64, 4))
@@ -322,10 +155,12 @@ def _decoder(coding: Coding) -> Any:
     def decode(_typing: Any, codes: Any, scales: Any, block_at: Any, count: Any, out: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
             codes, scales, block_at, count, out = args
-            factors = _block(builder, coding, scales, block_at)
+            factors = emit_block(builder, coding, scales, block_at)
             inputs = _Loop(builder, ir.Constant(I64, 0), [codes, out])
             code_at, out_at = inputs.carried
-            for ahead, weights in enumerate(_decoded(builder, coding, load(builder, code_at, I8V), factors)):
+            for ahead, weights in enumerate(
+                emit_decoded(builder, coding, load(builder, code_at, I8V), factors)
+            ):
                 store(builder, weights, builder.add(out_at, ir.Constant(I64, 4 * LANES * ahead)))
             per_byte = coding.inputs_per_byte
             following = [

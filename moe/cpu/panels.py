@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attention.cpu_codes import ROW_SCALES_BYTES, ZEROS_BYTES, Coding
 from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, TIMES_INT4, TIMES_INT8
 from attention.cpu_panel_pairs import TIMES_TWO_BF16, TIMES_TWO_F32
-from attention.cpu_quantised_tiles import ROW_SCALES_BYTES, ZEROS_BYTES, Coding, times_quantised
+from attention.cpu_quantised_tiles import times_quantised
 from attention.cpu_tiles import LANES, TIMES_BF16, TIMES_F32
 from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, int4_codes
 
@@ -145,7 +146,7 @@ def _halves_of_eight(codes: Tensor) -> Tensor:
 
 
 def pack_scales(weight: QuantisedWeight) -> Tensor:
-    """Lay out scales, second scales and zeros: [..., panels, bytes] uint8, as `attention.cpu_quantised_tiles` says.
+    """Lay out scales, second scales and zeros: [..., panels, bytes] uint8, as `attention.cpu_codes` says.
 
     Raises:
         QuantisedWeightError: FP8 scales of blocks that change within 16 rows.

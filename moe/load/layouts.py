@@ -30,11 +30,6 @@ class CodeLayout(NamedTuple):
     is_turned: bool = False  # scales are [B, N]
 
 
-def pairs(halves: Tensor) -> Tensor:
-    """Put codes of four bits, [..., 2 n] bytes, two to a byte."""
-    return halves[..., ::2] | halves[..., 1::2] << 4
-
-
 def _bytes(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8)
 
@@ -54,11 +49,19 @@ def _words_of_columns(words: Tensor) -> Tensor:
     return int4_codes(_bytes(words.contiguous()))
 
 
-def _awq(words: Tensor) -> Tensor:
-    """The same in AWQ's order."""
-    places = [AWQ_ORDER.index(output) for output in range(8)]
-    columns = _words_of_columns(words)
-    return columns.reshape(len(words), -1, 8)[..., places].flatten(-2)
+def _in_order(words: Tensor) -> Tensor:
+    """AWQ's words with their half bytes in order."""
+    ordered = torch.zeros_like(words)
+    for place, output in enumerate(AWQ_ORDER):
+        ordered |= (words >> (4 * place) & 15) << (4 * output)
+    return ordered
+
+
+def _rows_of_columns(columns: Tensor) -> Tensor:
+    """Bytes [K, N / 2] of two outputs: [N, K / 2] of two inputs."""
+    even, odd = columns[::2], columns[1::2]
+    halves = (even & 15 | odd << 4, even >> 4 | odd & 0xF0)
+    return torch.stack(halves, dim=-1).flatten(1).T.contiguous()
 
 
 def _gptq(words: Tensor) -> Tensor:
@@ -81,8 +84,8 @@ SIGNED_PAIRS = PAIRS._replace(dtype="I8")  # DeepSeek-V4's
 WORDS = CodeLayout("I32", "int4", _times(8), _bytes, _over_outputs)
 WORDS_OF_BYTES = CodeLayout("I32", "int8", _times(4), _signed)
 AWQ = CodeLayout(
-    "I32", "int4", lambda shape: (shape[1] * 8, shape[0]), lambda words: pairs(_awq(words).T).contiguous(),
-    lambda words: _awq(words).T.contiguous(), is_turned=True,
+    "I32", "int4", lambda shape: (shape[1] * 8, shape[0]), lambda words: _rows_of_columns(_bytes(_in_order(words))),
+    lambda words: _words_of_columns(_in_order(words)).T.contiguous(), is_turned=True,
 )  # fmt: skip
 GPTQ = CodeLayout(
     "I32", "int4", lambda shape: (shape[1], shape[0] * 8), _gptq, lambda words: _words_of_columns(words).T.contiguous(),

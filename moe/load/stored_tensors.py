@@ -19,30 +19,13 @@ from torch import Tensor
 from moe.load import layouts
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.load.layouts import CodeLayout
+from moe.load.part_names import UNREAD, part_of
 from moe.load.quantisation import Quantisation, WeightFormat
 from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, QuantisedWeightError
 
 FLOATS, POWERS, SMALL = ("F32", "BF16", "F16"), ("U8", "F8_E8M0"), ("F8_E4M3",)
 UNSERVED = ("F8_", "F6_", "F4", "U8", "I8", "U16", "I16", "U32", "I32")  # beginnings of safetensors' dtypes
 LISTED = 8
-# What belongs to a weight, by the end of its name; of fused experts "gate_up_proj_weight_scale" as well.
-_PARTS = {
-    "weight_packed": "codes",
-    "weight_scale_inv": "scales",
-    "weight_scale": "scales",
-    "weight_scale_2": "factor",
-    "weight_global_scale": "divisor",
-    "weight_zero_point": "zeros",
-    "weight_g_idx": "order",
-    "weight_shape": "shape",
-}
-_AUTO_PARTS = {"qweight": "codes", "qzeros": "zeros", "scales": "scales", "g_idx": "order"}  # of AWQ and GPTQ
-_FP8_PARTS = {"scale": "scales", "qscale_weight": "scales"}  # DeepSeek-V4's and Mistral Large 4's
-# Of rows and of keys and values, which are left as they are.
-_UNREAD = (
-    ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
-    ".k_scale", ".v_scale", ".kv_scale", ".q_scale", "_input_scale", "_activation_scale",
-)  # fmt: skip
 _KINDS: dict[str, Kind] = {
     "fp8": "e4m3", "mxfp8": "e4m3", "int8": "int8", "nvfp4": "e2m1", "mxfp4": "e2m1", "int4": "int4",
 }  # fmt: skip
@@ -267,38 +250,16 @@ class StoredTensors:
 
     def _collect(self, quantisation: Quantisation) -> dict[str, dict[str, str]]:
         """Tensors of quantised weights by weight and part; what is not read is left out of all names."""
-        self._names = {name for name in self._names if not name.endswith(_UNREAD)}
+        self._names = {name for name in self._names if not name.endswith(UNREAD)}
         found: dict[str, dict[str, str]] = defaultdict(dict)
         for name in self._names:
-            weight, part = self._part(name, quantisation.method)
+            weight, part = part_of(name, quantisation.method, self._is_small)
             if part:
                 found[weight][part] = name
         for weight, names in found.items():
             if "codes" not in names and weight in self._names:
                 names["codes"] = weight
         return found
-
-    def _part(self, name: str, method: str) -> tuple[str, str]:
-        """Which weight a tensor belongs to, and as what; "" for a tensor that is a weight itself."""
-        if method == "mxfp4":
-            for end, part in (("_blocks", "codes"), ("_scales", "scales")):
-                if name.endswith(end):
-                    return name.removesuffix(end), part
-            return name, ""
-        if method in ("awq", "gptq"):
-            base, _, end = name.rpartition(".")
-            return (f"{base}.weight", _AUTO_PARTS[end]) if end in _AUTO_PARTS else (name, "")
-        base, _, end = name.rpartition(".")
-        if end in _PARTS:
-            return f"{base}.weight", _PARTS[end]
-        if method in ("fp8", "mxfp8") and end in _FP8_PARTS and self._is_small(f"{base}.weight"):
-            return f"{base}.weight", _FP8_PARTS[end]
-        if end.endswith("_scale_inv"):
-            return name.removesuffix("_scale_inv"), "scales"
-        for suffix, part in _PARTS.items():
-            if end.endswith(f"_{suffix}"):
-                return name.removesuffix(f"_{suffix}"), part
-        return name, ""
 
     def _is_small(self, name: str) -> bool:
         return name in self._names and self._checkpoint.dtype(name).startswith(UNSERVED)
