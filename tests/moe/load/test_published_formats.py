@@ -3,18 +3,21 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from tests.conftest import PoolOf
 from tests.moe.loaded import Loaded, assert_equal_bits, file_bytes, load
+from tests.moe.quantised_cases import bytes_of
 from tests.support.models.families import make_model
-from tests.support.models.published import MODELOPT_NVFP4, PUBLISHED, fp8_tensor, write_published
-from tests.support.models.quantise import Tensors, change_file
+from tests.support.models.published import MODELOPT_NVFP4, PUBLISHED, Encoder, fp8_tensor, write_published
+from tests.support.models.quantise import Quantised, Tensors, change_file, fp8_config, quantise_fp8
 
 # So large that second scales, one per row here and one per matrix in files, are few.
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
@@ -108,9 +111,16 @@ def test_transformers_itself_reads_the_same_weights_from_these_files(name: str, 
         assert torch.equal(read[parameter].float(), tensor), parameter
 
 
-FUSED = {
-    "ModelOpt FP8": ({"quant_algo": "FP8"}, fp8_tensor()),
-    "ModelOpt NVFP4": ({"quant_algo": "NVFP4", "group_size": 16}, MODELOPT_NVFP4),
+def fp8_blocks(weight: Tensor) -> Quantised:
+    """Blocks of 32 x 64, which tell rows from inputs."""
+    made = quantise_fp8(weight, (32, 64))
+    return Quantised({"weight": made.stored[""], "scale_inv": made.stored["_scale_inv"]}, made.meaning)
+
+
+FUSED: dict[str, tuple[dict[str, Any], Encoder]] = {
+    "ModelOpt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_tensor()),
+    "ModelOpt NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, MODELOPT_NVFP4),
+    "FP8 in blocks": (fp8_config((32, 64)), fp8_blocks),
 }
 
 
@@ -126,13 +136,16 @@ FUSED = {
         ("ModelOpt NVFP4", "qwen3_moe", False),
         ("ModelOpt NVFP4", "qwen3_vl_moe", True),
         ("ModelOpt NVFP4", "qwen3_vl_moe", False),
+        ("FP8 in blocks", "qwen3_vl_moe", True),
+        ("FP8 in blocks", "qwen3_vl_moe", False),
+        ("FP8 in blocks", "gpt_oss", True),
     ],
 )
 def test_fused_experts_are_read_however_they_lie(
     name: str, family: str, is_turned: bool, tmp_path: Path
 ) -> None:
     """Square ones too."""
-    algorithm, encode = FUSED[name]
+    configured, encode = FUSED[name]
     model = make_model(family, moe_intermediate_size=64, intermediate_size=64)
     is_transposed, meant, directory = family == "gpt_oss", tmp_path / "meant", tmp_path / "fused"
     meant.mkdir()
@@ -146,7 +159,7 @@ def test_fused_experts_are_read_however_they_lie(
         for end in each[0].stored:
             parts = [made.stored[end] for made in each]
             if parts[0].dim() == 2 and is_turned:
-                parts = [part.view(torch.uint8).T.contiguous().view(part.dtype) for part in parts]
+                parts = [bytes_of(part).T.contiguous().view(part.dtype) for part in parts]
             if (
                 end == "weight_scale_2" and "gate_up" in full and not is_transposed
             ):  # one for gate, one for up
@@ -156,11 +169,11 @@ def test_fused_experts_are_read_however_they_lie(
             )
             tensors[full if end == "weight" else f"{full}_{end}"] = stacked.view(parts[0].dtype)
     config = model.config.to_dict()
-    for place, content in ((directory, tensors), (meant, meanings)):
+    for place, content in ((meant, meanings), (directory, tensors)):
         place.mkdir(exist_ok=True)
         save_file({key: value.contiguous() for key, value in content.items()}, place / "model.safetensors")
         (place / "config.json").write_text(json.dumps(config, default=str))
-    (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithm}))
+        config["quantization_config"] = configured
     found, wanted = load(directory), load(meant)
     assert_equal_bits(found.logits, wanted.logits)
     assert found.expert_bytes < wanted.expert_bytes / 3
