@@ -244,9 +244,8 @@ class StoredTensors:
         self._refuse(problems)
         ordered = next((name for name in self._stored if "order" in self._stored[name].names), None)
         if ordered is not None:
-            self._check_order(
-                ordered, self._stored[ordered]
-            )  # before weights are read; the first tells for most
+            # Before weights are read: the first tells for most.
+            self._check_order(ordered, self._stored[ordered])
 
     def _collect(self, quantisation: Quantisation) -> dict[str, dict[str, str]]:
         """Tensors of quantised weights by weight and part; what is not read is left out of all names."""
@@ -309,9 +308,8 @@ class StoredTensors:
         second = names.get("factor") or names.get("divisor")
         if second is None and "nvfp4" in {each.name for each in could}:
             return f"{codes} has no second scale (weight_scale_2, weight_global_scale)"
-        if second is not None and (count := prod(self._checkpoint.shape(second))) not in _second_counts(
-            shape
-        ):
+        count = 1 if second is None else prod(self._checkpoint.shape(second))
+        if count not in _second_counts(shape):
             return f"{second} has {count} numbers; {codes} takes one for a matrix, or one for gate and one for up"
         for each in could:
             if seen in _scale_shapes(each, shape, is_turned=layout.is_turned):

@@ -160,10 +160,8 @@ def test_fused_experts_are_read_however_they_lie(
             parts = [made.stored[end] for made in each]
             if parts[0].dim() == 2 and is_turned:
                 parts = [bytes_of(part).T.contiguous().view(part.dtype) for part in parts]
-            if (
-                end == "weight_scale_2" and "gate_up" in full and not is_transposed
-            ):  # one for gate, one for up
-                parts = [part.expand(2) for part in parts]
+            if end == "weight_scale_2" and "gate_up" in full and not is_transposed:
+                parts = [part.expand(2) for part in parts]  # one for gate, one for up
             stacked = torch.stack(
                 [part.view(torch.uint8) if part.element_size() == 1 else part for part in parts]
             )

@@ -51,6 +51,15 @@ def fp8_block(weight: Tensor) -> Quantised:
     return Quantised({"weight": made.stored[""], "weight_scale": made.stored["_scale_inv"]}, made.meaning)
 
 
+def fp8_block_of_powers(weight: Tensor) -> Quantised:
+    """DeepSeek-V4's, under powers of two."""
+    powers = quantise_fp8(weight, (128, 128)).stored["_scale_inv"].log2().ceil().exp2()
+    n, k = weight.shape
+    wide = powers.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    codes = (weight / wide).to(torch.float8_e4m3fn)
+    return Quantised({"weight": codes, "scale": powers.to(torch.float8_e8m0fnu)}, codes.float() * wide)
+
+
 def fp8_four_dimensions(weight: Tensor) -> Quantised:
     """ModelOpt's, whose scales are [rows, 1, columns, 1]."""
     made = fp8_block(weight)
@@ -369,7 +378,7 @@ PUBLISHED: dict[str, Published] = {
         {"activation_scheme": "static", "modules_to_not_convert": ["lm_head"], "quant_method": "fp8", "weight_block_size": None},
     ),
     "FP4 experts beside FP8 in blocks": Published(
-        mx(("weight", "scale"), bits=4, code_type=torch.int8, scale_type=torch.float8_e8m0fnu), None,
+        mx(("weight", "scale"), bits=4, code_type=torch.int8, scale_type=torch.float8_e8m0fnu), fp8_block_of_powers,
         {
             "activation_scheme": "dynamic", "expert_dtype": "fp4", "fmt": "e4m3", "quant_method": "fp8",
             "scale_fmt": "ue8m0", "weight_block_size": [128, 128],
