@@ -1,7 +1,7 @@
 """Which tiles a kernel runs with on which GPU: a table checked in as data, and what is used where it says nothing.
 
 `tiles.json` holds {device: {kernel: {shape: {field: number}}}}: a device is a name as CUDA gives it ("NVIDIA H200") or
-an architecture ("sm_90"), a shape is what `shape_key` writes, or "uint8 *" for all of a type that the device has no
+an architecture ("sm_90"), a shape is what `shape_key` writes, or "e2m1 *" for all of a kind that the device has no
 entry of, and the fields are those of the kernel's tile that differ from its fallback. The tuner of the benchmarks writes
 it; what an architecture has no room for (registers, shared memory) is in it because a compile test says so. Tiles decide
 in which order numbers are added, so a table is part of a release: it is never tuned while serving, and ranks of one
@@ -24,9 +24,9 @@ Fields = Mapping[str, int]
 Table = Mapping[str, Mapping[str, Mapping[str, Fields]]]
 
 
-def shape_key(dtype: torch.dtype, **sizes: int | str) -> str:
+def shape_key(kind: torch.dtype | str, **sizes: int | str) -> str:
     """Name a class of shapes: `shape_key(torch.bfloat16, D=128, V=128)` is "bfloat16 D128 V128"."""
-    return " ".join([str(dtype).removeprefix("torch."), *(f"{name}{size}" for name, size in sizes.items())])
+    return " ".join([str(kind).removeprefix("torch."), *(f"{name}{size}" for name, size in sizes.items())])
 
 
 @functools.cache

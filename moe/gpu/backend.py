@@ -30,6 +30,7 @@ from kvcache.step import Inputs, Span, Step
 from moe import long_rotary
 from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.exchanged import try_lightning, try_pools
+from moe.adopt.gates import gate_of
 from moe.adopt.norms import Norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
@@ -39,12 +40,12 @@ from moe.gpu import experts as experts_organ
 from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup
 from moe.gpu.experts import DeviceExpertLayer
-from moe.gpu.formats import SCALE_BLOCK
+from moe.gpu.formats import why_no_block
 from moe.gpu.norm import rms_norm
 from moe.gpu.routing import route
-from moe.gpu.slots import DeviceExperts, DeviceSlots, fused_gate
+from moe.gpu.slots import DeviceExperts, DeviceSlots
 from moe.load.loader import Keep, Loader, Weight
-from moe.load.quantisation import Quantisation, WeightFormat
+from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
 from moe.slot_choice import SlotChoice
 from moe.text_part import use_attention
@@ -138,10 +139,9 @@ def _why_unserved(
 
 def why_no_fp8(quantisation: Quantisation, device: torch.device) -> str | None:
     """Say why FP8 weights cannot be served on a device; None if they can."""
-    for each in quantisation.formats:
-        if each != WeightFormat(name="fp8", block_rows=SCALE_BLOCK, block=SCALE_BLOCK):
-            blocks = (each.block_rows, each.block)
-            return f"{each.name} weights in blocks of {blocks}; the GPU kernels take fp8 in {(SCALE_BLOCK, SCALE_BLOCK)}"
+    problems = (why_no_block(each.block) for each in quantisation.formats if each.block)
+    if problem := next(filter(None, problems), None):
+        return f"weights whose {problem}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_FP8_CAPABILITY:
         needed, found = LEAST_FP8_CAPABILITY, torch.cuda.get_device_capability(device)
         return f"FP8 weights, which take a GPU of compute capability {needed[0]}.{needed[1]}; this one has {found[0]}.{found[1]}"
@@ -174,7 +174,6 @@ def _open_layer(
     step: Step,
 ) -> DeviceExpertLayer:
     assert isinstance(step, DeviceStep), "a step of another backend"
-    gate = fused_gate(module, is_fp8=up.store.weight.dtype == torch.float8_e4m3fn)
     return DeviceExpertLayer(
         up,
         down,
@@ -182,7 +181,7 @@ def _open_layer(
         int(module.num_experts),
         dispatcher,
         step,
-        gate=gate,
+        gate=gate_of(module),
         dtype=on.dtype,
         is_invariant=on.is_invariant,
     )

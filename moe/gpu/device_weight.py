@@ -1,18 +1,18 @@
-"""Weights that a kernel of ours multiplies with on a GPU: FP8 ones, and all where rows' bits must be their own.
+"""Weights that a kernel of ours multiplies with on a GPU: quantised ones, and all where rows' bits must be their own.
 
-See `moe.kernel_weight`; the product is the experts' grouped one, with one group. FP8 stays as the checkpoint has it, one
-byte a value and a scale per 128 x 128. Plain weights come here where the engine is told to be invariant: cuBLAS takes
+See `moe.kernel_weight`; the product is the experts' grouped one, with one group. Quantised weights stay as the checkpoint
+has them (`moe.gpu.formats`). Plain weights come here where the engine is told to be invariant: cuBLAS takes
 another kernel for another number of rows, and adds in another order.
 
-Legend: T rows, K in features, N out features, B blocks.
+Legend: T rows, K in features, N out features.
 """
 
 import torch
 from torch import Tensor
 
-from moe.gpu.formats import PLAIN, SCALE_BLOCK, format_of
+from moe.gpu.formats import PLAIN, PlacedWeights, format_of, parts_of
 from moe.gpu.grouped import grouped_linear
-from moe.gpu.tiles import DECODE_TILE, FP8_DECODE_TILE, GroupedTile
+from moe.gpu.tiles import DECODE_TILE, QUANTISED_DECODE_TILE, GroupedTile
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
 
@@ -33,21 +33,20 @@ class OneGroup:
             self._offsets[rows] = torch.tensor([0, rows], device=self._device)
         return self._offsets[rows]
 
-    def tile(self, weight: Tensor) -> GroupedTile | None:
+    def tile(self, weights: PlacedWeights) -> GroupedTile | None:
         """Return the tile of a launch; None: what the kernel takes for so many rows."""
-        return steady_tile(weight) if self.is_invariant else None
+        return steady_tile(weights) if self.is_invariant else None
 
 
-def steady_tile(weight: Tensor) -> GroupedTile:
-    """The tile for a weight that gives a row the same bits among any number of rows: the one for few."""
-    return DECODE_TILE if format_of(weight) == PLAIN else FP8_DECODE_TILE
+def steady_tile(weights: PlacedWeights) -> GroupedTile:
+    """The tile for weights that gives a row the same bits among any number of rows: the one for few."""
+    return DECODE_TILE if weights.format == PLAIN else QUANTISED_DECODE_TILE
 
 
 class DeviceWeight(KernelWeight):
-    """[N, K], presented as of the model's type, held so or as FP8 codes beside their scales."""
+    """[N, K], presented as of the model's type, held so or quantised."""
 
-    weight_1NK: Tensor
-    scales_1BB: Tensor | None
+    held: PlacedWeights  # of one place
     group: OneGroup
 
     @staticmethod
@@ -58,23 +57,19 @@ class DeviceWeight(KernelWeight):
         self = Tensor._make_wrapper_subclass(
             cls, torch.Size(weight.shape), dtype=dtype, device=device, requires_grad=False
         )
-        if isinstance(weight, QuantisedWeight):
-            self.weight_1NK = weight.codes[None].to(device)
-            self.scales_1BB = weight.block_scales(SCALE_BLOCK)[None].to(device)
-        else:
-            self.weight_1NK, self.scales_1BB = weight[None].to(device, dtype).contiguous(), None
-        self.group = group
+        if isinstance(weight, Tensor):
+            weight = weight.to(dtype)
+        form = format_of(weight)
+        parts = {name: part[None].to(device).contiguous() for name, part in parts_of(weight, form).items()}
+        self.held, self.group = PlacedWeights.of(parts, form), group
         return self
 
     def plain(self) -> Tensor:
-        """The plain weight: [N, K] of the model's type; a copy of FP8 ones."""
+        """The plain weight: [N, K] of the model's type; a copy of a quantised one."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.scales_1BB is None:
-                return self.weight_1NK[0]
-            codes, scales = self.weight_1NK[0].float(), self.scales_1BB[0]
-            n, k = codes.shape
-            wide = scales.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
-            return (codes * wide).to(self.dtype)
+            if self.held.format == PLAIN:
+                return self.held.codes[0]
+            return self.held.wide(0).to(self.device, self.dtype)
 
     def cast(self, dtype: torch.dtype) -> Tensor:
         """See `KernelWeight`. A router that multiplies in float32 is to be as invariant as all others."""
@@ -87,13 +82,11 @@ class DeviceWeight(KernelWeight):
         """See `KernelWeight`."""
         if x.dtype != self.dtype:
             return None
-        weight_1NK, group = self.weight_1NK, self.group
-        _, n, k = self.weight_1NK.shape
+        n, k = self.shape
         x_TK = x.reshape(-1, k).contiguous()
         rows = len(x_TK)
         out_TN = grouped_linear(
-            x_TK, weight_1NK, group.offsets(rows), group.place_1, num_pairs=rows, scales_WBB=self.scales_1BB,
-            tile=group.tile(weight_1NK),
+            x_TK, self.held, self.group.offsets(rows), self.group.place_1, num_pairs=rows, tile=self.group.tile(self.held)
         )  # fmt: skip
         if bias is not None:
             out_TN += bias
@@ -101,4 +94,4 @@ class DeviceWeight(KernelWeight):
 
     def embedded(self, ids: Tensor) -> Tensor | None:
         """See `KernelWeight`."""
-        return self.weight_1NK[0][ids] if self.scales_1BB is None else None
+        return self.held.codes[0][ids] if self.held.format == PLAIN else None

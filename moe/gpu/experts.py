@@ -101,15 +101,15 @@ class DeviceExpertLayer:
         expected_pairs: int | None = None,
     ) -> Tensor:
         """Apply slots' experts to their pairs; local. Returns [P, D], of which rows without a pair are undefined."""
-        tile = steady_tile(up.store.weight) if self.is_invariant else None
+        tile = steady_tile(up.store.weights) if self.is_invariant else None
         raised_PN = grouped_linear(
-            x_TD, up.store.weight, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs, rows_P=row_P,
-            gate=self.gate.name, scales_WBB=up.store.scales, biases_WN=up.store.bias, tile=tile,
+            x_TD, up.store.weights, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
+            rows_P=row_P, gate=self.gate.name, biases_WN=up.store.bias, tile=tile,
         )  # fmt: skip
         lowered_PI = gates.apply(module, raised_PN) if self.gate.name == "none" else raised_PN
         return grouped_linear(
-            lowered_PI, down.store.weight, slot_offsets, down.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
-            scales_WBB=down.store.scales, biases_WN=down.store.bias, tile=tile,
+            lowered_PI, down.store.weights, slot_offsets, down.places_S, num_pairs=num_pairs,
+            expected_pairs=expected_pairs, biases_WN=down.store.bias, tile=tile,
         )  # fmt: skip
 
     def try_out(self, module: Any, up: DeviceSlots, down: DeviceSlots, x_TD: Tensor) -> Tensor:

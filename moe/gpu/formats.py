@@ -1,84 +1,243 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""How experts' weights lie in a GPU's memory, and how a tile of them becomes a factor of a product, in registers.
+"""How weights lie in a GPU's memory, and how a tile of them becomes a factor of a product, in registers.
 
-- plain: [W, N, K] in the rows' own type.
-- FP8: [W, N, K] e4m3 and one float32 scale per 128 x 128 block (DeepSeek-V3; transformers' fine-grained FP8). The scale
-  is a factor of the block's product, so a tile is as wide as a block in K.
-- MXFP4: [W, N, K / 2] bytes of two e2m1 values, the low half first, and [W, N, K / 32] bytes, each the power of two that
-  32 values share (OCP Microscaling Formats, 2023; gpt-oss). A value times its power of two is exact in bfloat16.
+Plain weights are in the rows' own type. Quantised ones are `moe.load.quantised_weight`'s: codes of a kind, scales of
+another, perhaps zeros and a second scale of each row, all of the checkpoint's types. A format is a choice of each, and
+one loader composes them: FP8, int8, MXFP4, MXFP8, NVFP4, int4 differ in a line. Where a scale is applied follows from how
+many inputs it is for:
 
-Rejected for MXFP4: `tl.dot_scaled`, which lowers to better code, but which the interpreter lacks, so it could be wrong
-unseen.
+- fewer than a tile's (16, 32, 64): on the values, in float32, which are then rounded to the rows' type. In bfloat16 that is
+  exact for MXFP4, MXFP8 and NVFP4.
+- whole tiles (128, ...): on the tile's product, so that the values are exact in the rows' type, whatever the scale is.
+- all of a row: on the finished sum, as the second scale of a row.
 
-Legend: W weights in memory, N out features, K in features.
+FP8's blocks of 128 x 128 (DeepSeek-V3) have a scale for 128 rows; where rows share scales they are kept once.
+
+Rejected: `tl.dot_scaled`, which lowers to better code, but which the interpreter lacks, so it could be wrong unseen; e4m3
+scales as a type of Triton's, which GPUs before sm_89 lack.
+
+Legend: W weights in memory, N out features, K in features, B blocks of K, R blocks of N.
 """
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-SCALE_BLOCK = 128  # of FP8
-MICRO_BLOCK = 32  # of MXFP4
-PLAIN, FP8, MXFP4 = 0, 1, 2
-_FP8_BLOCK, _MICRO_BLOCK = tl.constexpr(SCALE_BLOCK), tl.constexpr(MICRO_BLOCK)
-_IS_FP8, _IS_MXFP4 = tl.constexpr(FP8), tl.constexpr(MXFP4)
-_UNBIASED = tl.constexpr(
-    2.0**126
-)  # lifts e2m1's exponent, put at the bottom of float32's, to where it belongs
+from moe.load.quantised_weight import Kind, QuantisedWeight, QuantisedWeightError
+
+TILE_INPUTS = 128  # of a quantised weight's tile, in all launches
+_SHARING = (128, 64, 32, 16)  # rows of FP8 that may have one scale
+_LIFT_E2M1 = tl.constexpr(2.0**126)  # brings an exponent at the bottom of float32's to where it belongs
+_LIFT_E4M3 = tl.constexpr(2.0**120)
 _LEAST_POWER, _NAN = tl.constexpr(0x00400000), tl.constexpr(0x7FC00000)  # what e8m0 means by 0 and by 255
+_COUNTED, _COUNTED_EIGHT = (
+    tl.constexpr(0x4B000000),
+    tl.constexpr(2.0**23 + 8),
+)  # float32's 2^23: last bits count wholes
 
 
-def format_of(weights: torch.Tensor) -> int:
-    """Tell a weight's format by its type."""
-    return {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4}.get(weights.dtype, PLAIN)
+class DeviceFormat(NamedTuple):
+    """How weights are stored: what a kernel is compiled for."""
+
+    kind: Kind | Literal["plain"] = "plain"  # of the codes
+    scale: str = "none"  # of the scales: float (float32, bfloat16 or float16), e8m0, e4m3
+    block: int = 0  # inputs under one scale
+    rows: int = 1  # outputs under one scale
 
 
-@triton.jit
-def scale_stride(HEIGHT: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
-    """Count the scales of one weight."""
-    if FORMAT == _IS_FP8:
-        return ((HEIGHT + _FP8_BLOCK - 1) // _FP8_BLOCK) * ((K + _FP8_BLOCK - 1) // _FP8_BLOCK)
-    else:
-        return HEIGHT * (K // _MICRO_BLOCK)
+PLAIN = DeviceFormat()
+
+
+class PlacedWeights(NamedTuple):
+    """Weights of one format, by place."""
+
+    codes: Tensor  # [W, N, K] of the rows' type, float8_e4m3fn or int8; or [W, N, K / 2] uint8, the even input below
+    format: DeviceFormat = PLAIN
+    scales: Tensor | None = None  # [W, R, B] float32, bfloat16, float16, uint8 (e8m0) or float8_e4m3fn
+    row_scales: Tensor | None = None  # [W, N] float32
+    zeros: Tensor | None = None  # [W, N, B] uint8, of int4: what is taken from a code instead of 8
+
+    @staticmethod
+    def of(parts: Mapping[str, Tensor], form: DeviceFormat) -> "PlacedWeights":
+        """From what `parts_of` names, with W before it; a bias is left out."""
+        return PlacedWeights(
+            parts[""], form, parts.get("scales"), parts.get("row_scales"), parts.get("zeros")
+        )
+
+    @property
+    def in_dim(self) -> int:
+        """Input features K."""
+        return int(self.codes.shape[2]) * (2 if self.format.kind in ("e2m1", "int4") else 1)
+
+    def wide(self, place: int) -> Tensor:
+        """What one weight stands for: [N, K] float32, new."""
+        kind = self.format.kind
+        if kind == "plain" or self.scales is None:
+            return self.codes[place].float()
+        scales = self.scales[place].repeat_interleave(self.format.rows, 0)[: self.codes.shape[1]]
+        row_scales, zeros = (None if part is None else part[place] for part in (self.row_scales, self.zeros))
+        with self.codes.device:  # where tables of values are made
+            return QuantisedWeight(
+                codes=self.codes[place], kind=kind, scales=scales, block=self.format.block,
+                row_scales=row_scales, zeros=zeros,
+            ).dequantised()  # fmt: skip
+
+    def check(self) -> None:
+        """Refuse what the kernel does not take.
+
+        Raises:
+            ValueError: scales, second scales or zeros are missing, not for such codes, or of another shape; or blocks.
+        """
+        kind, _, block, rows = self.format
+        if (self.scales is None) != (kind == "plain"):
+            raise ValueError(f"{kind} weights have {'scales' if kind == 'plain' else 'no scales'}")
+        if self.scales is None:
+            return
+        if self.zeros is not None and kind != "int4":
+            raise ValueError(f"{kind} weights have zeros; they are for int4")
+        if problem := why_no_block(block, self.in_dim):
+            raise ValueError(problem)
+        W, N, B = *self.codes.shape[:2], -(-self.in_dim // block)
+        for name, part, shape in (
+            ("scales", self.scales, (W, -(-N // rows), B)),
+            ("row_scales", self.row_scales, (W, N)),
+            ("zeros", self.zeros, (W, N, B)),
+        ):
+            if part is not None and part.shape != shape:
+                raise ValueError(
+                    f"{name} are {list(part.shape)}; {kind} weights of {N} x {self.in_dim} take {list(shape)}"
+                )
+
+
+def why_no_block(block: int, in_dim: int | None = None) -> str | None:
+    """Say why scales for so many inputs are not served, of a weight of `in_dim` or of any; None if they are."""
+    is_whole_row = in_dim is not None and block >= in_dim
+    if is_whole_row or block % TILE_INPUTS == 0 or block in (16, 32, 64):
+        return None
+    return f"scales are for {block} inputs; the GPU kernels take 16, 32, 64, multiples of {TILE_INPUTS}, or one for a row"
+
+
+def format_of(weight: Tensor | QuantisedWeight) -> DeviceFormat:
+    """Tell how a weight is stored; its rows share scales where all of them do."""
+    if isinstance(weight, Tensor):
+        return PLAIN
+    scale = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}.get(weight.scales.dtype, "float")
+    rows = 1
+    if weight.kind == "e4m3" and scale == "float" and weight.block < weight.in_dim:
+        rows = next((size for size in _SHARING if _share(weight.scales, size)), 1)
+    return DeviceFormat(weight.kind, scale, weight.block, rows)
+
+
+def parts_of(weight: Tensor | QuantisedWeight, form: DeviceFormat) -> dict[str, Tensor]:
+    """Name a weight's tensors as a store of a format keeps them: "" is the weight, or its codes.
+
+    Raises:
+        QuantisedWeightError: the weight is stored in another format.
+    """
+    own = format_of(weight)
+    if own[:3] != form[:3]:
+        raise QuantisedWeightError(
+            f"weights of one layer are stored in two ways, {own.kind} with {own.scale} scales per {own.block} inputs and "
+            f"{form.kind} with {form.scale} scales per {form.block}; the GPU kernels take one"
+        )
+    if isinstance(weight, Tensor):
+        return {"": weight}
+    parts = weight.tensors()
+    if form.rows > 1:
+        parts["scales"] = weight.block_scales(form.rows)
+    return {"": parts.pop("codes"), **parts}
+
+
+def _share(scales_NB: Tensor, rows: int) -> bool:
+    """Whether rows have the scales of the first of so many."""
+    firsts = scales_NB[::rows].repeat_interleave(rows, 0)[: len(scales_NB)]
+    return torch.equal(firsts, scales_NB)
 
 
 @triton.jit
 def load_tile(
-    base, scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, dtype
+    codes, scales, zeros, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, dtype,
 ):  # fmt: skip
-    """Load [columns, INNER] of one weight from `begin` on, as `dtype`; what is outside is 0."""
-    if FORMAT == _IS_MXFP4:
-        return _micro_tile(base, scales, column, begin, HEIGHT, K, INNER).to(dtype)
+    """Load [columns, INNER] of one weight from `begin` on, as `dtype`, times those scales that change inside of it.
+
+    What is beyond K is any number; it is multiplied with 0.
+    """
+    value_NK = _load_values(codes, column, begin, HEIGHT, K, INNER, KIND, zeros is not None)
+    if KIND == "plain" or (zeros is None and (BLOCK >= INNER or BLOCK >= K)):
+        return value_NK.to(dtype)
     else:
-        inner = begin + tl.arange(0, INNER)
-        is_in = column[:, None] < HEIGHT
-        if K % INNER != 0:
-            is_in = is_in & (inner[None, :] < K)
-        return tl.load(base + column[:, None] * K + inner[None, :], mask=is_in, other=0.0).to(dtype)
+        GROUPS: tl.constexpr = 1 if (BLOCK >= INNER or BLOCK >= K) else INNER // BLOCK
+        BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        block = begin // BLOCK + tl.arange(0, GROUPS)
+        is_in = (column[:, None] < HEIGHT) & (block[None, :] < BLOCKS)
+        value_NBI = tl.reshape(value_NK.to(tl.float32), [column.shape[0], GROUPS, INNER // GROUPS])
+        if zeros is not None:
+            zero_NB = tl.load(zeros + column[:, None] * BLOCKS + block[None, :], mask=is_in, other=0)
+            value_NBI -= _counted(zero_NB.to(tl.int32))[:, :, None]
+        if GROUPS > 1:
+            place_NB = (column // ROWS)[:, None] * BLOCKS + block[None, :]
+            value_NBI *= _read_scales(scales + place_NB, is_in, SCALE)[:, :, None]
+        return tl.reshape(value_NBI, [column.shape[0], INNER]).to(dtype)
 
 
 @triton.jit
-def load_scales(scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr):
-    """Load the FP8 scales of columns in the block of K that `begin` is in."""
-    blocks: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
-    return tl.load(
-        scales + column // _FP8_BLOCK * blocks + begin // _FP8_BLOCK, mask=column < HEIGHT, other=0.0
-    )
+def load_scales(
+    scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of columns in the block of K that `begin` is in, as float32."""
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    return _read_scales(scales + column // ROWS * BLOCKS + begin // BLOCK, column < HEIGHT, SCALE)
 
 
 @triton.jit
-def _micro_tile(base, scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr):
-    """Decode MXFP4 to float32."""
-    byte = begin // 2 + tl.arange(0, INNER // 2)
-    is_in = (column[:, None] < HEIGHT) & (byte[None, :] < K // 2)
-    pair_NB = tl.load(base + column[:, None] * (K // 2) + byte[None, :], mask=is_in, other=0).to(tl.int32)
-    code_NK = tl.reshape(tl.join(pair_NB & 0xF, pair_NB >> 4), [column.shape[0], INNER])
-    value_NK = (((code_NK & 7) << 22) | ((code_NK & 8) << 28)).to(tl.float32, bitcast=True) * _UNBIASED
-    group = begin // _MICRO_BLOCK + tl.arange(0, INNER // _MICRO_BLOCK)
-    is_in = (column[:, None] < HEIGHT) & (group[None, :] < K // _MICRO_BLOCK)
-    power = tl.load(scales + column[:, None] * (K // _MICRO_BLOCK) + group[None, :], mask=is_in, other=127)
-    bits = power.to(tl.int32) << 23
-    bits = tl.where(power == 0, _LEAST_POWER, tl.where(power == 255, _NAN, bits))
-    blocks = tl.reshape(value_NK, [column.shape[0], INNER // _MICRO_BLOCK, _MICRO_BLOCK])
-    blocks = blocks * bits.to(tl.float32, bitcast=True)[:, :, None]
-    return tl.reshape(blocks, [column.shape[0], INNER])
+def _load_values(
+    codes, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Decode [columns, INNER]; int4 with zeros is 2^23 too large."""
+    PER_CODE: tl.constexpr = 2 if (KIND == "e2m1" or KIND == "int4") else 1
+    at = begin // PER_CODE + tl.arange(0, INNER // PER_CODE)
+    is_in = column[:, None] < HEIGHT
+    if K % INNER != 0:
+        is_in = is_in & (at[None, :] < K // PER_CODE)
+    stored = tl.load(codes + column[:, None] * (K // PER_CODE) + at[None, :], mask=is_in, other=0.0)
+    if PER_CODE == 1:
+        return stored
+    else:
+        pair = stored.to(tl.int32)
+        code_NK = tl.reshape(tl.join(pair & 0xF, pair >> 4), [column.shape[0], INNER])
+        if KIND == "e2m1":
+            bits = ((code_NK & 7) << 22) | ((code_NK & 8) << 28)
+            return bits.to(tl.float32, bitcast=True) * _LIFT_E2M1
+        elif HAS_ZEROS:
+            return _counted(code_NK)
+        else:
+            return _counted(code_NK) - _COUNTED_EIGHT
+
+
+@triton.jit
+def _counted(whole):
+    """2^23 + a small whole number, as float32, without a conversion."""
+    return (whole | _COUNTED).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _read_scales(pointers, is_in, SCALE: tl.constexpr):
+    """Read scales of any kind as float32."""
+    stored = tl.load(pointers, mask=is_in, other=0.0)
+    if SCALE == "e8m0":
+        power = stored.to(tl.int32)
+        bits = tl.where(power == 0, _LEAST_POWER, tl.where(power == 255, _NAN, power << 23))
+        return bits.to(tl.float32, bitcast=True)
+    elif SCALE == "e4m3":
+        code = stored.to(tl.int32)
+        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+        return bits.to(tl.float32, bitcast=True) * _LIFT_E4M3
+    else:
+        return stored.to(tl.float32)

@@ -10,7 +10,7 @@ Legend: P pairs (rows sorted by slot), N out features, K in features, S slots.
 import triton
 import triton.language as tl
 
-from moe.gpu.formats import load_scales, load_tile, scale_stride
+from moe.gpu.formats import load_scales, load_tile
 
 # What the two halves of an expert's first product become, in registers: all gates but GELU's exact form are
 # `up * gate * sigmoid(something of gate)`.
@@ -70,26 +70,43 @@ def find_tile(program, num_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexp
 
 @triton.jit
 def _multiplied(
-    total, x_KR, base, scales, column, begin,
-    HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr,
+    total, x_KR, codes, scales, zeros, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr,
+    KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add the product of one tile of a weight with the rows, [columns, rows]."""
-    w_NK = load_tile(base, scales, column, begin, HEIGHT, K, INNER, FORMAT, x_KR.dtype)
-    if FORMAT == 1:
+    w_NK = load_tile(
+        codes, scales, zeros, column, begin, HEIGHT, K, INNER, KIND, SCALE, BLOCK, SCALE_ROWS, x_KR.dtype
+    )
+    if KIND != "plain" and BLOCK < K and BLOCK >= INNER:
         part = tl.dot(w_NK, x_KR, input_precision="ieee")
-        return total + part * load_scales(scales, column, begin, HEIGHT, K)[:, None]
+        return total + part * load_scales(scales, column, begin, HEIGHT, K, SCALE, BLOCK, SCALE_ROWS)[:, None]
     else:
         return tl.dot(w_NK, x_KR, total, input_precision="ieee")
 
 
 @triton.jit
-def grouped_rows(
-    x, rows, weights, scales, biases, places, offsets, out,
-    S: tl.constexpr, S_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, FORMAT: tl.constexpr, HAS_ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+def _finished(
+    total, scales, row_scales, biases, column, HEIGHT: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (some tiles of rows and columns, in turn). With a gate, `weights` has 2 * N rows: N of the gate, then N of up."""
+    """Multiply sums with what is one number for all of a weight's row, and add biases."""
+    if KIND != "plain" and BLOCK >= K:
+        total *= load_scales(scales, column, 0, HEIGHT, K, SCALE, BLOCK, SCALE_ROWS)[:, None]
+    if row_scales is not None:
+        total *= tl.load(row_scales + column, mask=column < HEIGHT, other=0.0)[:, None]
+    if biases is not None:
+        total += tl.load(biases + column, mask=column < HEIGHT, other=0.0).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
+def grouped_rows(
+    x, rows, codes, scales, row_scales, zeros, biases, places, offsets, out,
+    S: tl.constexpr, S_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (some tiles of rows and columns, in turn). With a gate, weights have 2 * N rows: N of the gate, then N of up."""
     COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     num_tiles = count_tiles(offsets, S, S_PAD, ROWS)
     at = tl.program_id(0)
@@ -97,28 +114,35 @@ def grouped_rows(
         tile, column_tile = find_tile(at, num_tiles, COLUMN_TILES, GROUP)
         slot, first, end = find_rows(offsets, tile, S, S_PAD, ROWS)
         _multiply_tile(
-            x, rows, weights, scales, biases, places, out, slot, first, end, column_tile, N, K, ROWS, COLUMNS, INNER,
-            GATE, FORMAT, HAS_ROWS, HAS_BIAS,
+            x, rows, codes, scales, row_scales, zeros, biases, places, out, slot, first, end, column_tile, N, K, ROWS,
+            COLUMNS, INNER, GATE, KIND, SCALE, BLOCK, SCALE_ROWS,
         )  # fmt: skip
         at += tl.num_programs(0)
 
 
 @triton.jit
 def _multiply_tile(
-    x, rows, weights, scales, biases, places, out, slot, first, end, column_tile,
+    x, rows, codes, scales, row_scales, zeros, biases, places, out, slot, first, end, column_tile,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GATE: tl.constexpr, FORMAT: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows from `first` on, up to `end`, with a tile of their slot's weight."""
     HEIGHT: tl.constexpr = 2 * N if GATE > 0 else N
     pair = first + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_pair = pair < end
-    source = tl.load(rows + pair, mask=is_pair, other=0) if HAS_ROWS else pair
+    source = tl.load(rows + pair, mask=is_pair, other=0) if rows is not None else pair
     place = tl.load(places + slot).to(tl.int64)
-    base, own_scales = weights + place * (HEIGHT * (K // 2 if FORMAT == 2 else K)), scales
-    if FORMAT > 0:
-        own_scales = scales + place * scale_stride(HEIGHT, K, FORMAT)
+    codes += place * (HEIGHT * (K // 2 if (KIND == "e2m1" or KIND == "int4") else K))
+    if KIND != "plain":
+        BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        scales += place * ((HEIGHT + SCALE_ROWS - 1) // SCALE_ROWS * BLOCKS)
+        if zeros is not None:
+            zeros += place * (HEIGHT * BLOCKS)
+    if row_scales is not None:
+        row_scales += place * HEIGHT
+    if biases is not None:
+        biases += place * HEIGHT
     x_rows = x + source * K
     total, total_up = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
     for begin in range(0, K, INNER):
@@ -127,21 +151,21 @@ def _multiply_tile(
         if K % INNER != 0:
             is_read = is_read & (inner[:, None] < K)
         x_KR = tl.load(x_rows[None, :] + inner[:, None], mask=is_read, other=0.0)
-        total = _multiplied(total, x_KR, base, own_scales, column, begin, N, K, INNER, FORMAT)
+        total = _multiplied(
+            total, x_KR, codes, scales, zeros, column, begin, N, K, INNER, KIND, SCALE, BLOCK, SCALE_ROWS
+        )
         if GATE > 0:
             total_up = _multiplied(
-                total_up, x_KR, base, own_scales, column + N, begin, HEIGHT, K, INNER, FORMAT
-            )
-    is_column = column < N
-    if HAS_BIAS:
-        bias = tl.load(biases + place * HEIGHT + column, mask=is_column, other=0.0)
-        total += bias.to(tl.float32)[:, None]
+                total_up, x_KR, codes, scales, zeros, column + N, begin, HEIGHT, K, INNER, KIND, SCALE, BLOCK,
+                SCALE_ROWS,
+            )  # fmt: skip
+    total = _finished(total, scales, row_scales, biases, column, N, K, KIND, SCALE, BLOCK, SCALE_ROWS)
     if GATE > 0:
-        if HAS_BIAS:
-            bias = tl.load(biases + place * HEIGHT + N + column, mask=is_column, other=0.0)
-            total_up += bias.to(tl.float32)[:, None]
+        total_up = _finished(
+            total_up, scales, row_scales, biases, column + N, HEIGHT, K, KIND, SCALE, BLOCK, SCALE_ROWS
+        )
         total = gated(total, total_up, GATE)
     tl.store(
         out + pair[None, :] * N + column[:, None], total.to(out.dtype.element_ty),
-        mask=is_pair[None, :] & is_column[:, None],
+        mask=is_pair[None, :] & (column < N)[:, None],
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Experts in a GPU's memory: one store for all layers whose experts look alike, and slots that point into it.
 
 A store has a tensor [W, ...] for each thing that belongs to an expert's weight: the weight itself [W, N, K] (or its
-codes), scales, a bias. Which of the W places a slot has is an int32 on the device, which the grouped kernel reads. So
+codes), scales, second scales, zeros, a bias. Which of the W places a slot has is an int32 on the device, which the grouped kernel reads. So
 an expert that has moved is switched to by writing one number, a captured graph sees it at its next replay, and spare
 places serve any layer. The number of places is fixed at the start: growing would move every weight.
 Experts come from a checkpoint one at a time, in the kernels' order of rows, quantised or not.
@@ -11,7 +11,8 @@ Legend: W places, S slots of a layer on this rank, N out features, K in features
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from moe.adopt.gates import Gate, arranged, gate_of
 from moe.families import leaves
-from moe.gpu.formats import SCALE_BLOCK
+from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights, format_of, parts_of
 from moe.load.loader import Loader, Weight
-from moe.load.quantised_weight import QuantisedWeight
+from moe.load.quantised_weight import QuantisedWeightError
 
-Kind = tuple[Any, ...]  # leaf, in features, and each tensor's name, type and shape: what a store is for
+Kind = tuple[Any, ...]  # leaf, format, and each tensor's name, type and shape: what a store is for
 
 
 class NoSpareSlotError(RuntimeError):
@@ -33,31 +34,24 @@ class NoSpareSlotError(RuntimeError):
 class SlotStore:
     """Weights of one kind, by place."""
 
-    def __init__(self, places: int, like: Mapping[str, Tensor], *, in_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, places: int, like: Mapping[str, Tensor], *, form: DeviceFormat = PLAIN, device: torch.device
+    ) -> None:
         """Reserve zeroed places, all free.
 
         Args:
             places: W.
-            like: one expert's tensors by name: "" is the weight, "scales" and "bias" what comes with it; only types
-                and shapes are used.
-            in_dim: K.
+            like: one expert's tensors by name: "" is the weight, "scales", "row_scales", "zeros" and "bias" what comes
+                with it; only types and shapes are used.
+            form: of the weight.
         """
-        self.in_dim, self.device = in_dim, device
+        self.device = device
         self.parts = {
             name: torch.zeros(places, *tensor.shape, dtype=tensor.dtype, device=device)
             for name, tensor in like.items()
         }
+        self.weights = PlacedWeights.of(self.parts, form)
         self._free = list(range(places))
-
-    @property
-    def weight(self) -> Tensor:
-        """[W, N, K], or codes."""
-        return self.parts[""]
-
-    @property
-    def scales(self) -> Tensor | None:
-        """[W, ...] of quantised weights."""
-        return self.parts.get("scales")
 
     @property
     def bias(self) -> Tensor | None:
@@ -76,7 +70,7 @@ class SlotStore:
         """
         if not self._free:
             raise NoSpareSlotError(
-                f"all {len(self.weight)} places for experts of this kind are taken; move fewer experts at once"
+                f"all {len(self.weights.codes)} places for experts of this kind are taken; move fewer experts at once"
             )
         return self._free.pop(0)
 
@@ -106,11 +100,11 @@ class DeviceSlots:
     @property
     def in_dim(self) -> int:
         """Features that a row comes with."""
-        return self.store.in_dim
+        return self.store.weights.in_dim
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one expert's weight, scales and bias."""
+        """Bytes of all that belongs to one expert's weight."""
         return self.store.place_bytes
 
     @property
@@ -165,13 +159,6 @@ class DeviceSlots:
         return DeviceSlots(self.store, [old])
 
 
-def fused_gate(module: Any, *, is_fp8: bool) -> Gate:
-    """The gate that the kernel applies: "none" where scales of 128 rows would be shared by gate and up."""
-    gate = gate_of(module)
-    rows = module.gate_up_proj.shape[2 if module.is_transposed else 1] // 2 if module.has_gate else 0
-    return Gate("none") if is_fp8 and (gate.is_interleaved or rows % SCALE_BLOCK) else gate
-
-
 class DeviceExperts:
     """Fills the stores of one model; `moe.backend.ExpertReader`."""
 
@@ -193,12 +180,17 @@ class DeviceExperts:
             dtype: of weights that are not quantised, and of biases.
         """
         self._loader, self._modules, self._dtype = loader, modules, dtype
-        self._gates = {name: self._gate(name) for name in modules}
+        self._gates = {name: gate_of(module) for name, module in modules.items()}
         likes = {(name, leaf): self._like(name, leaf) for name in modules for leaf in leaves(modules[name])}
-        self._kinds = {at: self._kind(*at, like) for at, like in likes.items()}
+        self._kinds = {at: _kind_of(at[1], like) for at, like in likes.items()}
         one_of = {kind: likes[at] for at, kind in self._kinds.items()}
         self._stores = {
-            kind: SlotStore(count * slots_per_layer + num_spare, one_of[kind], in_dim=kind[1], device=device)
+            kind: SlotStore(
+                count * slots_per_layer + num_spare,
+                one_of[kind].parts,
+                form=one_of[kind].form,
+                device=device,
+            )
             for kind, count in Counter(self._kinds.values()).items()
         }
 
@@ -215,18 +207,17 @@ class DeviceExperts:
 
     def _fill(self, name: str, leaf: str, local_S: np.ndarray, slots: DeviceSlots) -> None:
         read = self._loader.read_experts(self._modules[name], f"{name}.{leaf}", local_S)
+        wanted = _types(slots.store.parts, leading=1)
         for slot, weight, bias in read:
-            slots.put(slot, self._parts(name, leaf, weight, bias))
+            made = self._stored(name, leaf, weight, bias, slots.store.weights.format)
+            if _types(made.parts) != wanted:
+                raise QuantisedWeightError(
+                    f"{name}.{leaf}: expert {local_S[slot]} comes as {_types(made.parts)}; the first as {wanted}"
+                )
+            slots.put(slot, made.parts)
 
-    def _gate(self, name: str) -> Gate:
-        module = self._modules[name]
-        target = f"{name}.{leaves(module)[0]}"
-        # MXFP4 has scales of single rows, which are put in order with them; only gpt-oss' layout has it.
-        is_fp8 = self._loader.is_quantised(target) and not module.is_transposed
-        return fused_gate(module, is_fp8=is_fp8)
-
-    def _like(self, name: str, leaf: str) -> dict[str, Tensor]:
-        """Tensors such as the experts of one layer have; read only if quantised, else on meta."""
+    def _like(self, name: str, leaf: str) -> "_Stored":
+        """An expert such as one layer has; read only if quantised, else on meta."""
         module, target = self._modules[name], f"{name}.{leaf}"
         weight: Weight = torch.empty(getattr(module, leaf).shape[1:], device="meta")
         if module.is_transposed and isinstance(weight, Tensor):
@@ -236,22 +227,38 @@ class DeviceExperts:
         )
         if self._loader.is_quantised(target):
             _, weight, bias = next(self._loader.read_experts(module, target, np.zeros(1, np.int64)))
-        return self._parts(name, leaf, weight, bias)
+        return self._stored(name, leaf, weight, bias)
 
-    def _kind(self, name: str, leaf: str, like: dict[str, Tensor]) -> Kind:
-        _, *sides = getattr(self._modules[name], leaf).shape
-        in_dim = int(sides[0] if self._modules[name].is_transposed else sides[1])
-        return leaf, in_dim, *((part, tensor.dtype, *tensor.shape) for part, tensor in like.items())
-
-    def _parts(self, name: str, leaf: str, weight: Weight, bias: Tensor | None) -> dict[str, Tensor]:
-        """One expert's tensors as the kernels take them."""
+    def _stored(
+        self, name: str, leaf: str, weight: Weight, bias: Tensor | None, form: DeviceFormat | None = None
+    ) -> "_Stored":
+        """One expert as the kernels take it; without a format in its own."""
         gate = Gate("none") if leaf == "down_proj" else self._gates[name]
-        if isinstance(weight, QuantisedWeight):
-            is_mxfp4 = weight.codes.dtype == torch.uint8
-            scales = weight.scales if is_mxfp4 else weight.block_scales(SCALE_BLOCK)
-            parts = {"": weight.codes, "scales": scales}
+        if isinstance(weight, Tensor):
+            weight = arranged(weight.to(self._dtype), gate)
         else:
-            parts = {"": weight.to(self._dtype)}
+            in_order: dict[str, Any] = {
+                part: arranged(tensor, gate) for part, tensor in weight.tensors().items()
+            }
+            weight = replace(weight, **in_order)
+        form = form or format_of(weight)
+        parts = parts_of(weight, form)
         if bias is not None:
-            parts["bias"] = bias.to(self._dtype)
-        return {part: arranged(tensor, gate) for part, tensor in parts.items()}
+            parts["bias"] = arranged(bias.to(self._dtype), gate)
+        return _Stored(form, parts)
+
+
+class _Stored(NamedTuple):
+    """One expert's tensors by name, and the format of its weight."""
+
+    form: DeviceFormat
+    parts: dict[str, Tensor]
+
+
+def _kind_of(leaf: str, like: _Stored) -> Kind:
+    return leaf, like.form, *_types(like.parts)
+
+
+def _types(parts: Mapping[str, Tensor], *, leading: int = 0) -> list[tuple[Any, ...]]:
+    """Each tensor's name, type and shape, the latter without leading dimensions."""
+    return [(name, tensor.dtype, *tensor.shape[leading:]) for name, tensor in parts.items()]

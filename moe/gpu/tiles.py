@@ -8,10 +8,8 @@ and beside prompts. The table of `attention.gpu.tiles` may say otherwise for a d
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 from attention.gpu.tiles import device_names, shape_key, tile_of
-from moe.gpu.formats import PLAIN, format_of
+from moe.gpu.formats import TILE_INPUTS, PlacedWeights
 
 MANY_ROWS = 64  # per slot, from which reading weights costs less than multiplying
 
@@ -30,9 +28,9 @@ class GroupedTile(NamedTuple):
 LEAST_COLUMNS = 64  # of one instruction of Hopper
 DECODE_TILE = GroupedTile(16, 64, 64, 1, 4, 5)  # few rows per expert: read weights fast
 PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3)  # many: keep the tensor cores busy
-# A block of FP8 scales is 128 features; of MXFP4 they are 64 bytes, of which a row is read at once.
-FP8_DECODE_TILE = GroupedTile(16, 64, 128, 1, 4, 4)
-FP8_PREFILL_TILE = GroupedTile(64, 128, 128, 8, 8, 3)
+# Of quantised weights, in bytes or halves: a line of memory of each row, and FP8's scale for 128 inputs.
+QUANTISED_DECODE_TILE = GroupedTile(16, 64, TILE_INPUTS, 1, 4, 4)
+QUANTISED_PREFILL_TILE = GroupedTile(64, 128, TILE_INPUTS, 8, 8, 3)
 
 
 def choose_tile(expected_pairs: int, num_slots: int, *, is_quantised: bool = False) -> GroupedTile:
@@ -41,24 +39,29 @@ def choose_tile(expected_pairs: int, num_slots: int, *, is_quantised: bool = Fal
     Args:
         expected_pairs: that this rank gets where loads are even, at the size that all ranks agreed on.
         num_slots: of this rank; as many on all ranks.
-        is_quantised: whether weights are FP8, or MXFP4.
+        is_quantised: whether weights are.
     """
     if expected_pairs < MANY_ROWS * num_slots:
-        return FP8_DECODE_TILE if is_quantised else DECODE_TILE
-    return FP8_PREFILL_TILE if is_quantised else PREFILL_TILE
+        return QUANTISED_DECODE_TILE if is_quantised else DECODE_TILE
+    return QUANTISED_PREFILL_TILE if is_quantised else PREFILL_TILE
 
 
-def tile_of_launch(expected_pairs: int, num_slots: int, weights_WNK: Tensor) -> GroupedTile:
+def shape_of(weights: PlacedWeights) -> str:
+    """Name weights as the table does: by the kind of their codes, or plain ones' type, and their sides."""
+    codes, kind = weights.codes, weights.format.kind
+    return shape_key(codes.dtype if kind == "plain" else kind, N=codes.shape[1], K=weights.in_dim)
+
+
+def tile_of_launch(expected_pairs: int, num_slots: int, weights: PlacedWeights) -> GroupedTile:
     """Return what the table has for a launch on the weights' device, else `choose_tile`'s.
 
     Raises:
         ValueError: the table would change the order of sums between steps.
     """
-    fallback = choose_tile(expected_pairs, num_slots, is_quantised=format_of(weights_WNK) != PLAIN)
+    fallback = choose_tile(expected_pairs, num_slots, is_quantised=weights.format.kind != "plain")
     kernel = "grouped_decode" if expected_pairs < MANY_ROWS * num_slots else "grouped_prefill"
-    _, N, K = weights_WNK.shape
-    shape = shape_key(weights_WNK.dtype, N=N, K=K)
-    return check_steps(shape, tile_of(kernel, shape, fallback, device_names(weights_WNK.device)), fallback)
+    shape = shape_of(weights)
+    return check_steps(shape, tile_of(kernel, shape, fallback, device_names(weights.codes.device)), fallback)
 
 
 def check_steps(shape: str, tile: GroupedTile, fallback: GroupedTile) -> GroupedTile:

@@ -22,7 +22,7 @@ from benchmarks.gpu.kernels.attention_calls import (
     latent_maker,
     prefill_maker,
 )
-from benchmarks.gpu.kernels.expert_calls import decoded_maker, grouped_maker, uneven_maker
+from benchmarks.gpu.kernels.expert_calls import FORMS, decoded_maker, grouped_maker, uneven_maker
 from benchmarks.gpu.kernels.row_calls import (
     DEEPSEEK_ROUTING,
     GPT_OSS_ROUTING,
@@ -109,6 +109,7 @@ def checked_cases(setting: Setting) -> dict[str, MakeCall]:
                 cases[f"grouped {model} {side}, {tile} tile"] = uneven_maker(shape, side, is_decode=is_decode)
     return {
         **cases,
+        **_quantised(models.SMALL_QUANTISED, (True, False)),
         "routing qwen3": partial(routing_call, rows=300, experts=128, routing=QWEN3_ROUTING),
         "routing gpt-oss": partial(routing_call, rows=300, experts=32, routing=GPT_OSS_ROUTING),
         "routing deepseek": partial(routing_call, rows=300, experts=256, routing=DEEPSEEK_ROUTING),
@@ -215,6 +216,17 @@ def _rows() -> list[TimedCase]:
     return [TimedCase(name, make) for name, make in makers.items()]
 
 
+def _quantised(shape: ExpertShape, kinds: Sequence[bool]) -> dict[str, MakeCall]:
+    """Every format, by the tiles of kinds of steps: decodes or not."""
+    return {
+        f"grouped {form}, {'decode' if is_decode else 'prefill'} tile": uneven_maker(
+            shape._replace(form=form), "up", is_decode=is_decode
+        )
+        for form in FORMS
+        for is_decode in kinds
+    }
+
+
 def _tiny_checked() -> dict[str, MakeCall]:
     contexts = (1, 16, 33)
     return {
@@ -224,8 +236,7 @@ def _tiny_checked() -> dict[str, MakeCall]:
         "prefill": prefill_maker(models.TINY_SINKS, (0, 5), (20, 3)),
         "grouped up": uneven_maker(models.TINY_BIASED, "up", is_decode=True),
         "grouped down": uneven_maker(models.TINY_EXPERTS, "down", is_decode=False),
-        "grouped fp8": uneven_maker(models.TINY_FP8, "up", is_decode=True),
-        "grouped mxfp4": uneven_maker(models.TINY_MXFP4, "down", is_decode=True),
+        **_quantised(models.TINY_QUANTISED, (True,)),
         **_tiny_rows(),
     }
 

@@ -15,38 +15,39 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Call, MakeCall, bytes_of, spoiling
 from benchmarks.gpu.ranks.models import ExpertShape
-from moe.gpu.formats import MICRO_BLOCK, SCALE_BLOCK
+from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights
 from moe.gpu.grouped import grouped_linear
 from moe.gpu.tiles import MANY_ROWS, choose_tile
 
-# OCP Microscaling Formats (2023); the fourth bit is the sign.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FP8_RANGE = 2.0  # of scaled weights as they are stored
+
+class _Drawn(NamedTuple):
+    """A way to store experts, and how their random codes and scales are drawn."""
+
+    form: DeviceFormat  # a block of 0: all inputs of a row
+    spread: float  # of values without scales
+    scales: torch.dtype = torch.float32
+    has_zeros: bool = False
+    has_row_scales: bool = False
 
 
-class Weights(NamedTuple):
-    """Experts as they are stored, with their scales."""
+# How published checkpoints store experts, by a name: DeepSeek-V3, compressed-tensors' channels, MiniMax-M3, gpt-oss, ModelOpt,
+# Kimi K2.5, AWQ, compressed-tensors' W8A8.
+FORMS = {
+    "fp8": _Drawn(DeviceFormat("e4m3", "float", 128, 128), 2.0),
+    "fp8 rows": _Drawn(DeviceFormat("e4m3", "float"), 2.0, torch.bfloat16),
+    "mxfp8": _Drawn(DeviceFormat("e4m3", "e8m0", 32), 2.0, torch.uint8),
+    "mxfp4": _Drawn(DeviceFormat("e2m1", "e8m0", 32), 2.7, torch.uint8),
+    "nvfp4": _Drawn(DeviceFormat("e2m1", "e4m3", 16), 2.7, torch.float8_e4m3fn, has_row_scales=True),
+    "int4": _Drawn(DeviceFormat("int4", "float", 32), 4.6, torch.bfloat16),
+    "awq": _Drawn(DeviceFormat("int4", "float", 128), 6.5, torch.float16, has_zeros=True),
+    "int8": _Drawn(DeviceFormat("int8", "float"), 74.0),
+}
 
-    stored_WNK: Tensor
-    scales: Tensor | None
 
-    def wide(self, place: int) -> Tensor:
-        """One expert in float32, [N, K]."""
-        stored = self.stored_WNK[place]
-        if self.scales is None:
-            return stored.float()
-        scales = self.scales[place]
-        if stored.dtype == torch.uint8:
-            codes = torch.stack((stored & 15, stored >> 4), -1).flatten(-2).long()
-            values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=stored.device)[codes]
-            return values * torch.exp2(scales.float() - 127).repeat_interleave(MICRO_BLOCK, -1)
-        spread = scales.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(SCALE_BLOCK, 1)
-        return stored.float() * spread[: stored.shape[0], : stored.shape[1]]
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert."""
-        return bytes_of(self.stored_WNK[0], None if self.scales is None else self.scales[0])
+def expert_bytes(weights: PlacedWeights) -> int:
+    """Bytes of one expert."""
+    parts = (weights.codes, weights.scales, weights.row_scales, weights.zeros)
+    return bytes_of(*(None if part is None else part[0] for part in parts))
 
 
 def grouped_call(
@@ -63,8 +64,8 @@ def grouped_call(
     x = bench.normal(generator, offsets[-1], K)
     out = torch.empty(offsets[-1], N, dtype=bench.dtype, device=bench.device)
     run = functools.partial(
-        grouped_linear, x, weights.stored_WNK, bench.integers(offsets), places, num_pairs=offsets[-1], gate=gate,
-        scales_WBB=weights.scales, biases_WN=biases, tile=tile, out=out,
+        grouped_linear, x, weights, bench.integers(offsets), places, num_pairs=offsets[-1], gate=gate,
+        biases_WN=biases, tile=tile, out=out,
     )  # fmt: skip
 
     def oracle(shift: int = 0) -> Tensor:
@@ -76,13 +77,12 @@ def grouped_call(
         return torch.cat(parts)
 
     touched = sum(count > 0 for count in counts)
-    plain = weights.scales is None
     return Call(
         run=run, prepare=spoiling(out), oracle=oracle, control=functools.partial(oracle, 1),
         operations=2 * offsets[-1] * height * K,
-        num_bytes=touched * weights.expert_bytes + bytes_of(x, out),
+        num_bytes=touched * expert_bytes(weights) + bytes_of(x, out),
         rate="bf16_tflops",
-        peers={"grouped_mm": _torchs(bench, x, weights.stored_WNK, places, counts)} if plain else {},
+        peers={"grouped_mm": _torchs(bench, x, weights.codes, places, counts)} if weights.format == PLAIN else {},
     )  # fmt: skip
 
 
@@ -111,13 +111,9 @@ def sides_of(shape: ExpertShape, side: str) -> tuple[int, int]:
     return (2 * shape.inner, shape.hidden) if side == "up" else (shape.hidden, shape.inner)
 
 
-def no_experts(bench: Bench, shape: ExpertShape, side: str) -> Tensor:
+def no_experts(bench: Bench, shape: ExpertShape, side: str) -> PlacedWeights:
     """Weights as they are stored, of no expert."""
-    height, K = sides_of(shape, side)
-    if shape.form == "mxfp4":
-        return torch.empty(0, height, K // 2, dtype=torch.uint8, device=bench.device)
-    dtype = bench.dtype if shape.form == "plain" else torch.float8_e4m3fn
-    return torch.empty(0, height, K, dtype=dtype, device=bench.device)
+    return _draw(bench, bench.generator(0), shape._replace(slots=0), *sides_of(shape, side))
 
 
 def gated(x_PN: Tensor, gate: str) -> Tensor:
@@ -132,26 +128,45 @@ def gated(x_PN: Tensor, gate: str) -> Tensor:
     return (right + 1) * left * torch.sigmoid(1.702 * left)
 
 
-def _draw(bench: Bench, generator: torch.Generator, shape: ExpertShape, height: int, K: int) -> Weights:
-    """Draw experts, and scales where they are stored in few bits."""
+def _draw(bench: Bench, generator: torch.Generator, shape: ExpertShape, height: int, K: int) -> PlacedWeights:
+    """Draw experts, near 1 / sqrt(K), and what belongs to them where they are stored in few bits."""
     if shape.form == "plain":
-        return Weights(bench.normal(generator, shape.slots, height, K, spread=K**-0.5), None)
-    if shape.form == "mxfp4":
-        stored = _bytes(bench, generator, 256, shape.slots, height, K // 2)
-        middle = 127 - round(math.log2(2 * K**0.5))  # values are about 2 without their scales
-        return Weights(
-            stored, _bytes(bench, generator, 3, shape.slots, height, K // MICRO_BLOCK).add_(middle - 1)
-        )
-    stored = torch.empty(shape.slots, height, K, dtype=torch.float8_e4m3fn, device=bench.device)
-    for expert in stored:  # one at a time: float values of all would take four times the memory
-        expert.copy_(bench.normal(generator, height, K, spread=_FP8_RANGE))
-    blocks = (shape.slots, -(-height // SCALE_BLOCK), -(-K // SCALE_BLOCK))
-    drawn = torch.rand(blocks, generator=generator, device=bench.device)
-    return Weights(stored, (0.5 + drawn) * (K**-0.5 / _FP8_RANGE))
+        return PlacedWeights(bench.normal(generator, shape.slots, height, K, spread=K**-0.5))
+    drawn = FORMS[shape.form]
+    form, size = drawn.form._replace(block=drawn.form.block or K), K**-0.5 / drawn.spread
+    per_block = (shape.slots, height, -(-K // form.block))
+    sizes = (shape.slots, -(-height // form.rows), per_block[2])
+    if drawn.scales == torch.uint8:
+        scales = _integers(bench, generator, 126 + round(math.log2(size)), 3, *sizes)
+    else:
+        scales = _factors(bench, generator, 1.0 if drawn.has_row_scales else size, *sizes).to(drawn.scales)
+    return PlacedWeights(
+        _codes(bench, generator, form.kind, shape.slots, height, K), form, scales,
+        row_scales=_factors(bench, generator, size, *per_block[:2]) if drawn.has_row_scales else None,
+        zeros=_integers(bench, generator, 0, 16, *per_block) if drawn.has_zeros else None,
+    )  # fmt: skip
 
 
-def _bytes(bench: Bench, generator: torch.Generator, end: int, *shape: int) -> Tensor:
-    return torch.randint(0, end, shape, generator=generator, dtype=torch.uint8, device=bench.device)
+def _codes(bench: Bench, generator: torch.Generator, kind: str, slots: int, height: int, K: int) -> Tensor:
+    if kind == "int8":
+        return _integers(bench, generator, 0, 256, slots, height, K).view(torch.int8)
+    if kind != "e4m3":
+        return _integers(bench, generator, 0, 256, slots, height, K // 2)
+    codes = torch.empty(slots, height, K, dtype=torch.float8_e4m3fn, device=bench.device)
+    for expert in codes:  # one at a time: float values of all would take four times the memory
+        expert.copy_(bench.normal(generator, height, K, spread=2.0))
+    return codes
+
+
+def _integers(bench: Bench, generator: torch.Generator, first: int, count: int, *shape: int) -> Tensor:
+    """Bytes from `first` on."""
+    return torch.randint(
+        first, first + count, shape, generator=generator, dtype=torch.uint8, device=bench.device
+    )
+
+
+def _factors(bench: Bench, generator: torch.Generator, size: float, *shape: int) -> Tensor:
+    return (0.5 + torch.rand(shape, generator=generator, device=bench.device)) * size
 
 
 def _torchs(

@@ -25,7 +25,7 @@ from benchmarks.gpu.kernels.expert_calls import grouped_call, no_experts
 from benchmarks.gpu.ranks import models
 from benchmarks.gpu.ranks.models import AttentionShape, ExpertShape, LatentShape
 from benchmarks.gpu.results import Row, Setting
-from moe.gpu.tiles import tile_of_launch
+from moe.gpu.tiles import shape_of, tile_of_launch
 
 Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, all of them with all others
 
@@ -117,9 +117,7 @@ def _grouped(
     workloads = [
         partial(grouped_call, shape=shape, counts=[count] * shape.slots, side=side) for count in rows
     ]
-    _, N, K = like.shape
-    key = shape_key(like.dtype, N=N, K=K)
-    return Tuned(kernel, key, choice, _others(choice, grid), workloads)
+    return Tuned(kernel, shape_of(like), choice, _others(choice, grid), workloads)
 
 
 def _others(choice: Any, grid: Grid) -> list[Any]:

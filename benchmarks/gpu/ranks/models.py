@@ -58,7 +58,7 @@ class ExpertShape(NamedTuple):
     inner: int
     gate: str
     has_bias: bool = False
-    form: str = "plain"  # how weights are stored: plain, fp8, mxfp4
+    form: str = "plain"  # how weights are stored: plain, or as `expert_calls` names formats
 
 
 QWEN3 = AttentionShape(32, 4, 128)
@@ -73,16 +73,19 @@ QWEN3_EXPERTS = ExpertShape(128, 2048, 768, "silu")
 GPT_OSS_EXPERTS = ExpertShape(32, 2880, 2880, "swiglu_oai", has_bias=True)
 GPT_OSS_MXFP4 = GPT_OSS_EXPERTS._replace(form="mxfp4")
 DEEPSEEK_EXPERTS = ExpertShape(32, 7168, 2048, "silu", form="fp8")
+KIMI_EXPERTS = ExpertShape(12, 7168, 2048, "silu", form="int4")  # K2.5 on one of 32 ranks
 EXPERTS = {
     "qwen3": QWEN3_EXPERTS,
     "gpt-oss": GPT_OSS_EXPERTS,
     "gpt-oss mxfp4": GPT_OSS_MXFP4,
     "deepseek fp8": DEEPSEEK_EXPERTS,
+    "deepseek nvfp4": DEEPSEEK_EXPERTS._replace(form="nvfp4"),
+    "kimi int4": KIMI_EXPERTS,
 }
 TINY_EXPERTS = ExpertShape(4, 64, 32, "silu")
 TINY_BIASED = ExpertShape(3, 32, 48, "swiglu_oai", has_bias=True)
-TINY_FP8 = ExpertShape(2, 128, 128, "silu", form="fp8")
-TINY_MXFP4 = ExpertShape(2, 64, 32, "silu", form="mxfp4")
+SMALL_QUANTISED = ExpertShape(8, 2048, 768, "silu")  # in any form
+TINY_QUANTISED = ExpertShape(2, 256, 32, "silu")
 
 
 MODELS = ("qwen3", "gpt-oss", "deepseek")

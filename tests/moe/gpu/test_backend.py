@@ -29,12 +29,12 @@ def test_fp8_weights_are_refused_on_gpus_that_have_no_such_type(
     assert why_no_fp8(BLOCKS, torch.device("cuda")) == text
 
 
-def test_fp8_weights_in_other_blocks_are_refused() -> None:
-    other = Quantisation(method="fp8", formats=(WeightFormat(name="fp8", block_rows=16, block=128),))
-    problem = why_no_fp8(other, torch.device("cpu"))
+def test_fp8_weights_in_blocks_that_no_tile_is_made_of_are_refused() -> None:
+    other = WeightFormat(name="fp8", block_rows=16, block=48)
+    problem = why_no_fp8(Quantisation(method="fp8", formats=(*BLOCKS.formats, other)), torch.device("cpu"))
     assert problem is not None
-    assert problem.startswith("fp8 weights in blocks of (16, 128); the GPU kernels take")
-    assert not why_no_fp8(BLOCKS, torch.device("cpu"))
+    assert problem.startswith("weights whose scales are for 48 inputs; the GPU kernels take 16, 32, 64")
+    assert why_no_fp8(BLOCKS, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(

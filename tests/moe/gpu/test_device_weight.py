@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe.load.quantised_weight import QuantisedWeight
-from tests.support.models.quantise import quantise_fp8
+from tests.moe.gpu.grouped_cases import FORMS, Case, make_weights
 from tests.support.ranks import RankPool
 
 ROWS, IN_DIM, OUT_DIM = 70, 136, 144
@@ -21,18 +21,26 @@ class Found(NamedTuple):
     embedding_difference: float
     is_invariant: bool
     is_itself: bool  # asked for anything else it is the plain weight
+    control: float  # how far products are with another scale
 
 
-def multiply(is_fp8: bool) -> Found:
+def quantised_weight(form: str) -> QuantisedWeight:
+    """Draw a weight in a format of the grouped product's cases, scales written for each row, as loading does."""
+    case = Case([1], OUT_DIM, IN_DIM, weights=form)
+    stored = {name: part[0] for name, part in make_weights(1, OUT_DIM, case).stored.items()}
+    stored["scales"] = stored["scales"].repeat_interleave(FORMS[form].rows, 0)[:OUT_DIM].contiguous()
+    return QuantisedWeight(kind=FORMS[form].kind, block=FORMS[form].block or IN_DIM, **stored)
+
+
+def multiply(form: str) -> Found:
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
     generator = torch.Generator().manual_seed(3)
     weight: Tensor | QuantisedWeight
     plain = weight = torch.randn(OUT_DIM, IN_DIM, generator=generator)
-    if is_fp8:
-        stored, plain = quantise_fp8(plain, (128, 128))
-        scales = stored["_scale_inv"].repeat_interleave(128, 0)[:OUT_DIM].contiguous()
-        weight = QuantisedWeight(codes=stored[""], kind="e4m3", scales=scales, block=128)
+    if form != "plain":
+        weight = quantised_weight(form)
+        plain = weight.dequantised()
     device = torch.device("cpu")
     held = DeviceWeight(weight, OneGroup(device, is_invariant=True), torch.float32, device)
     x = torch.randn(1, ROWS, IN_DIM, generator=generator)
@@ -41,19 +49,42 @@ def multiply(is_fp8: bool) -> Found:
     found = linear(x, held)
     alone = torch.cat([linear(x[:, row : row + 1], held) for row in (0, 33, ROWS - 1)], dim=1)
     ids = torch.tensor([[3, 0, OUT_DIM - 1]])
-    return Found(
+    measured = Found(
         float((found - linear(x, plain)).abs().max()),
         float((linear(x, held, bias) - linear(x, plain, bias)).abs().max()),
         float((embedding(ids, held) - embedding(ids, plain)).abs().max()),
         torch.equal(alone, found[:, [0, 33, ROWS - 1]]),
         bool(torch.allclose(held + 1.0, plain + 1.0, atol=1e-6)) and held.shape == plain.shape,
+        control=0.0,
+    )
+    spoilt = held.held.codes if held.held.scales is None else held.held.scales
+    spoilt[0, 0, 0] = 120 if spoilt.dtype == torch.uint8 else 4.0
+    return measured._replace(control=float((linear(x, held) - found).abs().max()))
+
+
+@pytest.mark.parametrize("form", ["plain", *FORMS])
+def test_a_devices_weight_multiplies_as_the_weight_that_it_stands_for(
+    form: str, interpreter: RankPool
+) -> None:
+    found: Found = interpreter.run(multiply, form)[0]
+    assert found.difference < 1e-4 and found.bias_difference < 1e-4 and found.embedding_difference < 1e-6
+    assert found.is_invariant and found.is_itself
+    assert found.control > 1e-2
+
+
+def bytes_held(form: str) -> tuple[int, int]:
+    """Of a weight on the device, and of its parts as they were read."""
+    from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
+
+    weight, device = quantised_weight(form), torch.device("cpu")
+    held = DeviceWeight(weight, OneGroup(device, is_invariant=False), torch.float32, device).held
+    parts = (held.codes, held.scales, held.row_scales, held.zeros)
+    return sum(part.nbytes for part in parts if part is not None), sum(
+        part.nbytes for part in weight.tensors().values()
     )
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_a_devices_weight_multiplies_as_the_weight_that_it_stands_for(
-    is_fp8: bool, interpreter: RankPool
-) -> None:
-    found: Found = interpreter.run(multiply, is_fp8)[0]
-    assert found.difference < 1e-4 and found.bias_difference < 1e-4 and found.embedding_difference < 1e-6
-    assert found.is_invariant and found.is_itself
+def test_a_quantised_weight_takes_no_more_memory_than_its_parts(interpreter: RankPool) -> None:
+    for form in FORMS:
+        held, read = interpreter.run(bytes_held, form)[0]
+        assert held == read if FORMS[form].rows == 1 else held < read, form

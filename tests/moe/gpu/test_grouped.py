@@ -6,48 +6,53 @@ from typing import Any
 import pytest
 import torch
 
-from tests.moe.gpu.grouped_cases import F16, F32, FP8, MXFP4, TOLERANCE, Case, Problem
+from tests.moe.gpu.grouped_cases import E4M3, F16, F32, FORMS, TOLERANCE, U8, Case, Problem
 from tests.support.ranks import RankPool
 
 
 def multiply(case: Case, tile_name: str) -> None:
-    """Rows by a map, and the same rows by themselves; nothing is written behind the last pair."""
+    """Rows by a map, and the same rows by themselves; nothing is written behind the last pair. A changed scale is seen."""
     from moe.gpu import tiles  # noqa: PLC0415 - in the interpreter
     from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
 
-    problem, tile = (
-        Problem(case),
-        getattr(tiles, ("FP8_" if case.weights in (FP8, MXFP4) else "") + tile_name),
-    )
+    problem, is_plain = Problem(case), case.weights == "plain"
+    tile = getattr(tiles, f"{'' if is_plain else 'QUANTISED_'}{tile_name}")
     out = torch.full((problem.num_pairs + 3, case.N), 7.0, dtype=case.dtype)
-    grouped_linear(
-        problem.x, num_pairs=problem.num_pairs + 3, rows_P=problem.rows, tile=tile,
-        out=out, **problem.arguments(),
-    )  # fmt: skip
-    ours, tolerance = out[: problem.num_pairs], TOLERANCE[case.dtype]
+    run = partial(grouped_linear, num_pairs=problem.num_pairs + 3, rows_P=problem.rows, tile=tile, out=out)
+    run(problem.x, **problem.arguments())
+    ours, tolerance = out[: problem.num_pairs].clone(), TOLERANCE[case.dtype]
     torch.testing.assert_close(ours.double(), problem.want(), atol=tolerance, rtol=tolerance)
     assert (out[problem.num_pairs :] == 7.0).all()
     same = grouped_linear(
         problem.x[problem.rows], num_pairs=problem.num_pairs, tile=tile, **problem.arguments()
     )
     assert torch.equal(same, ours)
+    if not is_plain:
+        problem.spoil()
+        run(problem.x, **problem.arguments())
+        error = (out[: problem.num_pairs].double() - problem.want()).abs().max()
+        assert error > 10 * tolerance, "the control did not fail"
 
 
 FAST = [
     Case([3, 0, 17, 1], 80, 72, has_bias=True),
-    Case([5, 0, 2], 128, 200, "silu", F16, FP8),
-    Case([2, 1], 40, 96, "swiglu_oai", F32, MXFP4, has_bias=True),
+    Case([5, 0, 2], 128, 200, "silu", F16, "fp8"),
+    Case([2, 1], 40, 96, "swiglu_oai", F32, "mxfp4", has_bias=True),
+    Case([2, 0, 3], 40, 200, "silu", F32, "nvfp4"),
+    Case([2, 3], 40, 160, "silu", F32, "int4, 64, zeros"),
 ]
 SLOW = [
     Case([3, 0, 17, 1], 80, 72, "silu", has_bias=True),
     Case([0, 70, 0], 64, 128, "swiglu_oai", has_bias=True),
     Case([3, 1], 72, 64, "gelu"),
-    Case([3, 1], 72, 64, "gelu_tanh", F16, F16),
-    Case([5, 2], 48, 64, "none", F16, F16, has_bias=True),
-    Case([4, 1], 200, 300, "none", F32, FP8),
-    Case([4, 20], 200, 256, "none", F32, FP8),
-    Case([3, 0, 18], 72, 64, "none", F16, MXFP4),
+    Case([3, 1], 72, 64, "gelu_tanh", F16),
+    Case([5, 2], 48, 64, "none", F16, has_bias=True),
+    Case([4, 1], 200, 300, "none", F32, "fp8"),
+    Case([4, 20], 200, 256, "none", F32, "fp8"),
+    Case([3, 0, 18], 72, 64, "none", F16, "mxfp4"),
     Case([0, 0], 64, 64),
+    *(Case([4, 0, 18], 72, 296, "silu", F32, form, has_bias=True) for form in FORMS),
+    *(Case([3, 2], 72, 256, "none", F16, form) for form in FORMS),
 ]
 
 
@@ -96,6 +101,7 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(interpreter: RankPool) -> None:
 def launches_everything() -> list[int]:
     """A captured launch serves whatever rows choose: as many programs as even loads take. Returns its grids."""
     from moe.gpu import grouped  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.formats import PlacedWeights  # noqa: PLC0415
     from moe.gpu.grouped_kernel import grouped_rows  # noqa: PLC0415
     from moe.gpu.tiles import DECODE_TILE  # noqa: PLC0415
 
@@ -114,7 +120,13 @@ def launches_everything() -> list[int]:
             offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
             for expected in (None, 5, 1):
                 out = grouped.grouped_linear(
-                    x, weights, offsets, places, num_pairs=40, expected_pairs=expected, tile=DECODE_TILE
+                    x,
+                    PlacedWeights(weights),
+                    offsets,
+                    places,
+                    num_pairs=40,
+                    expected_pairs=expected,
+                    tile=DECODE_TILE,
                 )
                 slot = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
                 want = torch.einsum("pk,pnk->pn", x[: len(slot)], weights[slot])
@@ -127,24 +139,31 @@ def test_a_launch_has_as_many_programs_as_even_loads_take_and_serves_any_load(in
 
 
 def refusals() -> list[str]:
-    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
 
-    x, weights, scales = torch.randn(2, 64), torch.randn(2, 64, 64), torch.ones(2, 1, 1)
-    fp4, fp4_scales = torch.zeros(2, 64, 32, dtype=torch.uint8), torch.zeros(2, 64, 2, dtype=torch.uint8)
+    x, plain = torch.randn(2, 64), PlacedWeights(torch.randn(2, 64, 64))
+    fp8 = PlacedWeights(plain.codes.to(E4M3), DeviceFormat("e4m3", "float", 64), torch.ones(2, 64, 1))
+    fp4 = PlacedWeights(
+        torch.zeros(2, 64, 32, dtype=U8), DeviceFormat("e2m1", "e8m0", 32), torch.zeros(2, 64, 2, dtype=U8)
+    )
+    zeros = torch.zeros(2, 64, 2, dtype=U8)
     changes: list[dict[str, Any]] = [
         {"x_TK": x.double()},
         {"x_TK": x.bfloat16()},
         {"x_TK": torch.randn(2, 32)},
-        {"scales_WBB": scales},
-        {"weights_WNK": weights.to(FP8)},
-        {"weights_WNK": weights.to(FP8), "scales_WBB": scales, "gate": "silu"},
-        {"x_TK": x.to(FP8)},
-        {"weights_WNK": fp4},
-        {"weights_WNK": fp4[:, :, :24], "scales_WBB": fp4_scales, "x_TK": torch.randn(2, 48)},
+        {"x_TK": x.to(E4M3)},
+        {"weights": plain._replace(scales=torch.ones(2, 64, 1))},
+        {"weights": fp8._replace(scales=None)},
+        {"weights": fp8._replace(scales=torch.ones(2, 1, 1))},
+        {"weights": fp8._replace(scales=torch.ones(2, 64, 2), format=DeviceFormat("e4m3", "float", 48))},
+        {"weights": fp8._replace(row_scales=torch.ones(2, 2))},
+        {"weights": fp4._replace(zeros=zeros)},
+        {"weights": fp4._replace(format=DeviceFormat("int4", "float", 32), zeros=zeros[..., :1])},
     ]
     texts = []
     for change in changes:
-        arguments = {"x_TK": x, "weights_WNK": weights, **change}
+        arguments = {"x_TK": x, "weights": plain, **change}
         with pytest.raises(ValueError) as caught:
             grouped_linear(
                 slot_offsets=torch.tensor([0, 1, 2]), places_S=torch.arange(2).int(), num_pairs=2, **arguments
@@ -155,9 +174,10 @@ def refusals() -> list[str]:
 
 def test_what_the_kernel_lacks_is_refused_by_name(interpreter: RankPool) -> None:
     starts = (
-        "x_TK is torch.float64", "weights_WNK are torch.float32", "x_TK has 32 columns", "scales_WBB come with",
-        "scales_WBB come with", "N is 32; gated FP8 weights", "x_TK is torch.float8_e4m3fn",
-        "scales_WBB come with", "x_TK has 48 columns; MXFP4",
+        "x_TK is torch.float64", "weights are torch.float32; plain ones are torch.bfloat16", "x_TK has 32 columns",
+        "x_TK is torch.float8_e4m3fn", "plain weights have scales", "e4m3 weights have no scales",
+        "scales are [2, 1, 1]; e4m3 weights of 64 x 64 take [2, 64, 1]", "scales are for 48 inputs",
+        "row_scales are [2, 2]", "e2m1 weights have zeros", "zeros are [2, 64, 1]",
     )  # fmt: skip
     for text, start in zip(interpreter.run(refusals)[0], starts, strict=True):
         assert text.startswith(start)

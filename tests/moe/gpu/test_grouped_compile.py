@@ -1,62 +1,98 @@
-"""The grouped product compiled as Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V3 (one of 32 ranks) would launch it."""
+"""The grouped product compiled as Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V3 and Kimi K2 (one of 32 ranks) would launch it, in every format."""
 
 import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu.tiles import shape_key, tile_of
 from moe.gpu import tiles
-from moe.gpu.grouped_kernel import grouped_rows
+from moe.gpu.formats import PLAIN, DeviceFormat
+from moe.gpu.grouped_kernel import GATES, grouped_rows
 from tests.support.gpu.triton_compile import Kernel, check_budget, compile_kernel
 
-TYPES = {
-    "x": "*bf16", "rows": "*i64", "weights": "*bf16", "scales": "constexpr",
-    "biases": "constexpr", "places": "*i32", "offsets": "*i64", "out": "*bf16",
-}  # fmt: skip
-ABSENT = {"scales": None, "biases": None, "rows": None}
-FP8 = {"weights": "*fp8e4nv", "scales": "*fp32"}
-MXFP4 = {"weights": "*u8", "scales": "*u8", "biases": "*bf16"}
-SHAPES: dict[str, dict[str, Any]] = {  # S, N, K, gate and format
-    "qwen3_up": {"S": 128, "N": 768, "K": 2048, "GATE": 1, "FORMAT": 0, "types": {}},
-    "qwen3_down": {"S": 128, "N": 2048, "K": 768, "GATE": 0, "FORMAT": 0, "types": {"rows": "constexpr"}},
-    "gpt_oss_bf16_up": {"S": 32, "N": 2880, "K": 2880, "GATE": 2, "FORMAT": 0, "types": {"biases": "*bf16"}},
-    "gpt_oss_up": {"S": 32, "N": 2880, "K": 2880, "GATE": 2, "FORMAT": 2, "types": MXFP4},
-    "gpt_oss_down": {"S": 32, "N": 2880, "K": 2880, "GATE": 0, "FORMAT": 2, "types": {**MXFP4, "rows": "constexpr"}},
-    "deepseek_up": {"S": 9, "N": 2048, "K": 7168, "GATE": 1, "FORMAT": 1, "types": FP8},
-    "deepseek_down": {"S": 9, "N": 7168, "K": 2048, "GATE": 0, "FORMAT": 1, "types": {**FP8, "rows": "constexpr"}},
-    "gelu": {"S": 8, "N": 4096, "K": 1024, "GATE": 3, "FORMAT": 0, "types": {}},
-    "gelu_tanh": {"S": 8, "N": 4096, "K": 1024, "GATE": 4, "FORMAT": 0, "types": {}},
-}  # fmt: skip
-WEIGHTS = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)  # by format
-FAST = [("qwen3_up", "DECODE"), ("gpt_oss_down", "DECODE"), ("deepseek_down", "PREFILL")]
+TYPES = {"x": "*bf16", "codes": "*bf16", "places": "*i32", "offsets": "*i64", "out": "*bf16"}
+ABSENT = ("scales", "row_scales", "zeros", "biases", "rows")
+ROWS, BIASES = {"rows": "*i64"}, {"biases": "*bf16"}
 
 
-def kernel_of(shape: str, tile_name: str, arch: int = 90) -> Kernel:
+class Shape(NamedTuple):
+    """S, N, K, a gate, and how weights are stored."""
+
+    slots: int
+    N: int
+    K: int
+    gate: str
+    types: dict[str, str]  # of what the launch has
+    form: DeviceFormat = PLAIN
+
+
+FP8 = {"codes": "*fp8e4nv", "scales": "*fp32"}, DeviceFormat("e4m3", "float", 128, 128)
+FP8_ROWS = {"codes": "*fp8e4nv", "scales": "*bf16"}, DeviceFormat("e4m3", "float", 7168)
+MXFP8 = {"codes": "*fp8e4nv", "scales": "*u8"}, DeviceFormat("e4m3", "e8m0", 32)
+MXFP4 = {"codes": "*u8", "scales": "*u8", **BIASES}, DeviceFormat("e2m1", "e8m0", 32)
+NVFP4 = {"codes": "*u8", "scales": "*u8", "row_scales": "*fp32"}, DeviceFormat("e2m1", "e4m3", 16)
+INT4 = {"codes": "*u8", "scales": "*bf16"}, DeviceFormat("int4", "float", 32)
+AWQ = {"codes": "*u8", "scales": "*fp16", "zeros": "*u8"}, DeviceFormat("int4", "float", 128)
+INT8 = {"codes": "*i8", "scales": "*fp32"}, DeviceFormat("int8", "float", 7168)
+
+
+def stored(
+    slots: int, N: int, K: int, gate: str, kept: tuple[dict[str, str], DeviceFormat], *, by_map: bool = True
+) -> Shape:
+    """A shape with quantised weights."""
+    return Shape(slots, N, K, gate, {**kept[0], **(ROWS if by_map else {})}, kept[1])
+
+
+SHAPES = {
+    "qwen3_up": Shape(128, 768, 2048, "silu", ROWS),
+    "qwen3_down": Shape(128, 2048, 768, "none", {}),
+    "gpt_oss_bf16_up": Shape(32, 2880, 2880, "swiglu_oai", {**ROWS, **BIASES}),
+    "gpt_oss_up": stored(32, 2880, 2880, "swiglu_oai", MXFP4),
+    "gpt_oss_down": stored(32, 2880, 2880, "none", MXFP4, by_map=False),
+    "deepseek_up": stored(9, 2048, 7168, "silu", FP8),
+    "deepseek_down": stored(9, 7168, 2048, "none", FP8, by_map=False),
+    "gelu": Shape(8, 4096, 1024, "gelu", ROWS),
+    "gelu_tanh": Shape(8, 4096, 1024, "gelu_tanh", ROWS),
+    "fp8_rows_up": stored(9, 2048, 7168, "silu", FP8_ROWS),
+    "mxfp8_up": stored(9, 2048, 7168, "silu", MXFP8),
+    "nvfp4_up": stored(9, 2048, 7168, "silu", NVFP4),
+    "nvfp4_down": stored(9, 7168, 2048, "none", NVFP4, by_map=False),
+    "int4_up": stored(12, 2048, 7168, "silu", INT4),
+    "awq_up": stored(12, 2048, 7168, "silu", AWQ),
+    "awq_down": stored(12, 7168, 2048, "none", AWQ, by_map=False),
+    "int8_up": stored(12, 2048, 7168, "silu", INT8),
+}
+FAST = [
+    ("qwen3_up", "DECODE"), ("gpt_oss_down", "DECODE"), ("deepseek_down", "PREFILL"), ("nvfp4_up", "DECODE"),
+    ("awq_up", "PREFILL"),
+]  # fmt: skip
+
+
+def kernel_of(shape: Shape, tile_name: str, arch: int = 90) -> Kernel:
     """A launch of `grouped_linear` on an architecture."""
-    sizes = dict(SHAPES[shape])
-    types = {**TYPES, **sizes.pop("types")}
-    prefix = "FP8_" if sizes["FORMAT"] else ""
-    fallback = getattr(tiles, f"{prefix}{tile_name}_TILE")
-    height, width = sizes["N"] * (2 if sizes["GATE"] else 1), sizes["K"] // (2 if sizes["FORMAT"] == 2 else 1)
-    key = shape_key(WEIGHTS[sizes["FORMAT"]], N=height, K=width)
+    slots, N, K, gate, own_types, form = shape
+    is_plain = form == PLAIN
+    fallback = getattr(tiles, f"{'' if is_plain else 'QUANTISED_'}{tile_name}_TILE")
+    key = shape_key("bfloat16" if is_plain else form.kind, N=N if gate == "none" else 2 * N, K=K)
     tile = tile_of(f"grouped_{tile_name.lower()}", key, fallback, (f"sm_{arch}",))
+    types = {**TYPES, **own_types}
     constants = {
-        **{name: None for name in ABSENT if types[name] == "constexpr"}, **sizes,
-        "S_PAD": 1 << (sizes["S"] - 1).bit_length(), "ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner,
-        "GROUP": tile.group, "HAS_ROWS": types["rows"] != "constexpr", "HAS_BIAS": types["biases"] != "constexpr",
+        **{name: None for name in ABSENT if name not in types}, "S": slots, "S_PAD": 1 << (slots - 1).bit_length(), "N": N,
+        "K": K, "ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner, "GROUP": tile.group,
+        "GATE": GATES[gate], "KIND": form.kind, "SCALE": form.scale, "BLOCK": form.block, "SCALE_ROWS": form.rows,
     }  # fmt: skip
     return Kernel(grouped_rows, types, constants, tile.warps, 255, tile.stages, fuses=True, aligned=True)
 
 
-def check(shape: str, tile: str, arch: int, folder: Path) -> None:
+def check(name: str, tile: str, arch: int, folder: Path) -> None:
     """FP8 is a type from sm_89 on."""
-    if arch == 80 and SHAPES[shape]["FORMAT"] == 1:
+    shape = SHAPES[name]
+    if arch == 80 and shape.form.kind == "e4m3":
         pytest.skip("sm_80 has no FP8 type; such weights need sm_89 or later")
     check_budget(kernel_of(shape, tile, arch), folder, arch)
 
@@ -72,7 +108,7 @@ def test_common_launches_compile_within_their_budget(shape: str, tile: str, tmp_
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_launch_compiles_within_its_budget(shape: str, tile: str, arch: int, tmp_path: Path) -> None:
     """FP8 in a process of its own: how triton converts it is settled by the first architecture that a process compiles for."""
-    if SHAPES[shape]["FORMAT"] != 1 or arch == 80:
+    if SHAPES[shape].form.kind != "e4m3" or arch == 80:
         check(shape, tile, arch, tmp_path)
         return
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own:
@@ -85,6 +121,7 @@ def test_every_launch_compiles_within_its_budget(shape: str, tile: str, arch: in
     [
         ("qwen3_up", 80, r"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"),
         ("qwen3_up", 90, r"wgmma.mma_async.sync.aligned.m64n\d+k16.f32.bf16.bf16"),
+        ("int4_up", 90, r"wgmma.mma_async.sync.aligned.m64n\d+k16.f32.bf16.bf16"),
         ("gpt_oss_up", 90, r"wgmma.mma_async.sync.aligned.m64n\d+k16.f32.bf16.bf16"),
     ],
 )
@@ -94,7 +131,7 @@ def test_decode_and_prefill_multiply_with_the_same_instruction(
     """Which takes as many features at a time in both, so that a row's sums have the same order and roundings."""
     for tile in ("DECODE", "PREFILL"):
         found = re.findall(
-            r"\b(?:mma|wgmma\.mma_async)\.\S*", compile_kernel(kernel_of(shape, tile, arch), arch).ptx
+            r"\b(?:mma|wgmma\.mma_async)\.\S*", compile_kernel(kernel_of(SHAPES[shape], tile, arch), arch).ptx
         )
         assert found
         assert all(re.fullmatch(instruction, name) for name in found), set(found)

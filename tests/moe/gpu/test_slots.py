@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from moe.gpu import tiles
+from moe.gpu.formats import DeviceFormat, PlacedWeights
 from moe.gpu.slots import DeviceSlots, NoSpareSlotError, SlotStore
 from moe.gpu.tiles import check_steps, choose_tile, tile_of_launch
 
@@ -16,7 +17,7 @@ def parts(value: float, *, has_bias: bool = True) -> dict[str, Tensor]:
 
 
 def make_store(places: int = 5, *, has_bias: bool = True) -> SlotStore:
-    return SlotStore(places, parts(0.0, has_bias=has_bias), in_dim=3, device=torch.device("cpu"))
+    return SlotStore(places, parts(0.0, has_bias=has_bias), device=torch.device("cpu"))
 
 
 def test_layers_of_one_store_do_not_overlap() -> None:
@@ -48,7 +49,7 @@ def test_slots_change_places_at_the_same_address_and_their_number_stays() -> Non
     address = slots.places_S.data_ptr()
     slots.rearrange([slots.at(2), slots.spare(), slots.at(0)])
     assert slots.places_S.data_ptr() == address and slots.places_S.tolist() == [2, 3, 0]
-    assert slots.tensors()[""].data_ptr() == store.weight[2].data_ptr()
+    assert slots.tensors()[""].data_ptr() == store.weights.codes[2].data_ptr()
     with pytest.raises(
         NoSpareSlotError, match="a layer would have 2 slots on this GPU; their number was fixed to 3"
     ):
@@ -104,20 +105,25 @@ def test_tiles_of_a_format_take_the_inner_dimension_in_the_same_steps(is_quantis
 
 
 def test_where_the_table_is_silent_the_launch_takes_the_fallback() -> None:
-    weights = torch.empty(3, 64, 32)
+    weights = PlacedWeights(torch.empty(3, 64, 32))
     assert tile_of_launch(9, 3, weights) == tiles.DECODE_TILE
-    assert tile_of_launch(900, 3, weights.to(torch.float8_e4m3fn)) == tiles.FP8_PREFILL_TILE
+    for kind in ("e4m3", "int8", "e2m1", "int4"):
+        quantised = weights._replace(format=DeviceFormat(kind, "float", 32))
+        assert tile_of_launch(900, 3, quantised) == tiles.QUANTISED_PREFILL_TILE
 
 
 def test_the_table_is_asked_by_device_step_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {"float32 N64 K32": {"rows": 32, "columns": 128}}
-    table = {"sm_90": {"grouped_decode": entry}}
+    entry = {"rows": 32, "columns": 128}
+    table = {"sm_90": {"grouped_decode": {"float32 N64 K32": entry, "int4 N64 K64": entry}}}
     monkeypatch.setattr(tiles, "device_names", lambda _device: ("NVIDIA H200", "sm_90"))
     monkeypatch.setattr("attention.gpu.tiles.read_table", lambda: table)
     wanted = tiles.DECODE_TILE._replace(rows=32, columns=128)
-    assert tile_of_launch(9, 3, torch.empty(3, 64, 32)) == wanted
-    assert tile_of_launch(900, 3, torch.empty(3, 64, 32)) == tiles.PREFILL_TILE
-    assert tile_of_launch(9, 3, torch.empty(3, 64, 16)) == tiles.DECODE_TILE
+    weights = PlacedWeights(torch.empty(3, 64, 32))
+    assert tile_of_launch(9, 3, weights) == wanted
+    assert tile_of_launch(900, 3, weights) == tiles.PREFILL_TILE
+    assert tile_of_launch(9, 3, PlacedWeights(torch.empty(3, 64, 16))) == tiles.DECODE_TILE
+    int4 = PlacedWeights(torch.empty(3, 64, 32, dtype=torch.uint8), DeviceFormat("int4", "float", 32))
+    assert tile_of_launch(9, 3, int4) == tiles.QUANTISED_DECODE_TILE._replace(rows=32, columns=128)
 
 
 @pytest.mark.parametrize("changed", [{"inner": 128}, {"columns": 32}])
