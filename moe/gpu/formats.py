@@ -34,10 +34,8 @@ _SHARING = (128, 64, 32, 16)  # rows of FP8 that may have one scale
 _LIFT_E2M1 = tl.constexpr(2.0**126)  # brings an exponent at the bottom of float32's to where it belongs
 _LIFT_E4M3 = tl.constexpr(2.0**120)
 _LEAST_POWER, _NAN = tl.constexpr(0x00400000), tl.constexpr(0x7FC00000)  # what e8m0 means by 0 and by 255
-_COUNTED, _COUNTED_EIGHT = (
-    tl.constexpr(0x4B000000),
-    tl.constexpr(2.0**23 + 8),
-)  # float32's 2^23: last bits count wholes
+_COUNTED = tl.constexpr(0x4B000000)  # 2^23 in float32, whose last bit counts wholes
+_COUNTED_EIGHT = tl.constexpr(2.0**23 + 8)
 
 
 class DeviceFormat(NamedTuple):
@@ -78,7 +76,9 @@ class PlacedWeights(NamedTuple):
         kind = self.format.kind
         if kind == "plain" or self.scales is None:
             return self.codes[place].float()
-        scales = self.scales[place].repeat_interleave(self.format.rows, 0)[: self.codes.shape[1]]
+        scales = self.scales[place]
+        if self.format.rows > 1:
+            scales = scales.repeat_interleave(self.format.rows, 0)[: self.codes.shape[1]]
         row_scales, zeros = (None if part is None else part[place] for part in (self.row_scales, self.zeros))
         with self.codes.device:  # where tables of values are made
             return QuantisedWeight(
