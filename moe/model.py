@@ -97,7 +97,7 @@ class Model:
             step: the backend's; refilled by the caller before every forward.
             dtype: auto, float32 or bfloat16; what weights are kept in, if not quantised, on a CPU, which computes in
                 float32.
-            quantization: int8 or int4: what experts and linear layers are quantised to as they are read, on a CPU.
+            quantization: int8 or int4: what experts and linear layers are quantised to as they are read.
             num_spare: experts that may move to this rank at once; see `Backend.open_experts`.
             checkpoint: what has the weights; None: the skeleton's directory.
             report: called with (stage, fraction).

@@ -148,14 +148,16 @@ def why_no_fp8(quantisation: Quantisation, device: torch.device) -> str | None:
     return None
 
 
-def _keep_with(on: GpuDevice, _step: Step, _loader: Loader) -> Keep:
-    """Every weight goes to the device, of the type that the model declared; FP8 stays FP8."""
+def _keep_with(on: GpuDevice, _step: Step, loader: Loader) -> Keep:
+    """Every weight goes to the device, of the type that the model declared, or quantised."""
     group = OneGroup(on.device, is_invariant=on.is_invariant)
 
     def keep(name: str, tensor: Weight, declared: Tensor) -> Tensor | nn.Parameter:
-        is_quantised = isinstance(tensor, QuantisedWeight)
-        is_own = on.is_invariant and name.endswith(".weight") and len(tensor.shape) == 2
-        if (is_quantised or is_own) and not name.endswith(latents.ABSORBED):
+        is_matrix = (
+            name.endswith(".weight") and len(tensor.shape) == 2 and not name.endswith(latents.ABSORBED)
+        )
+        tensor = loader.stored(name, tensor) if is_matrix else tensor
+        if is_matrix and (on.is_invariant or isinstance(tensor, QuantisedWeight)):
             return DeviceWeight(tensor, group, declared.dtype, on.device)
         if isinstance(tensor, QuantisedWeight):
             tensor = tensor.dequantised()

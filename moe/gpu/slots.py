@@ -234,6 +234,7 @@ class DeviceExperts:
     ) -> "_Stored":
         """One expert as the kernels take it; without a format in its own."""
         gate = Gate("none") if leaf == "down_proj" else self._gates[name]
+        weight = self._loader.stored(f"{name}.{leaf}", weight)
         if isinstance(weight, Tensor):
             weight = arranged(weight.to(self._dtype), gate)
         else:

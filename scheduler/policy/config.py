@@ -46,7 +46,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     device: str = "cpu"  # see `scheduler.step.parts`
     dtype: str = "auto"
-    quantization: str | None = None  # of a CPU: int8 or int4, on load
+    quantization: str | None = None  # int8 or int4, on load
     load_format: str = "auto"  # the directory's safetensors; "random": see `moe.load.random_checkpoint`
     batch_invariant: bool = False  # of a GPU; a CPU always is
     enforce_eager: bool = False  # no CUDA graphs

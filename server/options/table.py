@@ -282,7 +282,7 @@ class Options:
     )  # fmt: skip
     quantization: str | None = flag(
         RANKS, "--quantization", read=one_of("int8", "int4"), metavar="{int8,int4}",
-        help="on a CPU: quantise experts and linear layers as they are loaded, a scale per 32 inputs; less memory, faster "
+        help="quantise experts and linear layers as they are loaded, a scale per 32 inputs; less memory, on a CPU faster "
         "decodes, other answers (docs/quantised.md)",
     )  # fmt: skip
     batch_invariant: bool = switch(

@@ -56,8 +56,7 @@ def check_start(
     directory = Path(options.model)
     config = read_config(directory)
     check_is_moe(config, directory)
-    on_gpus = options.device == "cuda"
-    check_quantisation(config, directory, asked=options.quantization, on_gpus=on_gpus)
+    check_quantisation(config, directory, asked=options.quantization)
     check_length(config, options.max_model_len)
     weights = weight_bytes(directory, config, float_bytes(options))
     check_placement(options.expert_placement, weights, config, num_ranks)

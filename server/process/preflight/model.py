@@ -99,17 +99,13 @@ def check_is_moe(config: dict[str, Any], directory: Path) -> None:
         )
 
 
-def check_quantisation(
-    config: dict[str, Any], directory: Path, *, asked: str | None, on_gpus: bool = False
-) -> None:
+def check_quantisation(config: dict[str, Any], directory: Path, *, asked: str | None) -> None:
     """Check that the weights are kept in a way that is served, and may be quantised if that is `asked` for."""
     try:
         configured = find_configuration(directory, field_of(config, "quantization_config"))
         found = read_quantisation(configured)
     except UnservedQuantisationError as error:
         raise PreflightError(f"{directory} cannot be served: {error}") from error
-    if asked is not None and on_gpus:
-        raise PreflightError(f"--quantization {asked} is for CPUs; leave it out, or give --device cpu")
     if asked is not None and found is not None:
         raise PreflightError(
             f"--quantization is {asked}; the weights of {directory} are quantised already ({found.method}) and stay as they "

@@ -38,6 +38,9 @@ class Checkpoint:
     def is_quantised(self, _target: str) -> bool:
         return True
 
+    def stored(self, _name: str, weight: QuantisedWeight) -> QuantisedWeight:
+        return weight
+
     def read_experts(
         self, _module: Any, target: str, local_S: np.ndarray
     ) -> Iterator[tuple[int, QuantisedWeight, Tensor]]:

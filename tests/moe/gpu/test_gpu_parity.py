@@ -1,6 +1,7 @@
 """The whole GPU path in Triton's interpreter gives transformers' own logits: prompts in chunks, decodes, both together;
 also with layers that torch.compile compiles, in few graphs that break nowhere."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 from transformers import PreTrainedModel
 
+from tests.moe.load.test_quantising import quantised_oracle
 from tests.support.engines.serving import request, serve
 from tests.support.gpu.path import Part, build_interpreted, mixed_steps, run_steps
 from tests.support.models.families import VOCABULARY, make_model, write_checkpoint
@@ -99,12 +101,16 @@ def answer_compiled(directory: Path, sequences: list[list[int]], compiler: str) 
 
 
 def check_oracle(
-    oracle: PreTrainedModel, directory: Path, interpreter: RankPool, compiler: str | None = None
+    oracle: PreTrainedModel,
+    directory: Path,
+    interpreter: RankPool,
+    compiler: str | None = None,
+    **settings: Any,
 ) -> Found:
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
-    call = (answer_compiled, directory, sequences, compiler) if compiler else (answer, directory, sequences)
-    found: Found = interpreter.run(*call, timeout_s=500.0)[0]
+    run = partial(answer_compiled, compiler=compiler) if compiler else partial(answer, **settings)
+    found: Found = interpreter.run(run, directory, sequences, timeout_s=500.0)[0]
     with torch.inference_mode():
         wanted = [oracle(torch.tensor([each])).logits[0].numpy() for each in sequences]
     for ours, wrong, theirs in zip(found.logits, found.permuted_logits, wanted, strict=True):
@@ -149,6 +155,17 @@ def test_quantised_experts_and_linear_layers_give_the_logits_of_what_they_stand_
     family: str, settings: dict[str, Any], interpreter: RankPool, tmp_path: Path
 ) -> None:
     check_oracle(write_quantised(family, tmp_path, **settings), tmp_path, interpreter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_weights_quantised_on_load_give_the_logits_of_what_they_stand_for(
+    form: str, interpreter: RankPool, tmp_path: Path
+) -> None:
+    """Rows are not quantised here, as they are on a CPU."""
+    write_checkpoint("qwen3_moe", tmp_path)
+    oracle, _ = quantised_oracle(tmp_path, form)
+    check_oracle(oracle, tmp_path, interpreter, quantization=form)
 
 
 # Of each kind of layer: any number of rows, one row, and the first size and the first layer by themselves.
