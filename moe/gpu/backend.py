@@ -50,8 +50,6 @@ from moe.load.quantised_weight import QuantisedWeight
 from moe.slot_choice import SlotChoice
 from moe.text_part import use_attention
 
-LEAST_FP8_CAPABILITY = (8, 9)  # older GPUs have no such type, and Triton refuses to compile it for them
-
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDevice:
@@ -126,8 +124,8 @@ def _why_unserved(
         or pooled_index.why_not(net, BLOCK_TOKENS)
         or attention_limits.why_not(shapes, ranks)
     )
-    if quantisation is not None and quantisation.method != "mxfp4":
-        problem = problem or why_no_fp8(quantisation, on.device)
+    if quantisation is not None:
+        problem = problem or why_no_blocks(quantisation)
     keeps_more = any(shape.state or shape.index_dim for shape in shapes)
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
         what = "recurrent layers, a sparse index or longrope"
@@ -137,15 +135,10 @@ def _why_unserved(
     return problem
 
 
-def why_no_fp8(quantisation: Quantisation, device: torch.device) -> str | None:
-    """Say why FP8 weights cannot be served on a device; None if they can."""
+def why_no_blocks(quantisation: Quantisation) -> str | None:
+    """Say why quantised weights cannot be served; None if they can."""
     problems = (why_no_block(each.block) for each in quantisation.formats if each.block)
-    if problem := next(filter(None, problems), None):
-        return f"weights whose {problem}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_FP8_CAPABILITY:
-        needed, found = LEAST_FP8_CAPABILITY, torch.cuda.get_device_capability(device)
-        return f"FP8 weights, which take a GPU of compute capability {needed[0]}.{needed[1]}; this one has {found[0]}.{found[1]}"
-    return None
+    return next((f"weights whose {problem}" for problem in problems if problem), None)
 
 
 def _keep_with(on: GpuDevice, _step: Step, loader: Loader) -> Keep:

@@ -13,8 +13,9 @@ many inputs it is for:
 
 FP8's blocks of 128 x 128 (DeepSeek-V3) have a scale for 128 rows; where rows share scales they are kept once.
 
-Rejected: `tl.dot_scaled`, which lowers to better code, but which the interpreter lacks, so it could be wrong unseen; e4m3
-scales as a type of Triton's, which GPUs before sm_89 lack.
+GPUs before sm_89 have no type for e4m3; there, and in scales everywhere, it is decoded from bytes.
+
+Rejected: `tl.dot_scaled`, which lowers to better code, but which the interpreter lacks, so it could be wrong unseen.
 
 Legend: W weights in memory, N out features, K in features, B blocks of K, R blocks of N.
 """
@@ -207,7 +208,9 @@ def _load_values(
     if K % INNER != 0:
         is_in = is_in & (at[None, :] < K // PER_CODE)
     stored = tl.load(codes + column[:, None] * (K // PER_CODE) + at[None, :], mask=is_in, other=0.0)
-    if PER_CODE == 1:
+    if KIND == "e4m3" and codes.dtype.element_ty == tl.uint8:
+        return _e4m3(stored)
+    elif PER_CODE == 1:
         return stored
     else:
         pair = stored.to(tl.int32)
@@ -236,8 +239,14 @@ def _read_scales(pointers, is_in, SCALE: tl.constexpr):
         bits = tl.where(power == 0, _LEAST_POWER, tl.where(power == 255, _NAN, power << 23))
         return bits.to(tl.float32, bitcast=True)
     elif SCALE == "e4m3":
-        code = stored.to(tl.int32)
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        return bits.to(tl.float32, bitcast=True) * _LIFT_E4M3
+        return _e4m3(stored)
     else:
         return stored.to(tl.float32)
+
+
+@triton.jit
+def _e4m3(byte):
+    """Decode bytes, none of which is NaN, to float32."""
+    code = byte.to(tl.int32)
+    bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * _LIFT_E4M3

@@ -13,6 +13,8 @@ rows in groups share a tile of columns while the L2 cache holds it.
 Legend: T rows, P pairs (rows sorted by slot), N out features, K in features, S slots, W weights in memory (at least S).
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -21,6 +23,7 @@ from moe.gpu.formats import PLAIN, PlacedWeights
 from moe.gpu.grouped_kernel import GATES, grouped_rows
 from moe.gpu.tiles import GroupedTile, tile_of_launch
 
+LEAST_FP8_CAPABILITY = (8, 9)
 ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -65,16 +68,24 @@ def grouped_linear(
     expected = num_pairs if expected_pairs is None else min(expected_pairs, num_pairs)
     tile = tile or tile_of_launch(expected, S, weights)
     num_tiles = min(S, expected) + expected // tile.rows  # at most one tile of each slot is not full
-    scales = weights.scales
+    codes, scales = weights.codes, weights.scales
+    if form.kind == "e4m3" and not has_fp8(codes.device):
+        codes = codes.view(torch.uint8)
     if scales is not None and form.scale == "e4m3":
         scales = scales.view(torch.uint8)
     grouped_rows[(max(num_tiles, 1) * triton.cdiv(N, tile.columns),)](
-        x_TK, rows_P, weights.codes, scales, weights.row_scales, weights.zeros, biases_WN, places_S, slot_offsets, out,
+        x_TK, rows_P, codes, scales, weights.row_scales, weights.zeros, biases_WN, places_S, slot_offsets, out,
         S=S, S_PAD=triton.next_power_of_2(S), N=N, K=K, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         GROUP=tile.group, GATE=GATES[gate], KIND=form.kind, SCALE=form.scale, BLOCK=form.block, SCALE_ROWS=form.rows,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether Triton has a type for e4m3 there."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= LEAST_FP8_CAPABILITY
 
 
 def _check(x_TK: Tensor, weights: PlacedWeights) -> None:

@@ -93,7 +93,11 @@ def make_weights(places: int, height: int, case: Case) -> Weights:
 def draw_codes(kind: str, places: int, height: int, K: int) -> Tensor:
     """Draw codes of a kind."""
     if kind == "e4m3":
-        return torch.randn(places, height, K).to(E4M3)
+        codes = torch.randn(places, height, K).to(E4M3)
+        codes.view(U8)[..., :16] = torch.arange(16, dtype=U8) // 2 + torch.tensor([0, 128], dtype=U8).repeat(
+            8
+        )
+        return codes  # begins with zeros and all subnormals
     if kind == "int8":
         return torch.randint(-128, 128, (places, height, K), dtype=torch.int8)
     return torch.randint(0, 256, (places, height, K // 2), dtype=U8)

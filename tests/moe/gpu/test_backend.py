@@ -8,33 +8,21 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from moe.gpu.backend import GpuDevice, backend_on, warm_up, why_no_fp8
+from moe.gpu.backend import GpuDevice, backend_on, warm_up, why_no_blocks
 from moe.load.quantisation import Quantisation, WeightFormat
 
-BLOCKS = Quantisation(method="fp8", formats=(WeightFormat(name="fp8", block_rows=128, block=128),))
 
-
-@pytest.mark.parametrize(
-    ("capability", "text"),
-    [
-        ((8, 0), "FP8 weights, which take a GPU of compute capability 8.9; this one has 8.0"),
-        ((8, 9), None),
-        ((9, 0), None),
-    ],
-)
-def test_fp8_weights_are_refused_on_gpus_that_have_no_such_type(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], text: str | None
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    assert why_no_fp8(BLOCKS, torch.device("cuda")) == text
-
-
-def test_fp8_weights_in_blocks_that_no_tile_is_made_of_are_refused() -> None:
+def test_scales_for_numbers_of_inputs_that_no_tile_is_made_of_are_refused() -> None:
+    served = (
+        WeightFormat(name="fp8", block_rows=128, block=128),
+        WeightFormat(name="nvfp4", block=16),
+        WeightFormat(name="int8"),
+    )
+    assert why_no_blocks(Quantisation(method="fp8", formats=served)) is None
     other = WeightFormat(name="fp8", block_rows=16, block=48)
-    problem = why_no_fp8(Quantisation(method="fp8", formats=(*BLOCKS.formats, other)), torch.device("cpu"))
+    problem = why_no_blocks(Quantisation(method="fp8", formats=(*served, other)))
     assert problem is not None
     assert problem.startswith("weights whose scales are for 48 inputs; the GPU kernels take 16, 32, 64")
-    assert why_no_fp8(BLOCKS, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(

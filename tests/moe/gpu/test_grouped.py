@@ -69,6 +69,26 @@ def test_rows_meet_their_slots_weight_in_every_format(interpreter: RankPool, cas
     interpreter.run(multiply, case, tile)
 
 
+def decode_from_bytes(case: Case) -> None:
+    """As on GPUs without the type, and as on those with it."""
+    from moe.gpu import grouped  # noqa: PLC0415 - in the interpreter
+
+    problem, asked = Problem(case), list[torch.device]()
+    run = partial(grouped.grouped_linear, problem.x, num_pairs=problem.num_pairs, rows_P=problem.rows)
+    wanted = run(**problem.arguments())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "has_fp8", asked.append)  # None: no
+        assert torch.equal(run(**problem.arguments()), wanted)
+    assert asked
+    problem.spoil()
+    assert not torch.equal(run(**problem.arguments()), wanted), "the control did not fail"
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8, rows", "mxfp8"])
+def test_gpus_without_the_type_decode_fp8_from_its_bytes(interpreter: RankPool, form: str) -> None:
+    interpreter.run(decode_from_bytes, Case([2, 3], 40, 200, "silu", F32, form))
+
+
 def compare_rows(case: Case) -> None:
     """A row among others, by itself, and with its slot's rows in another order: of real numbers, with one tile.
 
