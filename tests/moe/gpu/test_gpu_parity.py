@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import fx
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.moe.load.test_quantising import quantised_oracle
 from tests.support.engines.serving import request, serve
 from tests.support.gpu.path import Part, build_interpreted, mixed_steps, run_steps
 from tests.support.models.families import VOCABULARY, make_model, write_checkpoint
+from tests.support.models.published import write_published
 from tests.support.models.quantise import write_quantised
 from tests.support.ranks import RankPool
 
@@ -47,6 +48,10 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
     "mxfp4": ("gpt_oss", {}),
     "fp8": ("qwen3_moe", {"block": (128, 128), **WIDE}),
 }
+
+
+# Second scales, zeros, two formats in one model.
+AS_PUBLISHED = ("compressed-tensors NVFP4", "AWQ", "compressed-tensors, int4 experts beside FP8")
 
 
 class Found(NamedTuple):
@@ -155,6 +160,18 @@ def test_quantised_experts_and_linear_layers_give_the_logits_of_what_they_stand_
     family: str, settings: dict[str, Any], interpreter: RankPool, tmp_path: Path
 ) -> None:
     check_oracle(write_quantised(family, tmp_path, **settings), tmp_path, interpreter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+def test_published_formats_give_the_logits_of_what_they_stand_for(
+    name: str, interpreter: RankPool, tmp_path: Path
+) -> None:
+    directory = tmp_path / "checkpoint"
+    meant = write_published(name, directory, **WIDE, head_dim=64)
+    oracle = AutoModelForCausalLM.from_pretrained(meant, attn_implementation="eager", dtype=torch.float32)
+    oracle.set_experts_implementation("eager")
+    check_oracle(oracle.eval(), directory, interpreter)
 
 
 @pytest.mark.slow
