@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
 from attention.cpu_tiles import (
@@ -35,6 +36,13 @@ PRODUCTS_PER_NS = 20  # of one thread, about
 TILE_ROWS = 48  # query rows per task: their scratch (queries, sums, scores) stays in L1
 
 
+@njit(nogil=True, inline="always")
+def _first_seen(position, window, chunk):  # type: ignore[no-untyped-def]
+    if window > 0:
+        return max(0, position - window + 1)
+    return position // chunk * chunk if chunk > 0 else 0
+
+
 def _attend(at, tile):  # type: ignore[no-untyped-def]
     w = words(at, WORDS)
     query, token_stride, head_stride, heads, kv_heads, key_dim, value_dim = (
@@ -47,7 +55,7 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
         w[6],
     )
     keys, values, scale, window, sinks, out = w[7], w[8], float_of(w[9]), w[10], w[11], w[12]
-    num_tiles = w[14]
+    num_tiles, chunk = w[14], w[19]
     if tile < 0:
         return num_tiles * kv_heads
     group = heads // kv_heads
@@ -77,7 +85,7 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
         for row in range(rows):
             top[row] = load_f32(sinks + (kv_head * group + row % group) * 4)
             total[row] = 1.0
-    start = max(0, position - window + 1) // LANES if window > 0 else 0
+    start = _first_seen(position, window, chunk) // LANES
     for column in range(start, (position + count - 1) // LANES + 1):
         block = words(table + column * 8, 1)[0] * kv_heads + kv_head
         key_panel = keys + block * key_dim * LANES * 4
@@ -86,7 +94,7 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
         )
         for row in range(rows):
             here = position + row // group
-            low = here - window + 1 - column * LANES if window > 0 else 0
+            low = _first_seen(here, window, chunk) - column * LANES
             high = here + 1 - column * LANES
             seen, weight = softmax_block(address_of(scores) + row * LANES * 4, scale, low, high, top[row])
             if seen > top[row]:
@@ -139,6 +147,7 @@ def attention_row(
     value_dim: int,
     scale: float,
     window: int,
+    chunk: int,
     sinks: int,
     out: int,
 ) -> list[int]:
@@ -153,7 +162,7 @@ def attention_row(
     return ATTEND.row(
         *queries, heads, kv_heads, key_dim, value_dim, keys_NGDB.data_ptr(), values_NGBV.data_ptr(), bits_of(scale),
         window, sinks, out, tiles.ctypes.data, len(tiles), step.query_start_S.data_ptr(), step.context_S.data_ptr(),
-        table.data_ptr(), table.stride(0) * 8,
+        table.data_ptr(), table.stride(0) * 8, chunk,
     )  # fmt: skip
 
 
@@ -165,6 +174,7 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    chunk: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend every row of the step to its own sequence's cached tokens, itself included.
@@ -175,6 +185,7 @@ def paged_attention(
         step: rows, contexts and block tables; the pages already hold the step's own tokens.
         scale: factor on the scores.
         window: tokens a row sees, itself included; 0 is all.
+        chunk: rows see their own chunk of so many tokens, counted from the first; 0: no chunks. Not with a window.
         sinks_H: [H] float32 logits that take part in the softmax and carry no value (gpt-oss).
 
     Returns:
@@ -191,7 +202,7 @@ def paged_attention(
     queries = Queries(query_HTD.data_ptr(), query_HTD.stride(1) * 4, query_HTD.stride(0) * 4)
     row = attention_row(
         queries, heads, keys_NGDB, values_NGBV, step, value_dim=value_dim, scale=scale, window=window,
-        sinks=0 if sinks_H is None else sinks_H.data_ptr(), out=out_THV.data_ptr(),
+        chunk=chunk, sinks=0 if sinks_H is None else sinks_H.data_ptr(), out=out_THV.data_ptr(),
     )  # fmt: skip
     run(program_of([row]), step.team, step.num_pairs * heads * (key_dim + value_dim) // PRODUCTS_PER_NS)
     return out_THV

@@ -53,7 +53,7 @@ def attend(
     layer, step = int(module.layer_idx), pages.step
     if isinstance(attention_mask, ChosenMask):
         indices = attention_mask.indices
-    window = pages.shapes[layer].window
+    window, chunk = pages.shapes[layer].window, pages.shapes[layer].chunk
     assert step is not None, "a step must be set before the model runs"
     if not step.num_tokens:  # nothing to do here: this rank takes part in the others' exchanges
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -77,6 +77,7 @@ def attend(
         step,
         scale=scaling,
         window=window,
+        chunk=chunk,
         sinks_H=s_aux,
     )
     return out_THV[None, ..., : value.shape[-1]], None

@@ -17,6 +17,7 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
@@ -41,6 +42,8 @@ def paged_attention(
         hidden_QC = token_C > position_Q1
         if window > 0:
             hidden_QC |= token_C <= position_Q1 - window
+        if chunk > 0:
+            hidden_QC |= token_C // chunk < position_Q1 // chunk
         scores_HQC = scores_HQC.masked_fill(hidden_QC, float("-inf"))
         if sinks_H is not None:
             sink_HQ1 = sinks_H.view(heads, 1, 1).expand(heads, end - begin, 1)

@@ -48,6 +48,9 @@ class LayerShape:
     value_dim: int = 0  # 0 where the layer caches latents: then key_dim is their size
     latent: bool = False
     window: int = 0  # tokens a row attends to, itself included; 0 is all
+    chunk: int = (
+        0  # a row attends within its chunk of so many tokens, counted from the first; 0: there are none
+    )
     index_dim: int = 0  # of a sparse index's key per token; 0: the layer has none
     state: StateShape | None = None
 
@@ -186,11 +189,20 @@ class PagedCache:
         )
         return b"".join(part.contiguous().numpy().tobytes() for part in parts)
 
-    def get_seq_length(self, layer: int = 0) -> int:
-        """Zero: positions come with the step, never from the cache's length."""
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        """Zero to a model: positions come with the step, never from the cache's length.
 
-    get_query_offset = get_seq_length
+        To a layer, which adds rows' numbers in the batch to it: what makes them rows' positions, [T] int64.
+        """
+        if layer_idx is None:
+            return 0
+        assert self.step is not None, "a step must be set before the model runs"
+        positions_T = self.step.positions
+        return positions_T - torch.arange(len(positions_T), device=positions_T.device)
+
+    def get_query_offset(self, layer_idx: int | None = 0) -> int:
+        """Zero, likewise."""
+        return 0
 
     def get_mask_sizes(self, _rows: Any, layer_idx: int | None = 0) -> tuple[int, int]:
         """Keys that a mask covers, and where they start: code that makes one needs to be told something."""

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu.limits import check_heads, check_layout, check_tile
-from attention.gpu.pages import LOG2_E, bound, capped, rows_of, weigh
+from attention.gpu.pages import LOG2_E, bound, capped, first_seen, rows_of, weigh
 from attention.gpu.splits import DecodeScratch, count_splits, find_split, launch_merge
 from attention.gpu.tiles import device_names, shape_key, tile_of
 
@@ -43,17 +43,18 @@ def attend_splits(
     query, keys, values, context, table, sums, tops, totals, num_sequences, query_stride, table_stride, scale,
     S_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Take turns at (split, KV head): leave its unnormalised sums [GROUP, V], maxima (base 2) and sums of weights."""
-    splits_up_to = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, WINDOW)
+    splits_up_to = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
     num_parts = tl.max(splits_up_to, axis=0) * KV_HEADS
     head, dim, value_dim = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, V_PAD)
     part = tl.program_id(0)
     while part < num_parts:
         kv_head = part % KV_HEADS
         sequence, split, begin, stop, end = find_split(
-            context, part // KV_HEADS, splits_up_to, TILE, SPLIT, SPLITS, WINDOW
+            context, part // KV_HEADS, splits_up_to, TILE, SPLIT, SPLITS, WINDOW, CHUNK
         )
         heads = kv_head * GROUP + head
         q = tl.load(
@@ -67,8 +68,8 @@ def attend_splits(
             at = begin + tile * TILE
             token = at + tl.arange(0, TILE)
             is_seen = token < stop
-            if WINDOW > 0:
-                is_seen &= token >= end - WINDOW
+            if WINDOW > 0 or CHUNK > 0:
+                is_seen &= token >= first_seen(end - 1, WINDOW, CHUNK)
             row = rows_of(own_table, at, stop, kv_head, KV_HEADS, BLOCK, TILE)
             key_DC = tl.load(
                 keys + row[None, :] * D + dim[:, None], mask=is_seen[None, :] & (dim[:, None] < D), other=0.0
@@ -115,6 +116,7 @@ def paged_decode(
     *,
     scale: float,
     window: int = 0,
+    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
     out: Tensor | None = None,
@@ -129,6 +131,7 @@ def paged_decode(
         block_table_SM: int64 [S, M], rows contiguous.
         scratch: for at least these sequences, heads and values.
         scale: factor on the scores. window: tokens a row sees, itself included; 0 is all.
+        chunk: rows see their own chunk of so many tokens, counted from the first; 0: no chunks. Not with a window.
         soft_cap: see `pages.capped`; 0 is off. sinks_H: [H] logits that carry no value (gpt-oss).
         out: [S, H, V] contiguous to write into; None: a new one.
         tile: None: the table's.
@@ -154,7 +157,7 @@ def paged_decode(
         query_SHD.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), GROUP=H // G,
         ROWS=max(LEAST_ROWS, triton.next_power_of_2(H // G)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
         V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, SPLIT=scratch.split_tokens,
-        SPLITS=scratch.num_splits, WINDOW=window, SOFT_CAP=soft_cap, num_warps=tile.warps, num_stages=tile.stages,
+        SPLITS=scratch.num_splits, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    launch_merge(scratch, context_S, sinks_H, out, tile.tokens, window)
+    launch_merge(scratch, context_S, sinks_H, out, tile.tokens, window, chunk)
     return out

@@ -42,13 +42,13 @@ def attend_latent_splits(
 ):  # fmt: skip
     """Take turns at (split, tile of heads), as `decode.attend_splits`."""
     HEAD_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
-    splits_up_to = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, 0)
+    splits_up_to = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, 0, 0)
     num_parts = tl.max(splits_up_to, axis=0) * HEAD_TILES
     latent_dim, rope_dim = tl.arange(0, L), tl.arange(0, E_PAD)
     part = tl.program_id(0)
     while part < num_parts:
         sequence, split, begin, stop, _ = find_split(
-            context, part // HEAD_TILES, splits_up_to, TILE, SPLIT, SPLITS, 0
+            context, part // HEAD_TILES, splits_up_to, TILE, SPLIT, SPLITS, 0, 0
         )
         head = part % HEAD_TILES * HEADS + tl.arange(0, HEADS)
         is_head = head[:, None] < H
@@ -128,5 +128,5 @@ def latent_decode(
         TILE=tile.tokens, SPLIT=scratch.split_tokens, SPLITS=scratch.num_splits, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
-    launch_merge(scratch, context_S, None, out, tile.tokens, 0)
+    launch_merge(scratch, context_S, None, out, tile.tokens, 0, 0)
     return out

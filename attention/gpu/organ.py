@@ -81,7 +81,12 @@ def attend(
         _prefill_latents(module, query_PHD, pages.keys[layer], step, out_PHV, scaling)
         return out_PHV[None], None
     own = Pages(pages.keys[layer], pages.values[layer], step.on_device.table_SM)
-    options: dict[str, Any] = {"scale": scaling, "window": shape.window, "sinks_H": s_aux}
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "window": shape.window,
+        "chunk": shape.chunk,
+        "sinks_H": s_aux,
+    }
     if of_decodes.stop:
         paged_decode(
             query_PHD[of_decodes], own.keys_NGBD, own.values_NGBV, step.on_device.context_S[of_decodes],

@@ -43,6 +43,17 @@ def rows_of(table, begin, stop, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the first token that rows at positions see: of the last WINDOW, or of their own chunk of CHUNK; 0 is off."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    if CHUNK > 0:
+        first = position // CHUNK * CHUNK
+    return first
+
+
+@triton.jit
 def capped(scores, SOFT_CAP: tl.constexpr):
     """Squash scores (base e) into (-SOFT_CAP, SOFT_CAP), as Gemma does; 0 is off."""
     if SOFT_CAP > 0:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu.limits import LARGEST_DIM, check_heads, check_layout, check_tile
-from attention.gpu.pages import LOG2_E, bound, capped, rows_of, weigh
+from attention.gpu.pages import LOG2_E, bound, capped, first_seen, rows_of, weigh
 from attention.gpu.tiles import device_names, shape_key, tile_of
 
 
@@ -36,7 +36,7 @@ def attend_tile(
     query, keys, values, tiles, query_start, context, table, sinks, out, query_stride, out_stride, table_stride, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head). `tiles` int64 [tiles, 3]: sequence, first query token within its rows, query tokens."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -60,16 +60,14 @@ def attend_tile(
         total += 1.0
     sum_RV = tl.zeros([ROWS, V_PAD], tl.float32)
     own_table = table + sequence * table_stride
-    begin = stop * 0
-    if WINDOW > 0:
-        begin = tl.maximum(cached + first - WINDOW + 1, 0) // TILE * TILE
+    begin = first_seen(cached + first, WINDOW, CHUNK) // TILE * TILE
     for step in range(bound(tl.cdiv(stop - begin, TILE))):
         at = begin + step * TILE
         token = at + tl.arange(0, TILE)
         is_cached = token < stop
         is_seen = token[None, :] <= position[:, None]
-        if WINDOW > 0:
-            is_seen &= token[None, :] > position[:, None] - WINDOW
+        if WINDOW > 0 or CHUNK > 0:
+            is_seen &= token[None, :] >= first_seen(position, WINDOW, CHUNK)[:, None]
         place = rows_of(own_table, at, stop, kv_head, KV_HEADS, BLOCK, TILE)
         key_DC = tl.load(
             keys + place[None, :] * D + dim[:, None], mask=is_cached[None, :] & (dim[:, None] < D), other=0.0
@@ -121,6 +119,7 @@ def paged_prefill(
     *,
     scale: float,
     window: int = 0,
+    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
     out: Tensor | None = None,
@@ -133,7 +132,7 @@ def paged_prefill(
         keys_NGBD, values_NGBV: pages of the same type, contiguous; they already hold the rows' own tokens.
         tiles_X3: int64 [X, 3] as `Step.tiles(tile_tokens(...))` gives them; a tile of 0 tokens does nothing.
         query_start_S: int64 [S + 1], rows of sequence s are [s], [s + 1]. context_S: int64 [S], tokens after this step.
-        block_table_SM, scale, window, soft_cap, sinks_H: as `decode.paged_decode`.
+        block_table_SM, scale, window, chunk, soft_cap, sinks_H: as `decode.paged_decode`.
         out: [T, H, V] to write into, heads contiguous; None: a new one of zeros.
         tile: None: the table's.
 
@@ -156,7 +155,7 @@ def paged_prefill(
         query_THD, keys_NGBD, values_NGBV, tiles_X3, query_start_S, context_S, block_table_SM, sinks_H, out,
         query_THD.stride(0), out.stride(0), block_table_SM.stride(0), scale, GROUP=group,
         ROWS=max(tile_rows(D, V), triton.next_power_of_2(group)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
-        V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, SOFT_CAP=soft_cap,
+        V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
         HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

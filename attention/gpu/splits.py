@@ -25,18 +25,18 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu.limits import split_sizes
-from attention.gpu.pages import LOG2_E, bound
+from attention.gpu.pages import LOG2_E, bound, first_seen
 
 _MERGED_PARTS = 8  # of a row at a time
 _INTERPRETED_MULTIPROCESSORS = 3  # fewer than parts, so that programs take turns there too
 
 
 @triton.jit
-def cut(end, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+def cut(
+    end, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Return where contexts' first splits begin (a multiple of TILE), tokens of a split, and how many there are."""
-    first = end * 0
-    if WINDOW > 0:
-        first = tl.maximum(end - WINDOW, 0) // TILE * TILE
+    first = first_seen(tl.maximum(end - 1, 0), WINDOW, CHUNK) // TILE * TILE
     tokens = SPLIT * tl.maximum(tl.cdiv(end - first, SPLIT * SPLITS), 1)
     return first, tokens, tl.cdiv(end - first, tokens)
 
@@ -45,25 +45,26 @@ def cut(end, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WIND
 def count_splits(
     context, num_sequences,
     S_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return [S_PAD] the number of splits of each sequence and all before it."""
     sequence = tl.arange(0, S_PAD)
     end = tl.load(context + sequence, mask=sequence < num_sequences, other=0).to(tl.int32)
-    _, _, count = cut(end, TILE, SPLIT, SPLITS, WINDOW)
+    _, _, count = cut(end, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
     return tl.cumsum(count, axis=0)
 
 
 @triton.jit
 def find_split(
     context, number, splits_up_to,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return the sequence of the number-th split of all, its number there, the first token, and the one past its end."""
     is_before = splits_up_to <= number
     sequence = tl.sum(is_before.to(tl.int32), axis=0)
     split = number - tl.max(tl.where(is_before, splits_up_to, 0), axis=0)
     end = tl.load(context + sequence).to(tl.int32)
-    first, tokens, _ = cut(end, TILE, SPLIT, SPLITS, WINDOW)
+    first, tokens, _ = cut(end, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
     begin = first + split * tokens
     return sequence, split, begin, tl.minimum(begin + tokens, end), end
 
@@ -72,13 +73,13 @@ def find_split(
 def merge_parts(
     sums, tops, totals, context, sinks, out,
     V: tl.constexpr, V_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PARTS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head): add the parts in order, the sink first, and divide; a padded row becomes zero."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     heads, dim = tl.num_programs(1), tl.arange(0, V_PAD)
     end = tl.load(context + sequence).to(tl.int32)
-    _, _, count = cut(end, TILE, SPLIT, SPLITS, WINDOW)
+    _, _, count = cut(end, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
     top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
     if HAS_SINKS:
         top, total = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E, total + 1.0
@@ -157,11 +158,12 @@ def launch_merge(
     out_SHV: Tensor,
     tile_tokens: int,
     window: int,
+    chunk: int,
 ) -> None:
     """Write `out_SHV` from the parts that a launch over the same contexts has just left."""
     S, H, V = out_SHV.shape
     merge_parts[(S, H)](
         scratch.sums, scratch.tops, scratch.totals, context_S, sinks_H, out_SHV, V=V, V_PAD=triton.next_power_of_2(V),
         TILE=tile_tokens, SPLIT=scratch.split_tokens, SPLITS=scratch.num_splits, PARTS=_MERGED_PARTS, WINDOW=window,
-        HAS_SINKS=sinks_H is not None, num_warps=4,
+        CHUNK=chunk, HAS_SINKS=sinks_H is not None, num_warps=4,
     )  # fmt: skip

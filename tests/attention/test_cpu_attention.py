@@ -42,26 +42,29 @@ def attend(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 40}, {"sinks": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 5}, {"window": 40}, {"chunk": 5}, {"chunk": 32}, {"sinks": True}]
+)
 def test_kernel_equals_the_oracle_on_mixed_prefill_and_decode(
     shape: tuple[int, int, int, int], options: dict[str, int | bool]
 ) -> None:
     spans = [(0, 1), (37, 1), (0, 21), (16, 40), (15, 1), (100, 3)]
     cache, step = cache_and_step(spans, shape)
     query = torch.randn(shape[0], step.num_padded, shape[2], generator=torch.Generator().manual_seed(1))
-    keywords: dict[str, object] = {"window": options.get("window", 0)}
+    keywords: dict[str, object] = {name: options[name] for name in ("window", "chunk") if name in options}
     if "sinks" in options:
         keywords["sinks_H"] = torch.linspace(-1, 2, shape[0])
     ours, oracle = (attend(m, cache, step, query, **keywords) for m in (cpu_attention, reference))
     torch.testing.assert_close(ours, oracle, atol=3e-6, rtol=2e-5)
 
 
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
+@pytest.mark.parametrize("options", [{}, {"chunk": 40}])
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(options: dict[str, object]) -> None:
     shape = (4, 2, 32, 32)
     cache, step = cache_and_step([(0, 90), (33, 30)], shape)
     tables = [step.block_table_SM[i].tolist() for i in range(2)]
     query = torch.randn(4, step.num_padded, 32, generator=torch.Generator().manual_seed(1))
-    whole = attend(cpu_attention, cache, step, query)
+    whole = attend(cpu_attention, cache, step, query, **options)
     for sequence, first_row, start, length in [(0, 0, 0, 90), (1, 90, 33, 30)]:
         for chunk in (1, 7, 16):
             for begin in range(0, length, chunk):
@@ -70,7 +73,8 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it() -> None:
                 rows = slice(first_row + begin, first_row + begin + count)
                 alone = torch.zeros(4, step.num_padded, 32)
                 alone[:, :count] = query[:, rows]
-                assert torch.equal(attend(cpu_attention, cache, step, alone)[:count], whole[rows])
+                ours = attend(cpu_attention, cache, step, alone, **options)
+                assert torch.equal(ours[:count], whole[rows])
 
 
 def test_stale_values_of_a_reused_block_never_reach_a_new_owner() -> None:

@@ -155,6 +155,7 @@ def launch_channels(dtype: torch.dtype) -> None:
 
 
 QWEN3, GPT_OSS, GEMMA = Heads(32, 4, 128, 128), Heads(64, 8, 64, 64), Heads(8, 4, 256, 256)
+LLAMA4 = Heads(40, 8, 128, 128)
 SINKS = {"window": 128, "sinks_H": empty(64, dtype=BF16)}
 CASES = {
     "decode_qwen3": Case(partial(launch_decode, QWEN3, 256), "attend_splits", 128),
@@ -180,6 +181,7 @@ MORE_CASES = {
     "decode_96": Case(partial(launch_decode, Heads(32, 8, 96, 96), 64), "attend_splits", 128),
     "decode_mimo": Case(partial(launch_decode, Heads(64, 4, 192, 128), 64, **SINKS), "attend_splits"),
     "decode_gemma": Case(partial(launch_decode, GEMMA, 64, soft_cap=50.0), "attend_splits"),
+    "decode_llama4": Case(partial(launch_decode, LLAMA4, 64, chunk=8192), "attend_splits"),
     "merge_sinks": Case(partial(launch_decode, GPT_OSS, 64, **SINKS), "merge_parts", 64),
     "merge_gemma": Case(partial(launch_decode, GEMMA, 64), "merge_parts", 64),
     "merge_latents": Case(partial(launch_latents, 128, 64), "merge_parts", 128),
@@ -190,6 +192,7 @@ MORE_CASES = {
     "prefill_96": Case(partial(launch_prefill, Heads(32, 8, 96, 96)), "attend_tile"),
     "prefill_deepseek": Case(partial(launch_prefill, Heads(128, 128, 192, 128)), "attend_tile"),
     "prefill_gemma": Case(partial(launch_prefill, GEMMA, soft_cap=50.0, window=4096), "attend_tile"),
+    "prefill_llama4": Case(partial(launch_prefill, LLAMA4, chunk=8192), "attend_tile"),
     "pool_keys_glm": Case(launch_pools, "make_pool_keys", 64),
     "pools_glm": Case(launch_pools, "score_items"),
     "choice_of_pools_glm": Case(launch_pools, "choose_best"),

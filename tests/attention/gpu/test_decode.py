@@ -70,6 +70,8 @@ CASES: dict[str, tuple[list[int], Heads, torch.dtype, dict[str, Any]]] = {
     "D 256, soft cap": (FEW, Heads(2, 1, 256, 256), torch.float32, {"soft_cap": 3.0}),
     "window within a tile": (EDGES, SMALL, torch.float32, {"window": 5}),
     "window over splits": (EDGES, SMALL, torch.float32, {"window": 80}),
+    "chunks within a tile": (EDGES, SMALL, torch.float32, {"chunk": 5}),
+    "chunks over splits": (EDGES, SMALL, torch.float32, {"chunk": 80}),
     "window, cap and sinks": (FEW, SMALLEST, torch.float32, {"window": 40, "soft_cap": 3.0, "sinks_H": True}),
     "sinks": (FEW, SMALL, torch.float32, {"sinks_H": True}),
     "float16": ([1, 65], SMALLEST, torch.float16, {"sinks_H": True}),
