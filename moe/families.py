@@ -15,6 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
+from moe import scaled_experts
 from moe.load.quantisation import (
     Quantisation,
     UnservedQuantisationError,
@@ -74,6 +75,7 @@ def build_on_meta(config: Any, dtype: torch.dtype = torch.float32) -> PreTrained
             f"{config.model_type}: {type(model).__name__} does not hold its text decoder apart from what sees images, as other "
             f"models do; give a checkpoint of the text model alone"
         )
+    scaled_experts.exchange(model)
     _widen(model)
     _settle_rotary(model)
     return model.eval()

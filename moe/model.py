@@ -6,6 +6,8 @@ packed batch [1, T] described by a `Step`; see `Model.forward`.
 Legend: T tokens (padded rows), V vocabulary, R rows whose logits are wanted.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,9 @@ from moe.load.plan import LoadPlan
 from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
 from moe.rehearsal import rehearse
+from moe.scaled_experts import use_experts
 from moe.slot_choice import slot_choices
-from moe.text_part import use_attention
+from moe.text_part import body_of, use_attention
 
 
 class Skeleton:
@@ -67,7 +70,7 @@ class Skeleton:
             remedy = "" if backend is CPU else "; serve it with --device cpu"
             raise UnsupportedModelError(f"{config.model_type} has {problem}{remedy}")
         use_attention(self.model, backend.attention)
-        self.model.set_experts_implementation(backend.experts)
+        use_experts(self.model, backend.experts)
 
 
 class Model:
@@ -272,16 +275,16 @@ class _KeptBody:
     """A model's hidden states, kept after a forward, so that logits of many rows can be computed a few at a time.
 
     What a family does after its decoder (the output projection, a scaling, a cap) is its own code, in the forward of
-    the whole model. So that code is run again, with the decoder replaced for the moment by one that returns what it
-    returned before. Rejected: calling the output projection ourselves, which would miss a family's scaling, and
+    the whole model. So that code is run again, with a decoder that for the moment returns what it returned
+    before. Rejected: calling the output projection ourselves, which would miss a family's scaling, and
     asking the one forward for all rows: logits of 8,192 rows over 150,000 tokens are 5 GB.
     """
 
     def __init__(self, net: PreTrainedModel) -> None:
-        self._net, self._name = net, net.base_model_prefix
+        self._net, self._decoder = net, body_of(net)
         self._is_wanted = False
         self._output: Any = None
-        getattr(net, self._name).register_forward_hook(self._note)
+        self._decoder.register_forward_hook(self._note)
 
     def keep(self, wanted: bool) -> None:
         """Forget what was kept; say whether to keep what the next forward gives."""
@@ -290,15 +293,11 @@ class _KeptBody:
     def logits(self, rows_R: Tensor) -> Tensor:
         """Compute rows' logits: [R, V]."""
         assert self._output is not None, "the last forward was not asked to keep its hidden states"
-        decoder = getattr(self._net, self._name)
-        setattr(self._net, self._name, _Replay(self._output))
-        try:
+        with _answering(self._decoder, self._output):
             # Some families look whether hidden states are of all rows that were asked for.
             num_rows = self._output[0].shape[1]
             nothing = torch.zeros(1, num_rows, dtype=torch.int64, device=rows_R.device)
             output: Any = self._net(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
-        finally:
-            setattr(self._net, self._name, decoder)
         logits: Tensor = output.logits[0].float()
         return logits
 
@@ -307,16 +306,17 @@ class _KeptBody:
             self._output = output
 
 
-class _Replay(nn.Module):
-    """Gives the same output whatever it is asked."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self._output = output
-
-    def forward(self, *_inputs: Any, **_options: Any) -> Any:
-        """Return it."""
-        return self._output
+@contextmanager
+def _answering(module: nn.Module, output: Any) -> Iterator[None]:
+    """Let a module return the same output whatever it is asked."""
+    own = vars(module).get("forward")
+    module.forward = lambda *_inputs, **_options: output
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def _restore_buffers(model: PreTrainedModel) -> None:

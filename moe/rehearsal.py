@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -30,6 +31,7 @@ from kvcache.step import ROW_MULTIPLE
 from moe import long_rotary
 from moe.families import UnsupportedModelError
 from moe.rehearsed import RECURRENCES, choose, choose_pools
+from moe.scaled_experts import use_experts
 from moe.text_part import use_attention
 
 NAME = "wideep_rehearsal"
@@ -66,9 +68,13 @@ class MissingStateError(UnsupportedModelError, AttributeError):
 
 @dataclass(frozen=True)
 class Sight(AnyMask):
-    """What a mask lets a row see: the last `window` tokens, itself included; 0 is all; None is something else."""
+    """What a mask lets a row see: the last `window` tokens, itself included; 0 is all; None is something else.
+
+    With a `chunk`, of these only tokens of its own chunk of so many, counted from the first; 0: there are none.
+    """
 
     window: int | None
+    chunk: int = 0
 
 
 class Attended(NamedTuple):
@@ -76,6 +82,7 @@ class Attended(NamedTuple):
 
     is_latent: bool
     window: int
+    chunk: int
 
 
 class Notes:
@@ -112,12 +119,12 @@ class Notes:
         self.cached[layer] = (key.shape, value.shape)
         return key, value
 
-    def get_seq_length(self, layer_idx: int | None = 0) -> int:
-        """Nothing is cached yet."""
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
+        """See `PagedCache`."""
+        return 0 if layer_idx is None else torch.zeros(ROW_MULTIPLE, dtype=torch.int64, device="meta")
 
     def get_query_offset(self, layer_idx: int | None = 0) -> int:
-        """Likewise."""
+        """Nothing is cached yet."""
         return 0
 
     def get_mask_sizes(self, _rows: Any, layer_idx: int | None = 0) -> tuple[int, int]:
@@ -209,7 +216,9 @@ class Notes:
                 f"{where} builds its mask itself; only masks that transformers makes are known to be causal"
             )
         if mask.window is None:
-            raise UnsupportedModelError(f"{where} has a mask that is neither causal nor a sliding window")
+            raise UnsupportedModelError(
+                f"{where} has a mask that is neither causal nor a sliding window nor in chunks"
+            )
         chosen, is_latent = options.get("indices"), hasattr(module, "expand_kv")
         if chosen is not None and not (is_latent and any(chosen is each for each in self._chosen)):
             raise UnsupportedModelError(
@@ -218,6 +227,10 @@ class Notes:
         if chosen is not None and mask.window:
             raise UnsupportedModelError(
                 f"{where} has an index and a sliding window, which do not go together"
+            )
+        if mask.chunk and is_latent:
+            raise UnsupportedModelError(
+                f"{where} attends to latents in chunks, which the attention kernels do not have"
             )
         if chosen is None and layer in self.indexed:
             raise UnsupportedModelError(f"{where} has an index and does not say what it chose")
@@ -236,7 +249,7 @@ class Notes:
             raise UnsupportedModelError(
                 f"{where} reads keys and values of another layer, or runs twice; every layer must cache its own"
             )
-        self.attended[layer] = Attended(hasattr(module, "expand_kv"), mask.window)
+        self.attended[layer] = Attended(is_latent, mask.window, mask.chunk)
 
     def shapes(self, num_layers: int, row_by_row: Container[int] = ()) -> list[LayerShape]:
         """Return what each layer keeps, in layer order.
@@ -286,7 +299,12 @@ class Notes:
                 state=state,
             )
         return LayerShape(
-            num_kv_heads=key[1], key_dim=key[3], value_dim=value[3], window=attended.window, state=state
+            num_kv_heads=key[1],
+            key_dim=key[3],
+            value_dim=value[3],
+            window=attended.window,
+            chunk=attended.chunk,
+            state=state,
         )
 
 
@@ -295,19 +313,34 @@ def sight_of(mask_function: Callable[..., Any], local_size: int) -> Sight:
 
     Args:
         mask_function: `(batch, head, query position, key position) -> visible`, on tensors.
-        local_size: the window it may have, in tokens; 0 for none.
+        local_size: the window or the chunks it may have, in tokens; 0 for none.
     """
     rows = sorted({0, 1, 63, local_size, local_size + 1, 2 * local_size + 3, 5000})
-    edges = (0, 1, 2, local_size - 1, local_size, local_size + 1, 4000)
+    edges = (0, 1, 2, local_size // 2, local_size - 1, local_size, local_size + 1, 4000)
     pairs = [(row, row - back) for row in rows for back in edges if row >= back]
     pairs += [(row, key) for row in rows for key in (0, row + 1)]
     query, key = torch.tensor(pairs).T
-    seen = mask_function(0, 0, query, key)
-    for window in {0, local_size}:
-        wanted = (key <= query) & ((key > query - window) | (window == 0))
-        if isinstance(seen, Tensor) and seen.device == wanted.device and torch.equal(seen, wanted):
-            return Sight(window)
-    return Sight(None)
+    with _NoPadding():
+        seen = mask_function(0, 0, query, key)
+    if not isinstance(seen, Tensor) or seen.device != query.device:
+        return Sight(None)
+    is_causal = key <= query
+    wanted = {Sight(0): is_causal}
+    if local_size:
+        wanted[Sight(local_size)] = is_causal & (key > query - local_size)
+        wanted[Sight(0, local_size)] = is_causal & (key // local_size == query // local_size)
+    return next((sight for sight, pairs in wanted.items() if torch.equal(seen, pairs)), Sight(None))
+
+
+class _NoPadding(TorchFunctionMode):
+    """Reads what a mask function knows of each sequence of a batch on meta, the tokens that pad it, as 0."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__ and args[0].is_meta and args[0].dim() == 1:
+            return torch.zeros((), dtype=args[0].dtype, device="cpu")
+        return func(*args, **(kwargs or {}))
 
 
 def _make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_options: Any) -> Sight:
@@ -350,7 +383,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, serve_experts)
     use_attention(model, NAME)
-    model.set_experts_implementation(NAME)
+    use_experts(model, NAME)
     mixers.exchange(model, RECURRENCES)
     long_rotary.rehearse(model)
     sparse_index.exchange(model, choose)

@@ -31,16 +31,29 @@ def keep_text(model: PreTrainedModel) -> bool:
     Returns:
         Whether the model is built so that this can be done; else it is as it was.
     """
-    joining, decoder = getattr(model, model.base_model_prefix, None), model.get_decoder()
+    # Llama 4's class joins in its own forward, which without images is the decoder's on the embedded tokens.
+    joining, decoder = getattr(model, model.base_model_prefix, model), model.get_decoder()
     if not isinstance(joining, nn.Module) or decoder not in list(joining.children()):
         return False
-    whole = set(model.state_dict())
+    whole, head = set(model.state_dict()), model.get_output_embeddings()
     for name, part in [*joining.named_children()]:
-        if part is not decoder:
+        if part is not decoder and part is not head:
             delattr(joining, name)
-    joining.forward = _running(decoder)
+    if joining is not model:
+        joining.forward = _running(decoder)
     model.left_out = frozenset(whole - set(model.state_dict()))
     return True
+
+
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """Find what gives the hidden states that a model's output projection takes."""
+    if hasattr(model, model.base_model_prefix):
+        body: nn.Module = getattr(model, model.base_model_prefix)
+        return body
+    head = model.get_output_embeddings()  # Llama 4 calls what is beside it by another name
+    beside = next(list(module.children()) for module in model.modules() if head in list(module.children()))
+    found: nn.Module = next(part for part in beside if part is not head)
+    return found
 
 
 def left_out(model: PreTrainedModel) -> frozenset[str]:

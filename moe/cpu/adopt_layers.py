@@ -27,6 +27,7 @@ from moe.cpu.layer_parts import Norm, parts_of
 from moe.cpu.layer_program import LayerProgram, why_not_whole
 from moe.cpu.net_program import NetProgram, are_fit
 from moe.cpu.step_program import DecoderProgram, StepProgram
+from moe.text_part import body_of
 
 _TOLERANCE = 1e-4  # of hidden values; sums are made in another order
 _PROMPT_TOKENS, _DECODE_POSITION = 19, 20
@@ -146,7 +147,7 @@ def _adopt_decoder(
     net: Any, programs: dict[nn.Module, LayerProgram], step: Step, activations: Activations, pages: PagedCache
 ) -> None:
     """Let a decoder whose layers all run as programs run as one, and the model, where its logits stay the same to the bit."""
-    decoder = getattr(net, net.base_model_prefix)
+    decoder: Any = body_of(net)
     layers = list(getattr(decoder, "layers", ()))
     eps = epsilon(decoder.norm) if hasattr(getattr(decoder, "norm", None), "multiplied") else None
     if not layers or eps is None or not all(layer in programs for layer in layers):

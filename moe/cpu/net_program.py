@@ -26,6 +26,7 @@ from moe.cpu.layer_program import LayerProgram
 from moe.cpu.packed_weight import PackedWeight
 from moe.cpu.products import gather_row, linear_row
 from moe.cpu.step_program import Ends, StepProgram
+from moe.text_part import body_of
 
 _TILE_VALUES = 1 << 12
 _FEWEST_POSITIONS = 1024
@@ -84,7 +85,7 @@ class NetProgram:
     ) -> None:  # fmt: skip
         """Take all layers of a model whose ends `are_fit`; `net` answers what the program does not take."""
         self._net, self._step, self._activations = weakref.ref(net), step, activations
-        decoder = getattr(net, net.base_model_prefix)
+        decoder: Any = body_of(net)
         self._rotary: Any = decoder.rotary_emb
         self._table = torch.empty(2, 0, 0)
         self._make_table(_FEWEST_POSITIONS)
@@ -159,7 +160,7 @@ class NetProgram:
 
 def are_fit(net: Any) -> bool:
     """Whether a model's ends are such that a program may try them."""
-    decoder, head = getattr(net, net.base_model_prefix), net.get_output_embeddings()
+    decoder, head = body_of(net), net.get_output_embeddings()
     embedding, rotary = getattr(decoder, "embed_tokens", None), getattr(decoder, "rotary_emb", None)
     if head is None or embedding is None or getattr(rotary, "rope_type", None) not in _BY_POSITION_ALONE:
         return False

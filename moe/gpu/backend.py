@@ -27,7 +27,7 @@ from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
-from moe import long_rotary
+from moe import long_rotary, scaled_experts
 from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.exchanged import try_lightning, try_pools
 from moe.adopt.gates import gate_of
@@ -127,8 +127,9 @@ def _why_unserved(
     if quantisation is not None:
         problem = problem or why_no_blocks(quantisation)
     keeps_more = any(shape.state or shape.index_dim for shape in shapes)
+    keeps_more = keeps_more or bool(scaled_experts.blocks(net))
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
-        what = "recurrent layers, a sparse index or longrope"
+        what = "recurrent layers, a sparse index, longrope or experts with scaled inputs"
         problem = problem or f"{what}, which --enable-torch-compile is not for: leave it out"
     if on.compiler and not compiling.decoder_layers(net):
         problem = problem or "no decoder layers that torch.compile could be told of (--enable-torch-compile)"

@@ -43,6 +43,7 @@ SERVED = {
     "hy_v3": "router bias",
     "kolibri1": "windows",
     "laguna": "a gate per head",
+    "llama4_text": "experts with scaled inputs, two for each row",
     "mellum": "windows",
     "mimo_v2_flash": "value heads of another size, sinks, windows",
     "phimoe": "sparsemixer routing, layer norms, a window that only the mask shows",
@@ -181,8 +182,12 @@ def test_windows_are_what_masks_show() -> None:
         assert sight_of(sliding_window_causal_mask_function(window), window) == Sight(window)
         assert sight_of(causal_mask_function, window) == Sight(0)
     none = torch.zeros(1, dtype=torch.int64)
+    for chunk in (2, 8, 8192):
+        assert sight_of(chunked_causal_mask_function(chunk, none), chunk) == Sight(0, chunk)
+        assert sight_of(chunked_causal_mask_function(chunk, none.to("meta")), chunk) == Sight(0, chunk)
     unknown: list[tuple[Callable[..., Any], int]] = [
-        (chunked_causal_mask_function(8, none), 8),
+        (chunked_causal_mask_function(8, none + 1), 8),
+        (chunked_causal_mask_function(8, none), 16),
         (sliding_window_bidirectional_mask_function(8), 8),
         (sliding_window_causal_mask_function(8), 9),
         (sliding_window_causal_mask_function(9), 8),

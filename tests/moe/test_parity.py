@@ -33,7 +33,7 @@ TOLERANCE = 1e-4
 PROMPT_LENGTHS = (3, 17, 40, 9, 26)
 ON_TWO_RANKS = ("deepseek_v3", "deepseek_v32", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")
 """What lies between ranks is the same for all families: these stand for them, the others' two ranks are slow tests."""
-ON_ONE_RANK = (*FAMILIES, "nemotron_h", "lfm2_moe", "mistral_large4", "gemma4")
+ON_ONE_RANK = (*FAMILIES, "nemotron_h", "lfm2_moe", "mistral_large4", "gemma4", "llama4")
 """Recurrent, sparse and wrapped families that these and the above do not stand for are slow tests altogether."""
 
 
@@ -138,7 +138,14 @@ def test_greedy_tokens_and_logits_equal_transformers(
     "oracle",
     [
         pytest.param(family, marks=() if family in ON_TWO_RANKS else pytest.mark.slow)
-        for family in (*RECURRENT_FAMILIES, *SPARSE_FAMILIES, "qwen3_5_moe", "mistral_large4", "glm5_next")
+        for family in (
+            *RECURRENT_FAMILIES,
+            *SPARSE_FAMILIES,
+            "qwen3_5_moe",
+            "mistral_large4",
+            "glm5_next",
+            "llama4",
+        )
     ],
     indirect=True,
     scope="module",

@@ -66,13 +66,6 @@ def test_a_tensor_of_no_part_is_unexpected_still(tmp_path: Path) -> None:
         build(tmp_path, max_model_len=64)
 
 
-def test_a_decoder_that_is_not_apart_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedModelError, match="does not hold its text decoder apart from what sees images"
-    ):
-        build_on_meta(AutoConfig.for_model("llama4"))
-
-
 def test_experts_that_no_text_reaches_are_refused() -> None:
     model = build_on_meta(AutoConfig.for_model("ernie4_5_vl_moe"))
     with pytest.raises(UnsupportedModelError, match=r"no token of a text reaches .*\.vision_moe\.experts"):

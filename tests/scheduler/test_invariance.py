@@ -26,7 +26,7 @@ FAMILIES = (
     "qwen3_next",
     *(
         pytest.param(family, marks=pytest.mark.slow)
-        for family in ("nemotron_h", "kimi_linear", "deepseek_v32", "hy_v4", "glm5_next")
+        for family in ("nemotron_h", "kimi_linear", "deepseek_v32", "hy_v4", "glm5_next", "llama4")
     ),
 )
 one_family_first = pytest.mark.parametrize(

@@ -217,6 +217,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 MULTIMODAL_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 48,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+    "attn_scale": 0.5,
+}
 # Text decoders inside of models that also see images: what their text part has.
 WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": GATED_DELTA,
@@ -266,6 +278,7 @@ WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
         "final_logit_softcapping": 30.0,
     },
+    "llama4": LLAMA4,
     "aria": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 32},
 }
 TOWER = {  # sizes of what sees images

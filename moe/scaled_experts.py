@@ -1,0 +1,130 @@
+"""Experts whose inputs are scaled by their routing weights, not their outputs (Llama 4, 2025), behind the experts interface.
+
+Their blocks multiply every row by its score for every expert, 0 where it was not chosen, run all experts on all rows, and add:
+nothing is dispatched, and `transformers` has no interface to put experts behind. Exchanged, a block scales each row once for
+each of its choices and asks the experts interface, with a weight of 1. Experts without biases make 0 of 0, so the sum is the
+same; that it is what a block computes is tried, with a small twin of it, before it is exchanged.
+Rejected: weights that travel to the experts with the rows, for the sake of one family, whose published models choose one expert.
+
+Legend: T rows, D hidden dim, E experts, K choices, I intermediate dim.
+"""
+
+import copy
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+_SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_local_experts": 5}  # of the twin
+_TRIED_ROWS = 7
+_TOLERANCE = 1e-5
+_PLAIN = "batched_mm"  # what stands for the experts organ in the trial
+# What a block may raise that takes other sizes, or returns something else.
+_FOREIGN_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+
+
+def use_experts(model: PreTrainedModel, name: str) -> None:
+    """Let a model's experts be computed by a function that is registered."""
+    model.set_experts_implementation(name)
+    for block in blocks(model):
+        block.experts.implementation = name
+
+
+def blocks(model: nn.Module) -> list[Any]:
+    """The blocks that were exchanged."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "experts", None), nn.Module)
+        and hasattr(module.experts, "implementation")
+    ]
+
+
+def exchange(model: PreTrainedModel) -> None:
+    """Put experts that stand outside the experts interface behind it, where trying shows that theirs are scaled inputs."""
+    verdicts: dict[type[nn.Module], bool] = {}
+    for module in [module for module in model.modules() if _may_scale(module)]:
+        kind = type(module)
+        if kind not in verdicts:
+            verdicts[kind] = _scales(kind, model.config.get_text_config(decoder=True))
+        if verdicts[kind]:
+            _exchange(module)
+
+
+def _may_scale(module: Any) -> bool:
+    experts = getattr(module, "experts", None)
+    held = {name for name, _ in experts.named_parameters()} if isinstance(experts, nn.Module) else set()
+    parts = {name for name, _ in module.named_children()}
+    return (
+        held == {"gate_up_proj", "down_proj"}
+        and not hasattr(experts, "is_concatenated")
+        and parts == {"experts", "router", "shared_expert"}
+    )
+
+
+@torch.no_grad()
+def _scales(kind: Any, config: Any) -> bool:
+    """Whether a small twin gives, exchanged, what it gives by itself; on the CPU."""
+    small = copy.deepcopy(config)
+    for name, size in _SMALL.items():
+        setattr(small, name, size)
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.device("cpu"):
+            twin = kind(small).float()
+        for parameter in twin.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        x_TD = torch.randn(1, _TRIED_ROWS, small.hidden_size, generator=generator)
+        wanted = twin(x_TD)[0].clone()
+        _exchange(twin)
+        twin.experts.implementation = _PLAIN
+        found = twin(x_TD)[0]
+    except _FOREIGN_ERRORS:
+        return False
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _exchange(block: Any) -> None:
+    own = type(block.experts)
+    block.experts.__class__ = type(own.__name__, (_ScaledExperts, own), {})
+    block.experts.implementation = _PLAIN
+    this = ref(block)
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        module: Any = this()
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores_TE, logits_TE = module.router(x_TD)
+        ids_TK = logits_TE.topk(module.top_k, dim=1).indices
+        scores_TK = scores_TE.gather(1, ids_TK)
+        ones_T1 = torch.ones_like(scores_TK[:, :1])
+        out_TD = module.shared_expert(x_TD)
+        for choice in range(module.top_k):
+            here = slice(choice, choice + 1)
+            out_TD = out_TD + module.experts(x_TD * scores_TK[:, here], ids_TK[:, here], ones_T1)
+        return out_TD, logits_TE
+
+    block.forward = forward
+
+
+class _ScaledExperts(nn.Module):
+    """What the experts interface asks of a module, for weights [E, D, 2 * I] of gates and then ups, and [E, I, D]."""
+
+    has_gate = is_concatenated = is_transposed = True
+    has_bias = has_post_expert_norm = _is_expert_parallel = False
+    implementation: str
+    act_fn: Any
+    num_experts: int
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gated: Tensor = self.act_fn(gate) * up
+        return gated
+
+    def forward(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """See `transformers`' experts modules."""
+        run = ALL_EXPERTS_FUNCTIONS[self.implementation]
+        out_TD: Tensor = run(self, hidden_TD, ids_TK, weights_TK)
+        return out_TD

@@ -1,0 +1,72 @@
+"""Experts whose inputs are scaled go through the experts interface, where trying shows that nothing else is computed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+from moe.families import UnsupportedModelError, build_on_meta
+from moe.model import Skeleton
+from moe.scaled_experts import blocks
+from tests.support.engines.serving import build, request, serve, teacher_forced
+from tests.support.models.families import make_config, write_checkpoint
+from tests.support.models.family_sweep import prompts
+
+TOLERANCE = 1e-4
+
+
+def test_every_block_of_a_model_is_exchanged() -> None:
+    assert len(blocks(build_on_meta(make_config("llama4")))) == 2
+    assert not blocks(build_on_meta(make_config("mixtral")))
+
+
+def test_a_block_that_scales_what_experts_give_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        x_TD = hidden_states.reshape(-1, block.hidden_dim)
+        scores_TE, logits_TE = block.router(x_TD)
+        each_ETD = block.experts(x_TD.repeat(scores_TE.shape[1], 1)).view(scores_TE.shape[1], *x_TD.shape)
+        return block.shared_expert(x_TD) + (each_ETD * scores_TE.T[..., None]).sum(0), logits_TE
+
+    make_config("llama4").save_pretrained(tmp_path)
+    assert Skeleton(tmp_path).experts
+    monkeypatch.setattr(Llama4TextMoe, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="its experts do not use the experts interface"):
+        Skeleton(tmp_path)
+
+
+@pytest.mark.parametrize("budget", [7, 16, 29, 512])
+def test_prompts_longer_than_attentions_chunks_may_be_cut_anywhere(budget: int, tmp_path: Path) -> None:
+    """Chunks of 16 tokens, and queries that are scaled by their positions, in steps of 8."""
+    oracle, sequences = write_checkpoint("llama4", tmp_path), prompts(50, 3, 33, 16, 17)
+    built = build(tmp_path, max_model_len=128, max_num_batched_tokens=budget, max_num_seqs=4)
+    served = serve(
+        built, [request(str(index), prompt, max_tokens=20) for index, prompt in enumerate(sequences)]
+    )
+    for index, prompt in enumerate(sequences):
+        made = oracle.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+        assert served.token_ids[str(index)] == made[0, len(prompt) :].tolist()
+
+
+def test_positions_and_chunks_show_in_logits(tmp_path: Path) -> None:
+    """The control of the test above: a model without one of them gives others."""
+    oracle, sequences = write_checkpoint("llama4", tmp_path), prompts(50)
+    found = teacher_forced(build(tmp_path, max_model_len=64), sequences)[0]
+
+    def difference() -> float:
+        with torch.inference_mode():
+            return float(np.abs(found - oracle(torch.tensor(sequences)).logits[0].numpy()).max())
+
+    assert difference() < TOLERANCE
+    text = oracle.config.get_text_config()
+    text.attention_chunk_size = 17
+    assert difference() > 100 * TOLERANCE
+    text.attention_chunk_size = 16
+    for layer in oracle.get_decoder().model.layers:
+        layer.self_attn.attn_temperature_tuning = False
+    assert difference() > 100 * TOLERANCE
