@@ -50,15 +50,16 @@ def attend(
     Returns:
         [1, T, H, V] float32, and no attention weights.
     """
-    layer, step = int(module.layer_idx), pages.step
+    own, step = int(module.layer_idx), pages.step
     if isinstance(attention_mask, ChosenMask):
         indices = attention_mask.indices
-    window, chunk = pages.shapes[layer].window, pages.shapes[layer].chunk
+    shape = pages.shapes[own]
+    layer = own if shape.source is None else shape.source
     assert step is not None, "a step must be set before the model runs"
     if not step.num_tokens:  # nothing to do here: this rank takes part in the others' exchanges
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     query_HTD = query[0] if query.stride(-1) == 1 else query[0].contiguous()
-    if pages.shapes[layer].latent:
+    if shape.latent:
         of_rotary = int(module.qk_rope_head_dim)
         if indices is not None:
             out_THV = chosen_attention(
@@ -67,7 +68,8 @@ def attend(
             )  # fmt: skip
             return out_THV[None], None
         out_THV = latent_attention(
-            query_HTD, pages.keys[layer], step, module.absorbed, rotary_dim=of_rotary, scale=scaling, window=window
+            query_HTD, pages.keys[layer], step, module.absorbed, rotary_dim=of_rotary, scale=scaling,
+            window=shape.window,
         )  # fmt: skip
         return out_THV[None], None
     out_THV = paged_attention(
@@ -76,8 +78,8 @@ def attend(
         pages.values[layer],
         step,
         scale=scaling,
-        window=window,
-        chunk=chunk,
+        window=shape.window,
+        chunk=shape.chunk,
         sinks_H=s_aux,
     )
     return out_THV[None, ..., : value.shape[-1]], None

@@ -51,6 +51,7 @@ class LayerShape:
     chunk: int = (
         0  # a row attends within its chunk of so many tokens, counted from the first; 0: there are none
     )
+    source: int | None = None  # the layer before it whose keys and values it attends to; None: its own
     index_dim: int = 0  # of a sparse index's key per token; 0: the layer has none
     state: StateShape | None = None
 

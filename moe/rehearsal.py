@@ -83,6 +83,7 @@ class Attended(NamedTuple):
     is_latent: bool
     window: int
     chunk: int
+    source: int | None  # the layer whose keys and values it reads; None: its own
 
 
 class Notes:
@@ -95,6 +96,7 @@ class Notes:
         """`model_type` is for messages."""
         self.model_type = model_type
         self.cached: dict[int, tuple[torch.Size, torch.Size]] = {}  # key and value shapes given to `update`
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # these keys and values
         self.attended: dict[int, Attended] = {}
         self.tails: dict[int, tuple[int, int]] = {}  # what convolutions keep: see `StateShape`
         self.recurrent: dict[int, Tensor] = {}  # what recurrences keep, of one sequence, on meta
@@ -117,6 +119,7 @@ class Notes:
         if layer in self.cached:
             raise UnsupportedModelError(f"{self.model_type}: layer {layer} caches keys and values twice")
         self.cached[layer] = (key.shape, value.shape)
+        self._rows[layer] = (key, value)
         return key, value
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
@@ -197,7 +200,13 @@ class Notes:
         )
 
     def attend(
-        self, module: Any, query: Tensor, key: Tensor, mask: Sight | None, options: dict[str, Any]
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Sight | None,
+        options: dict[str, Any],
     ) -> None:
         """Note one layer's attention.
 
@@ -245,11 +254,17 @@ class Notes:
             raise UnsupportedModelError(
                 f"{where} has queries {list(query.shape)} and keys {list(key.shape)}, which do not go together"
             )
-        if layer not in self.cached or layer in self.attended:
-            raise UnsupportedModelError(
-                f"{where} reads keys and values of another layer, or runs twice; every layer must cache its own"
-            )
-        self.attended[layer] = Attended(is_latent, mask.window, mask.chunk)
+        source = None if layer in self.cached else self._source(key, value)
+        if layer in self.attended or (source is None and layer not in self.cached):
+            raise UnsupportedModelError(f"{where} reads keys and values that no layer caches, or runs twice")
+        if source is not None and is_latent:
+            raise UnsupportedModelError(f"{where} reads another layer's latents, which is not served")
+        self.attended[layer] = Attended(is_latent, mask.window, mask.chunk, source)
+
+    def _source(self, key: Tensor, value: Tensor) -> int | None:
+        """The layer that has cached these very rows."""
+        found = (layer for layer, rows in self._rows.items() if rows[0] is key and rows[1] is value)
+        return next(found, None)
 
     def shapes(self, num_layers: int, row_by_row: Container[int] = ()) -> list[LayerShape]:
         """Return what each layer keeps, in layer order.
@@ -266,7 +281,10 @@ class Notes:
             self._refuse_state(layer, "computes")
         served = self.attended.keys() | self.tails.keys() | self.recurrent.keys()
         silent = {layer for layer in range(num_layers) if layer not in served and layer not in row_by_row}
-        odd = sorted(self.cached.keys() ^ self.attended.keys() | served - {*range(num_layers)} | silent)
+        reading = {layer for layer, attended in self.attended.items() if attended.source is not None}
+        odd = sorted(
+            self.cached.keys() ^ (self.attended.keys() - reading) | served - {*range(num_layers)} | silent
+        )
         if not self.attended:
             raise UnsupportedModelError(
                 f"{self.model_type} has no layer whose attention caches keys and values per token"
@@ -287,8 +305,12 @@ class Notes:
             )
         if layer not in self.attended:
             return LayerShape(state=state)  # without a state too: some layers are experts only
-        key, value = self.cached[layer]
         attended = self.attended[layer]
+        if attended.source is not None:
+            return LayerShape(
+                window=attended.window, chunk=attended.chunk, source=attended.source, state=state
+            )
+        key, value = self.cached[layer]
         if attended.is_latent:
             return LayerShape(
                 num_kv_heads=1,
@@ -362,7 +384,7 @@ def _attend(
     if isinstance(attention_mask, ChosenMask):
         options["indices"] = attention_mask.indices
         attention_mask = Sight(0)
-    pages.attend(module, query, key, attention_mask, options)
+    pages.attend(module, query, key, value, attention_mask, options)
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

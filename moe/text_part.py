@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 # What a decoder is given of all that the class's forward passes on.
-_PASSED = ("input_ids", "position_ids", "past_key_values", "use_cache", "pages")
+_PASSED = ("input_ids", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "pages")
 
 
 def is_wrapped(config: Any) -> bool:

@@ -62,12 +62,13 @@ def attend(
     Returns:
         [1, P, H, V], padded rows zero, and no attention weights.
     """
-    layer, step = int(module.layer_idx), pages.step
+    own_layer, step = int(module.layer_idx), pages.step
     assert step is not None, "a step must be set before the model runs"
     if isinstance(attention_mask, ChosenMask):
         indices = attention_mask.indices
     query_PHD = _rows(query)
-    shape, value_dim = pages.shapes[layer], value.shape[-1]
+    shape, value_dim = pages.shapes[own_layer], value.shape[-1]
+    layer = own_layer if shape.source is None else shape.source
     P, H, _ = query_PHD.shape
     if indices is not None:
         return _attend_chosen(module, query_PHD, pages, layer, indices[0], scaling, s_aux)[None], None

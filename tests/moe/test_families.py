@@ -208,7 +208,7 @@ def attending(options: dict[str, Any], mask: Sight | None = EVERYTHING, layer: i
     notes.update(kv_heads, kv_heads, 0)
     module = torch.nn.Module()
     module.layer_idx = layer  # type: ignore[assignment]
-    notes.attend(module, heads, kv_heads, mask, options)
+    notes.attend(module, heads, kv_heads, kv_heads.clone(), mask, options)
     return notes
 
 
@@ -229,7 +229,7 @@ def test_options_without_effect_are_let_through() -> None:
         ({"s_aux": torch.zeros(2)}, EVERYTHING, 0, r"sinks of shape \[2\], not one per head"),
         ({}, Sight(None), 0, "a mask that is neither causal nor a sliding window"),
         ({}, None, 0, "builds its mask itself"),
-        ({}, EVERYTHING, 1, "reads keys and values of another layer"),
+        ({}, EVERYTHING, 1, "reads keys and values that no layer caches"),
     ],
 )
 def test_what_would_change_results_is_refused_by_name(

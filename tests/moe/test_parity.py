@@ -145,6 +145,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
             "mistral_large4",
             "glm5_next",
             "llama4",
+            "gemma4",
         )
     ],
     indirect=True,

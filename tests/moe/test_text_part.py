@@ -1,5 +1,6 @@
 """Of models that also see images the text decoder is read and served, whatever way the checkpoint lays experts out."""
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -70,6 +71,19 @@ def test_experts_that_no_text_reaches_are_refused() -> None:
     model = build_on_meta(AutoConfig.for_model("ernie4_5_vl_moe"))
     with pytest.raises(UnsupportedModelError, match=r"no token of a text reaches .*\.vision_moe\.experts"):
         rehearse(model)
+
+
+def test_layers_that_share_keys_and_values_read_those_of_the_layer_that_caches_them(tmp_path: Path) -> None:
+    oracle, sequences = write_checkpoint("gemma4", tmp_path), prompts(40)
+    built = build(tmp_path, max_model_len=64)
+    shapes = built.model.skeleton.cache_shapes
+    assert [(shape.source, shape.window) for shape in shapes[3:]] == [(2, 8), (1, 0)]
+    assert [shape.token_bytes > 0 for shape in shapes] == [True, True, True, False, False]
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor(sequences)).logits[0].numpy()
+    assert np.abs(teacher_forced(built, sequences)[0] - wanted).max() < 1e-4
+    shapes[3] = replace(shapes[3], source=0)
+    assert np.abs(teacher_forced(built, sequences)[0] - wanted).max() > 1e-2, "the control did not fail"
 
 
 def test_a_wrapper_without_experts_is_none_of_ours(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ KEEPING_MORE = (
     "glm5_next",
     "qwen3_5_moe",
     "llama4",
+    "gemma4",
 )
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
