@@ -62,9 +62,10 @@ class Skeleton:
         config = read_config(directory)
         self.quantisation = quantisation_of(directory, config)
         self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype)
+        experts_modules(self.model)  # are there any?
+        self.cache_shapes = rehearse(self.model)
         self.experts = experts_modules(self.model)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
-        self.cache_shapes = rehearse(self.model)
         problem = backend.why_unserved(self.model, self.cache_shapes, self.quantisation)
         if problem is not None:
             remedy = "" if backend is CPU else "; serve it with --device cpu"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -32,7 +33,7 @@ from moe import long_rotary
 from moe.families import UnsupportedModelError
 from moe.rehearsed import RECURRENCES, choose, choose_pools
 from moe.scaled_experts import use_experts
-from moe.text_part import use_attention
+from moe.text_part import leave_idle_experts, use_attention
 
 NAME = "wideep_rehearsal"
 # Attention keywords that the organ serves, and those that change no result at inference.
@@ -392,16 +393,20 @@ def _attend(
 def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     """Run a model on meta, to learn what each layer caches and sees; leaves the rehearsal's organs set.
 
+    Experts that no token of a text reaches are taken from the model.
+
     Raises:
         UnsupportedModelError: the model wants something that the organs do not do; the message says what.
     """
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _make_mask)
-    reached: set[Any] = set()  # experts modules
+    called: set[torch.nn.Module] = set()
 
-    def serve_experts(module: Any, hidden_TD: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
-        reached.add(module)
+    def serve_experts(_module: Any, hidden_TD: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
         return torch.empty_like(hidden_TD)
+
+    def note_call(module: torch.nn.Module, _inputs: Any) -> None:
+        called.add(module)
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, serve_experts)
     use_attention(model, NAME)
@@ -413,6 +418,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     model_type = model.config.model_type
     notes = Notes(model_type)
     rows = torch.zeros(1, ROW_MULTIPLE, dtype=torch.int64, device="meta")
+    hook = register_module_forward_pre_hook(note_call)
     try:
         logits = model(
             input_ids=rows,
@@ -429,15 +435,9 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
             f"{model_type} does not run on a packed batch with a paged cache "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
         ) from error
-    idle = [
-        name
-        for name, module in model.named_modules()
-        if hasattr(module, "is_concatenated") and module not in reached
-    ]
-    if idle:
-        raise UnsupportedModelError(
-            f"{model_type}: no token of a text reaches {idle[0]}; experts for images are not served"
-        )
+    finally:
+        hook.remove()
+    leave_idle_experts(model, called)
     config = model.config.get_text_config(decoder=True)
     if logits.shape != (1, 2, config.vocab_size):
         raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")

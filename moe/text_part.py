@@ -6,7 +6,7 @@ with the embedded tokens before the decoder runs. Without images there is nothin
 Rejected: building the decoder's own class, which a quarter of the types have none of, and whose names are not the checkpoint's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 from weakref import ref
 
@@ -56,15 +56,39 @@ def body_of(model: PreTrainedModel) -> nn.Module:
     return found
 
 
+def leave_idle_experts(model: PreTrainedModel, called: Container[nn.Module]) -> None:
+    """Take from a model the parts with experts for something else than text (ERNIE-4.5-VL's for images).
+
+    Args:
+        called: the modules that ran when the model was given a text.
+    """
+    whole, idle = set(model.state_dict()), set()
+    for name, module in model.named_modules():
+        if hasattr(module, "is_concatenated") and module not in called:
+            path = name.split(".")
+            parents = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
+            # Lists of layers are never called; what is in them is.
+            idle.add(next(each for each in parents if not _is_reached(model.get_submodule(each), called)))
+    for name in idle:
+        holder, _, leaf = name.rpartition(".")
+        delattr(model.get_submodule(holder), leaf)
+    if idle:
+        model.left_out = left_out(model) | (whole - set(model.state_dict()))
+
+
+def _is_reached(module: nn.Module, called: Container[nn.Module]) -> bool:
+    return any(part in called for part in module.modules())
+
+
 def left_out(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the parameters that `keep_text` took from a model."""
+    """Names of the parameters that `keep_text` and `leave_idle_experts` took from a model."""
     names: frozenset[str] = getattr(model, "left_out", frozenset())
     return names
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
     """Let a model attend through a function that is registered; parts that are left out need none."""
-    attending: Any = model.get_decoder() if left_out(model) else model
+    attending: Any = model.get_decoder() if is_wrapped(model.config) else model
     attending.set_attn_implementation(name)
 
 

@@ -81,10 +81,12 @@ class LoadPlan:
         self.fused: dict[str, ParameterSource] = {}
         self._model, self._checkpoint, self._num_experts = model, checkpoint, num_experts
         self._meta = dict(model.state_dict())
-        self._known = {**dict.fromkeys(left_out(model)), **self._meta}
+        self._left_out = left_out(model)
+        self._known = {**dict.fromkeys(self._left_out), **self._meta}
         transforms = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+        self._parts_of_lists: dict[int, list[WeightConverter]] = {}  # see `_converters_of_parts`
         names = sorted(checkpoint.names(), key=dot_natural_key)
         unexpected = [name for name in names if not self._place(name)] + self._twice()
         self._settle()
@@ -124,7 +126,11 @@ class LoadPlan:
             converter.add_tensor(target, name, pattern, lambda tensor=tensor: tensor)
         declared: Any = _Declared(self._model, self._meta, 1 if is_one_expert else None)
         made = converter.convert(target, model=declared, config=self._model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value
+            for name, value in made.items()
+            if name not in self._left_out
+        }
 
     def is_quantised(self, source: ParameterSource) -> bool:
         """Whether a source is codes and scales, to be converted one after the other."""
@@ -136,13 +142,25 @@ class LoadPlan:
         target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
         if target not in self._known:  # a checkpoint that has the model's own names already
             target, pattern = rename_source_key(name, [], [], prefix, self._known)
+        index, converter = EXPERT_INDEX.search(name), None
+        expert = None if index is None else int(index.group(1))
+        if pattern is not None:
+            converter = next(c for c in self._converters if pattern in c.source_patterns)
+        if expert is not None and converter is not None and target in self._num_experts:
+            parts, first = self._converters_of_parts(converter), converter.target_patterns[0]
+            at, expert = divmod(expert, self._num_experts[target]) if len(parts) > 1 else (0, expert)
+            if at >= len(parts):
+                return False
+            converter = parts[at]
+            target = target.replace(first, converter.target_patterns[0], 1)
         if target not in self._meta:
             return target in self._known  # of a part that is left out
-        source = self.plain[target] if target not in self._num_experts else self._expert_source(target, name)
+        source = (
+            self.plain[target] if target not in self._num_experts else self._expert_source(target, expert)
+        )
         if source is None:
             return False
-        if pattern is not None and source.converter is None:
-            source.converter = next(c for c in self._converters if pattern in c.source_patterns)
+        source.converter = source.converter or converter
         source.names.append((name, pattern or name))
         return True
 
@@ -157,12 +175,21 @@ class LoadPlan:
                 is_transposed = bool(getattr(module, "is_transposed", False))
                 self._checkpoint.settle(source.names[0][0], self.shape(target), is_transposed=is_transposed)
 
-    def _expert_source(self, target: str, name: str) -> ParameterSource | None:
-        index = EXPERT_INDEX.search(name)
-        if index is None:
+    def _expert_source(self, target: str, expert: int | None) -> ParameterSource | None:
+        if expert is None:
             return self.fused.setdefault(target, ParameterSource())
-        expert = int(index.group(1))
         return self.experts[target][expert] if expert < self._num_experts[target] else None
+
+    def _converters_of_parts(self, converter: WeightConverter) -> list[WeightConverter]:
+        """A conversion for each module whose experts are listed together, one module's behind another's; else itself.
+
+        ERNIE-4.5-VL has experts for text and for images in one list. That a conversion cuts a list so is tried.
+        """
+        if id(converter) not in self._parts_of_lists:
+            parts = [_with_target(converter, target) for target in converter.target_patterns]
+            are_parts = len(parts) > 1 and _cuts_lists(converter, self._model.config)
+            self._parts_of_lists[id(converter)] = parts if are_parts else [converter]
+        return self._parts_of_lists[id(converter)]
 
     def _twice(self) -> list[str]:
         """Tensors for what another tensor makes already."""
@@ -296,6 +323,30 @@ class LoadPlan:
 
 def _only_turns(converter: WeightConverter) -> bool:
     return all(isinstance(operation, Transpose) for operation in converter.operations)
+
+
+def _with_target(converter: WeightConverter, target: str) -> WeightConverter:
+    made: WeightConverter = converter.copy(
+        converter.source_patterns, [target], operations=converter.operations
+    )
+    return made
+
+
+def _cuts_lists(converter: WeightConverter, config: Any) -> bool:
+    """Whether a conversion gives its first target the first experts of a list, its second as many behind them, and so on."""
+    tried, targets = copy.deepcopy(converter), converter.target_patterns
+    for number in range(2 * len(targets)):
+        for pattern in converter.source_patterns:
+            name = pattern.replace("*", str(number))
+            tried.add_tensor(targets[0], name, pattern, lambda number=number: torch.full((2, 2), number))
+    try:
+        made = tried.convert(targets[0], config=config)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False
+    return made.keys() == set(targets) and all(
+        made[target].dim() == 3 and made[target][:, 0, 0].tolist() == [2 * at, 2 * at + 1]
+        for at, target in enumerate(targets)
+    )
 
 
 class _Declared:

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, modeling_utils
+from transformers import modeling_utils
 
-from moe.families import UnsupportedModelError, build_on_meta
+from moe.families import UnsupportedModelError
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.model import Skeleton
-from moe.rehearsal import rehearse
 from moe.text_part import left_out
 from tests.support.engines.serving import build, teacher_forced
 from tests.support.models.families import make_config, write_checkpoint
@@ -67,10 +66,42 @@ def test_a_tensor_of_no_part_is_unexpected_still(tmp_path: Path) -> None:
         build(tmp_path, max_model_len=64)
 
 
-def test_experts_that_no_text_reaches_are_refused() -> None:
-    model = build_on_meta(AutoConfig.for_model("ernie4_5_vl_moe"))
-    with pytest.raises(UnsupportedModelError, match=r"no token of a text reaches .*\.vision_moe\.experts"):
-        rehearse(model)
+def test_experts_for_images_are_neither_built_nor_read(tmp_path: Path) -> None:
+    """As published: experts for text and for images in one list, those for text first."""
+    write_checkpoint("ernie4_5_vl_moe", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    last = "model.layers.2.mlp.experts.15.up_proj.weight"
+    assert checkpoint.shape(last) == (16, 64) and last.replace(".15.", ".16.") not in checkpoint.names()
+    built = build(tmp_path, max_model_len=64)
+    assert built.model.skeleton.num_experts == 8 and len(built.model.skeleton.experts) == 2
+    assert not [name for name, _ in built.model.net.named_modules() if "vision" in name]
+    per_expert = 3 * 32 * 64 * 4
+    assert built.model.expert_bytes == 2 * 8 * per_expert
+
+
+@pytest.mark.parametrize(
+    ("gone", "problem"),
+    [
+        (".experts.3.up_proj", "missing: .* of expert 3"),
+        (".experts.7.down_proj", "missing: .* of expert 7"),
+    ],
+)
+def test_an_expert_for_text_that_is_not_there_is_missing(gone: str, problem: str, tmp_path: Path) -> None:
+    write_checkpoint("ernie4_5_vl_moe", tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    kept = {name: tensor for name, tensor in tensors.items() if gone not in name}
+    save_file(kept, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=problem):
+        build(tmp_path, max_model_len=64)
+
+
+def test_experts_behind_those_for_images_are_unexpected(tmp_path: Path) -> None:
+    write_checkpoint("ernie4_5_vl_moe", tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = "model.layers.2.mlp.experts.16.up_proj.weight"
+    save_file({**tensors, name: torch.zeros(16, 64)}, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unexpected: .*experts\.16\.up_proj"):
+        build(tmp_path, max_model_len=64)
 
 
 def test_layers_that_share_keys_and_values_read_those_of_the_layer_that_caches_them(tmp_path: Path) -> None:

@@ -285,6 +285,14 @@ WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
     "llama4": LLAMA4,
+    "ernie4_5_vl_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": [32, 16],  # of experts for text, and for images
+        "moe_num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {**MULTIMODAL_ROTARY, "mrope_section": [3, 3, 2]},
+    },
     "aria": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 32},
 }
 TOWER = {  # sizes of what sees images
