@@ -174,13 +174,11 @@ def leaves(module: Any) -> tuple[str, str]:
 
 
 def _check_experts(name: str, module: Any) -> None:
-    if getattr(module, "has_post_expert_norm", False):
-        raise UnsupportedModelError(
-            f"{name} normalises each expert's output, which the experts organ does not do"
-        )
     wanted = {*leaves(module)}
     if module.has_bias:
         wanted |= {f"{leaf}_bias" for leaf in wanted}
+    if module.has_post_expert_norm:  # one for all experts, which stays its module
+        wanted |= {name for name, _ in module.named_parameters() if name.startswith("post_expert_norm.")}
     held = {leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())}
     if held != wanted:
         raise UnsupportedModelError(

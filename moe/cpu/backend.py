@@ -102,7 +102,16 @@ def _open_layer(
     up: PackedSlots, down: PackedSlots, choice: SlotChoice, module: Any, dispatcher: Any, step: Step
 ) -> PackedExpertLayer:
     has_silu = gate_of(module) == Gate("silu") and up.out_dim % (2 * LANES) == 0
-    return PackedExpertLayer(up, down, choice, int(module.num_experts), dispatcher, step, has_silu)
+    return PackedExpertLayer(
+        up,
+        down,
+        choice,
+        int(module.num_experts),
+        dispatcher,
+        step,
+        has_silu,
+        has_norm=module.has_post_expert_norm,
+    )
 
 
 def _make_step(*, threads: int, num_ranks: int = 1, **sizes: int) -> Step:

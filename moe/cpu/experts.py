@@ -43,6 +43,7 @@ class PackedExpertLayer:
     dispatcher: TokenDispatcher
     step: Step
     has_silu: bool  # its gate is the kernel's
+    has_norm: bool = False  # what each expert answers is normed by its module
     counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
     sample_TD: Tensor | None = None
 
@@ -112,7 +113,8 @@ class PackedExpertLayer:
             down.product_row(lowered.address, offsets, out_PD.data_ptr()),
         ]
         run(program_of(rows), team, up_ns + down_ns)
-        return down.finished(out_PD, slot_offsets)
+        answers_PD = down.finished(out_PD, slot_offsets)
+        return _on_full_vectors(module.post_expert_norm, answers_PD) if self.has_norm else answers_PD
 
     def try_out(self, module: Any, up: PackedSlots, down: PackedSlots, x_TD: Tensor) -> Tensor:
         """Run rows through an expert that need not serve, on one thread, beside steps: [T, D] float32, new."""

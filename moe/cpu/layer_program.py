@@ -482,6 +482,8 @@ def why_not_whole(layer: PackedExpertLayer, hidden: int) -> str | None:
         return "a gate that the kernels do not have"
     if layer.up.has_bias or layer.down.has_bias:
         return "biases"
+    if layer.has_norm:
+        return "a norm behind each expert"
     if layer.down.width != hidden or layer.up.in_dim != hidden:
         return f"other rows than {hidden}"
     return None

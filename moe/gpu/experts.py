@@ -107,10 +107,11 @@ class DeviceExpertLayer:
             rows_P=row_P, gate=self.gate.name, biases_WN=up.store.bias, tile=tile,
         )  # fmt: skip
         lowered_PI = gates.apply(module, raised_PN) if self.gate.name == "none" else raised_PN
-        return grouped_linear(
+        answers_PD = grouped_linear(
             lowered_PI, down.store.weights, slot_offsets, down.places_S, num_pairs=num_pairs,
             expected_pairs=expected_pairs, biases_WN=down.store.bias, tile=tile,
         )  # fmt: skip
+        return module.post_expert_norm(answers_PD) if module.has_post_expert_norm else answers_PD
 
     def try_out(self, module: Any, up: DeviceSlots, down: DeviceSlots, x_TD: Tensor) -> Tensor:
         """Run rows through an expert that need not serve: [T, D] float32 on the host, new."""

@@ -43,6 +43,7 @@ KEEPING_MORE = (
     "qwen3_5_moe",
     "llama4",
     "gemma4",
+    "muse_spark",
 )
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}

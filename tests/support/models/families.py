@@ -285,6 +285,12 @@ WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
     "llama4": LLAMA4,
+    "muse_spark": {
+        "num_local_experts": 8,
+        "moe_intermediate_size": 32,
+        "moe_hidden_size": 48,
+        "sliding_window": 8,
+    },
     "ernie4_5_vl_moe": {
         "moe_num_experts": 8,
         "moe_k": 2,
@@ -324,7 +330,10 @@ def make_config(family: str, **settings: Any) -> PreTrainedConfig:
         tower = default.vision_config or AutoConfig.for_model(f"{family}_vision")  # Gemma has none by itself
         vision = {name: size for name, size in TOWER.items() if hasattr(tower, name)}
         vision["model_type"] = tower.model_type
-        return AutoConfig.for_model(family, text_config=text, vision_config=vision)
+        towers = {"vision_config": vision}
+        if hasattr(default, "audio_config") and hasattr(default.audio_config, "out_hidden_size"):
+            towers["audio_config"] = {"out_hidden_size": COMMON["hidden_size"]}
+        return AutoConfig.for_model(family, text_config=text, **towers)
     own = {**FAMILIES, **RECURRENT_FAMILIES, **SPARSE_FAMILIES}[family]
     return AutoConfig.for_model(family, **{**COMMON, **own, **settings})
 
