@@ -18,8 +18,7 @@ from torch import Tensor
 
 from moe.load import layouts
 from moe.load.checkpoint import Checkpoint, CheckpointError
-from moe.load.layouts import CodeLayout
-from moe.load.part_names import UNREAD, part_of
+from moe.load.layouts import UNREAD, CodeLayout, part_of
 from moe.load.quantisation import Quantisation, WeightFormat
 from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, QuantisedWeightError
 
