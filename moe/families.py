@@ -177,7 +177,7 @@ def _check_experts(name: str, module: Any) -> None:
     wanted = {*leaves(module)}
     if module.has_bias:
         wanted |= {f"{leaf}_bias" for leaf in wanted}
-    if module.has_post_expert_norm:  # one for all experts, which stays its module
+    if getattr(module, "has_post_expert_norm", False):  # one for all experts, which stays its module
         wanted |= {name for name, _ in module.named_parameters() if name.startswith("post_expert_norm.")}
     held = {leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())}
     if held != wanted:

@@ -442,7 +442,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     if logits.shape != (1, 2, config.vocab_size):
         raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")
     long_rotary.restore(model)
-    layers = getattr(model.get_decoder(), "layers", ())
+    layers = getattr(model.get_decoder().base_model, "layers", ())
     row_by_row = [index for index, layer in enumerate(layers) if _is_row_by_row(layer)]
     return notes.shapes(config.num_hidden_layers, row_by_row)
 

@@ -12,6 +12,7 @@ from weakref import ref
 
 from torch import nn
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 # What a decoder is given of all that the class's forward passes on.
 _PASSED = ("input_ids", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "pages")
@@ -35,7 +36,10 @@ def keep_text(model: PreTrainedModel) -> bool:
     joining, decoder = getattr(model, model.base_model_prefix, model), model.get_decoder()
     if not isinstance(joining, nn.Module) or decoder not in list(joining.children()):
         return False
+    if model.get_output_embeddings() is None:  # a decoder with a projection of its own (Nemotron-H Omni)
+        model.get_output_embeddings = decoder.get_output_embeddings
     whole, head = set(model.state_dict()), model.get_output_embeddings()
+    model.conversions = get_model_conversion_mapping(model)
     for name, part in [*joining.named_children()]:
         if part is not decoder and part is not head:
             delattr(joining, name)
@@ -84,6 +88,12 @@ def left_out(model: PreTrainedModel) -> frozenset[str]:
     """Names of the parameters that `keep_text` and `leave_idle_experts` took from a model."""
     names: frozenset[str] = getattr(model, "left_out", frozenset())
     return names
+
+
+def conversions(model: PreTrainedModel) -> list[Any]:
+    """Return how the names of a checkpoint become a model's, those of what `keep_text` took from it too."""
+    whole: list[Any] | None = getattr(model, "conversions", None)
+    return get_model_conversion_mapping(model) if whole is None else whole
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:

@@ -28,6 +28,7 @@ examples:
   wideep serve                         make the demo model once, serve it on 2 ranks at 127.0.0.1:8000
   wideep serve ./Qwen3-30B-A3B -dp 4   serve a Hugging Face directory on 4 ranks
   wideep chat                          talk to it in the terminal
+  wideep models qwen3_next gemma4      whether models of these types run, and why not
   wideep run-batch -i in.jsonl -o out.jsonl  answer a file of requests (OpenAI's batch format)
   wideep experts load                  what its experts are asked to do, live
   wideep experts simulate LOADFILE ...  what if: policies and redundancy on a recorded load
@@ -74,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_roots()
         if args.command == "chat":
             return _run_chat(args.url)
+        if args.command == "models":
+            return _run_models(args)
         if args.command == "experts":
             return _run_experts(args)
         if args.command == "run-batch":
@@ -128,6 +131,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="the service (default: %(default)s)",
     )
+    models = commands.add_parser(
+        "models",
+        help="which model types run, and why others do not",
+        description="Say of every Mixture-of-Experts type of the installed transformers whether it is served, as a start would.",
+    )
+    models.add_argument(
+        "types", nargs="*", metavar="TYPE", help="model types (default: all, some two minutes)"
+    )
     add_batch_parser(commands)
     add_experts_parser(commands)
     return parser
@@ -162,6 +173,12 @@ def _run_chat(url: str) -> int:
     from server.clients.chat import run_chat
 
     return run_chat(url)
+
+
+def _run_models(args: argparse.Namespace) -> int:
+    from server.clients.models import run_models
+
+    return run_models(args)
 
 
 def _run_batch(args: argparse.Namespace) -> int:

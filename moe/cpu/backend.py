@@ -110,7 +110,7 @@ def _open_layer(
         dispatcher,
         step,
         has_silu,
-        has_norm=module.has_post_expert_norm,
+        has_norm=getattr(module, "has_post_expert_norm", False),
     )
 
 

@@ -43,9 +43,9 @@ class PackedExpertLayer:
     dispatcher: TokenDispatcher
     step: Step
     has_silu: bool  # its gate is the kernel's
-    has_norm: bool = False  # what each expert answers is normed by its module
     counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
     sample_TD: Tensor | None = None
+    has_norm: bool = False  # what each expert answers is normed by its module
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Serve one layer; collective. Rows past the step's tokens are padding and come back as zero.

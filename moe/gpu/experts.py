@@ -111,7 +111,11 @@ class DeviceExpertLayer:
             lowered_PI, down.store.weights, slot_offsets, down.places_S, num_pairs=num_pairs,
             expected_pairs=expected_pairs, biases_WN=down.store.bias, tile=tile,
         )  # fmt: skip
-        return module.post_expert_norm(answers_PD) if module.has_post_expert_norm else answers_PD
+        return (
+            module.post_expert_norm(answers_PD)
+            if getattr(module, "has_post_expert_norm", False)
+            else answers_PD
+        )
 
     def try_out(self, module: Any, up: DeviceSlots, down: DeviceSlots, x_TD: Tensor) -> Tensor:
         """Run rows through an expert that need not serve: [T, D] float32 on the host, new."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
@@ -28,7 +27,7 @@ from transformers.core_model_loading import (
 from moe.load.checkpoint import CheckpointError
 from moe.load.quantisation import ROWS
 from moe.load.stored_tensors import StoredTensors
-from moe.text_part import left_out
+from moe.text_part import conversions, left_out
 
 EXPERT_INDEX = re.compile(r"experts\.(\d+)\.")
 ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"\.masked_bias$")
@@ -83,7 +82,7 @@ class LoadPlan:
         self._meta = dict(model.state_dict())
         self._left_out = left_out(model)
         self._known = {**dict.fromkeys(self._left_out), **self._meta}
-        transforms = get_model_conversion_mapping(model)
+        transforms = conversions(model)
         self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
         self._parts_of_lists: dict[int, list[WeightConverter]] = {}  # see `_converters_of_parts`

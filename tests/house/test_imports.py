@@ -50,6 +50,7 @@ ORDER = (
     ("scheduler.step",),
     ("scheduler.sampling", "scheduler.structure"),
     ("scheduler.policy",),
+    ("moe.survey",),
     ("moe.demo_model", "moe.model"),
     ("moe.cpu", "moe.gpu", "moe.rehearsal"),
     ("moe.rehearsed",),

@@ -299,6 +299,8 @@ WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "rope_parameters": {**MULTIMODAL_ROTARY, "mrope_section": [3, 3, 2]},
     },
+    "nemotron_h_omni": RECURRENT_FAMILIES["nemotron_h"],
+    "dots3_note": SPARSE_FAMILIES["dots3_note_text"],
     "aria": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 32},
 }
 TOWER = {  # sizes of what sees images
@@ -314,6 +316,11 @@ TOWER = {  # sizes of what sees images
     "image_size": 28,
     "patch_size": 14,
     "position_embedding_size": 8,
+    "video_temporal_patch_size": 2,
+    "per_layer_config": {},
+    "mlp_layer_types": ["dense"],
+    "adapter_in_dim": 32,
+    "adapter_out_dim": 64,
 }
 
 
@@ -331,8 +338,13 @@ def make_config(family: str, **settings: Any) -> PreTrainedConfig:
         vision = {name: size for name, size in TOWER.items() if hasattr(tower, name)}
         vision["model_type"] = tower.model_type
         towers = {"vision_config": vision}
-        if hasattr(default, "audio_config") and hasattr(default.audio_config, "out_hidden_size"):
-            towers["audio_config"] = {"out_hidden_size": COMMON["hidden_size"]}
+        widths = [
+            name
+            for name in ("out_hidden_size", "adapter_out_dim")
+            if hasattr(getattr(default, "audio_config", None), name)
+        ]
+        if widths:
+            towers["audio_config"] = dict.fromkeys(widths, COMMON["hidden_size"])
         return AutoConfig.for_model(family, text_config=text, **towers)
     own = {**FAMILIES, **RECURRENT_FAMILIES, **SPARSE_FAMILIES}[family]
     return AutoConfig.for_model(family, **{**COMMON, **own, **settings})

@@ -1,0 +1,36 @@
+"""`wideep models`: which model types of the installed transformers are served, and why others are not."""
+
+import argparse
+import sys
+from collections import Counter
+
+import transformers
+from transformers.utils import logging
+
+from moe.survey import Status, moe_types, survey
+
+
+def run_models(args: argparse.Namespace) -> int:
+    """Print a line for each type as soon as it is known, and a count; returns the exit status.
+
+    2 where a type is asked for that is unknown or has no experts, 1 where one that is asked for is refused, else 0.
+    """
+    logging.set_verbosity_error()
+    known = moe_types()
+    unknown = sorted(set(args.types) - set(known))
+    if unknown:
+        print(
+            f"wideep models: {', '.join(unknown)}: transformers {transformers.__version__} has no such type with experts; "
+            f"`wideep models` lists all {len(known)}",
+            file=sys.stderr,
+        )
+        return 2
+    wanted = args.types or known
+    width, counts = max(map(len, wanted)), Counter[Status]()
+    for verdict in survey(wanted):
+        counts[verdict.status] += 1
+        print(f"{verdict.model_type:{width}}  {verdict.status:9}  {verdict.why}".rstrip(), flush=True)
+    if not args.types:
+        told = ", ".join(f"{counts[status]} {status}" for status in Status)
+        print(f"\ntransformers {transformers.__version__}, {len(wanted)} types with experts: {told}")
+    return int(bool(args.types) and counts[Status.REFUSED] > 0)
