@@ -37,6 +37,7 @@ class Verdict(NamedTuple):
 
 _GEMMA4 = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 _GRANITE_HYBRID = {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 4}
+_MINIMAX_M3 = {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57}
 _QWEN4 = {
     "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
     "indexer_compress_ratio": 16,
@@ -53,6 +54,8 @@ _SET: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _GRANITE_HYBRID,
     "hunyuan_v1_moe": {"num_experts": 64, "moe_topk": 8, "head_dim": 128},
     "lfm2_moe": {"layer_types": (["conv"] * 3 + ["full_attention"]) * 8},
+    "minimax_m3_vl": _MINIMAX_M3,
+    "minimax_m3_vl_text": _MINIMAX_M3,
     "qwen3_omni_moe_thinker": {"head_dim": 128, "num_attention_heads": 32},
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
