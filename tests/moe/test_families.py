@@ -24,14 +24,16 @@ from moe.model import Skeleton
 from moe.rehearsal import Notes, Sight, sight_of
 from scheduler.policy.config import ConfigError
 from tests.support.engines.serving import build, misroute, teacher_forced
-from tests.support.models.families import make_model, write_checkpoint
-from tests.support.models.family_sweep import prompts, tiny_config, write_tiny
+from tests.support.models.families import RECURRENT_FAMILIES, make_model, write_checkpoint
+from tests.support.models.family_sweep import prompts, tiny_config, write_tiny, write_tiny_wrapped
 
 TOLERANCE = 1e-4
 # Families beside those of the parity test, each with what it adds to them.
 SERVED = {
     "afmoe": "gated attention, sliding windows, the mask given by keyword",
+    "aria_text": "a shared expert beside choices without a norm",
     "axk1": "MLA with another norm",
+    "beam": "grouped routing, rotary embeddings in some layers only, capped logits",
     "cohere2_moe": "parallel blocks, scaled logits",
     "exaone_moe": "hybrid windows",
     "flex_olmo": "norms after sublayers",
@@ -49,6 +51,15 @@ SERVED = {
     "phimoe": "sparsemixer routing, layer norms, a window that only the mask shows",
     "solar_open": "grouped routing",
 }
+FIELDS: dict[str, dict[str, Any]] = {"beam": {"mlp_layer_types": ["dense", "sparse", "sparse"]}}
+# Decoders inside of others, beside those of the parity test.
+WRAPPED: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {
+        "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "nemo_speechlm": RECURRENT_FAMILIES["nemotron_h"],
+}  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "inkling_text": ({}, "layer 0 keeps several states of a kind, one is served"),
     "qwen3_next": (
@@ -104,7 +115,16 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("model_type", SERVED)
 def test_further_families_give_transformers_logits(model_type: str, tmp_path: Path) -> None:
-    oracle = write_tiny(model_type, tmp_path)
+    check_logits(write_tiny(model_type, tmp_path, **FIELDS.get(model_type, {})), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", WRAPPED)
+def test_further_decoders_inside_of_others_do_too(model_type: str, tmp_path: Path) -> None:
+    check_logits(write_tiny_wrapped(model_type, tmp_path, **WRAPPED[model_type]), tmp_path)
+
+
+def check_logits(oracle: Any, tmp_path: Path) -> None:
     sequences = prompts(21, 3, 40)
     built = build(tmp_path, max_model_len=64)
     with torch.inference_mode():

@@ -45,7 +45,6 @@ def test_the_list_in_the_docs_is_true_and_every_type_that_is_tested_is_served() 
     _, served, text_parts, refused = re.split(
         r"^Served \(|^Served as|^\| refused", section, flags=re.MULTILINE
     )
-    text_parts = text_parts.partition("tested:")[2]  # behind a remark on two of them
     listed = {
         Status.SERVED: names_in(served),
         Status.TEXT_PART: names_in(text_parts),

@@ -4,7 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from tests.support.models.families import COMMON, VOCABULARY, seed_special_tensors
 
@@ -30,6 +36,20 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 16,
     "sliding_window": 8,
 }
+# Of towers for images and sounds, which nothing of ours computes.
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "audio_hidden_size": 32,
+    "intermediate_size": 32,
+    "mlp_dim": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "output_channels": 32,
+    "downsample_channels": [16, 32],
+    "global_attn_indexes": [0],
+}
 KEPT = ("tie_word_embeddings",)  # fields left as the family has them
 
 
@@ -52,6 +72,41 @@ def write_tiny(model_type: str, directory: Path, **fields: Any) -> PreTrainedMod
     seed_special_tensors(model, seed=0)
     model.save_pretrained(directory)
     return model
+
+
+def write_tiny_wrapped(model_type: str, directory: Path, **text: Any) -> PreTrainedModel:
+    """Write a seeded checkpoint of a conditional-generation class; likewise.
+
+    Args:
+        text: its decoder's configuration, over the common sizes.
+    """
+    parts = AutoConfig.for_model(model_type).to_dict()
+    towers = {
+        name: _shrunk(part)
+        for name, part in parts.items()
+        if isinstance(part, dict) and "model_type" in part and name != "text_config"
+    }
+    decoder = {"model_type": parts["text_config"]["model_type"], **COMMON, **text}
+    config = AutoConfig.for_model(model_type, text_config=decoder, **towers)
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    model.set_experts_implementation("eager")
+    seed_special_tensors(model, seed=0)
+    model.save_pretrained(directory)
+    return model
+
+
+def _shrunk(part: dict[str, Any]) -> dict[str, Any]:
+    """A tower's configuration with small sizes, and those of its own parts; what follows from sizes is left out."""
+    nested = {
+        name: _shrunk(each)
+        for name, each in part.items()
+        if isinstance(each, dict) and name.endswith("_config")
+    }
+    plain = {name: each for name, each in part.items() if name not in ("id2label", "label2id", "layer_types")}
+    return {**plain, **{name: size for name, size in TOWER.items() if plain.get(name) is not None}, **nested}
 
 
 def prompts(*lengths: int) -> list[list[int]]:
