@@ -54,7 +54,7 @@ class Step:
         self.block_tokens, self.max_tokens = block_tokens, max_tokens
         self.team = team
         self.num_tokens = 0
-        self.num_decodes = 0  # of the first rows
+        self.num_decodes = 0  # tokens of those that are generated, drafts among them: the first rows
         self.num_padded = 0
         self.num_sequences = 0
         self.has_long = False  # whether a row's sequence is long: `long_T` says which
@@ -85,7 +85,7 @@ class Step:
         self.facts = torch.zeros(5, dtype=torch.int64)
         self._facts = self.facts.numpy()
         # What recurrences read: the slots and tokens of every piece (`StatePiece`), and a sequence's first piece.
-        most_pieces = 2 * max_sequences + padded // block_tokens + 1
+        most_pieces = max_sequences + padded + 1  # drafts are pieces of a token each
         self.piece_P3 = torch.zeros(most_pieces, 3, dtype=torch.int64)
         self.piece_start_S = torch.zeros(max_sequences + 1, dtype=torch.int64)
         self._tiles: dict[int, np.ndarray] = {}
@@ -95,7 +95,7 @@ class Step:
     def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
         """Describe a batch; sequences keep their order and their rows follow each other.
 
-        The first `num_decodes` spans are decodes, of one token each; it is only counted. `agreed_tokens`: see there.
+        The first `num_decodes` tokens are decodes: a sequence's newest, and drafts behind it. `agreed_tokens`: see there.
 
         The rows are padded to a multiple of `ROW_MULTIPLE`, at least once that: no model family takes zero rows.
         PyTorch's vectorised loops end in a scalar tail whose exp() differs in the last bit; with pairs of full

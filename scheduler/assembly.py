@@ -23,6 +23,7 @@ from kvcache.step import Step
 from moe.backend import Backend
 from moe.long_rotary import limit_of
 from moe.model import Model, Skeleton
+from scheduler.drafts.drafter import Drafter, TextSource
 from scheduler.engine import Engine
 from scheduler.epochs.connections import break_silent
 from scheduler.epochs.follower import EpochFollower, EpochLinks, RankParts, Regrouping
@@ -78,6 +79,7 @@ class Assembled(NamedTuple):
     experts: ExpertMap
     relocation: Relocation
     structures: StructureCompiler
+    num_drafts: int  # of a sequence in a step, at most
 
     @property
     def states(self) -> str:
@@ -85,7 +87,7 @@ class Assembled(NamedTuple):
         shapes = self.model.skeleton.cache_shapes
         num_bytes = sum(shape.state.num_bytes for shape in shapes if shape.state)
         return (
-            f"{num_bytes / 2**20:.2f} MiB per sequence, in {self.num_states} slots: {STATES_OF_ONE} for each request that "
+            f"{num_bytes / 2**20:.2f} MiB per sequence, in {self.num_states} slots: {STATES_OF_ONE + self.num_drafts} for each request that "
             f"runs, the others for prefixes to go on from"
         )
 
@@ -126,7 +128,9 @@ def assemble(
     skeleton = Skeleton(config.directory, backend)
     length = model_length(skeleton.model.config.get_text_config(decoder=True), config.max_model_len)
     size = _cache_size(config, skeleton, length)
-    scheduler, step = _make_scheduler(config, skeleton, length, size), _make_step(config, length, backend)
+    drafter = _make_drafter(config)
+    scheduler = _make_scheduler(config, skeleton, length, size, drafter)
+    step = _make_step(config, length, backend)
     meet = _stay_alone if is_joining else _meet
     placement, dispatcher, mailbox_group = meet(config, skeleton)
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
@@ -161,12 +165,13 @@ def assemble(
         heart,
         epochs,
         prefill_pace=pace,
+        drafter=drafter,
     )
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
     return Assembled(
         engine, scheduler, runner, model, length, *size, chosen, dispatch, telemetry,
-        _map_experts(skeleton, placement), relocation, structures,
+        _map_experts(skeleton, placement), relocation, structures, config.num_drafts,
     )  # fmt: skip
 
 
@@ -202,16 +207,21 @@ def _cache_size(config: EngineConfig, skeleton: Skeleton, max_model_len: int) ->
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         has_snapshots=config.keeps_snapshots,
+        num_drafts=config.num_drafts,
         token_bytes=skeleton.backend.token_bytes,
     )
 
 
 def _describe_steps(config: EngineConfig) -> str:
-    return describe_modes(config.dispatch_mode, config.max_num_seqs, config.max_num_batched_tokens)
+    return describe_modes(config.dispatch_mode, config.max_decode_tokens, config.max_num_batched_tokens)
 
 
 def _make_scheduler(
-    config: EngineConfig, skeleton: Skeleton, max_model_len: int, size: CacheSize
+    config: EngineConfig,
+    skeleton: Skeleton,
+    max_model_len: int,
+    size: CacheSize,
+    drafter: Drafter | None,
 ) -> Scheduler:
     return Scheduler(
         BlockPool(size.num_blocks, block_tokens=BLOCK_TOKENS),
@@ -222,13 +232,20 @@ def _make_scheduler(
         states=StatePool(size.num_states) if size.num_states else None,
         keeps_snapshots=config.keeps_snapshots,
         rotary_limit=limit_of(skeleton.model.config),
+        drafter=drafter,
     )
+
+
+def _make_drafter(config: EngineConfig) -> Drafter | None:
+    if config.speculative is None:
+        return None
+    return Drafter(TextSource(config.speculative), config.num_drafts)
 
 
 def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> Step:
     return backend.make_step(
         max_tokens=config.max_num_batched_tokens,
-        max_sequences=config.max_num_seqs,
+        max_sequences=config.max_decode_tokens,  # on a GPU every draft is a sequence
         max_blocks=-(-max_model_len // BLOCK_TOKENS),
         block_tokens=BLOCK_TOKENS,
         threads=config.threads,

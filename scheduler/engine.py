@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import PeerLost
+from scheduler.drafts.drafter import Drafter
 from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
 from scheduler.epochs.heartbeat import Heart, Heartbeat
 from scheduler.epochs.orders import OnFault, OnRegrouped, Order
@@ -75,6 +76,7 @@ class Engine:
         epochs: EpochFollower | None = None,
         *,
         prefill_pace: PrefillPace | None = None,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Compose; nothing runs before `run`.
@@ -83,10 +85,12 @@ class Engine:
             lockstep: of the epoch that this rank begins in; None: it is to be ordered to one.
             epochs: follows orders; None: none come, and a lost rank is an error.
             prefill_pace: how many tokens of prompts a step may take on beside decodes; None: any number.
+            drafter: the scheduler's, which is told what steps cost.
         """
         assert lockstep or epochs, "an engine without an epoch needs a way into one"
         self._epochs, self._heart = epochs, heart
         self._prefill_pace = prefill_pace or PrefillPace(None, is_limited=False)
+        self._drafter = drafter
         self._planned: _Planned | None = None
         self._serving: _Serving | None = None
         self._relocation = relocation
@@ -252,26 +256,28 @@ class Engine:
         self._post_next(lockstep)
         begun_s = time.perf_counter()
         sampled = self._runner.run(batch, agreement.agreed_tokens, has_prefill=agreement.has_prefill)
-        num_prefill = batch.num_prefill_tokens
-        if num_prefill or not agreement.has_prefill:  # else others' prompts took the time
-            self._prefill_pace.note(
-                time.perf_counter() - begun_s,
-                num_decodes=batch.num_tokens - num_prefill,
-                num_prefill=num_prefill,
-            )
+        self._note_step(batch, time.perf_counter() - begun_s, has_prefill=agreement.has_prefill)
         self._planned = None
         outputs += self._scheduler.commit(batch, *sampled)
         on_step(outputs, self._stats(batch.num_tokens))
+
+    def _note_step(self, batch: Batch, seconds: float, *, has_prefill: bool) -> None:
+        """Learn what steps cost; nothing where others' prompts took the time."""
+        num_prefill = batch.num_prefill_tokens
+        num_decodes = batch.num_tokens - num_prefill
+        if num_prefill or not has_prefill:
+            self._prefill_pace.note(seconds, num_decodes=num_decodes, num_prefill=num_prefill)
+        if self._drafter is not None and num_decodes and not has_prefill:
+            self._drafter.costs.note(num_decodes, seconds)
 
     def _plan(self, agreement: Agreement) -> _Planned:
         outputs = self._take_inbox()
         now_s = self._clock()
         outputs += self._scheduler.expire(now_s)
-        room, tokens = agreement.prefill_budget, agreement.agreed_tokens
-        if tokens:
-            fitting = max(0, tokens - self._scheduler.next_step.num_decodes)
-            room = fitting if room is None else min(room, fitting)
-        return _Planned(self._scheduler.schedule(prefill_budget=room, now_s=now_s), outputs)
+        batch = self._scheduler.schedule(
+            prefill_budget=agreement.prefill_budget, most_tokens=agreement.agreed_tokens or None, now_s=now_s
+        )
+        return _Planned(batch, outputs)
 
     def _post(self, lockstep: LockStep) -> None:
         """Say what the coming step will hold: the one that broke off in the epoch before, if there is one."""

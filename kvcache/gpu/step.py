@@ -55,6 +55,18 @@ class Expansion(NamedTuple):
     table_SM: Tensor  # where they are in that order; rows of other sequences are not filled
 
 
+def _one_by_one(spans: Sequence[Span], num_decodes: int) -> list[Span]:
+    """Cut the spans of the first `num_decodes` tokens into those tokens."""
+    cut: list[Span] = []
+    for span in spans:
+        if len(cut) < num_decodes and span.length > 1:
+            assert not span.pieces, "a state is read before the row before it has written it"
+            cut += [span._replace(start=span.start + row, length=1) for row in range(span.length)]
+        else:
+            cut.append(span)
+    return cut
+
+
 def agreed_sizes(max_sequences: int) -> tuple[int, ...]:
     """Sizes where ranks agree on a power of two from ROWS on, see `Step.agreed_tokens`: those below `max_sequences`, and it."""
     sizes, size = [], ROWS
@@ -144,8 +156,12 @@ class DeviceStep(Step):
         return self.on_device.position_P
 
     def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
-        """See `Step.fill`."""
-        super().fill(spans, num_decodes, agreed_tokens=agreed_tokens)
+        """See `Step.fill`; a decode's drafts are filled in as sequences of one token each, on the same blocks.
+
+        So every row of a step that only decodes is one sequence's, whose bits do not depend on drafts, and no kernel
+        knows of them: all rows' keys and values are in the pages before the first one attends.
+        """
+        super().fill(_one_by_one(spans, num_decodes), num_decodes, agreed_tokens=agreed_tokens)
         self._tiles_on_device.clear()
         self._expansions.clear()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from expert_placement.config import EplbConfig
+from scheduler.policy.speculative import SpeculativeConfig
 
 
 class DispatchMode(Enum):
@@ -59,6 +60,7 @@ class EngineConfig:
     dispatch_node_size: int = 0  # ranks of a node in node-limited dispatch; 0: flat
     placement_file: Path | None = None
     eplb: EplbConfig = field(default_factory=EplbConfig)  # redundant experts, nodes, bytes beside a step
+    speculative: SpeculativeConfig | None = None  # None: nothing is drafted
     threads: int = 1
     num_spare: int | None = (
         None  # experts that may move to a GPU at once; None: a layer's slots, if there are ranks
@@ -72,6 +74,16 @@ class EngineConfig:
     )
     recovery_timeout_s: float = 600.0  # how long the front waits for a rank to come back when nobody serves
     epoch: int = 0
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a step may try behind a sequence's newest, at most."""
+        return 0 if self.speculative is None else self.speculative.num_drafts
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of a step without prompts, at most."""
+        return min(self.max_num_seqs * (1 + self.num_drafts), self.max_num_batched_tokens)
 
     @property
     def keeps_snapshots(self) -> bool:

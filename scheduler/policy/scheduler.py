@@ -3,7 +3,8 @@
 import heapq
 from collections import deque
 from collections.abc import Sequence as Series
-from typing import NamedTuple
+from itertools import islice, zip_longest
+from typing import NamedTuple, Protocol
 
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePiece, StatePool
@@ -28,6 +29,14 @@ class Scheduled(NamedTuple):
     num_tokens: int
     samples: bool
     pieces: Series[StatePiece] = ()  # the states between them, where the model keeps any
+    drafts: Series[
+        int
+    ] = ()  # the last of the tokens, which are tried: each of them and the one before samples
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that it samples."""
+        return (1 + len(self.drafts)) * self.samples
 
     @property
     def end(self) -> int:
@@ -46,9 +55,29 @@ class Batch(NamedTuple):
 class NextStep(NamedTuple):
     """What the step after the batches planned so far will hold, as far as is known."""
 
-    num_decodes: int  # at most
+    num_decodes: int  # tokens of these, drafts included, at most
     has_prefill: bool  # something waits, or is in the middle of its prompt
     num_prefill: int  # tokens of these prompts, cached ones included; at most a step's
+
+
+class DraftsTokens(Protocol):
+    """What drafts tokens; see `scheduler.drafts.drafter.Drafter`."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Of a sequence in a step, at most."""
+
+    def limits(self, sequences: Series[Sequence]) -> list[int]:
+        """How many drafts each of the sequences that run may try in the next step."""
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Draft at most so many tokens, and none that the sequence's structure forbids."""
+
+    def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Learn what came of a step's drafts: the first so many were right."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
 
 
 class SchedulerStats(NamedTuple):
@@ -77,8 +106,9 @@ class Scheduler:
         states: StatePool | None = None,
         keeps_snapshots: bool = True,
         rotary_limit: int | None = None,
+        drafter: DraftsTokens | None = None,
     ) -> None:
-        """Take over pools that nobody else uses; `states` is None for models that keep none.
+        """Take over pools that nobody else uses; `states` is None for models that keep none, `drafter` where nobody drafts.
 
         `rotary_limit`: tokens up to which the model computes a sequence in one way, and longer ones in another, all of
         their tokens; None: it has one way. A sequence that grows past it begins anew.
@@ -92,7 +122,14 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._rotary_limit = rotary_limit
-        self._tables = BlockTables(pool, enable_prefix_caching, states, keeps_snapshots=keeps_snapshots)
+        self._drafter = drafter
+        self._tables = BlockTables(
+            pool,
+            enable_prefix_caching,
+            states,
+            keeps_snapshots=keeps_snapshots,
+            num_drafts=drafter.num_drafts if drafter else 0,
+        )
         self._roster = Roster()
         self._in_flight: deque[Batch] = deque()
         self._deadlines: list[tuple[float, str]] = []  # a heap; ended requests are skipped when due
@@ -110,7 +147,10 @@ class Scheduler:
         running, waiting = self._roster.running, self._roster.waiting
         is_mid_prompt = bool(running) and running[-1].is_prefilling
         num_prefill = self._roster.num_prefill(self._max_num_batched_tokens)
-        return NextStep(len(running), bool(waiting) or is_mid_prompt, num_prefill)
+        num_decodes = len(running) + sum(self._draft_limits(running))
+        return NextStep(
+            min(num_decodes, self._max_num_batched_tokens), bool(waiting) or is_mid_prompt, num_prefill
+        )
 
     @property
     def num_open(self) -> int:
@@ -173,16 +213,20 @@ class Scheduler:
                 outputs.append(_end_of(request_id, FinishReason.DEADLINE))
         return outputs
 
-    def schedule(self, *, prefill_budget: int | None = None, now_s: float = 0.0) -> Batch:
+    def schedule(
+        self, *, prefill_budget: int | None = None, most_tokens: int | None = None, now_s: float = 0.0
+    ) -> Batch:
         """Plan the next step. A batch with items must be committed, in order; an empty one may be dropped.
 
         Args:
             prefill_budget: most prefill tokens in this step; None is no cap, 0 is decode only.
+            most_tokens: of all kinds together; at least as many as sequences run. None: as many as ever.
             now_s: on the clock of `Request.arrival_s`, to say how long those that start have waited.
         """
-        items = self._plan_decodes()
-        num_decode_tokens = len(items)
-        budget = self._max_num_batched_tokens - num_decode_tokens
+        most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
+        items = self._plan_decodes(most)
+        num_decode_tokens = sum(item.num_tokens for item in items)
+        budget = most - num_decode_tokens
         if prefill_budget is not None:
             budget = min(budget, prefill_budget)
         prefills = self._plan_prefills(budget)
@@ -200,7 +244,10 @@ class Scheduler:
         logprobs: list[Logprobs | None],
         prompt_logprobs: dict[str, list[Logprobs]] | None = None,
     ) -> list[RequestOutput]:
-        """Take a step's results: one token per item that samples, in order. Ended sequences are skipped.
+        """Take a step's results: tokens of the items that sample, in order. Ended sequences are skipped.
+
+        An item with drafts has sampled one token behind each: the first are its own as long as drafts are what was
+        sampled before them, and the KV behind is written again.
 
         Args:
             batch: the oldest one planned.
@@ -210,7 +257,7 @@ class Scheduler:
 
         Returns: what to deliver, in batch order; a stop token is delivered too.
         """
-        num_samples = sum(item.samples for item in batch.items)
+        num_samples = sum(item.num_samples for item in batch.items)
         assert len(token_ids) == len(logprobs) == num_samples, (
             f"{len(token_ids)} tokens and {len(logprobs)} logprobs for {num_samples} sampling items"
         )
@@ -218,35 +265,83 @@ class Scheduler:
             oldest = self._in_flight.popleft()
             assert oldest is batch, "batches commit once, in the order planned"
         outputs, of_prompts = self._take_refused(), prompt_logprobs or {}
-        sampled = zip(token_ids, logprobs, strict=True)
+        sampled = iter([*zip(token_ids, logprobs, strict=True)])
         for item in batch.items:
-            sequence = item.sequence
-            token_id, logprob = next(sampled) if item.samples else (None, None)
+            sequence, drawn = item.sequence, list(islice(sampled, item.num_samples))
             sequence.num_in_flight -= 1
             sequence.num_pending -= item.samples
+            if item.drafts:
+                sequence.has_drafts_in_flight = False
             if sequence.status is not SequenceStatus.ENDED:
-                self._tables.advance(sequence, item.start, item.end)
                 sequence.prompt_logprobs += of_prompts.get(sequence.request.request_id, ())
-                if token_id is not None:
-                    outputs.append(self._deliver(sequence, token_id, logprob))
+                outputs += self._take(item, drawn)
             if sequence.status is not SequenceStatus.RUNNING:
                 self._tables.vacate(sequence)
         return outputs
 
-    def _plan_decodes(self) -> list[Scheduled]:
+    def _take(self, item: Scheduled, drawn: list[tuple[int, Logprobs | None]]) -> list[RequestOutput]:
+        """Give a sequence what its item sampled, as far as it counts; returns what to deliver."""
+        sequence, end, taken, reason = item.sequence, item.end, 0, None
+        for (token_id, _), draft in zip_longest(drawn, item.drafts):
+            sequence.token_ids.append(token_id)
+            if sequence.matcher is not None:
+                sequence.matcher.advance(token_id)
+            taken += 1
+            reason = self._why_ended(sequence)
+            if reason is not None or token_id != draft:
+                break
+        if item.drafts:
+            end = item.start + taken
+            sequence.num_planned = end
+        if self._drafter is not None and taken:
+            self._drafter.note(sequence, len(item.drafts), taken - 1)
+        self._tables.advance(sequence, item.start, end, num_drafts=len(item.drafts))
+        return [self._deliver(sequence, drawn[:taken], reason)] if taken else []
+
+    def _why_ended(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.matcher is not None and sequence.matcher.failure:
+            return FinishReason.ERROR  # ours or the library's fault, and this request's end only
+        return sequence.finish_reason(self._max_model_len)
+
+    def _plan_decodes(self, most: int) -> list[Scheduled]:
+        """Plan a token of every sequence that can go on, and drafts behind some, `most` tokens together."""
         items = []
         self._send_back_grown()
-        for sequence in list(self._roster.running):  # a copy: preemption takes from the list's end
+        running = list(self._roster.running)  # a copy: preemption takes from the list's end
+        room = most - len(running)
+        for sequence, limit in zip(running, self._draft_limits(running), strict=True):
             if (
                 sequence.status is SequenceStatus.RUNNING
                 and not sequence.is_prefilling
+                and not sequence.has_drafts_in_flight
                 and not sequence.ends_within(sequence.num_pending, self._max_model_len)
                 and self._tables.is_ready(sequence)
                 and not self._has_grown(sequence)
                 and self._make_room(sequence)
             ):
-                items.append(self._plan(sequence, 1))
+                drafts = self._draft(sequence, min(limit, room))
+                room -= len(drafts)
+                items.append(self._plan(sequence, 1 + len(drafts), drafts))
         return items
+
+    def _draft_limits(self, running: list[Sequence]) -> list[int]:
+        """How many drafts each may try."""
+        return [0] * len(running) if self._drafter is None else self._drafter.limits(running)
+
+    def _draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Draft what may follow a sequence's newest token; nothing while that one is not known."""
+        if self._drafter is None or most <= 0 or sequence.num_pending or sequence.num_in_flight:
+            return ()
+        most = min(
+            most,
+            sequence.num_left(self._max_model_len) - 1,
+            # One block stays free for everybody: drafts preempt nobody.
+            self._tables.num_plannable(sequence, num_spare_blocks=len(self._roster.running)) - 1,
+            self._tables.num_ready(sequence) - 1,
+        )
+        if self._rotary_limit is not None and not sequence.is_long:
+            most = min(most, self._rotary_limit - sequence.num_planned - 1)
+        return self._drafter.propose(sequence, most) if most > 0 else ()
 
     def _send_back_grown(self) -> None:
         for sequence in [each for each in self._roster.running if self._has_grown(each)]:
@@ -301,12 +396,13 @@ class Scheduler:
         num_left = sequence.num_prefill_tokens - sequence.num_planned
         return self._plan(sequence, min(budget, num_left, self._tables.num_plannable(sequence)))
 
-    def _plan(self, sequence: Sequence, num_tokens: int) -> Scheduled:
+    def _plan(self, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
         start = sequence.num_planned
-        pieces = self._tables.plan(sequence, num_tokens)
-        samples = sequence.num_planned == len(sequence.token_ids) + sequence.num_pending
+        pieces = self._tables.plan(sequence, num_tokens, num_drafts=len(drafts))
+        samples = sequence.num_planned == len(sequence.token_ids) + sequence.num_pending + len(drafts)
         sequence.num_pending += samples
-        return Scheduled(sequence, start, num_tokens, samples, pieces)
+        sequence.has_drafts_in_flight = bool(drafts)
+        return Scheduled(sequence, start, num_tokens, samples, pieces, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt the latest arrivals until a decode has its block; False when its turn must wait."""
@@ -319,30 +415,36 @@ class Scheduler:
                 return False
         return True
 
-    def _deliver(self, sequence: Sequence, token_id: int, logprob: Logprobs | None) -> RequestOutput:
-        sequence.token_ids.append(token_id)
-        if sequence.matcher is not None:
-            sequence.matcher.advance(token_id)
-            if sequence.matcher.failure:  # ours or the library's fault, and this request's end only
-                self._end(sequence)
-                return _end_of(sequence.request.request_id, FinishReason.ERROR, sequence.matcher.failure)
-        of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        reason = sequence.finish_reason(self._max_model_len)
+    def _deliver(
+        self,
+        sequence: Sequence,
+        taken: list[tuple[int, Logprobs | None]],
+        reason: FinishReason | None,
+    ) -> RequestOutput:
+        """Say what a sequence has gained, and end it if it has ended."""
+        error = ""
+        if reason is FinishReason.ERROR:
+            assert sequence.matcher is not None, "only a structure fails"
+            error, taken = sequence.matcher.failure or "", taken[:-1]
         if reason is not None:
             self._end(sequence)
-        is_first = sequence.num_delivered_tokens == 1
+        of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+        is_first = sequence.num_delivered_tokens == len(taken)
         return RequestOutput(
             request_id=sequence.request.request_id,
-            token_ids=[token_id],
-            logprobs=[] if logprob is None else [logprob],
+            token_ids=[token_id for token_id, _ in taken],
+            logprobs=[logprob for _, logprob in taken if logprob is not None],
             prompt_logprobs=of_prompt,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             queued_s=sequence.queued_s if is_first else 0.0,
             finish_reason=reason,
+            error=error,
         )
 
     def _end(self, sequence: Sequence) -> None:
         self._roster.retire(sequence)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
         self._tables.vacate(sequence)
 
     def _take_refused(self) -> list[RequestOutput]:

@@ -14,6 +14,7 @@ Legend: V vocabulary.
 """
 
 from collections import deque
+from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -38,11 +39,49 @@ class StructureMatcher(Protocol):
     def failure(self) -> str | None:
         """Why the request cannot go on; None while it can."""
 
-    def mask(self, logits_V: Row) -> None:
-        """Set what may not come next to -inf, in place. A matcher that fails leaves the row and says why."""
+    def mask(self, logits_V: Row, after: Series[int] = ()) -> None:
+        """Set what may not come next to -inf, in place. A matcher that fails leaves the row and says why.
+
+        Args:
+            after: drafts that come before it: the first of those that `look_ahead` allowed.
+        """
+
+    def look_ahead(self, drafts: Series[int]) -> int:
+        """How many of these tokens may come next, one behind the other, and let something follow; it fails at none."""
 
     def advance(self, token_id: int) -> None:
         """Follow a token that was sampled; one that the form does not allow is a failure."""
+
+
+class TokenContext(Protocol):
+    """What a request's next token is chosen by: a `Sequence`, or one as it would stand behind drafts."""
+
+    @property
+    def request(self) -> Request:
+        """Whose parameters say how."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens before it, prompt and generated."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of those, the first."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The others."""
+
+    @property
+    def rules(self) -> TokenRules | None:
+        """What the parameters say about single tokens."""
+
+    @property
+    def has_structure(self) -> bool:
+        """Whether `mask` may forbid anything."""
+
+    def mask(self, logits_V: Row) -> None:
+        """Set what the structure forbids to -inf, in place."""
 
 
 class SequenceStatus(Enum):
@@ -80,6 +119,7 @@ class Sequence:
     num_planned: int = 0  # tokens in committed and in-flight batches
     num_prefill_tokens: int = 0  # tokens known at admission; planning those is prefill, the rest is decode
     num_pending: int = 0  # tokens that in-flight batches will sample
+    has_drafts_in_flight: bool = False  # how many tokens the batch in flight will sample is not known
     is_long: bool = False  # it runs as the model runs sequences that are: see `Scheduler.rotary_limit`
     num_in_flight: int = (
         0  # uncommitted batches that hold this sequence; its blocks stay held while there are any
@@ -114,6 +154,16 @@ class Sequence:
         return LONG_ROOT_KEY if self.is_long else ROOT_KEY
 
     @property
+    def has_structure(self) -> bool:
+        """See `TokenContext`."""
+        return self.matcher is not None
+
+    def mask(self, logits_V: Row) -> None:
+        """See `TokenContext`."""
+        if self.matcher is not None:
+            self.matcher.mask(logits_V)
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far, replayed ones included, pending ones not."""
         return len(self.token_ids) - self.num_prompt_tokens
@@ -143,10 +193,12 @@ class Sequence:
 
     def ends_within(self, num_more_tokens: int, max_model_len: int) -> bool:
         """Whether that many more tokens reach max_tokens or the model's length."""
-        num_tokens = len(self.token_ids) + num_more_tokens
-        return (
-            num_tokens - self.num_prompt_tokens >= self.request.params.max_tokens
-            or num_tokens >= max_model_len
+        return self.num_left(max_model_len) <= num_more_tokens
+
+    def num_left(self, max_model_len: int) -> int:
+        """Tokens that may still be generated before max_tokens or the model's length is reached."""
+        return min(
+            self.request.params.max_tokens - self.num_output_tokens, max_model_len - len(self.token_ids)
         )
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
@@ -161,6 +213,48 @@ class Sequence:
         if self.num_output_tokens > params.min_tokens and self.token_ids[-1] in params.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.ends_within(0, max_model_len) else None
+
+
+class DraftedContext:
+    """A sequence as it would stand if its first drafts were its tokens; a `TokenContext`."""
+
+    def __init__(self, sequence: Sequence, drafts: Series[int]) -> None:
+        self._sequence, self._drafts = sequence, drafts
+
+    @property
+    def request(self) -> Request:
+        """See `TokenContext`, as of all that follows."""
+        return self._sequence.request
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New."""
+        return [*self._sequence.token_ids, *self._drafts]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The sequence's."""
+        return self._sequence.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The sequence's and the drafts."""
+        return self._sequence.num_output_tokens + len(self._drafts)
+
+    @property
+    def rules(self) -> TokenRules | None:
+        """The sequence's."""
+        return self._sequence.rules
+
+    @property
+    def has_structure(self) -> bool:
+        """The sequence's."""
+        return self._sequence.has_structure
+
+    def mask(self, logits_V: Row) -> None:
+        """Behind the drafts."""
+        if self._sequence.matcher is not None:
+            self._sequence.matcher.mask(logits_V, self._drafts)
 
 
 class Roster:

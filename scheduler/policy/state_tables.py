@@ -1,10 +1,11 @@
 """The states of sequences: which slot each step reads and writes, and which states are kept as snapshots.
 
-A sequence is promised two slots: a step reads the state that the step before wrote, and writes the other. What it read is
+A sequence is promised two slots, and one for each draft that a step may try: a step reads the state that the step before wrote, and writes the other. What it read is
 given back when the step is committed, so that a step may be run again until then.
 
 Snapshots are taken at the ends of blocks: where the part of a prompt that can be shared ends, where it parts from what is cached
-already (others will part there too), and every `STRIDE` tokens between. While tokens are generated the newest end of a
+already (others will part there too), and every `STRIDE` tokens between. A step with drafts writes the state behind each of its tokens,
+and those behind the drafts that were wrong are given back. While tokens are generated the newest end of a
 block is one, for the conversation's next turn. They take slots that nobody was promised, and the least recently used go first.
 """
 
@@ -14,15 +15,18 @@ from kvcache.blocks import BlockPool
 from kvcache.states import NO_STATE, Beginning, StatePiece, StatePool
 from scheduler.policy.sequence import Sequence, SequenceStates
 
-PROMISED = 2  # slots of a sequence that runs
+PROMISED = 2  # slots of a sequence that runs and drafts nothing
 STRIDE = 512  # tokens between snapshots within a prompt
 
 
 class StateTables:
     """Keep `Sequence.states` in step with the pool."""
 
-    def __init__(self, pool: StatePool, blocks: BlockPool, *, keeps_snapshots: bool) -> None:
+    def __init__(
+        self, pool: StatePool, blocks: BlockPool, *, keeps_snapshots: bool, num_drafts: int = 0
+    ) -> None:
         self._pool, self._blocks, self._keeps_snapshots = pool, blocks, keeps_snapshots
+        self._promised = PROMISED + num_drafts
 
     def find(self, matched: Series[int]) -> Beginning:
         """Look for the newest snapshot of a prefix, whose cached blocks are `matched`."""
@@ -38,10 +42,10 @@ class StateTables:
             num_matched: blocks of its longest cached prefix.
             num_shareable: tokens of its longest prefix that later sequences need not run.
         """
-        if not self._pool.begin(beginning.slot, PROMISED):
+        if not self._pool.begin(beginning.slot, self._promised):
             return False
         own = sequence.states
-        own.num_promised = PROMISED
+        own.num_promised = self._promised
         own.is_first_shared = beginning.slot != NO_STATE
         if own.is_first_shared:
             own.slots.append(beginning.slot)
@@ -57,8 +61,8 @@ class StateTables:
         """Whether the sequence's next step has a slot to write; not while steps in flight have taken all."""
         return sequence.states.num_promised > 0
 
-    def plan(self, sequence: Sequence, start: int, end: int) -> list[StatePiece]:
-        """Choose slots for tokens [start, end)."""
+    def plan(self, sequence: Sequence, start: int, end: int, *, num_drafts: int = 0) -> list[StatePiece]:
+        """Choose slots for tokens [start, end), the last of which may be drafts."""
         own, pieces = sequence.states, []
         read, begin = own.slots[-1] if own.slots else NO_STATE, start
         for position in sorted(each for each in own.snapshot_ends if start < each < end):
@@ -68,9 +72,11 @@ class StateTables:
             own.snapshots.append((position, slot))
             pieces.append(StatePiece(read, slot, position - begin))
             read, begin = slot, position
-        own.slots.append(self._pool.take())
-        own.num_promised -= 1
-        pieces.append(StatePiece(read, own.slots[-1], end - begin))
+        for position in range(end - num_drafts, end + 1):
+            own.slots.append(self._pool.take())
+            own.num_promised -= 1
+            pieces.append(StatePiece(read, own.slots[-1], position - begin))
+            read, begin = own.slots[-1], position
         return pieces
 
     def advance(self, sequence: Sequence, start: int, end: int) -> None:
@@ -94,6 +100,15 @@ class StateTables:
                 if own.newest_key is not None:
                     self._pool.forget(own.newest_key)
                 own.newest_key = key
+
+    def advance_drafted(self, sequence: Sequence, start: int, end: int) -> None:
+        """Note that tokens [start, end) are computed and the drafts behind them, if there are any, were wrong."""
+        own = sequence.states
+        for position in range(start, end):
+            self.advance(sequence, position, position + 1)
+        while len(own.slots) > 1:
+            self._pool.give(own.slots.pop(), is_promised=True)
+            own.num_promised += 1
 
     def vacate(self, sequence: Sequence) -> None:
         """Give everything back."""

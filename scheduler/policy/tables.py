@@ -23,9 +23,13 @@ class BlockTables:
         states: StatePool | None = None,
         *,
         keeps_snapshots: bool = True,
+        num_drafts: int = 0,
     ) -> None:
+        """`num_drafts`: that a step of a sequence may try, at most."""
         self._pool = pool
-        self._states = None if states is None else StateTables(states, pool, keeps_snapshots=keeps_snapshots)
+        self._states = None
+        if states is not None:
+            self._states = StateTables(states, pool, keeps_snapshots=keeps_snapshots, num_drafts=num_drafts)
         self._enable_prefix_caching = enable_prefix_caching
         self.leaving: set[Sequence] = (
             set()
@@ -80,13 +84,23 @@ class BlockTables:
         """Whether another step of the sequence may be planned: not while steps in flight have all its states."""
         return self._states is None or self._states.can_plan(sequence)
 
-    def num_plannable(self, sequence: Sequence) -> int:
-        """How many more tokens the sequence's blocks and the free ones hold."""
-        num_blocks = len(sequence.block_ids) + self._pool.num_free
+    def num_ready(self, sequence: Sequence) -> int:
+        """How many tokens its next step may have, if the state behind each of them is to be kept."""
+        return (
+            self._pool.num_blocks * self._pool.block_tokens
+            if self._states is None
+            else sequence.states.num_promised
+        )
+
+    def num_plannable(self, sequence: Sequence, num_spare_blocks: int = 0) -> int:
+        """How many more tokens the sequence's blocks and the free ones hold, if so many of these stay free."""
+        num_blocks = len(sequence.block_ids) + max(0, self._pool.num_free - num_spare_blocks)
         return num_blocks * self._pool.block_tokens - sequence.num_planned
 
-    def plan(self, sequence: Sequence, num_tokens: int) -> list[StatePiece]:
+    def plan(self, sequence: Sequence, num_tokens: int, *, num_drafts: int = 0) -> list[StatePiece]:
         """Hold blocks for the sequence's next tokens; as many must be free as are missing.
+
+        `num_drafts`: of the tokens, the last, which may turn out not to be the sequence's.
 
         Returns:
             The states between them, where the model keeps any.
@@ -97,10 +111,15 @@ class BlockTables:
         if num_missing > 0:
             sequence.block_ids += self._pool.acquire(num_missing)
         sequence.num_in_flight += 1
-        return [] if self._states is None else self._states.plan(sequence, start, sequence.num_planned)
+        if self._states is None:
+            return []
+        return self._states.plan(sequence, start, sequence.num_planned, num_drafts=num_drafts)
 
-    def advance(self, sequence: Sequence, start: int, end: int) -> None:
-        """Note that tokens [start, end) are computed, and publish the blocks that they filled."""
+    def advance(self, sequence: Sequence, start: int, end: int, *, num_drafts: int = 0) -> None:
+        """Note that tokens [start, end) are computed, and publish the blocks that they filled.
+
+        `num_drafts`: as they were planned; of those that are not among the tokens nothing is kept.
+        """
         assert start == sequence.num_computed, f"token {start} was run, {sequence.num_computed} was next"
         size = self._pool.block_tokens
         if self._enable_prefix_caching:
@@ -108,7 +127,9 @@ class BlockTables:
                 parent_id = sequence.block_ids[index - 1] if index else None
                 token_ids = sequence.token_ids[index * size : (index + 1) * size]
                 self._pool.publish(sequence.block_ids[index], token_ids, parent_id, sequence.root_key)
-        if self._states is not None:
+        if self._states is not None and num_drafts:
+            self._states.advance_drafted(sequence, start, end)
+        elif self._states is not None:
             self._states.advance(sequence, start, end)
         sequence.num_computed = end
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from scheduler.policy.request import Logprobs, Request, SamplingParams
-from scheduler.policy.sequence import Sequence
+from scheduler.policy.sequence import Sequence, TokenContext
 from scheduler.sampling.plan import MOST_ROWS, Asked, SamplingPlan, make_plan, send
 from scheduler.sampling.sampler import Sampled, make_logprobs, sample
 
@@ -59,14 +59,14 @@ class DeviceSampler:
                 sequence.token_ids.append(0)
                 self.sample(torch.zeros(1, vocabulary, device=self._device), [sequence])
 
-    def sample(self, logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
+    def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         """Choose a token per row; see `Sampler`."""
-        if not sequences:
+        if not contexts:
             self._wait()  # the runner may fill the step's memory on the host again once this returns
             return Sampled([], [])
         logits_RV = logits_RV.contiguous()
         R, V = logits_RV.shape
-        plan = make_plan(sequences, V, self._device)
+        plan = make_plan(contexts, V, self._device)
         kept_KV = logits_RV.index_select(0, plan.kept_row_K) if plan.kept_rows else logits_RV
         found = _read(_launch(logits_RV, kept_KV, plan))
         token_ids: list[int] = found[:R].tolist()
@@ -78,7 +78,7 @@ class DeviceSampler:
         for place, row in enumerate(plan.masked_rows):
             if found[R + place]:  # nothing is left
                 own_1V = kept_KV[plan.kept_rows.index(row)][None].cpu()
-                again = sample(own_1V, [sequences[row]])
+                again = sample(own_1V, [contexts[row]])
                 token_ids[row], logprobs[row] = again.token_ids[0], again.logprobs[0]
                 self.num_host_rows += 1
         return Sampled(token_ids, logprobs)

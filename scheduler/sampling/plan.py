@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scheduler.policy.sequence import Sequence
+from scheduler.policy.sequence import TokenContext
 from scheduler.sampling.draw import LEAST_TEMPERATURE, uniform_at
 from scheduler.sampling.sampler import LEAST_PENALTY
 
@@ -62,28 +62,28 @@ class SamplingPlan:
     kept_rows: tuple[int, ...]  # the same on the host; empty: no logit is changed before a token is chosen
 
 
-def make_plan(sequences: Rows[Sequence], vocabulary: int, device: torch.device) -> SamplingPlan:
+def make_plan(contexts: Rows[TokenContext], vocabulary: int, device: torch.device) -> SamplingPlan:
     """Say how a step's rows are sampled; nothing waits for the device.
 
     Args:
-        sequences: R, as they stand before this token.
+        contexts: R, what is known before this token.
         vocabulary: V, the width of the logits.
     """
     masks: dict[int, np.ndarray] = {}
     edits: dict[int, _Edits] = {}
-    for row, sequence in enumerate(sequences):
-        ruled_V = _ruled(sequence, vocabulary)
+    for row, context in enumerate(contexts):
+        ruled_V = _ruled(context, vocabulary)
         if ruled_V is not None and np.isneginf(ruled_V).any():
             masks[row] = _words(ruled_V)
-        if ruled_V is not None or _is_penalised(sequence):
-            edits[row] = _Edits.of(sequence, ruled_V)
-    draws = _draws(sequences)
-    asking = [row for row, each in enumerate(sequences) if each.request.params.num_logprobs is not None]
+        if ruled_V is not None or _is_penalised(context):
+            edits[row] = _Edits.of(context, ruled_V)
+    draws = _draws(contexts)
+    asking = [row for row, each in enumerate(contexts) if each.request.params.num_logprobs is not None]
     is_changed = bool(masks) or any(each.ids.size for each in edits.values())
     kept_rows = tuple(sorted({*asking, *masks})) if is_changed else ()
-    place_of = {row: place for place, row in enumerate(kept_rows or range(len(sequences)))}
+    place_of = {row: place for place, row in enumerate(kept_rows or range(len(contexts)))}
     arrays = {
-        **_drawn_arrays([sequences[row] for draw in draws for row in draw.rows], vocabulary),
+        **_drawn_arrays([contexts[row] for draw in draws for row in draw.rows], vocabulary),
         "row_D": np.array([row for draw in draws for row in draw.rows], np.int64),
         "masked_row_M": np.array(list(masks), np.int64),
         "mask_MW": np.stack(list(masks.values())) if masks else np.empty((0, 0), np.int32),
@@ -92,7 +92,7 @@ def make_plan(sequences: Rows[Sequence], vocabulary: int, device: torch.device) 
     of_edits = [_NO_EDITS, *(each.at_row(row, vocabulary) for row, each in edits.items())]
     for name, own in (("edited_E", "ids"), ("bias_E", "biases"), ("penalty_E", "penalties"), ("subtracted_E", "subtracted")):  # fmt: skip
         arrays[name] = np.concatenate([getattr(each, own) for each in of_edits])
-    asked = [(row, sequences[row].request.params) for row in asking]
+    asked = [(row, contexts[row].request.params) for row in asking]
     return SamplingPlan(
         **send(arrays, device),
         draws=draws,
@@ -104,10 +104,10 @@ def make_plan(sequences: Rows[Sequence], vocabulary: int, device: torch.device) 
     )
 
 
-def _draws(sequences: Rows[Sequence]) -> tuple[Draw, ...]:
+def _draws(contexts: Rows[TokenContext]) -> tuple[Draw, ...]:
     kinds: dict[bool, list[int]] = {False: [], True: []}
-    for row, sequence in enumerate(sequences):
-        params = sequence.request.params
+    for row, context in enumerate(contexts):
+        params = context.request.params
         if params.temperature != 0:
             is_filtered = bool(params.top_k) or params.min_p > 0.0 or params.top_p < 1.0
             kinds[is_filtered].append(row)
@@ -118,11 +118,11 @@ def _draws(sequences: Rows[Sequence]) -> tuple[Draw, ...]:
     )
 
 
-def _drawn_arrays(sequences: Rows[Sequence], vocabulary: int) -> dict[str, np.ndarray]:
-    params = [sequence.request.params for sequence in sequences]
+def _drawn_arrays(contexts: Rows[TokenContext], vocabulary: int) -> dict[str, np.ndarray]:
+    params = [context.request.params for context in contexts]
     uniforms = [
-        uniform_at(each.seed, sequence.num_output_tokens)
-        for each, sequence in zip(params, sequences, strict=True)
+        uniform_at(each.seed, context.num_output_tokens)
+        for each, context in zip(params, contexts, strict=True)
     ]
     inverses = [1.0 / max(each.temperature, LEAST_TEMPERATURE) for each in params]
     return {
@@ -144,14 +144,14 @@ class _Edits:
     subtracted: np.ndarray
 
     @classmethod
-    def of(cls, sequence: Sequence, biased_V: np.ndarray | None) -> "_Edits":
-        params = sequence.request.params
+    def of(cls, context: TokenContext, biased_V: np.ndarray | None) -> "_Edits":
+        params = context.request.params
         repeated = np.empty(0, np.int64)
         generated, counts = repeated, repeated
         if params.repetition_penalty != 1.0:
-            repeated = np.unique(np.array(sequence.token_ids, np.int64))
+            repeated = np.unique(np.array(context.token_ids, np.int64))
         if params.presence_penalty or params.frequency_penalty:
-            outputs = np.array(sequence.token_ids[sequence.num_prompt_tokens :], np.int64)
+            outputs = np.array(context.token_ids[context.num_prompt_tokens :], np.int64)
             generated, counts = np.unique(outputs, return_counts=True)
         biased = np.empty(0, np.int64)
         if biased_V is not None:
@@ -173,22 +173,22 @@ class _Edits:
 _NO_EDITS = _Edits(np.empty(0, np.int64), *(np.empty(0, np.float32) for _ in range(3)))
 
 
-def _is_penalised(sequence: Sequence) -> bool:
-    params = sequence.request.params
+def _is_penalised(context: TokenContext) -> bool:
+    params = context.request.params
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
 
-def _ruled(sequence: Sequence, vocabulary: int) -> np.ndarray | None:
+def _ruled(context: TokenContext, vocabulary: int) -> np.ndarray | None:
     """What the structure and the rules make of logits that are 0: -inf where forbidden, a bias, or 0; None: nothing."""
-    rules, matcher = sequence.rules, sequence.matcher
-    is_ruled = rules is not None and rules.apply_at(sequence.num_output_tokens)
-    if matcher is None and not is_ruled:
+    rules = context.rules
+    is_ruled = rules is not None and rules.apply_at(context.num_output_tokens)
+    if not context.has_structure and not is_ruled:
         return None
     ruled_V = np.zeros(vocabulary, np.float32)
-    if matcher is not None:
-        matcher.mask(ruled_V)
+    if context.has_structure:
+        context.mask(ruled_V)
     if rules is not None and is_ruled:
-        rules.apply(ruled_V, sequence.token_ids, sequence.num_output_tokens)
+        rules.apply(ruled_V, context.token_ids, context.num_output_tokens)
     return ruled_V
 
 

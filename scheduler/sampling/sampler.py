@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dispatch.team import Team
 from scheduler.policy.request import Logprobs
-from scheduler.policy.sequence import Sequence
+from scheduler.policy.sequence import TokenContext
 from scheduler.sampling.draw import ARG_MAX, DRAW, NOTHING, draw_tokens, likeliest_tokens
 
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -35,12 +35,12 @@ class Sampled(NamedTuple):
 class Sampler(Protocol):
     """Chooses tokens. Returns when all that the step launched is done, whether or not there is a row to sample."""
 
-    def sample(self, logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
+    def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         """Choose a token per row.
 
         Args:
             logits_RV: [R, V] float32, where the model leaves them; may be changed in place.
-            sequences: R, as they stand before this token.
+            contexts: R, what is known before this token.
         """
         ...
 
@@ -61,29 +61,29 @@ class HostSampler:
         DRAW.compile()
         ARG_MAX.compile()
 
-    def sample(self, logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
+    def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         """See `Sampler`."""
-        return sample(logits_RV.cpu(), sequences, self._team)
+        return sample(logits_RV.cpu(), contexts, self._team)
 
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
         """See `Sampler`."""
         return prompt_logprobs(logits_CV.cpu(), next_ids, num_top)
 
 
-def sample(logits_RV: Tensor, sequences: Rows[Sequence], team: Team | None = None) -> Sampled:
+def sample(logits_RV: Tensor, contexts: Rows[TokenContext], team: Team | None = None) -> Sampled:
     """Choose a token per row.
 
     Args:
         logits_RV: [R, V] float32; rows may be changed in place.
-        sequences: R, as they stand before this token.
+        contexts: R, what is known before this token.
         team: threads to use; None: the caller's.
     """
     rows_RV = logits_RV.numpy()
-    raws = [_chosen_from(logits_V, sequence) for logits_V, sequence in zip(rows_RV, sequences, strict=True)]
-    token_ids = [NOTHING] * len(sequences)
-    if drawn := [row for row, each in enumerate(sequences) if each.request.params.temperature != 0]:
-        params = [sequences[row].request.params for row in drawn]
-        positions = [sequences[row].num_output_tokens for row in drawn]
+    raws = [_chosen_from(logits_V, context) for logits_V, context in zip(rows_RV, contexts, strict=True)]
+    token_ids = [NOTHING] * len(contexts)
+    if drawn := [row for row, each in enumerate(contexts) if each.request.params.temperature != 0]:
+        params = [contexts[row].request.params for row in drawn]
+        positions = [contexts[row].num_output_tokens for row in drawn]
         for row, token in zip(
             drawn, draw_tokens([rows_RV[row] for row in drawn], params, positions, team), strict=True
         ):
@@ -93,45 +93,45 @@ def sample(logits_RV: Tensor, sequences: Rows[Sequence], team: Team | None = Non
         for row, token in zip(left, likeliest_tokens([rows_RV[row] for row in left], team), strict=True):
             token_ids[row] = token
     logprobs: list[Logprobs | None] = []
-    for token, raw, sequence in zip(token_ids, raws, sequences, strict=True):
-        asked, measured = sequence.request.params, None
+    for token, raw, context in zip(token_ids, raws, contexts, strict=True):
+        asked, measured = context.request.params, None
         if raw is not None:
             measured = raw.of(token, asked.num_logprobs or 0, ids=asked.logprob_token_ids)
         logprobs.append(measured)
     return Sampled(token_ids, logprobs)
 
 
-def _chosen_from(logits_V: Row, sequence: Sequence) -> "RowLogprobs | None":
+def _chosen_from(logits_V: Row, context: TokenContext) -> "RowLogprobs | None":
     """Turn a row into what a token is chosen from, in place; returns what its logprobs are measured with, if they are wanted."""
-    is_plain, raw = _is_plain_greedy(sequence), None
-    if sequence.request.params.num_logprobs is not None:
-        stays = is_plain and sequence.matcher is None
+    is_plain, raw = _is_plain_greedy(context), None
+    if context.request.params.num_logprobs is not None:
+        stays = is_plain and not context.has_structure
         raw = RowLogprobs(logits_V if stays else logits_V.copy())
-    if sequence.matcher is not None:
-        sequence.matcher.mask(logits_V)
+    if context.has_structure:
+        context.mask(logits_V)
     if not is_plain:
-        if sequence.rules is not None:
-            sequence.rules.apply(logits_V, sequence.token_ids, sequence.num_output_tokens)
-        _penalise(logits_V, sequence)
+        if context.rules is not None:
+            context.rules.apply(logits_V, context.token_ids, context.num_output_tokens)
+        _penalise(logits_V, context)
     return raw
 
 
-def _is_plain_greedy(sequence: Sequence) -> bool:
-    params, rules = sequence.request.params, sequence.rules
+def _is_plain_greedy(context: TokenContext) -> bool:
+    params, rules = context.request.params, context.rules
     penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    ruled = rules is not None and rules.apply_at(sequence.num_output_tokens)
+    ruled = rules is not None and rules.apply_at(context.num_output_tokens)
     return params.temperature == 0 and not penalised and not ruled
 
 
-def _penalise(logits_V: Row, sequence: Sequence) -> None:
+def _penalise(logits_V: Row, context: TokenContext) -> None:
     """Apply the repetition penalty to all tokens seen, frequency and presence to generated ones; in place."""
-    params = sequence.request.params
+    params = context.request.params
     if params.repetition_penalty != 1.0:
-        ids = np.unique(np.array(sequence.token_ids, dtype=np.int64))
+        ids = np.unique(np.array(context.token_ids, dtype=np.int64))
         seen, factor = logits_V[ids], np.float32(max(params.repetition_penalty, LEAST_PENALTY))
         logits_V[ids] = np.where(seen > 0, seen / factor, seen * factor)
     if params.presence_penalty or params.frequency_penalty:
-        generated = sequence.token_ids[sequence.num_prompt_tokens :]
+        generated = context.token_ids[context.num_prompt_tokens :]
         ids, counts = np.unique(np.array(generated, dtype=np.int64), return_counts=True)
         logits_V[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
 

@@ -47,7 +47,7 @@ class Header(NamedTuple):
     has_work: int  # 1: something waits or runs here
     is_stopping: int  # 1: asked to end
     has_prefill: int  # 1: part of a prompt waits to run
-    num_decodes: int  # tokens of running requests, at most
+    num_decodes: int  # tokens of running requests, drafts included, at most
     ready_version: (
         int  # of a placement whose experts are here and verified; the one that serves if there is no other
     )
@@ -119,7 +119,7 @@ def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batch
     return fitting_capacity(max(header.num_decodes for header in headers))
 
 
-def describe_modes(mode: DispatchMode, max_num_seqs: int, max_num_batched_tokens: int) -> str:
+def describe_modes(mode: DispatchMode, max_decode_tokens: int, max_num_batched_tokens: int) -> str:
     """Say in one sentence which steps are dispatched how."""
     if mode is DispatchMode.NORMAL:
         return "every step is dispatched in normal mode"
@@ -128,7 +128,7 @@ def describe_modes(mode: DispatchMode, max_num_seqs: int, max_num_batched_tokens
         return f"every step is dispatched in low-latency mode, with room for {capacity} tokens per rank"
     return (
         f"decode-only steps are dispatched in low-latency mode, with room for {SMALLEST_CAPACITY} to "
-        f"{fitting_capacity(max_num_seqs)} tokens per rank, steps with prompts in normal mode"
+        f"{fitting_capacity(max_decode_tokens)} tokens per rank, steps with prompts in normal mode"
     )
 
 

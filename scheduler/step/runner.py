@@ -12,7 +12,8 @@ from kvcache.step import Inputs, Span, Step
 from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
 from scheduler.policy.request import Logprobs
-from scheduler.policy.scheduler import Batch
+from scheduler.policy.scheduler import Batch, Scheduled
+from scheduler.policy.sequence import DraftedContext, TokenContext
 from scheduler.sampling.sampler import Sampled, Sampler
 
 
@@ -91,14 +92,14 @@ class Runner:
             has_prefill: likewise; it is counted as a step of that kind.
 
         Returns:
-            One token per item that samples, in order, and the logprobs of prompt tokens where they are wanted.
+            The items' samples, in order, and the logprobs of prompt tokens where they are wanted.
         """
         begun_ns = perf_counter_ns()
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
         scored = _scored(batch)
         inputs = fill_step(self.step, batch, agreed_tokens)
         logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
-        sampling = [item.sequence for item in batch.items if item.samples]
+        sampling = [context for item in batch.items for context in _contexts(item)]
         sampled = self._sampler.sample(logits_RV[: len(sampling)], sampling)
         self.dispatcher.check()
         if scored:
@@ -125,6 +126,13 @@ class Runner:
             next_ids = scored.next_ids[first : first + SCORED_ROWS]
             found += self._sampler.score(logits_CV, next_ids, scored.num_top)
         return found
+
+
+def _contexts(item: Scheduled) -> list[TokenContext]:
+    """What each of an item's samples is chosen by."""
+    sequence = item.sequence
+    drafted = (DraftedContext(sequence, item.drafts[:count]) for count in range(1, len(item.drafts) + 1))
+    return [sequence, *drafted] if item.samples else []
 
 
 class _Scored(NamedTuple):
@@ -161,11 +169,12 @@ def fill_step(step: Step, batch: Batch, agreed_tokens: int) -> Inputs:
     tokens: list[int] = []
     rows: list[int] = []
     row = 0
-    for sequence, start, length, samples, pieces in batch.items:
-        spans.append(Span(start, length, sequence.block_ids, pieces, sequence.is_long))
-        tokens += sequence.token_ids[start : start + length]
+    for item in batch.items:
+        sequence, start, length = item.sequence, item.start, item.num_tokens
+        spans.append(Span(start, length, sequence.block_ids, item.pieces, sequence.is_long))
+        tokens += sequence.token_ids[start : start + length - len(item.drafts)]
+        tokens += item.drafts
         row += length
-        if samples:
-            rows.append(row - 1)
+        rows += range(row - item.num_samples, row)
     step.fill(spans, batch.num_tokens - batch.num_prefill_tokens, agreed_tokens=agreed_tokens)
     return step.inputs(tokens, rows)

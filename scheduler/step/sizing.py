@@ -6,7 +6,8 @@ from typing import NamedTuple
 from attention.gpu.limits import EXPANDED_BYTES, score_bytes, scratch_bytes
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
 
-STATES_OF_ONE = 2  # slots of a sequence that runs: the state that a step reads, and the one that it writes
+# Slots of a sequence that runs: the state that a step reads, and the one that it writes. One more for each draft that it tries.
+STATES_OF_ONE = 2
 SNAPSHOTS_PER_SEQUENCE = 4  # that are kept at most, beside those
 _FOR_SNAPSHOTS = " (one is a snapshot for later requests: --mamba-cache-mode none does without)"
 WORKSPACE_BYTES = 2 << 30  # of a GPU, for activations, graphs and logits; not measured yet
@@ -88,6 +89,7 @@ def cache_size(
     max_model_len: int,
     max_num_seqs: int,
     has_snapshots: bool = True,
+    num_drafts: int = 0,
     token_bytes: Callable[[LayerShape], int] = lambda shape: shape.token_bytes,
 ) -> CacheSize:
     """Choose how many blocks and state slots a rank has.
@@ -98,6 +100,7 @@ def cache_size(
         max_model_len: tokens one sequence may have; at least one such sequence must fit.
         max_num_seqs: sequences at once; more than all of them need is not reserved.
         has_snapshots: keep states that later requests may go on from.
+        num_drafts: tokens that a step of a sequence may try.
         token_bytes: what a layer takes per token on the device (default: on a CPU).
 
     Raises:
@@ -108,8 +111,11 @@ def cache_size(
     state_bytes = sum(shape.state.num_bytes for shape in shapes if shape.state)
     states, left = 0, kv_cache_bytes
     if state_bytes:
-        fewest = STATES_OF_ONE + has_snapshots
-        wanted = max_num_seqs * STATES_OF_ONE + has_snapshots * SNAPSHOTS_PER_SEQUENCE * max_num_seqs
+        fewest = STATES_OF_ONE + num_drafts + has_snapshots
+        wanted = (
+            max_num_seqs * (STATES_OF_ONE + num_drafts)
+            + has_snapshots * SNAPSHOTS_PER_SEQUENCE * max_num_seqs
+        )
         after_one = kv_cache_bytes - blocks_of_one * block_bytes
         states = min(wanted, max(fewest, kv_cache_bytes // 2 // state_bytes), after_one // state_bytes)
         if states < fewest:

@@ -10,6 +10,7 @@ A form may not look behind or ahead in regexes (neither library can). What llgui
 
 import json
 from collections import OrderedDict
+from collections.abc import Sequence as Series
 from typing import Any
 
 import numpy as np
@@ -164,20 +165,42 @@ class GrammarMatcher:
         self._ignore_eos = ignore_eos
         self.has_ended = matcher.is_stopped()
         self.failure: str | None = None
+        self._ahead: list[np.ndarray] = []  # what may come behind each of the drafts that were looked at
 
-    def mask(self, logits_V: Row) -> None:
-        """Set what may not come next to -inf, in place. A matcher that fails leaves the row and says why."""
+    def mask(self, logits_V: Row, after: Series[int] = ()) -> None:
+        """See `scheduler.policy.sequence.StructureMatcher`."""
         if self.failure:
             return
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self.failure = error_of(self._matcher)
-        if self.failure:
-            return
+        if after:
+            bits = self._ahead[len(after) - 1]
+        else:
+            bits = _allowed_bits(self._matcher)
+            self.failure = error_of(self._matcher)
+            if self.failure:
+                return
         size = max(logits_V.size, self._end_place + 1)
         allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
         if allowed[self._end_place]:
             allowed[self._end_ids] = not self._ignore_eos or not allowed[: self._end_place].any()
         np.copyto(logits_V, -np.inf, where=~allowed[: logits_V.size])
+
+    def look_ahead(self, drafts: Series[int]) -> int:
+        """See `scheduler.policy.sequence.StructureMatcher`.
+
+        On a copy: what goes wrong behind a draft that will be rejected is no failure of the request's.
+        """
+        self._ahead = []
+        if self.failure or self.has_ended:
+            return 0
+        ahead = self._matcher.deep_copy()
+        for token_id in drafts:
+            if token_id in self._end_ids or not ahead.consume_token(token_id) or ahead.is_stopped():
+                break
+            bits = _allowed_bits(ahead)
+            if error_of(ahead):
+                break
+            self._ahead.append(bits)
+        return len(self._ahead)
 
     def advance(self, token_id: int) -> None:
         """Follow a token that was sampled; one that the form does not allow is a failure."""
@@ -189,6 +212,11 @@ class GrammarMatcher:
             self.failure = f"the structure cannot go on with token {token_id}: {error_of(self._matcher)}"
         else:
             self.has_ended = self._matcher.is_stopped()
+
+
+def _allowed_bits(matcher: LLMatcher) -> np.ndarray:
+    """What may come next: a bit per token, the lowest first."""
+    return np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
 
 
 MAX_KEPT = 64  # compiled forms

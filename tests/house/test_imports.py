@@ -49,6 +49,7 @@ ORDER = (
     ("scheduler.moves",),
     ("scheduler.step",),
     ("scheduler.sampling", "scheduler.structure"),
+    ("scheduler.drafts",),
     ("scheduler.policy",),
     ("moe.survey",),
     ("moe.demo_model", "moe.model"),

@@ -4,6 +4,7 @@ Compared are tokens and the float bits of their logprobs, for greedy and seeded 
 serves each request alone in one chunk.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from expert_placement.files import save_placement
 from moe.model import Skeleton
+from scheduler.assembly import Assembled
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request, RequestOutput, TokenBias
 from tests.conftest import PoolOf
@@ -75,10 +77,17 @@ EXTRAS: tuple[dict[str, Any], ...] = (
 
 
 def answers_of(
-    directory: Path, alone: bool, rounds: int, *, preempts: bool = False, **settings: Any
+    directory: Path,
+    alone: bool,
+    rounds: int,
+    *,
+    preempts: bool = False,
+    prepare: Callable[[Assembled], None] = lambda _built: None,
+    **settings: Any,
 ) -> Answers:
     """Serve this rank's share of the requests; `rounds` > 1 asks again, which hits the prefix cache."""
     built = build(directory, **{"max_model_len": 160, **settings})
+    prepare(built)
     occupied = (
         occupy(built, leaving=12) if preempts else 0
     )  # one request of the longest length and little more

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scheduler.policy.request import Logprobs, Structure, TokenBias
 from scheduler.policy.scheduler import Batch
-from scheduler.policy.sequence import Sequence
+from scheduler.policy.sequence import TokenContext
 from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
 from scheduler.structure.compiler import Vocabulary
 from tests.support.engines.serving import request, serve
@@ -61,15 +61,15 @@ class TwoSamplers:
         self._sampler, self._reads = sampler, reads
         self.found = Found({}, {}, {}, [], [])
 
-    def sample(self, logits_RV: Tensor, sequences: Rows[Sequence]) -> Sampled:
+    def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         """Return the first one's."""
         raw_RV = logits_RV.clone()
-        ours = self._sampler.sample(logits_RV, sequences)
+        ours = self._sampler.sample(logits_RV, contexts)
         count = len(self._reads)
-        wanted = HostSampler().sample(raw_RV, sequences)
+        wanted = HostSampler().sample(raw_RV, contexts)
         del self._reads[count:]
         for each, token, *pair in zip(
-            sequences, wanted.token_ids, ours.logprobs, wanted.logprobs, strict=True
+            contexts, wanted.token_ids, ours.logprobs, wanted.logprobs, strict=True
         ):
             name = each.request.request_id
             self.found.wanted_ids.setdefault(name, []).append(token)

@@ -10,6 +10,7 @@ from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from scheduler.policy.scheduler import Scheduler
+from tests.support.engines.guesses import Guesses
 from tests.support.models.fake_model import VOCABULARY, FakeRank, prompt_logprobs_of, serve_alone
 
 CUT_SHORT = {FinishReason.ABORT, FinishReason.DEADLINE}
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         num_states=st.one_of(st.none(), st.integers(2, 16)),
         rotary_limit=st.one_of(st.none(), st.integers(1, 20)),
+        num_drafts=st.integers(0, 4),
     )
     def start(
         self,
@@ -55,11 +57,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         num_states: int | None,
         rotary_limit: int | None,
+        num_drafts: int,
     ) -> None:
         self.max_model_len = num_blocks * block_tokens
         batched = max_num_seqs + extra_tokens
         pool = BlockPool(num_blocks, block_tokens)
-        states = None if num_states is None else StatePool(num_states)
+        states = None if num_states is None else StatePool(num_states + num_drafts)
+        self.guesses = Guesses(num_drafts, seed=num_blocks) if num_drafts else None
         scheduler = Scheduler(
             pool,
             max_num_seqs=max_num_seqs,
@@ -69,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             states=states,
             keeps_snapshots=caching,
             rotary_limit=rotary_limit,
+            drafter=self.guesses,
         )
         self.rank = FakeRank(pool, scheduler, batched, states, rotary_limit)
         self.requests: list[Request] = []
@@ -149,6 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rank"):
             return
         self.rank.drain()
+        assert self.guesses is None or not self.guesses.known, "ended requests are remembered"
         for request in self.requests:
             check_outcome(request, self.rank.outputs[request.request_id], self.max_model_len)
 

@@ -1,5 +1,6 @@
 """Sampling where a GPU's model computes, on CPU tensors: the CPU sampler's tokens and logprobs, with one read a step."""
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,11 +61,14 @@ class EvenIds:
     """A structure that allows even ids only."""
 
     has_ended: bool = False
-    failure: str = ""
+    failure: str | None = None
     seen: list[int] = field(default_factory=list)
 
-    def mask(self, logits_V: np.ndarray) -> None:
+    def mask(self, logits_V: np.ndarray, after: Rows[int] = ()) -> None:
         logits_V[1::2] = -np.inf
+
+    def look_ahead(self, drafts: Rows[int]) -> int:
+        return next((place for place, each in enumerate(drafts) if each % 2), len(drafts))
 
     def advance(self, token_id: int) -> None:
         self.seen.append(token_id)

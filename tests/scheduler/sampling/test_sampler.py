@@ -1,6 +1,7 @@
 """Sampling against slow, obvious oracles, and its independence of the batch."""
 
 import math
+from collections.abc import Sequence as Rows
 
 import numpy as np
 import pytest
@@ -137,10 +138,13 @@ class OneWay:
 
     has_ended, failure = False, None
 
-    def mask(self, logits_V: np.ndarray) -> None:
+    def mask(self, logits_V: np.ndarray, after: Rows[int] = ()) -> None:
         kept = logits_V[5]
         logits_V.fill(-np.inf)
         logits_V[5] = kept
+
+    def look_ahead(self, drafts: Rows[int]) -> int:
+        return len(drafts) if set(drafts) <= {5} else [each == 5 for each in drafts].index(False)
 
     def advance(self, token_id: int) -> None:
         """Nothing changes."""

@@ -81,7 +81,9 @@ class FakeRank:
             earlier.append(output)
 
     def plan(self, prefill_budget: int | None = None, now_s: float = 0.0) -> Batch:
+        promised = self.scheduler.next_step.num_decodes
         batch = self.scheduler.schedule(prefill_budget=prefill_budget, now_s=now_s)
+        assert batch.num_tokens - batch.num_prefill_tokens <= promised, "ranks have agreed on fewer tokens"
         self._check_budgets(batch, prefill_budget)
         if batch.items:
             self.launched.append(Launched(batch, [list(item.sequence.block_ids) for item in batch.items]))
@@ -91,10 +93,8 @@ class FakeRank:
     def finish(self) -> None:
         """Run and commit the oldest planned batch."""
         launched = self.launched.popleft()
-        sampled = [
-            self._run(item, table) for item, table in zip(launched.batch.items, launched.tables, strict=True)
-        ]
-        token_ids = [token for token, item in zip(sampled, launched.batch.items, strict=True) if item.samples]
+        items = zip(launched.batch.items, launched.tables, strict=True)
+        token_ids = [token for item, table in items for token in self._run(item, table)]
         scored = {item.sequence.request.request_id: _scored(item) for item in launched.batch.items}
         self.num_scored += sum(map(len, scored.values()))
         self.collect(self.scheduler.commit(launched.batch, token_ids, [None] * len(token_ids), scored))
@@ -122,12 +122,12 @@ class FakeRank:
     def end_of(self, request_id: str) -> FinishReason | None:
         return self.outputs[request_id][-1].finish_reason
 
-    def _run(self, item: Scheduled, table: list[int]) -> int:
+    def _run(self, item: Scheduled, table: list[int]) -> list[int]:
+        """Write the item's rows; returns what its last ones sample."""
         size = self.pool.block_tokens
         is_ended = item.sequence.status is SequenceStatus.ENDED
-        known = item.sequence.token_ids + [0] * (
-            item.end if is_ended else 0
-        )  # a pending token may never come
+        known = [*item.sequence.token_ids, *item.drafts]
+        known += [0] * (item.end if is_ended else 0)  # a pending token may never come
         for position in range(item.start, item.end):
             place = table[position // size], position % size
             self._rows[place], self._is_long[place] = (position, known[position]), item.sequence.is_long
@@ -140,7 +140,8 @@ class FakeRank:
             assert is_ended or ways == {is_long}
         for _ in range(2):  # a step that broke off is run again
             self._run_states(item, known)
-        return next_token([token for _, token in history])
+        text = [token for _, token in history]
+        return [next_token(text[: item.end - back]) for back in range(item.num_samples - 1, -1, -1)]
 
     def _run_states(self, item: Scheduled, known: list[int]) -> None:
         assert bool(item.pieces) == (self.states is not None)
@@ -153,6 +154,8 @@ class FakeRank:
             assert is_whole, "a sequence goes on from a state that is not its own"
             self._states[piece.write] = known[:position]
         assert position == item.end or not item.pieces
+        drafted = [piece.length for piece in item.pieces[-1 - len(item.drafts) :]]
+        assert not item.drafts or not item.pieces or drafted == [1] * (1 + len(item.drafts))
 
     def _check_budgets(self, batch: Batch, prefill_budget: int | None) -> None:
         assert batch.num_tokens == sum(item.num_tokens for item in batch.items) <= self.max_num_batched_tokens

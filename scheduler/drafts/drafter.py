@@ -1,0 +1,136 @@
+"""Who drafts: for each sequence, tokens that may come next, and how many of them are worth a row of the step.
+
+A scheduler asks before a step how many rows its decodes may have (`limits`, which the ranks agree on), and when it plans
+the step for the drafts themselves. It tells what came of them. What a drafter says changes no token, only how many come at once.
+Drafting is local to a rank: sequences that another rank goes on with are new to its drafter.
+"""
+
+from collections.abc import Sequence as Series
+from typing import NamedTuple, Protocol
+
+from scheduler.drafts.pays import PROBE_TOKENS, Acceptance, StepCosts, drafts_that_pay
+from scheduler.drafts.texts import TextIndex, continue_likeliest, continue_newest
+from scheduler.policy.sequence import Sequence
+from scheduler.policy.speculative import Method, SpeculativeConfig
+
+_SUFFIX_KEY = 2  # tokens that must be alike at least; one alone says little
+_OWN = 0  # number of the text in an index of one
+
+
+class Source(Protocol):
+    """Where the tokens come from."""
+
+    def propose(self, sequence: Sequence, most: int) -> Series[int]:
+        """Draft what may follow a sequence's newest token, at most so many tokens."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        ...
+
+
+class TextSource:
+    """Drafts from texts: what followed the same tokens before."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        self._is_suffix = config.method is Method.SUFFIX
+        self._key_tokens = _SUFFIX_KEY if self._is_suffix else config.shortest_match
+        self._own: dict[str, TextIndex] = {}
+        self._num_indexed: dict[str, int] = {}
+        self._answers = TextIndex(self._key_tokens)
+        self._num_answers = 0
+
+    def propose(self, sequence: Sequence, most: int) -> Series[int]:
+        """See `Source`."""
+        config, longest = self._config, self._config.longest_match
+        end = sequence.token_ids[-longest:]
+        own = self._index(sequence).candidates(end, longest)
+        if not self._is_suffix:
+            return continue_newest(own, most)
+        found = own + self._answers.candidates(end, longest)
+        length = max((each.length for each in found), default=0)
+        return continue_likeliest(found, min(most, int(config.drafts_per_match * length)), config.least_share)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Remember its answer, if answers are, instead of its text."""
+        request_id = sequence.request.request_id
+        self._own.pop(request_id, None)
+        self._num_indexed.pop(request_id, None)
+        answer = sequence.token_ids[sequence.num_prompt_tokens :]
+        if self._config.max_cached_requests and answer:
+            self._answers.extend(self._num_answers, answer)
+            self._num_answers += 1
+            if len(self._answers) > self._config.max_cached_requests:
+                self._answers.forget_oldest()
+
+    def _index(self, sequence: Sequence) -> TextIndex:
+        request_id = sequence.request.request_id
+        index = self._own.get(request_id)
+        if index is None:
+            index = self._own[request_id] = TextIndex(self._key_tokens)
+        index.extend(_OWN, sequence.token_ids[self._num_indexed.get(request_id, 0) :])
+        self._num_indexed[request_id] = len(sequence.token_ids)
+        return index
+
+
+class DraftCounts(NamedTuple):
+    """Counters, from the engine's start."""
+
+    num_drafts: int  # steps of a sequence that tried any
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_at: tuple[int, ...]  # of those, by place behind the newest token
+
+
+class Drafter:
+    """Limits a source's drafts to those that pay, and learns from what came of them."""
+
+    def __init__(self, source: Source, num_drafts: int, costs: StepCosts | None = None) -> None:
+        """`num_drafts`: of a sequence in a step, at most. `costs` are noted by whoever runs the steps."""
+        self.num_drafts = num_drafts
+        self.costs = costs or StepCosts()
+        self._source = source
+        self._acceptance: dict[str, Acceptance] = {}
+        self._num_tries = self._num_tokens = 0
+        self._accepted_at = [0] * num_drafts
+
+    @property
+    def counts(self) -> DraftCounts:
+        """Counts as of now."""
+        return DraftCounts(
+            self._num_tries, self._num_tokens, sum(self._accepted_at), tuple(self._accepted_at)
+        )
+
+    def limits(self, sequences: Series[Sequence]) -> list[int]:
+        """How many drafts each of the sequences that run may try in the next step."""
+        seconds = self.costs.of_drafts(len(sequences), self.num_drafts)
+        limits = []
+        for acceptance in map(self._of, sequences):
+            paying = drafts_that_pay(acceptance.share, seconds)
+            is_due = acceptance.tokens_since_try >= PROBE_TOKENS and len(sequences) == 1
+            limits.append(paying or int(is_due))
+        return limits
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Draft at most so many tokens, and none that the sequence's structure forbids."""
+        drafts = tuple(self._source.propose(sequence, most)) if most > 0 else ()
+        if drafts and sequence.matcher is not None:
+            drafts = drafts[: sequence.matcher.look_ahead(drafts)]
+        return drafts
+
+    def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Learn what came of a step's drafts: the first so many were right."""
+        self._of(sequence).note(num_drafts, num_accepted)
+        self._num_tries += num_drafts > 0
+        self._num_tokens += num_drafts
+        for place in range(num_accepted):
+            self._accepted_at[place] += 1
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        self._acceptance.pop(sequence.request.request_id, None)
+        self._source.forget(sequence)
+
+    def _of(self, sequence: Sequence) -> Acceptance:
+        return self._acceptance.setdefault(sequence.request.request_id, Acceptance())

@@ -1,0 +1,170 @@
+"""What `--speculative-config` says: how tokens are drafted, and how many. vLLM's keys, checked before any weight is read.
+
+Three methods: the model's own layers for multi-token prediction (mtp); what followed the same few tokens before, in the
+request itself (ngram), or in it and in recent answers, by how often (suffix). Knows no torch.
+"""
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+MOST_DRAFTS = 32  # tokens behind the newest that a step may try
+_OWN_KEYS = {
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": (
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
+    "mtp": (),
+}
+# vLLM's older names of the same, one for each family.
+_MTP_NAMES = (
+    "deepseek_mtp", "ernie_mtp", "glm4_moe_mtp", "mimo_mtp", "nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp",
+)  # fmt: skip
+_UNUSED = {"draft_tensor_parallel_size": 1}  # keys that may be given with this value, which changes nothing
+
+
+class SpeculativeConfigError(ValueError):
+    """A speculative configuration that cannot be served; the message says what is allowed."""
+
+
+class Method(Enum):
+    """Where drafts come from; the values are vLLM's."""
+
+    NGRAM = "ngram"
+    SUFFIX = "suffix"
+    MTP = "mtp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted.
+
+    Attributes:
+        num_drafts: tokens that are tried behind a sequence's newest, at most.
+        shortest_match, longest_match: tokens at the end of a text that must have occurred before.
+        max_cached_requests: answers that a rank remembers for later requests (suffix).
+        drafts_per_match: drafts per token of the match, at most (suffix).
+        least_share: of the times that the text went on in this way, of a draft (suffix).
+    """
+
+    method: Method
+    num_drafts: int
+    shortest_match: int = 2
+    longest_match: int = 5
+    max_cached_requests: int = 0
+    drafts_per_match: float = 1.0
+    least_share: float = 0.0
+
+    def as_json(self) -> str:
+        """Return a text that `parse_speculative_config` reads as this value."""
+        keys: dict[str, Any] = {"method": self.method.value, "num_speculative_tokens": self.num_drafts}
+        if self.method is Method.NGRAM:
+            keys |= {"prompt_lookup_min": self.shortest_match, "prompt_lookup_max": self.longest_match}
+        if self.method is Method.SUFFIX:
+            keys |= {
+                "suffix_decoding_max_tree_depth": self.longest_match,
+                "suffix_decoding_max_cached_requests": self.max_cached_requests,
+                "suffix_decoding_max_spec_factor": self.drafts_per_match,
+                "suffix_decoding_min_token_prob": self.least_share,
+            }
+        return json.dumps(keys)
+
+
+def parse_speculative_config(given: str) -> SpeculativeConfig:
+    """Read a configuration.
+
+    Args:
+        given: a JSON object with vLLM's keys.
+
+    Raises:
+        SpeculativeConfigError: naming what was seen and what is allowed.
+    """
+    try:
+        keys = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise SpeculativeConfigError(f"it is no JSON ({error})") from error
+    if not isinstance(keys, dict):
+        raise SpeculativeConfigError(
+            f'it is {given}; give a JSON object such as {{"method": "ngram", "num_speculative_tokens": 4}}'
+        )
+    keys = {key: value for key, value in keys.items() if value is not None}
+    method = _method(keys)
+    for key, value in _UNUSED.items():
+        if keys.pop(key, value) != value:
+            raise SpeculativeConfigError(f"{key} must be {value}: drafts are made by every rank for itself")
+    allowed = ("num_speculative_tokens", *_OWN_KEYS[method.value])
+    if unknown := sorted(keys.keys() - {*allowed}):
+        raise SpeculativeConfigError(
+            f"{unknown[0]} is no key of method {method.value}; there are {', '.join(allowed)}"
+        )
+    readers = {Method.NGRAM: _ngram, Method.SUFFIX: _suffix, Method.MTP: _mtp}
+    return readers[method](keys)
+
+
+def _method(keys: dict[str, Any]) -> Method:
+    name = keys.pop("method", None)
+    if name in _MTP_NAMES:
+        return Method.MTP
+    methods = [method.value for method in Method]
+    if name not in methods:
+        seen = "no method is given" if name is None else f"the method is {name!r}"
+        raise SpeculativeConfigError(f"{seen}; it must be one of {', '.join(methods)}")
+    return Method(name)
+
+
+def _ngram(keys: dict[str, Any]) -> SpeculativeConfig:
+    # As in vLLM one of the two stands for both, and 5 for none.
+    shortest, longest = keys.get("prompt_lookup_min"), keys.get("prompt_lookup_max")
+    shortest, longest = shortest or longest or 5, longest or shortest or 5
+    for key, value in (("prompt_lookup_min", shortest), ("prompt_lookup_max", longest)):
+        _whole(key, value, 1, 64)
+    if shortest > longest:
+        raise SpeculativeConfigError(
+            f"prompt_lookup_min is {shortest}, prompt_lookup_max {longest}: it may not be less"
+        )
+    return SpeculativeConfig(
+        method=Method.NGRAM, num_drafts=_num_drafts(keys), shortest_match=shortest, longest_match=longest
+    )
+
+
+def _suffix(keys: dict[str, Any]) -> SpeculativeConfig:
+    depth = _whole("suffix_decoding_max_tree_depth", keys.get("suffix_decoding_max_tree_depth", 24), 2, 256)
+    cached = "suffix_decoding_max_cached_requests"
+    return SpeculativeConfig(
+        method=Method.SUFFIX,
+        num_drafts=_num_drafts(keys, default=min(depth, MOST_DRAFTS)),
+        longest_match=depth,
+        max_cached_requests=_whole(cached, keys.get(cached, 10_000), 0, 1_000_000),
+        drafts_per_match=_number("suffix_decoding_max_spec_factor", keys, 1.0, 0.0, 64.0),
+        least_share=_number("suffix_decoding_min_token_prob", keys, 0.1, 0.0, 1.0),
+    )
+
+
+def _mtp(keys: dict[str, Any]) -> SpeculativeConfig:
+    return SpeculativeConfig(method=Method.MTP, num_drafts=_num_drafts(keys, default=1))
+
+
+def _num_drafts(keys: dict[str, Any], default: int | None = None) -> int:
+    value = keys.get("num_speculative_tokens", default)
+    if value is None:
+        raise SpeculativeConfigError(
+            "num_speculative_tokens is missing; give how many tokens to draft, such as 4"
+        )
+    return _whole("num_speculative_tokens", value, 1, MOST_DRAFTS)
+
+
+def _whole(key: str, value: Any, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise SpeculativeConfigError(f"{key} is {value!r}; it must be a whole number from {least} to {most}")
+    return value
+
+
+def _number(key: str, keys: dict[str, Any], default: float, least: float, most: float) -> float:
+    value = keys.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise SpeculativeConfigError(f"{key} is {value!r}; it must be a number from {least:g} to {most:g}")
+    return float(value)

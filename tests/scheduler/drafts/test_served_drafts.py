@@ -1,0 +1,148 @@
+"""Answers with drafts have the bits of answers without: tokens and logprobs, whatever is asked for and runs beside."""
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler.assembly import Assembled
+from scheduler.drafts.drafter import Drafter
+from scheduler.policy.scheduler import Batch
+from scheduler.policy.sequence import Sequence
+from scheduler.policy.speculative import parse_speculative_config
+from scheduler.sampling.sampler import Sampled
+from tests.conftest import PoolOf
+from tests.scheduler.test_invariance import Answers, answers_of
+from tests.support.models.families import VOCABULARY, write_checkpoint
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+SUFFIX = '{"method": "suffix", "num_speculative_tokens": 5}'
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"preempts": True},
+    {"max_num_batched_tokens": 23, "max_num_seqs": 8},
+)
+FAMILIES = (
+    "qwen3_moe",
+    "qwen3_next",
+    *(
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in ("deepseek_v3", "gpt_oss", "glm4_moe", "deepseek_v32", "nemotron_h")
+    ),
+)
+
+
+class Foresight:
+    """Drafts answers that are known already, with mistakes; a `scheduler.drafts.drafter.Source`."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._known = {key: [token for token, _ in rows] for key, rows in answers.items()}
+        self._random = random.Random(5)
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Draft up to so many tokens, most of them right."""
+        begin = sequence.num_output_tokens
+        end = begin + self._random.randint(0, most)
+        known = self._known[sequence.request.request_id][begin:end]
+        return [
+            each if self._random.random() < 0.85 else self._random.randrange(VOCABULARY) for each in known
+        ]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is remembered."""
+
+
+def drafter_of(built: Assembled) -> Drafter:
+    drafter = built.scheduler._drafter
+    assert isinstance(drafter, Drafter)
+    return drafter
+
+
+def always_draft(answers: Answers | None, counts: list[int], built: Assembled) -> None:
+    """Try drafts whatever steps cost; from answers that are known, if any are given."""
+    built.engine._drafter = None  # which is told what steps cost
+    drafter = drafter_of(built)
+    if answers is not None:
+        drafter._source = Foresight(answers)
+    note = drafter.note
+
+    def noted(sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        counts[0] += max(0, num_accepted)
+        counts[1] += num_drafts
+        note(sequence, num_drafts, num_accepted)
+
+    drafter.note = noted  # type: ignore[method-assign]
+
+
+def drafted(
+    directory: Path, known: Answers | None, given: str, rounds: int = 2, **settings: Any
+) -> tuple[Answers, list[int]]:
+    """Serve with drafts: the answers, and how many drafts were accepted and tried."""
+    counts = [0, 0]
+    speculative = parse_speculative_config(given)
+    prepare = partial(always_draft, known, counts)
+    return answers_of(directory, False, rounds, prepare=prepare, speculative=speculative, **settings), counts
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served_alone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Answers]:
+    """A checkpoint, and every request served alone, without drafts."""
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, directory)
+    return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["full batch", "preemption", "chunks of 23"])
+def test_drafts_change_no_bit(served_alone: tuple[Path, Answers], settings: dict[str, Any]) -> None:
+    directory, alone = served_alone
+    answers, (num_accepted, num_tried) = drafted(directory, alone, SUFFIX, **settings)
+    assert answers == alone
+    assert 50 < num_accepted < num_tried
+
+
+@pytest.mark.parametrize("given", [NGRAM, SUFFIX])
+def test_drafts_from_texts_change_no_bit(served_alone: tuple[Path, Answers], given: str) -> None:
+    directory, alone = served_alone
+    answers, (_, num_tried) = drafted(directory, None, given)
+    assert answers == alone
+    assert num_tried > 20
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_drafts_on_several_ranks_change_no_bit(
+    served_alone: tuple[Path, Answers], world_size: int, pool_of: PoolOf
+) -> None:
+    directory, alone = served_alone
+    parts = pool_of(world_size).run(drafted, directory, alone, SUFFIX, 1)
+    assert {key: value for answers, _ in parts for key, value in answers.items()} == alone
+    assert all(num_accepted > 0 for _, (num_accepted, _) in parts)
+
+
+def test_a_wrong_draft_that_is_accepted_is_seen(served_alone: tuple[Path, Answers]) -> None:
+    directory, alone = served_alone
+    speculative = parse_speculative_config(SUFFIX)
+    num_wrong = 0
+
+    def accept_one(built: Assembled) -> None:
+        always_draft(alone, [0, 0], built)
+        run = built.runner.run
+
+        def wrong(batch: Batch, agreed_tokens: int = 0, *, has_prefill: bool = False) -> Sampled:
+            nonlocal num_wrong
+            sampled = run(batch, agreed_tokens, has_prefill=has_prefill)
+            row = 0
+            for item in batch.items:
+                if item.drafts and sampled.token_ids[row] != item.drafts[0] and not num_wrong:
+                    sampled.token_ids[row] = item.drafts[0]
+                    num_wrong += 1
+                row += item.num_samples
+            return sampled
+
+        built.runner.run = wrong  # type: ignore[method-assign]
+
+    assert answers_of(directory, False, 1, prepare=accept_one, speculative=speculative) != alone
+    assert num_wrong == 1
