@@ -344,5 +344,7 @@ class Engine:
         return outputs
 
     def _stats(self, num_step_tokens: int) -> RankStats:
-        stats = self._scheduler.stats
-        return RankStats(rank=self._rank, step=self.step, num_step_tokens=num_step_tokens, **stats._asdict())
+        stats, drafter = self._scheduler.stats._asdict(), self._drafter
+        if drafter is not None:
+            stats["drafts"] = drafter.counts
+        return RankStats(rank=self._rank, step=self.step, num_step_tokens=num_step_tokens, **stats)

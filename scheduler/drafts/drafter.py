@@ -6,10 +6,11 @@ Drafting is local to a rank: sequences that another rank goes on with are new to
 """
 
 from collections.abc import Sequence as Series
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from scheduler.drafts.pays import PROBE_TOKENS, Acceptance, StepCosts, drafts_that_pay
 from scheduler.drafts.texts import TextIndex, continue_likeliest, continue_newest
+from scheduler.policy.request import DraftCounts
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.speculative import Method, SpeculativeConfig
 
@@ -74,15 +75,6 @@ class TextSource:
         return index
 
 
-class DraftCounts(NamedTuple):
-    """Counters, from the engine's start."""
-
-    num_drafts: int  # steps of a sequence that tried any
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_at: tuple[int, ...]  # of those, by place behind the newest token
-
-
 class Drafter:
     """Limits a source's drafts to those that pay, and learns from what came of them."""
 
@@ -98,9 +90,7 @@ class Drafter:
     @property
     def counts(self) -> DraftCounts:
         """Counts as of now."""
-        return DraftCounts(
-            self._num_tries, self._num_tokens, sum(self._accepted_at), tuple(self._accepted_at)
-        )
+        return DraftCounts(self._num_tries, self._num_tokens, tuple(self._accepted_at))
 
     def limits(self, sequences: Series[Sequence]) -> list[int]:
         """How many drafts each of the sequences that run may try in the next step."""

@@ -99,6 +99,23 @@ class RequestOutput:
     queued_s: float = 0.0  # from arrival until the rank first ran the request; sent with the first token
     finish_reason: FinishReason | None = None
     error: str = ""
+    num_draft_tokens: int = 0  # that were tried beside; of the tokens all but the last were
+
+
+class DraftCounts(NamedTuple):
+    """Counters of drafts, from the engine's start."""
+
+    num_drafts: int = 0  # times that a step tried any of a request
+    num_draft_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()  # of those, the right ones, by place behind the newest token
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """The right ones."""
+        return sum(self.accepted_at)
+
+
+NO_DRAFTS = DraftCounts()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +132,4 @@ class RankStats:
     num_preemptions: int  # counter
     prefix_query_tokens: int  # counter: prompt tokens looked up
     prefix_hit_tokens: int  # counter: of those, found
+    drafts: DraftCounts = NO_DRAFTS

@@ -296,7 +296,7 @@ class Scheduler:
         if self._drafter is not None and taken:
             self._drafter.note(sequence, len(item.drafts), taken - 1)
         self._tables.advance(sequence, item.start, end, num_drafts=len(item.drafts))
-        return [self._deliver(sequence, drawn[:taken], reason)] if taken else []
+        return [self._deliver(sequence, drawn[:taken], reason, len(item.drafts))] if taken else []
 
     def _why_ended(self, sequence: Sequence) -> FinishReason | None:
         if sequence.matcher is not None and sequence.matcher.failure:
@@ -420,6 +420,7 @@ class Scheduler:
         sequence: Sequence,
         taken: list[tuple[int, Logprobs | None]],
         reason: FinishReason | None,
+        num_drafts: int,
     ) -> RequestOutput:
         """Say what a sequence has gained, and end it if it has ended."""
         error = ""
@@ -439,6 +440,7 @@ class Scheduler:
             queued_s=sequence.queued_s if is_first else 0.0,
             finish_reason=reason,
             error=error,
+            num_draft_tokens=num_drafts,
         )
 
     def _end(self, sequence: Sequence) -> None:

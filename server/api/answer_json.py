@@ -78,12 +78,19 @@ def usage_of(
     output_tokens = sum(choice.num_tokens for choice in choices if begun is None or choice.index in begun)
     # Of a prompt's n choices only the first can find nothing cached: its count is the prompt's.
     cached_tokens = sum(choice.num_cached_tokens for choice in choices[::n])
+    details = {"reasoning_tokens": num_reasoning_tokens}
+    if num_drafts := sum(choice.num_draft_tokens for choice in choices):
+        accepted = sum(choice.num_accepted_tokens for choice in choices)
+        details |= {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": num_drafts - accepted,
+        }
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "completion_tokens_details": details,
     }
 
 

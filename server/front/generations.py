@@ -8,7 +8,7 @@ costs no more than its own answer's text. Knows no rank, journal or HTTP; `reque
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from server.errors import ApiError
@@ -53,6 +53,7 @@ class Generation:
         self.index = index
         self.rank = rank
         self.num_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens = 0
         self.submitted_s = ask.request.arrival_s  # to the rank that it is at
         self.queued_s = 0.0  # from arrival until a rank ran it that came to its first token
@@ -71,8 +72,19 @@ class Generation:
     def push(self, output: RequestOutput) -> FinishReason | None:
         """Take what the rank yielded; return how the choice ended, if it did.
 
-        A stop string ends it here, before the rank knows.
+        A stop string ends it here, before the rank knows; of several tokens, at the one that completes it.
         """
+        self.num_draft_tokens += output.num_draft_tokens
+        self.num_accepted_tokens += max(0, len(output.token_ids) - 1)
+        if len(output.token_ids) <= 1 or not self.ask.stops:
+            return self._push(output)
+        for each in one_by_one(output):
+            reason = self._push(each)
+            if reason is not None:
+                return reason
+        return None
+
+    def _push(self, output: RequestOutput) -> FinishReason | None:
         if not self.num_tokens:
             self._take_beginning(output)
         self.num_tokens += len(output.token_ids)
@@ -139,6 +151,22 @@ class Generation:
         if token_ids[-1] not in self.ask.eos_ids:
             self._piece.stop_reason = token_ids[-1]
         return token_ids if self.ask.include_stop else token_ids[:-1]
+
+
+def one_by_one(output: RequestOutput) -> list[RequestOutput]:
+    """Cut what a step yielded into its tokens; the first brings what comes once, the last the end."""
+    last = len(output.token_ids) - 1
+    return [
+        replace(
+            output,
+            token_ids=[token_id],
+            logprobs=output.logprobs[place : place + 1],
+            prompt_logprobs=output.prompt_logprobs if place == 0 else [],
+            finish_reason=output.finish_reason if place == last else None,
+            error=output.error if place == last else "",
+        )
+        for place, token_id in enumerate(output.token_ids)
+    ]
 
 
 class Answer:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dispatch.wires.availability import BACKENDS
 from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
+from scheduler.policy.speculative import SpeculativeConfigError, parse_speculative_config
 from server.api.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from server.options.checks import check_key, read_cluster_key, read_keys
 from server.options.flag import (
@@ -108,6 +109,14 @@ def _eplb_config(name: str, given: Any) -> EplbConfig:
     try:
         return parse_eplb_config(given if isinstance(given, str) else json.dumps(given))
     except EplbConfigError as error:
+        raise OptionsError(f"{name}: {error}") from error
+
+
+def _speculative_config(name: str, given: Any) -> str:
+    """Its text, with what is not given filled in."""
+    try:
+        return parse_speculative_config(given if isinstance(given, str) else json.dumps(given)).as_json()
+    except SpeculativeConfigError as error:
         raise OptionsError(f"{name}: {error}") from error
 
 
@@ -367,6 +376,11 @@ class Options:
         default_text="2.2 decode steps of all who run or wait on CPU, none on a GPU",
         help="time between two tokens of a stream that a step with prompts keeps to, as far as it can: it takes on fewer "
         "tokens of prompts, at least 64",
+    )  # fmt: skip
+    speculative_config: str | None = flag(
+        LIMITS, "--speculative-config", "-sc", read=_speculative_config, metavar="JSON", default_text="nothing is drafted",
+        help="try several tokens of a request in a step, without changing any of them: vLLM's keys, such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}; methods: ngram, suffix, mtp (docs/speculative.md)',
     )  # fmt: skip
     request_timeout_s: float = flag(
         LIMITS, "--request-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=0.0, default_text="none",

@@ -32,6 +32,7 @@ from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
 from scheduler.policy.request import RankStats, RequestOutput
 from scheduler.policy.scheduler import SchedulerLimitsError
+from scheduler.policy.speculative import parse_speculative_config
 from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget, gpu_cache_budget
@@ -316,6 +317,9 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
         dispatch_node_size=options.dispatch_node_size,
         eplb=options.eplb_config,
         placement_file=Path(options.expert_placement) if options.expert_placement else None,
+        speculative=parse_speculative_config(options.speculative_config)
+        if options.speculative_config
+        else None,
         threads=options.threads or 1,
         target_itl_s=None if options.target_itl_ms is None else options.target_itl_ms / 1000,
         timeout_s=options.distributed_timeout_s,

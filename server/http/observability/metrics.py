@@ -6,13 +6,14 @@ layer) and what the ranks report. A series that is there from the start reads 0,
 
 import asyncio
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from scheduler.policy.request import FinishReason, RankStats
+from scheduler.policy.request import DraftCounts, FinishReason, RankStats
 from server.front.timing import Timing
 from server.http.exchanges import HttpExchange
 from server.link.messages import RankFacts
@@ -124,7 +125,8 @@ class _Found(NamedTuple):
 class Metrics:
     """The front's registry: observers to call, and the text that Prometheus scrapes."""
 
-    def __init__(self, model_name: str, num_ranks: int) -> None:
+    def __init__(self, model_name: str, num_ranks: int, num_drafts: int = 0) -> None:
+        """`num_drafts`: tokens that a step of a request may try; 0: there are no families of those."""
         self._registry = CollectorRegistry()
         self._collectors: list[Collector] = []
         self._writing = asyncio.Lock()
@@ -134,6 +136,9 @@ class Metrics:
         self.http = HttpMetrics(self._registry)
         ProcessCollector(registry=self._registry)  # the front's own: processor time, memory, descriptors
         self._make_rank_families(self._families)
+        self._positions = [str(place) for place in range(num_drafts)]
+        if num_drafts:
+            self._make_draft_families(self._families)
         self._make_token_families(self._families)
         self._make_request_families(self._families)
 
@@ -160,6 +165,19 @@ class Metrics:
         )
         for (_, state), series in sleep.items():
             series.set(state == _AWAKE)
+
+    def _make_draft_families(self, make: Families) -> None:
+        """Families of tokens that were tried."""
+        self._drafts = make.counter("spec_decode_num_drafts", "Times that tokens were drafted.")
+        self._draft_tokens = make.counter("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self._accepted_tokens = make.counter("spec_decode_num_accepted_tokens", "Of those, accepted.")
+        self._accepted_at = make.labelled(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens, by place among the drafted.",
+            "position",
+            self._positions,
+        )
 
     def _make_token_families(self, make: Families) -> None:
         """Families of tokens as they come."""
@@ -253,7 +271,21 @@ class Metrics:
         ):
             grown = getattr(stats, field) - (getattr(last, field) if last else 0)
             counter[rank].inc(max(0, grown))
+        if self._positions:
+            self._note_drafts(rank, stats.drafts, last.drafts if last else DraftCounts())
         self._last[stats.rank] = stats
+
+    def _note_drafts(self, rank: str, now: DraftCounts, last: DraftCounts) -> None:
+        for counter, grown in (
+            (self._drafts, now.num_drafts - last.num_drafts),
+            (self._draft_tokens, now.num_draft_tokens - last.num_draft_tokens),
+            (self._accepted_tokens, now.num_accepted_tokens - last.num_accepted_tokens),
+        ):
+            counter[rank].inc(max(0, grown))
+        for position, count, before in zip_longest(
+            self._positions, now.accepted_at, last.accepted_at, fillvalue=0
+        ):
+            self._accepted_at[rank, str(position)].inc(max(0, int(count) - int(before)))
 
     def note_request(self, n: int, max_tokens: int) -> None:
         """Take a client's request with `n` choices in all."""

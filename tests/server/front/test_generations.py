@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from scheduler.policy.request import FinishReason, Logprobs, RequestOutput
 from server.front.detokenizer import REPLACEMENT
-from server.front.generations import Answer, Generation
+from server.front.generations import Answer, Generation, one_by_one
 from tests.support.requests.answers import ByteDecoder, ask_of
 
 ALPHABET = "aé€😀<>"
@@ -79,3 +79,28 @@ def test_prompt_logprobs_are_kept_for_the_endpoint() -> None:
     of_prompt = [Logprobs(66, -1.0, [], [])]
     choice.push(RequestOutput(request_id="r", token_ids=[67], prompt_logprobs=of_prompt))
     assert choice.prompt_logprobs == of_prompt
+
+
+def test_several_tokens_at_once_end_at_the_one_that_completes_a_stop_string() -> None:
+    """As if they had come one by one: nothing behind it is counted or shown."""
+    together, apart = choices(1, ("<>",))[0], choices(1, ("<>",))[0]
+    token_ids = list(b"a<>b>")
+    logprobs = [Logprobs(token_id, -1.0, [], []) for token_id in token_ids]
+    output = RequestOutput(
+        request_id="r",
+        token_ids=token_ids,
+        logprobs=logprobs,
+        num_draft_tokens=6,
+        finish_reason=FinishReason.LENGTH,
+    )
+    assert together.push(output) is FinishReason.STOP
+    reasons = [apart.push(each) for each in one_by_one(output)[:3]]
+    assert reasons == [None, None, FinishReason.STOP]
+    assert together.take() == apart.take()
+    assert (together.num_tokens, together.num_draft_tokens, together.num_accepted_tokens) == (3, 6, 4)
+
+
+def test_several_tokens_without_a_stop_string_keep_their_end() -> None:
+    [choice] = choices(1, ("<>",))
+    assert push(choice, b"ab<", last=True) is FinishReason.LENGTH
+    assert (choice.take().text, choice.num_tokens) == ("ab<", 3)

@@ -10,7 +10,7 @@ import pytest
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, ExpertMap, LoadReport, MoveState, PlacementReport
-from scheduler.policy.request import FinishReason, Logprobs, RankStats, RequestOutput
+from scheduler.policy.request import DraftCounts, FinishReason, Logprobs, RankStats, RequestOutput
 from server.link import messages
 from server.link.messages import (
     Abort,
@@ -58,11 +58,16 @@ def test_every_combination_of_empty_parts_comes_back() -> None:
         assert decode(encode(StepOutput([output], None))) == StepOutput([output], None)
 
 
+def numbered(kind: type) -> dict[str, Any]:
+    """A number for every field, all different."""
+    return {name: at for at, name in enumerate(kind.__annotations__, start=1)}
+
+
 @pytest.mark.parametrize(
     "message",
     [
         FACTS,
-        StepOutput([], RankStats(**{name: at for at, name in enumerate(RankStats.__annotations__, start=1)})),
+        StepOutput([], RankStats(**numbered(RankStats) | {"drafts": DraftCounts(3, 9, (3, 2, 1))})),
         Regrouped(4),
         Fault(4, "why", True),
         Goodbye(""),
