@@ -7,6 +7,7 @@ interface and every layer's attention goes through its attention interface with 
 
 import inspect
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -16,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 from moe import scaled_experts
+from moe.load.checkpoint import Checkpoint
 from moe.load.quantisation import (
     Quantisation,
     UnservedQuantisationError,
@@ -23,6 +25,8 @@ from moe.load.quantisation import (
     read_quantisation,
 )
 from moe.long_rotary import KIND, limit_of
+from moe.mtp.layers import add_drafting
+from moe.mtp.names import MtpBlock, MtpNames, layers_of_config
 from moe.text_part import is_wrapped, keep_text
 
 
@@ -49,8 +53,13 @@ def read_config(directory: Path) -> Any:
     return config
 
 
-def build_on_meta(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build_on_meta(
+    config: Any, dtype: torch.dtype = torch.float32, mtp_layers: Sequence[Sequence[MtpBlock]] = ()
+) -> PreTrainedModel:
     """Build a model's modules without their weights, to compute in `dtype`.
+
+    Args:
+        mtp_layers: the decoder layers of each of its multi-token-prediction layers; empty: it is to have none.
 
     Raises:
         UnsupportedModelError: `transformers` has no causal language model for it, or its values do not fit.
@@ -75,10 +84,30 @@ def build_on_meta(config: Any, dtype: torch.dtype = torch.float32) -> PreTrained
             f"{config.model_type}: {type(model).__name__} does not hold its text decoder apart from what sees images, as other "
             f"models do; give a checkpoint of the text model alone"
         )
+    if mtp_layers:
+        _add_drafting(model, mtp_layers)
     scaled_experts.exchange(model)
     _widen(model)
     _settle_rotary(model)
     return model.eval()
+
+
+def _add_drafting(model: PreTrainedModel, layers: Sequence[Sequence[MtpBlock]]) -> None:
+    try:
+        add_drafting(model, layers)
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        RuntimeError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: its multi-token-prediction layers cannot be built like the decoder's: "
+            f"{type(error).__name__}: {_first_line(error)}"
+        ) from error
 
 
 def _settle_rotary(model: PreTrainedModel) -> None:
@@ -99,6 +128,27 @@ def _widen(model: PreTrainedModel) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None and pattern.search(f"{module_name}.{name}"):
                     tensor.data = tensor.data.float()
+
+
+def find_mtp_layers(directory: Path, config: Any) -> tuple[tuple[MtpBlock, ...], ...]:
+    """Find the multi-token-prediction layers of a model directory: the decoder layers of each.
+
+    Raises:
+        UnsupportedModelError: it has none.
+        CheckpointError: its files cannot be read.
+    """
+    text = config.get_text_config(decoder=True)
+    first = int(text.num_hidden_layers)
+    if any(directory.glob("*.safetensors")):
+        layers = MtpNames(Checkpoint(directory).names(), first).layers
+    else:
+        layers = layers_of_config(text)
+    if not layers:
+        raise UnsupportedModelError(
+            f"{config.model_type}: {directory} has no multi-token-prediction layers under a name that is known "
+            f"(layers.{first}.eh_proj, mtp.layers.0.eh_proj or mtp.fc): leave out the method mtp, or take ngram, which needs none"
+        )
+    return layers
 
 
 def _first_line(error: Exception) -> str:

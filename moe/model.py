@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from attention.recurrences import mixers
 from dispatch.dispatched import TokenDispatcher
@@ -29,6 +30,7 @@ from moe.families import (
     UnsupportedModelError,
     build_on_meta,
     experts_modules,
+    find_mtp_layers,
     leaves,
     quantisation_of,
     read_config,
@@ -38,21 +40,24 @@ from moe.load.loader import Loader, Report
 from moe.load.plan import LoadPlan
 from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
+from moe.mtp.layers import drafting_of
 from moe.rehearsal import rehearse
 from moe.scaled_experts import use_experts
 from moe.slot_choice import slot_choices
-from moe.text_part import body_of, use_attention
+from moe.text_part import Output, body_of, use_attention
 
 
 class Skeleton:
     """A model on the meta device: what it needs and holds is known, nothing is read or allocated yet."""
 
-    def __init__(self, directory: Path, backend: Backend = CPU) -> None:
+    def __init__(self, directory: Path, backend: Backend = CPU, *, has_mtp: bool = False) -> None:
         """Read the configuration and build the modules.
 
         Args:
             directory: the model's.
             backend: of the device that the model will run on.
+            has_mtp: with the checkpoint's multi-token-prediction layers, for `Model.draft`: `cache_shapes` and `experts`
+                have theirs after the decoder's. Else they are left unread.
 
         Raises:
             UnsupportedModelError: the model cannot be served, and why.
@@ -61,7 +66,8 @@ class Skeleton:
         self.directory, self.backend = directory, backend
         config = read_config(directory)
         self.quantisation = quantisation_of(directory, config)
-        self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype)
+        mtp_layers = find_mtp_layers(directory, config) if has_mtp else ()
+        self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype, mtp_layers)
         experts_modules(self.model)  # are there any?
         self.cache_shapes = rehearse(self.model)
         self.experts = experts_modules(self.model)
@@ -131,6 +137,9 @@ class Model:
             self._backend.finish(self.net, self.step, skeleton.cache_shapes)
         self.checkpoint.release_memory()
         self._body = _KeptBody(self.net)
+        self._drafting = drafting_of(self.net)
+        # Rows that drafts start from: the decoder's, and the last draft's. One memory, which captured steps write as well.
+        self._hidden_TD = self._drafted_TD = self._make_hidden()
         self._uses_cache = not mixers.lightning_modules(self.net)
 
     def hold(self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int) -> None:
@@ -173,6 +182,11 @@ class Model:
             slots_per_rank=placement.slots_per_rank,
         )
 
+    def _make_hidden(self) -> Tensor:
+        rows = 0 if self._drafting is None else len(self.step.token_T)
+        width = self.net.get_input_embeddings().weight.shape[1]
+        return torch.empty(rows, width, dtype=self._backend.model_dtype, device=self.device)
+
     def _read_expert(self, name: str, module: Any, expert: int, into: ExpertWeights) -> None:
         for leaf, slots in zip(leaves(module), into, strict=True):
             self._reader.read(name, leaf, expert, slots)
@@ -209,7 +223,7 @@ class Model:
             [R, V] float32 logits, new.
         """
         cache.step = self.step
-        self._body.keep(keeps_hidden)
+        self._body.keep(keeps_hidden or self._drafting is not None)
         # What is kept is the decoder's, which a program of the whole model does not call.
         run = partial(type(self.net).forward, self.net) if keeps_hidden else self.net
         output: Any = run(
@@ -221,7 +235,38 @@ class Model:
             pages=cache,
         )
         logits: Tensor = output.logits[0].float()
+        if self._drafting is not None:
+            # A program of the whole model says where it left them.
+            found_TD = getattr(output, "hidden_TD", None)
+            found_TD = self._body.hidden_TD if found_TD is None else found_TD
+            self._hidden_TD[: len(found_TD)] = found_TD
         return logits
+
+    @torch.inference_mode()
+    def draft(
+        self, depth: int, token_T: Tensor, cache: PagedCache, rows_R: Tensor, hidden_T: Tensor
+    ) -> Tensor:
+        """Run a multi-token-prediction layer for what `step` describes; collective over the dispatcher's group.
+
+        A row at position q predicts the token at q + 2. Its keys and values are cached at its place, in the layer's own
+        pages: rows of all positions before must have been through the layer, once with the tokens that were accepted.
+
+        Args:
+            depth: 0 after a forward; 1 and more after a draft. Deeper ones than there are layers use these again.
+            token_T: [num_padded] int64 token after each row's position; rows past the step's tokens are any valid id.
+            cache: written at the step's places.
+            rows_R: [R] int64 rows whose logits are wanted.
+            hidden_T: [num_padded] int64 row of the call before (the last forward for depth 0, else the last draft) whose
+                hidden state each row goes on from.
+
+        Returns:
+            [R, V] float32 logits, new.
+        """
+        assert self._drafting is not None, "the model was built without its multi-token-prediction layers"
+        cache.step = self.step
+        given_TD = (self._drafted_TD if depth else self._hidden_TD)[hidden_T]
+        self._drafted_TD = self._drafting(depth, token_T, given_TD, self.step.positions, cache)
+        return self._body.project(self._drafted_TD, rows_R)
 
     @torch.inference_mode()
     def logits_of(self, rows_R: Tensor) -> Tensor:
@@ -291,12 +336,29 @@ class _KeptBody:
         """Forget what was kept; say whether to keep what the next forward gives."""
         self._is_wanted, self._output = wanted, None
 
+    @property
+    def hidden_TD(self) -> Tensor:
+        """What the last forward's decoder gave, its norm included."""
+        assert self._output is not None, "the last forward was not asked to keep its hidden states"
+        rows: Tensor = self._output[0][0]
+        return rows
+
     def logits(self, rows_R: Tensor) -> Tensor:
         """Compute rows' logits: [R, V]."""
         assert self._output is not None, "the last forward was not asked to keep its hidden states"
-        with _answering(self._decoder, self._output):
+        return self._logits(self._output, rows_R)
+
+    def project(self, hidden_TD: Tensor, rows_R: Tensor) -> Tensor:
+        """Compute logits of rows of other hidden states: [R, V]; what was kept stays."""
+        kept, self._is_wanted = self._is_wanted, False
+        logits = self._logits(Output(BaseModelOutputWithPast(last_hidden_state=hidden_TD[None])), rows_R)
+        self._is_wanted = kept
+        return logits
+
+    def _logits(self, decoded: Any, rows_R: Tensor) -> Tensor:
+        with _answering(self._decoder, decoded):
             # Some families look whether hidden states are of all rows that were asked for.
-            num_rows = self._output[0].shape[1]
+            num_rows = decoded[0].shape[1]
             nothing = torch.zeros(1, num_rows, dtype=torch.int64, device=rows_R.device)
             output: Any = self._net(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
         logits: Tensor = output.logits[0].float()

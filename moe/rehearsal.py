@@ -31,6 +31,7 @@ from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
 from moe import long_rotary
 from moe.families import UnsupportedModelError
+from moe.mtp.layers import drafting_of
 from moe.rehearsed import RECURRENCES, choose, choose_pools
 from moe.scaled_experts import use_experts
 from moe.text_part import leave_idle_experts, use_attention
@@ -428,6 +429,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
             logits_to_keep=rows[0, :2],
             pages=notes,
         ).logits
+        _rehearse_drafts(model, rows[0], notes)
     except UnsupportedModelError:
         raise
     except FOREIGN_ERRORS as error:
@@ -442,9 +444,23 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     if logits.shape != (1, 2, config.vocab_size):
         raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")
     long_rotary.restore(model)
-    layers = getattr(model.get_decoder().base_model, "layers", ())
+    layers = list(getattr(model.get_decoder().base_model, "layers", ()))
+    if (drafting := drafting_of(model)) is not None:
+        layers += drafting.layers.values()
     row_by_row = [index for index, layer in enumerate(layers) if _is_row_by_row(layer)]
-    return notes.shapes(config.num_hidden_layers, row_by_row)
+    num_drafting = 0 if drafting is None else drafting.num_blocks
+    return notes.shapes(config.num_hidden_layers + num_drafting, row_by_row)
+
+
+def _rehearse_drafts(model: PreTrainedModel, row_T: Tensor, notes: Notes) -> None:
+    """Run every multi-token-prediction layer once, where the model has any."""
+    drafting = drafting_of(model)
+    if drafting is None:
+        return
+    width = model.get_input_embeddings().weight.shape[1]
+    hidden_TD = torch.empty(len(row_T), width, device="meta", dtype=model.dtype)
+    for depth in range(drafting.num_layers):
+        drafting(depth, row_T, hidden_TD, row_T, notes)
 
 
 def _is_row_by_row(layer: torch.nn.Module) -> bool:

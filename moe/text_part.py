@@ -102,7 +102,7 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
     attending.set_attn_implementation(name)
 
 
-class _Output:
+class Output:
     """What a decoder gave, and None for all that the parts that are gone would have given."""
 
     def __init__(self, output: Any) -> None:
@@ -121,6 +121,6 @@ def _running(decoder: nn.Module) -> Callable[..., Any]:
     def forward(**inputs: Any) -> Any:
         passed = {name: inputs[name] for name in _PASSED if name in inputs}
         run: Any = own()
-        return _Output(run(**passed))
+        return Output(run(**passed))
 
     return forward

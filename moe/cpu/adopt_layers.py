@@ -27,6 +27,7 @@ from moe.cpu.layer_parts import Norm, parts_of
 from moe.cpu.layer_program import LayerProgram, why_not_whole
 from moe.cpu.net_program import NetProgram, are_fit
 from moe.cpu.step_program import DecoderProgram, StepProgram
+from moe.mtp.layers import drafting_of
 from moe.text_part import body_of
 
 _TOLERANCE = 1e-4  # of hidden values; sums are made in another order
@@ -115,6 +116,7 @@ def _run_once(
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     try:
         _run(net, step, cache)
+        _run_drafts(net, step, cache)
     finally:
         for hook in hooks:
             hook.remove()
@@ -141,6 +143,19 @@ def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
     )  # fmt: skip
     logits: Tensor = output.logits
     return logits
+
+
+def _run_drafts(net: Any, step: Step, cache: PagedCache) -> None:
+    """Run every multi-token-prediction layer, if there are any, for the rows that have just run."""
+    drafting = drafting_of(net)
+    if drafting is None:
+        return
+    vocabulary, width = net.get_input_embeddings().weight.shape
+    generator = torch.Generator().manual_seed(1)
+    token_T = torch.randint(vocabulary, (step.num_padded,), generator=generator)
+    hidden_TD = torch.randn(step.num_padded, width, generator=generator)
+    for depth in range(drafting.num_layers):
+        drafting(depth, token_T, hidden_TD, step.positions, cache)
 
 
 def _adopt_decoder(

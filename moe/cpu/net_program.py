@@ -96,7 +96,10 @@ class NetProgram:
     def forward(
         self, *more: Any, input_ids: Any = None, logits_to_keep: Any = None, pages: Any = None, **options: Any
     ) -> Any:  # fmt: skip
-        """See the module's; returns what has `logits`, [1, R, V], new. Collective."""
+        """See the module's; returns what has `logits`, [1, R, V], new, and `hidden_TD`, which stays until the next call.
+
+        Collective.
+        """
         program, step = self._program, self._step
         is_known = not more and pages is not None and not options.keys() - _ANSWERED
         if not is_known or not isinstance(logits_to_keep, Tensor) or program.wants_samples:
@@ -120,7 +123,7 @@ class NetProgram:
         )  # fmt: skip
         if logits_RV.shape[1] != head.out_dim:
             logits_RV = logits_RV[:, : head.out_dim].contiguous()
-        return SimpleNamespace(logits=logits_RV[None])
+        return SimpleNamespace(logits=logits_RV[None], hidden_TD=program.normed_TD[: step.num_padded])
 
     def _ends(self, embedding: PackedWeight) -> Ends:
         step, room, head = self._step, self._activations.room, self._head

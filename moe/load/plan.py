@@ -8,6 +8,7 @@ wrong with a checkpoint, of all experts and not only this rank's, before a byte 
 
 import copy
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
+    PrefixChange,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -27,6 +29,8 @@ from transformers.core_model_loading import (
 from moe.load.checkpoint import CheckpointError
 from moe.load.quantisation import ROWS
 from moe.load.stored_tensors import StoredTensors
+from moe.mtp.layers import drafting_of
+from moe.mtp.names import MtpNames
 from moe.text_part import conversions, left_out
 
 EXPERT_INDEX = re.compile(r"experts\.(\d+)\.")
@@ -55,6 +59,14 @@ class ParameterPart(NamedTuple):
     source: ParameterSource
     expert: int | None
     wanted: tuple[int, ...]
+
+
+class _Target(NamedTuple):
+    """What a checkpoint's tensor is of."""
+
+    name: str  # of the parameter
+    pattern: str | None  # of the converter's, which the tensor is one source of
+    converter: WeightConverter | None
 
 
 class LoadPlan:
@@ -87,11 +99,19 @@ class LoadPlan:
         self._converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
         self._parts_of_lists: dict[int, list[WeightConverter]] = {}  # see `_converters_of_parts`
         names = sorted(checkpoint.names(), key=dot_natural_key)
-        unexpected = [name for name in names if not self._place(name)] + self._twice()
+        self._mtp = MtpNames(names, _num_layers(model))
+        self._unscoped = _without_scope(self._renamings), _without_scope(self._converters)
+        unread = [name for name in names if not self._place(name)] + self._twice()
+        unexpected = self._not_ignored(unread, "_keys_to_ignore_on_load_unexpected")
+        # What an MTP layer has is never ignored where it is read, and always where it is not.
+        if drafting_of(model) is not None:
+            unexpected += [name for name in unread if name not in unexpected and self._mtp.renamed(name)]
+        else:
+            unexpected = [name for name in unexpected if self._mtp.renamed(name) is None]
         self._settle()
         problems = [
             *_listed("missing", self._missing()),
-            *_listed("unexpected", self._not_ignored(unexpected, "_keys_to_ignore_on_load_unexpected")),
+            *_listed("unexpected", unexpected),
             *_listed("of the wrong shape", self._mismatched()),
             *_listed("quantised in a way that cannot be merged", self._unmergeable()),
         ]
@@ -137,14 +157,12 @@ class LoadPlan:
 
     def _place(self, name: str) -> bool:
         """Put a checkpoint tensor where it belongs; False when nothing takes it."""
-        prefix = self._model.base_model_prefix
-        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
-        if target not in self._known:  # a checkpoint that has the model's own names already
-            target, pattern = rename_source_key(name, [], [], prefix, self._known)
-        index, converter = EXPERT_INDEX.search(name), None
+        of_mtp = None if drafting_of(self._model) is None else self._mtp.renamed(name)
+        if of_mtp == "":  # what the model has already
+            return True
+        target, pattern, converter = self._target(name) if of_mtp is None else self._mtp_target(of_mtp)
+        index = EXPERT_INDEX.search(name)
         expert = None if index is None else int(index.group(1))
-        if pattern is not None:
-            converter = next(c for c in self._converters if pattern in c.source_patterns)
         if expert is not None and converter is not None and target in self._num_experts:
             parts, first = self._converters_of_parts(converter), converter.target_patterns[0]
             at, expert = divmod(expert, self._num_experts[target]) if len(parts) > 1 else (0, expert)
@@ -162,6 +180,19 @@ class LoadPlan:
         source.converter = source.converter or converter
         source.names.append((name, pattern or name))
         return True
+
+    def _target(self, name: str) -> "_Target":
+        prefix = self._model.base_model_prefix
+        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
+        if target not in self._known:  # a checkpoint that has the model's own names already
+            target, pattern = rename_source_key(name, [], [], prefix, self._known)
+        return _Target(target, pattern, _converter_of(pattern, self._converters))
+
+    def _mtp_target(self, name: str) -> "_Target":
+        """Likewise for a tensor of an MTP layer: what its decoder layers are made of is converted as the decoder's own."""
+        renamings, converters = self._unscoped
+        target, pattern = rename_source_key(name, renamings, converters)
+        return _Target(target, pattern, _converter_of(pattern, converters))
 
     def _settle(self) -> None:
         """Let fused experts' quantised weights be read as [outputs, inputs], however they lie, without being turned."""
@@ -318,6 +349,23 @@ class LoadPlan:
     def _not_ignored(self, names: list[str], attribute: str) -> list[str]:
         patterns = (*(getattr(self._model, attribute, None) or ()), *ALWAYS_IGNORED)
         return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _num_layers(model: PreTrainedModel) -> int:
+    """Decoder layers; where a configuration does not say, more than there are."""
+    return int(getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0) or sys.maxsize)
+
+
+def _converter_of(pattern: str | None, converters: list[WeightConverter]) -> WeightConverter | None:
+    return None if pattern is None else next(c for c in converters if pattern in c.source_patterns)
+
+
+def _without_scope(transforms: list[Any]) -> list[Any]:
+    """Conversions of a part of a model, for tensors whose names are not that part's: MTP layers' are beside it."""
+    copies = [copy.copy(each) for each in transforms if not isinstance(each, PrefixChange)]
+    for each in copies:
+        each.scope_prefix = None
+    return copies
 
 
 def _only_turns(converter: WeightConverter) -> bool:

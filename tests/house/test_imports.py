@@ -67,6 +67,7 @@ ORDER = (
         "moe.scaled_experts",
         "moe.slot_choice",
     ),
+    ("moe.mtp",),
     ("moe.text_part",),
     ("attention.recurrences.gpu",),
     ("attention.recurrences.gpu_chunks",),

@@ -216,6 +216,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Others whose multi-token-prediction layers are served.
+DRAFTING_FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {**MLA, "n_group": 1, "topk_group": 1},
+    "hy_v3": {"num_experts": 8, "moe_intermediate_size": 32, "num_shared_experts": 1},
+    "mimo_v2_flash": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "head_dim": 32,
+        "v_head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+}
+
 MULTIMODAL_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 LLAMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -346,7 +360,7 @@ def make_config(family: str, **settings: Any) -> PreTrainedConfig:
         if widths:
             towers["audio_config"] = dict.fromkeys(widths, COMMON["hidden_size"])
         return AutoConfig.for_model(family, text_config=text, **towers)
-    own = {**FAMILIES, **RECURRENT_FAMILIES, **SPARSE_FAMILIES}[family]
+    own = {**FAMILIES, **RECURRENT_FAMILIES, **SPARSE_FAMILIES, **DRAFTING_FAMILIES}[family]
     return AutoConfig.for_model(family, **{**COMMON, **own, **settings})
 
 

@@ -1,0 +1,172 @@
+"""Multi-token prediction: the layers of a checkpoint that draft the tokens after the next one.
+
+An MTP layer joins the embedding of the token after a position with the hidden state that was computed there, runs a
+decoder layer of the model's own kind over the two, with a cache of its own, and a norm; the model's output projection
+makes logits of that: a draft of the token two places on (DeepSeek-V3, 2024). Its output is the next layer's hidden state,
+or, where drafts go deeper than there are layers, the same layer's again. What it drafts is equal to `transformers`'
+`MtpModel`, which counts rotary positions one higher: rotary angles only say how far apart tokens are.
+The decoder layers' classes are the model's; which kind each is its tensors say (`moe.mtp.names`).
+Rejected: `MtpModel` itself, which is built of a loaded model, knows its configuration's names for a third of the families,
+and leaves numbering that a cache shared with the model's own layers needs.
+
+Legend: T rows, D hidden dim.
+"""
+
+import copy
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from moe.mtp.names import MtpBlock
+
+NAME = "drafting"
+
+
+class MtpHead(nn.Module):
+    """What an MTP layer has beside its decoder layers."""
+
+    def __init__(self, norm: nn.Module, hidden_size: int) -> None:
+        """`norm`: the decoder's last, on meta, of whose kind the layer's are."""
+        super().__init__()
+        self.enorm, self.hnorm, self.norm = (copy.deepcopy(norm) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+
+
+class Drafting(nn.Module):
+    """All MTP layers of a model; a part of it, which its own forward does not call."""
+
+    def __init__(self, net: PreTrainedModel, layers: Sequence[Sequence[MtpBlock]]) -> None:
+        """Build the modules on the device that is the default.
+
+        Args:
+            net: the model.
+            layers: the decoder layers of each.
+        """
+        super().__init__()
+        decoder: Any = net.get_decoder().base_model
+        self._net, self._layers = weakref.ref(net), [list(blocks) for blocks in layers]
+        config = decoder.config
+        norm = next(part for name, part in reversed([*decoder.named_children()]) if "norm" in name)
+        self.heads = nn.ModuleList([MtpHead(norm, int(config.hidden_size)) for _ in layers])
+        blocks = [block for each in layers for block in each]
+        with _extended(config, blocks):
+            kind = type(decoder.layers[-1])
+            self.layers = nn.ModuleDict({str(each.number): kind(config, each.number) for each in blocks})
+
+    @property
+    def num_layers(self) -> int:
+        """MTP layers: drafts deeper than so many use them again."""
+        return len(self._layers)
+
+    @property
+    def num_blocks(self) -> int:
+        """Their decoder layers, each with a place in the cache."""
+        return len(self.layers)
+
+    def forward(
+        self, depth: int, token_T: Tensor, hidden_TD: Tensor, position_T: Tensor, pages: Any
+    ) -> Tensor:
+        """Run the MTP layer for a depth. Collective where it has experts.
+
+        Args:
+            depth: of the draft, from 0.
+            token_T: int64, the token after each row's.
+            hidden_TD: what was computed at each row before: by the decoder, its norm included, or by the draft before.
+            position_T: int64.
+            pages: the cache.
+
+        Returns:
+            [T, D] hidden values, normed: what logits are made of, and the next draft.
+        """
+        decoder: Any = self._decoder
+        head: Any = self.heads[depth % self.num_layers]
+        embedded = decoder.get_input_embeddings()(token_T[None])
+        joined = torch.cat((head.enorm(embedded), head.hnorm(hidden_TD[None])), dim=-1)
+        x = head.eh_proj(joined)
+        for block in self._layers[depth % self.num_layers]:
+            x = self._run(block, x, position_T[None], pages)
+        normed: Tensor = head.norm(x)
+        return normed[0]
+
+    def _run(self, block: MtpBlock, x: Tensor, positions: Tensor, pages: Any) -> Tensor:
+        decoder: Any = self._decoder
+        rotary: Any = getattr(decoder, "rotary_emb", None)
+        angles = {}
+        if rotary is not None:
+            by_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
+            kind = (_attention_kind(block),) if by_kind else ()
+            angles["position_embeddings"] = rotary(x, positions, *kind)
+        out = self.layers[str(block.number)](
+            x, attention_mask=self._mask(block, x, positions, pages), position_ids=positions, past_key_values=pages,
+            use_cache=True, pages=pages, **angles,
+        )  # fmt: skip
+        rows: Tensor = out[0] if isinstance(out, tuple) else out  # some return what their index chose as well
+        return rows
+
+    def _mask(self, block: MtpBlock, x: Tensor, positions: Tensor, pages: Any) -> Any:
+        """Whatever stands for a mask where the model attends through our organs."""
+        make = create_sliding_window_causal_mask if block.has_sinks else create_causal_mask
+        config = self._decoder.config
+        return make(
+            config=config, inputs_embeds=x, attention_mask=None, past_key_values=pages, position_ids=positions
+        )
+
+    @property
+    def _decoder(self) -> Any:
+        net: Any = self._net()
+        return net.get_decoder().base_model
+
+
+def add_drafting(net: PreTrainedModel, layers: Sequence[Sequence[MtpBlock]]) -> None:
+    """Give a model on meta its MTP layers, as the attribute `drafting`."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(net.dtype)
+    try:
+        with torch.device("meta"):
+            setattr(net, NAME, Drafting(net, layers).eval())
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def drafting_of(net: nn.Module) -> Drafting | None:
+    """Return a model's MTP layers, if it was given them."""
+    found = getattr(net, NAME, None)
+    return found if isinstance(found, Drafting) else None
+
+
+def _attention_kind(block: MtpBlock) -> str:
+    # Only layers that slide have sinks in the families whose MTP layers slide (MiMo-V2).
+    return "sliding_attention" if block.has_sinks else "full_attention"
+
+
+def _more(name: str, block: MtpBlock, values: Sequence[Any]) -> Any:
+    """What a list of the configuration says of one more layer."""
+    if name in ("layer_types", "layers_block_type"):
+        wanted = _attention_kind(block) if block.has_attention else "moe"
+        return next((kind for kind in (wanted, "indexed_attention") if kind in values), values[-1])
+    if name == "mlp_layer_types":
+        return "sparse" if block.has_experts else "dense"
+    return "full" if name == "indexer_types" else values[-1]
+
+
+@contextmanager
+def _extended(config: Any, blocks: Sequence[MtpBlock]) -> Iterator[None]:
+    """Let a configuration's lists of layers go on with these, while they are built: modules keep the configuration itself."""
+    count = int(config.num_hidden_layers)
+    lists = {
+        name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count
+    }
+    try:
+        for name, value in lists.items():
+            setattr(config, name, [*value, *(_more(name, block, value) for block in blocks)])
+        yield
+    finally:
+        for name, value in lists.items():
+            setattr(config, name, value)

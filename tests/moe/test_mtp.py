@@ -1,0 +1,256 @@
+"""Drafts of multi-token-prediction layers are transformers' own, at 1 and 2 ranks; what has none is refused."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from moe.cpu.layer_program import LayerProgram
+from moe.families import UnsupportedModelError
+from moe.load.checkpoint import CheckpointError
+from moe.model import Skeleton
+from moe.mtp.layers import drafting_of
+from moe.mtp.names import MtpNames
+from tests.conftest import PoolOf
+from tests.moe.loaded import headers, rewrite
+from tests.support.engines.serving import build, misroute, own_share
+from tests.support.models.drafts import DraftingModel, Rows, open_drafting
+from tests.support.models.families import VOCABULARY, write_checkpoint
+from tests.support.models.mtp import PUBLISHED, Drafter, Tensors, write_mtp_checkpoint
+
+TOLERANCE = 1e-4
+DEPTH = 3
+LENGTHS = (21, 9, 14)
+PREFILL = 5  # rows at once, of each text; then one at a time
+ON_TWO_RANKS = ("deepseek_v3", "qwen3_next", "mimo_v2_flash")
+TEXTS = [
+    torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS
+]
+Write = Callable[[str, int], Drafter]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """`written(family, num_layers)`: a checkpoint on disk, written once."""
+    made: dict[tuple[str, int], Drafter] = {}
+
+    def write(family: str, num_layers: int) -> Drafter:
+        key = family, num_layers
+        if key not in made:
+            made[key] = write_mtp_checkpoint(family, tmp_path_factory.mktemp(family), num_layers=num_layers)
+        return made[key]
+
+    return write
+
+
+class Drafted(NamedTuple):
+    """Logits of one text: of depth 0 for all of its rows, and of deeper drafts from its last ones."""
+
+    first: np.ndarray  # [rows, V]
+    deeper: list[np.ndarray]  # [rows, V] each
+
+
+@torch.inference_mode()
+def wanted(drafter: Drafter, text: list[int]) -> Drafted:
+    """What transformers says."""
+    num_layers, chain = len(drafter.mtp.layers), drafter.start()
+    count = len(text) - DEPTH
+    hidden = drafter.hidden(text)[:count]
+    logits, hidden = chain.run(0, text[1 : count + 1], hidden, 0)
+    first, deeper = logits.numpy(), []
+    for depth in range(1, DEPTH):
+        if depth < num_layers:
+            # Every layer has a cache of its own, of the rows that the first has.
+            logits, hidden = chain.run(depth, text[1 + depth : count + 1 + depth], hidden, 0)
+        else:
+            # The one layer goes on behind its last row, as if that had been a token's.
+            at = count - 1 + depth
+            logits, hidden = chain.run(0, [text[at + 1]], hidden[-1:], at)
+        deeper.append(logits.numpy())
+    return Drafted(first, deeper)
+
+
+def draft_all(model: DraftingModel, texts: Sequence[list[int]], num_layers: int) -> list[Drafted]:
+    """Likewise ours, of all texts together: some rows at once, then one at a time, then deeper."""
+    model.forward(texts)
+    starts = np.cumsum([0, *map(len, texts)])
+    counts = [len(text) - DEPTH for text in texts]
+    found: list[list[np.ndarray]] = [[] for _ in texts]
+    most = max(map(len, TEXTS))  # on every rank: drafts are collective
+
+    def parts_of(begin: int, end: int) -> list[Rows]:
+        return [
+            Rows(at, begin, text[begin + 1 : last + 1], list(range(starts[at] + begin, starts[at] + last)))
+            for at, text in enumerate(texts)
+            if (last := min(end, counts[at])) > begin
+        ]
+
+    for begin, end in [(0, PREFILL), *((at, at + 1) for at in range(PREFILL, most))]:
+        parts = parts_of(begin, end)
+        for part, logits in zip(parts, model.draft(0, parts), strict=True):
+            found[part.text].append(logits)
+    deeper: list[list[np.ndarray]] = [[] for _ in texts]
+    parts = parts_of(0, most)
+    model.draft(0, parts)
+    for depth in range(1, DEPTH):
+        rows = np.cumsum([0, *(len(part.tokens) for part in parts)])
+        if depth < num_layers:
+            parts = [
+                Rows(at, 0, text[1 + depth : counts[at] + 1 + depth], list(range(rows[at], rows[at + 1])))
+                for at, text in enumerate(texts)
+            ]
+        else:
+            parts = [
+                Rows(at, counts[at] - 1 + depth, [text[counts[at] + depth]], [int(rows[at + 1]) - 1])
+                for at, text in enumerate(texts)
+            ]
+        for part, logits in zip(parts, model.draft(depth, parts), strict=True):
+            deeper[part.text].append(logits)
+    return [Drafted(np.concatenate(rows), more) for rows, more in zip(found, deeper, strict=True)]
+
+
+def rows_of(first: int, tokens: list[int], row: int = 0) -> list[Rows]:
+    """Rows of the only text that go on from rows `row` and behind of the call before."""
+    return [Rows(0, first, tokens, list(range(row, row + len(tokens))))]
+
+
+def worst(ours: Drafted, theirs: Drafted) -> float:
+    """The largest difference of any logit."""
+    pairs = [(ours.first, theirs.first), *zip(ours.deeper, theirs.deeper, strict=True)]
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def answer(directory: Path, texts: list[list[int]], num_layers: int) -> tuple[list[Drafted], list[Drafted]]:
+    """Draft this rank's share, rightly and with permuted experts."""
+    model = open_drafting(directory)
+    own = own_share(texts)
+    drafted = draft_all(model, own, num_layers)
+    misroute(model.model)
+    return drafted, draft_all(model, own, num_layers)
+
+
+CASES = [
+    *((family, 1, 1) for family in PUBLISHED),
+    ("deepseek_v3", 3, 1),
+    ("mimo_v2_flash", 3, 1),
+    *((family, 1, 2) for family in ON_TWO_RANKS),
+]
+
+
+@pytest.mark.parametrize(("family", "num_layers", "world_size"), CASES)
+def test_drafts_equal_transformers(
+    family: str, num_layers: int, world_size: int, written: Write, pool_of: PoolOf
+) -> None:
+    drafter = written(family, num_layers)
+    oracles = [wanted(drafter, text) for text in TEXTS]
+    for rank, (right, permuted) in enumerate(
+        pool_of(world_size).run(answer, drafter.directory, TEXTS, num_layers)
+    ):
+        of_rank = oracles[rank::world_size]
+        assert len(right) == len(of_rank) > 0
+        for ours, changed, theirs in zip(right, permuted, of_rank, strict=True):
+            assert worst(ours, theirs) < TOLERANCE
+            assert worst(changed, theirs) > 100 * TOLERANCE, "the control did not fail"
+
+
+def test_what_drafts_start_from_is_kept_whatever_ran_the_step(written: Write) -> None:
+    """A step in one program, one that scores its prompt, one of a single token: each leaves the same bits."""
+    text = TEXTS[0]
+    model = open_drafting(written("deepseek_v3", 1).directory)
+    assert "forward" in vars(model.model.net), "the model does not run as one program"
+    model.forward([text])
+    whole = model.draft(0, rows_of(0, text[1:]))[0]
+    kept = model.model._hidden_TD[: len(text)].clone()
+    model.forward([text], keeps_hidden=True)
+    scored = model.model.logits_of(torch.arange(len(text)))
+    assert torch.equal(model.model._hidden_TD[: len(text)], kept)
+    assert np.array_equal(model.draft(0, rows_of(0, text[1:]))[0], whole)
+    assert torch.equal(model.model.logits_of(torch.arange(len(text))), scored), "drafts leave what is scored"
+    model.forward([text[:-2]])
+    model.draft(0, rows_of(0, text[1:-1]))
+    model.forward([text[-2:-1]], [len(text) - 2])
+    assert np.array_equal(model.draft(0, rows_of(len(text) - 2, text[-1:]))[0], whole[-1:])
+
+
+def alone_and_together(directory: Path, texts: list[list[int]]) -> list[np.ndarray]:
+    """First drafts of this rank's texts, in one step."""
+    model, own = open_drafting(directory), own_share(texts)
+    return [drafted.first for drafted in draft_all(model, own, 1)]
+
+
+def test_drafts_have_the_same_bits_on_any_ranks_and_beside_any_rows(written: Write, pool_of: PoolOf) -> None:
+    directory = written("glm4_moe", 1).directory
+    together = alone_and_together(directory, TEXTS)
+    alone = [alone_and_together(directory, [text])[0] for text in TEXTS]
+    # A rank without a text runs padded rows beside the other's.
+    idle = pool_of(2).run(alone_and_together, directory, TEXTS[:1])
+    spread = pool_of(2).run(alone_and_together, directory, TEXTS)
+    assert not idle[1]
+    for ours in (alone, [spread[0][0], spread[1][0], spread[0][1]], idle[0]):
+        for a, b in zip(ours, together, strict=False):
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_their_decoder_layers_run_as_programs(family: str, written: Write) -> None:
+    drafting = drafting_of(open_drafting(written(family, 1).directory).model.net)
+    assert drafting is not None
+    for block in drafting.layers.values():
+        assert isinstance(getattr(vars(block)["forward"], "__self__", None), LayerProgram)
+
+
+def test_swapped_norms_draft_something_else(written: Write, tmp_path: Path) -> None:
+    """The control: what joins a token with a hidden state does not take either for the other."""
+    drafter = written("glm4_moe", 1)
+
+    def swap(tensors: Tensors) -> Tensors:
+        names = {
+            name: name.replace("enorm", "?").replace("hnorm", "enorm").replace("?", "hnorm")
+            for name in tensors
+        }
+        return {names[name]: tensor for name, tensor in tensors.items()}
+
+    swapped = open_drafting(rewrite(drafter.directory, tmp_path / "swapped", swap))
+    found = draft_all(swapped, TEXTS, 1)
+    for ours, text in zip(found, TEXTS, strict=True):
+        assert worst(ours, wanted(drafter, text)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_layers_that_are_not_wanted_are_left_unread(family: str, written: Write) -> None:
+    directory = written(family, 1).directory
+    names = MtpNames(headers(directory), 4 if family.startswith("qwen") else 3)
+    of_mtp = {name for name in headers(directory) if names.renamed(name) is not None}
+    model = build(directory, max_model_len=64).model
+    unread = sum(headers(directory)[name].num_bytes for name in of_mtp)
+    drafting = open_drafting(directory).model
+    assert len(of_mtp) > 8 and drafting.checkpoint.bytes_read - model.checkpoint.bytes_read == unread
+    assert len(drafting.skeleton.cache_shapes) == len(model.skeleton.cache_shapes) + 1
+    has_experts = any(".experts." in name for name in of_mtp)
+    assert len(drafting.layers) == len(model.layers) + has_experts
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
+def test_a_checkpoint_without_such_layers_is_refused(family: str, tmp_path: Path) -> None:
+    write_checkpoint(family, tmp_path)
+    with pytest.raises(UnsupportedModelError, match="has no multi-token-prediction layers") as caught:
+        Skeleton(tmp_path, has_mtp=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_are_missing_or_too_many_are_listed(written: Write, tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        return {
+            name.replace("layers.3.enorm", "layers.3.odd").replace("experts.5.up", "experts.5.odd"): tensor
+            for name, tensor in tensors.items()
+        }
+
+    changed = rewrite(written("glm4_moe", 1).directory, tmp_path / "changed", change)
+    with pytest.raises(CheckpointError) as caught:
+        open_drafting(changed)
+    message = str(caught.value)
+    assert "missing:" in message and "drafting.heads.0.enorm.weight" in message
+    assert "unexpected:" in message and "model.layers.3.odd.weight" in message

@@ -1,0 +1,101 @@
+"""A model's forwards and drafts without an engine: whole texts, then drafts of some of their rows."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
+from kvcache.step import Span
+from moe.model import Model, Skeleton
+from scheduler.moves.start_placement import start_placement
+from scheduler.policy.config import EngineConfig
+from scheduler.step.groups import hosts_of, open_groups
+from scheduler.step.parts import backend_of, open_dispatcher
+
+BLOCKS = 4  # of a text
+
+
+class Rows(NamedTuple):
+    """Rows of one text in a draft, one after the other.
+
+    Attributes:
+        text: which. first: position of the first. tokens: after each. hidden: row of the call before of each.
+    """
+
+    text: int
+    first: int
+    tokens: list[int]
+    hidden: list[int]
+
+
+class DraftingModel(NamedTuple):
+    """A rank's model and its cache."""
+
+    model: Model
+    cache: PagedCache
+
+    def forward(
+        self, texts: Sequence[list[int]], firsts: Sequence[int] = (), *, keeps_hidden: bool = False
+    ) -> np.ndarray:
+        """Run these tokens of texts, from position `firsts` (0) on: [rows, V] logits; collective."""
+        firsts = firsts or [0] * len(texts)
+        parts = [
+            Rows(at, first, text, []) for at, (text, first) in enumerate(zip(texts, firsts, strict=True))
+        ]
+        self._fill(parts)
+        inputs = self.model.step.inputs(
+            [token for text in texts for token in text], range(sum(map(len, texts)))
+        )
+        logits = self.model.forward(inputs.token_T, self.cache, inputs.row_R, keeps_hidden=keeps_hidden)
+        return logits.cpu().numpy()
+
+    def draft(self, depth: int, parts: Sequence[Rows]) -> list[np.ndarray]:
+        """Run drafts of rows: logits [rows, V] of each part; collective."""
+        step = self.model.step
+        self._fill(parts)
+        tokens = [token for part in parts for token in part.tokens]
+        inputs = step.inputs(tokens, range(len(tokens)))
+        hidden = torch.zeros(step.num_padded, dtype=torch.int64)
+        hidden[: len(tokens)] = torch.tensor(
+            [row for part in parts for row in part.hidden], dtype=torch.int64
+        )
+        logits = self.model.draft(
+            depth, inputs.token_T, self.cache, inputs.row_R, hidden.to(self.model.device)
+        )
+        ends = np.cumsum([len(part.tokens) for part in parts])
+        return np.split(logits.cpu().numpy(), ends[:-1]) if parts else []
+
+    def _fill(self, parts: Sequence[Rows]) -> None:
+        spans = [
+            Span(part.first, len(part.tokens), range(part.text * BLOCKS, (part.text + 1) * BLOCKS))
+            for part in parts
+        ]
+        self.model.step.fill(spans)
+
+
+def open_drafting(directory: Path, *, device: str = "cpu", threads: int = 1) -> DraftingModel:
+    """Load this rank's share of a model with its multi-token-prediction layers; alone unless in a pool."""
+    if device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"
+    world = {"rank": dist.get_rank(), "world_size": dist.get_world_size()} if dist.is_initialized() else {}
+    config = EngineConfig(directory=directory, kv_cache_bytes=1 << 20, device=device, **world)
+    backend = backend_of(config)
+    skeleton = Skeleton(directory, backend, has_mtp=True)
+    group, _ = open_groups(config)
+    placement = start_placement(
+        len(skeleton.experts), skeleton.num_experts, config.world_size, eplb=config.eplb, hosts=hosts_of(group), file=None
+    )  # fmt: skip
+    step = backend.make_step(
+        max_tokens=96, max_sequences=4, max_blocks=BLOCKS, block_tokens=BLOCK_TOKENS, threads=threads,
+        num_ranks=config.world_size,
+    )  # fmt: skip
+    model = Model(
+        skeleton, dispatcher=open_dispatcher(config, backend, group, placement.slots_per_rank), placement=placement,
+        rank=config.rank, step=step,
+    )  # fmt: skip
+    return DraftingModel(model, backend.make_cache(skeleton.cache_shapes, 4 * BLOCKS, 4, step))

@@ -1,0 +1,259 @@
+"""Tiny checkpoints with multi-token-prediction layers, named as their publishers name them, and what `transformers` drafts.
+
+`transformers` has one class for these layers, `MtpModel`. It reads some families' names of them, and knows how many there
+are from some families' configurations; for the others it is told here what their files say. The tensors of each are written under
+published names by rules of this file, which share nothing with the product's.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_layers import MtpModel
+
+from tests.support.models.families import make_model, seed_special_tensors
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """How a family's files have these layers.
+
+    Attributes:
+        config: what is added to a family's configuration, before the model is built.
+        mtp_config: what `MtpModel` must be told besides, because the configuration's class does not say it.
+        prefix: of a layer's names; {at}: from 0, {number}: from the decoder's last on.
+        names: those that differ from `MtpModel`'s own.
+        is_fused: all experts of a layer are one tensor.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    mtp_config: dict[str, Any] = field(default_factory=dict)
+    prefix: str = "model.layers.{number}."
+    names: dict[str, str] = field(default_factory=lambda: {"post_norm.": "shared_head.norm."})
+    is_fused: bool = False
+
+
+_SPARSE = {"mtp_mlp_layer_types": ["sparse"]}
+_FULL = {"mtp_layer_types": ["full_attention"]}
+_QWEN_NAMES = {
+    "layers.0.enorm.": "mtp.pre_fc_norm_embedding.",
+    "layers.0.hnorm.": "mtp.pre_fc_norm_hidden.",
+    "layers.0.eh_proj.": "mtp.fc.",
+    "layers.0.post_norm.": "mtp.norm.",
+}
+_LAST_IS_FULL = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+# What `MtpModel` and our own reading agree on; the layers that a family's last norm is of are such as MTP layers have.
+PUBLISHED: dict[str, Published] = {
+    "deepseek_v3": Published(),
+    "glm4_moe": Published(),
+    "glm4_moe_lite": Published(mtp_config=_SPARSE),
+    "deepseek_v32": Published(mtp_config={**_SPARSE, "mtp_layer_types": ["indexed_attention"]}),
+    "hy_v3": Published(mtp_config=_SPARSE, names={"post_norm.": "final_layernorm."}),
+    "qwen3_next": Published(
+        config=_LAST_IS_FULL, mtp_config=_FULL, prefix="mtp.layers.{at}.", names=_QWEN_NAMES
+    ),
+    "qwen3_5_moe": Published(
+        config=_LAST_IS_FULL,
+        mtp_config=_FULL,
+        prefix="mtp.layers.{at}.",
+        names=_QWEN_NAMES,
+        is_fused=True,
+    ),
+    "mimo_v2_flash": Published(
+        mtp_config={
+            "mtp_layer_types": ["sliding_attention"],
+            "mtp_mlp_layer_types": ["dense"],
+        },
+        prefix="model.mtp.layers.{at}.",
+        names={
+            "post_norm.": "final_layernorm.",
+            "post_attention_layernorm.": "pre_mlp_layernorm.",
+            "self_attn.sinks": "self_attn.attention_sink_bias",
+        },
+    ),
+}
+
+
+class _MoreNames(MtpModel):
+    """`MtpModel`, told the names that it does not know: Hy3's and MiMo-V2's last norm, and MiMo-V2's second."""
+
+    def get_weight_conversions(self, main_model: PreTrainedModel) -> list[Any]:
+        """See `MtpModel`."""
+        known: list[Any] = super().get_weight_conversions(main_model)
+        return [
+            *known,
+            WeightRenaming("mtp_block.final_layernorm.", "post_norm."),
+            WeightRenaming("pre_mlp_layernorm.", "post_attention_layernorm."),
+        ]
+
+    def create_masks_for_mtp_layer(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """See `MtpModel`, which has no mask for layers that index their tokens: it is that of all before."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is not None and "indexed_attention" in kinds:
+            self.config.layer_types = ["full_attention"] * len(kinds)
+        masks: dict[str, Any] = super().create_masks_for_mtp_layer(*arguments, **options)
+        self.config.layer_types = kinds
+        return masks
+
+
+# By which `transformers` finds the conversions that it knows.
+_MoreNames.__name__, _MoreNames.__module__ = MtpModel.__name__, MtpModel.__module__
+
+
+class Drafter(NamedTuple):
+    """A checkpoint, and `transformers`' two models of it."""
+
+    directory: Path
+    model: PreTrainedModel
+    mtp: MtpModel
+
+    def hidden(self, tokens: list[int]) -> Tensor:
+        """What the decoder gives for a text, [tokens, D]."""
+        output = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        hidden_TD: Tensor = output.hidden_states[-1][0]
+        return hidden_TD
+
+    def start(self) -> "Chain":
+        """A text's caches, empty."""
+        return Chain(self, MtpCache(config=self.mtp.config))
+
+
+class Chain(NamedTuple):
+    """One text's drafts."""
+
+    drafter: Drafter
+    cache: MtpCache
+
+    def run(self, layer: int, tokens: list[int], hidden_TD: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Run a layer; returns its logits [tokens, V] and its hidden states.
+
+        Args:
+            tokens: after each row's position. first: the first row's position.
+        """
+        mtp = self.drafter.mtp
+        positions = torch.arange(first, first + len(tokens))[None] + 1 + layer
+        out = mtp.forward_layer(
+            layer, hidden_TD[None], positions, self.cache, input_ids=torch.tensor([tokens]), use_cache=True
+        )
+        return mtp._project_to_logits(out)[0], out[0]
+
+
+def write_mtp_checkpoint(
+    family: str,
+    directory: Path,
+    *,
+    num_layers: int = 1,
+    seed: int = 0,
+    change: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    **settings: Any,
+) -> Drafter:
+    """Write a family's checkpoint with such layers.
+
+    Args:
+        change: what is done to the file's tensors before it is written; the oracle reads it too.
+    """
+    published = PUBLISHED[family]
+    model = make_model(family, seed, **{**published.config, **settings})
+    _tell(model, published, num_layers)
+    torch.manual_seed(seed + 1)
+    mtp = MtpModel(model, num_layers).eval()
+    _draw(mtp, seed + 1)
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file) | _published(mtp, published, model.config.get_text_config().num_hidden_layers)
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, file, {"format": "pt"})
+    _forget(directory, published)
+    return read_back(family, directory, num_layers=num_layers)
+
+
+def read_back(family: str, directory: Path, *, num_layers: int = 1) -> Drafter:
+    """Let `transformers` read a checkpoint's two parts."""
+    published = PUBLISHED[family]
+    model = type(make_model(family, **published.config)).from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    model.eval().set_experts_implementation("eager")
+    _tell(model, published, num_layers)
+    count = model.config.get_text_config().num_hidden_layers
+    # Its pattern names the layers of the published sizes only.
+    if "{number}" in published.prefix:
+        model._keys_to_ignore_on_load_unexpected = [
+            rf"model\.layers\.{count + at}\." for at in range(num_layers)
+        ]
+    mtp = _MoreNames.from_pretrained(model)
+    return Drafter(directory, model, mtp.eval())
+
+
+def _tell(model: PreTrainedModel, published: Published, num_layers: int) -> None:
+    text = model.config.get_text_config()
+    text.num_mtp_layers = num_layers
+    for name, value in published.mtp_config.items():
+        setattr(text, name, value * num_layers)
+
+
+def _forget(directory: Path, published: Published) -> None:
+    """Take out of the file what published configurations do not say."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for part in (config, config.get("text_config", {})):
+        for name in published.mtp_config:
+            part.pop(name, None)
+    path.write_text(json.dumps(config))
+
+
+def _draw(mtp: MtpModel, seed: int) -> None:
+    """Draw norms around what they start at, so that each shows, and everything else as the family does."""
+    seed_special_tensors(mtp, seed)
+    generator, spread = torch.Generator().manual_seed(seed), float(mtp.config.initializer_range)
+    with torch.no_grad():
+        for name, tensor in mtp.layers.named_parameters():
+            drawn = torch.randn(tensor.shape, generator=generator)
+            if tensor.dim() > 1:  # `MtpModel` leaves experts as they are
+                tensor.copy_(drawn * spread)
+            elif "norm" in name:
+                tensor.add_(drawn * 0.2)
+
+
+def _published(mtp: MtpModel, published: Published, num_hidden_layers: int) -> Tensors:
+    tensors: Tensors = {}
+    for at, layer in enumerate(mtp.layers):
+        prefix = published.prefix.format(at=at, number=num_hidden_layers + at)
+        for name, tensor in layer.state_dict().items():
+            own = name.removeprefix("mtp_block.")
+            whole = f"layers.{at}.{own}"
+            target = next(
+                (whole.replace(ours, theirs) for ours, theirs in published.names.items() if whole.startswith(ours)),
+                None,
+            )  # fmt: skip
+            if target is None:
+                for ours, theirs in published.names.items():
+                    own = own.replace(ours, theirs) if not ours.startswith("layers.") else own
+                target = prefix + own
+            tensors |= {target: tensor} if published.is_fused else _experts_apart(target, tensor)
+    return tensors
+
+
+def _experts_apart(name: str, tensor: Tensor) -> Tensors:
+    """One tensor per expert and projection."""
+    stem, _, leaf = name.rpartition(".experts.")
+    if leaf == "gate_up_proj":
+        halves = [(expert, *rows.chunk(2)) for expert, rows in enumerate(tensor)]
+        parts = [(expert, "gate_proj", gate) for expert, gate, _ in halves]
+        parts += [(expert, "up_proj", up) for expert, _, up in halves]
+    elif leaf == "down_proj":
+        parts = [(expert, "down_proj", rows) for expert, rows in enumerate(tensor)]
+    else:
+        return {name: tensor}
+    return {f"{stem}.experts.{expert}.{kind}.weight": part.clone() for expert, kind, part in parts}
