@@ -128,9 +128,16 @@ class Model:
         loader = Loader(self.net, stored, plan, dtype, quantization)
         self._backend = skeleton.backend
         self.load_counts = self._make_counts()
+        local_LS = placement.local(rank)
         with torch.no_grad():
+            loader.check_scales(
+                {
+                    f"{name}.{leaf}": local_S
+                    for (name, module), local_S in zip(skeleton.experts.items(), local_LS, strict=True)
+                    for leaf in leaves(module)
+                }
+            )
             loader.load_plain(self._backend.keep_with(self.step, loader), report)
-            local_LS = placement.local(rank)
             self._reader = self._backend.open_experts(loader, skeleton.experts, local_LS.shape[1], num_spare)
             self.layers = self._load_layers(local_LS, dispatcher, report)
             _restore_buffers(self.net)

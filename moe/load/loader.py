@@ -3,7 +3,8 @@
 Names and layouts are `transformers`' business: its conversion mapping says how the tensors of a checkpoint
 become the parameters of a model (per-expert tensors merged, gate and up concatenated, old names). We run the
 same conversions one expert at a time, for the experts that this rank's slots hold, so that a rank reads its
-share and peak memory is one expert. Everything is checked against the headers before any tensor is read.
+share and peak memory is one expert. Everything is checked against the headers before any tensor is read, and all scales
+that this rank keeps before any weight is.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -70,6 +71,24 @@ class Loader:
             return tensor.float()
         return tensor.bfloat16() if self._dtype == "bfloat16" else tensor
 
+    def check_scales(self, local: Mapping[str, np.ndarray]) -> None:
+        """Check the scales of all quantised weights that this rank keeps, so that a damaged one is found at once.
+
+        Args:
+            local: expert of each of this rank's slots, -1 where empty, by expert parameter.
+
+        Raises:
+            QuantisedWeightError: no kernel computes with them; it names the first tensor.
+        """
+        own = [
+            self._source(target, expert)
+            for target, local_S in local.items()
+            for expert in local_S[local_S >= 0].tolist()
+        ]
+        for source, row in (*((source, None) for source in self._plan.plain.values()), *own):
+            for name, _ in source.names if self._plan.is_quantised(source) else ():
+                self._checkpoint.check_scales(name, row)
+
     def load_plain(self, keep: Keep, report: Report) -> None:
         """Load everything that is not an expert, as `keep` wants it."""
         plan = self._plan
@@ -112,15 +131,16 @@ class Loader:
             yield slot, weight, bias
 
     def _read_parameter(self, target: str, local_S: np.ndarray) -> Iterator[tuple[int, Weight]]:
-        plan = self._plan
         for slot, expert in enumerate(local_S.tolist()):
             if expert < 0:
                 continue
-            if target in plan.fused:
-                made = self._convert(target, plan.fused[target], row=expert, is_one_expert=True)
-            else:
-                made = self._convert(target, plan.experts[target][expert], is_one_expert=True)
-            yield slot, made[target][0]
+            source, row = self._source(target, expert)
+            yield slot, self._convert(target, source, row=row, is_one_expert=True)[target][0]
+
+    def _source(self, target: str, expert: int) -> tuple[ParameterSource, int | None]:
+        """What an expert's parameter is read from, and which row of it, where all experts are one tensor."""
+        plan = self._plan
+        return (plan.fused[target], expert) if target in plan.fused else (plan.experts[target][expert], None)
 
     def is_quantised(self, target: str) -> bool:
         """Whether experts of one parameter are quantised in the checkpoint."""

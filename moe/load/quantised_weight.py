@@ -34,8 +34,8 @@ SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.
 CODE_TYPES = {
     "e4m3": torch.float8_e4m3fn, "int8": torch.int8, "e2m1": torch.uint8, "int4": torch.uint8,
 }  # fmt: skip
+DAMAGED = "the file is damaged, fetch it again"
 MIDDLE = 8  # what an int4 code of 0 is above, where no zeros are given
-_E8M0_LIMIT = 127 + 8
 
 
 class QuantisedWeightError(CheckpointError):
@@ -87,11 +87,10 @@ class QuantisedWeight:
         return {name: part for name, part in parts.items() if part is not None}
 
     def check(self, name: str) -> None:
-        """Refuse what no kernel computes.
+        """Refuse what no kernel computes; what scales say `check_scales` checks, which needs no codes.
 
         Raises:
-            QuantisedWeightError: codes or scales that are not a number, scales of 2^8 and more, second scales of 0, zeros
-                above 15, or any of another shape.
+            QuantisedWeightError: codes that are not a number, zeros above 15, or parts of another shape.
         """
         per_block = (*self.codes.shape[:-1], -(-self.in_dim // self.block))
         for what, part, wanted in (
@@ -103,26 +102,9 @@ class QuantisedWeight:
                 raise QuantisedWeightError(f"{name} has {what} {list(part.shape)}; it takes {list(wanted)}")
         if self.kind == "e4m3" and bool(((self.codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
             raise QuantisedWeightError(f"{name} holds FP8 weights that are not a number")
-        if self.row_scales is not None:
-            bad = ~self.row_scales.isfinite() | (self.row_scales == 0)
-            if bool(bad.any()):
-                raise QuantisedWeightError(
-                    f"{name} has a second scale of {self.row_scales[bad][0].item()}; it is a number, and not 0"
-                )
         if self.zeros is not None and bool((self.zeros > 15).any()):
             raise QuantisedWeightError(
                 f"{name} has a zero of {int(self.zeros.max())}; zeros of four bits are 0 to 15"
-            )
-        self._check_scales(name)
-
-    def _check_scales(self, name: str) -> None:
-        is_e8m0 = self.scales.dtype == torch.uint8
-        # NaN is not below either. e8m0's 255 is NaN.
-        beyond = self.scales >= _E8M0_LIMIT if is_e8m0 else ~(self._factors().abs() < SCALE_LIMIT)
-        if bool(beyond.any()):
-            seen = (self.scales if is_e8m0 else self._factors())[beyond][0].item()
-            raise QuantisedWeightError(
-                f"{name} has a scale of {seen}{' (e8m0)' if is_e8m0 else ''}; scales are numbers below {SCALE_LIMIT:.0f}"
             )
 
     def _factors(self) -> Tensor:
@@ -157,6 +139,41 @@ class QuantisedWeight:
                 f"take one scale for each {rows}"
             )
         return firsts.contiguous()
+
+
+def check_scales(scales: Tensor, name: str, row_scales: Tensor | None = None, second: str = "") -> None:
+    """Refuse scales that no kernel computes with, whatever the codes are.
+
+    Args:
+        scales: [..., R, B], of R rows or blocks of rows, in a type of `SCALE_TYPES`.
+        name: of their tensor.
+        row_scales: [..., R] float32, what all blocks of a row are multiplied with as well.
+        second: the tensor that it is of.
+
+    Raises:
+        QuantisedWeightError: a scale is not a number or, times its second one, 2^8 and more; a second one is not a
+            number or 0.
+    """
+    if row_scales is not None and bool((bad := ~row_scales.isfinite() | (row_scales == 0)).any()):
+        raise QuantisedWeightError(
+            f"{second} makes a second scale of {row_scales[bad][0].item()}; it is a number, and not 0: {DAMAGED}"
+        )
+    largest = _largest(scales) if row_scales is None else _largest(scales) * row_scales.abs()
+    beyond = ~(largest < SCALE_LIMIT)  # NaN is not below either
+    if bool(beyond.any()):
+        seen = f"{largest[beyond][0].item()}{f' once multiplied with {second}' if second else ''}"
+        raise QuantisedWeightError(
+            f"{name} has a scale of {seen}; scales are numbers below {SCALE_LIMIT:.0f}: {DAMAGED}"
+        )
+
+
+def _largest(scales: Tensor) -> Tensor:
+    """The largest magnitude of every row: [..., R] float32; NaN where one is not a number."""
+    if scales.dtype == torch.float8_e4m3fn:  # magnitudes are in the order of their bytes, NaN above all
+        return (scales.view(torch.uint8) & 0x7F).amax(-1).view(torch.float8_e4m3fn).float()
+    if scales.dtype == torch.uint8:
+        return scales.amax(-1).view(torch.float8_e8m0fnu).float()
+    return scales.abs().amax(-1).float()
 
 
 def inputs_per_code(dtype: torch.dtype) -> int:

@@ -5,7 +5,8 @@ A quantised weight is codes, scales and perhaps more under names of their own: `
 `W_scales` of gpt-oss. Here they are one, under the name and the shape that the weight would have, so that the load plan
 matches names and shapes as it does for any checkpoint. Which weights are quantised, and with what, the tensors say; the
 configuration says in which formats. What does not go together is found from the headers, before anything is read.
-Codes, scales and the rest are read separately, per row, because all are put through the same conversions.
+Codes, scales and the rest are read separately, per row, because all are put through the same conversions. What lies beside
+codes is checked whenever it is read, which may be long before the codes are.
 """
 
 from collections import Counter, defaultdict
@@ -20,7 +21,7 @@ from moe.load import layouts
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.load.layouts import UNREAD, CodeLayout, part_of
 from moe.load.quantisation import Quantisation, WeightFormat
-from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, QuantisedWeightError
+from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, QuantisedWeightError, check_scales
 
 FLOATS, POWERS, SMALL = ("F32", "BF16", "F16"), ("U8", "F8_E8M0"), ("F8_E4M3",)
 UNSERVED = ("F8_", "F6_", "F4", "U8", "I8", "U16", "I16", "U32", "I32")  # beginnings of safetensors' dtypes
@@ -73,6 +74,7 @@ class StoredTensors:
         self._names = set(checkpoint.names())
         self._stored: dict[str, _Stored] = {}
         self._turned: dict[str, _Stored] = {}  # of fused experts: what they also may be
+        self._checked: dict[tuple[str, str, int | None], Tensor] = {}  # scales that nobody has asked for yet
         if quantisation is not None:
             self._match(quantisation)
         self._refuse_the_rest()
@@ -134,42 +136,64 @@ class StoredTensors:
     def _read(self, name: str, row: int | None) -> Tensor:
         return self._checkpoint.read(name) if row is None else self._checkpoint.read_row(name, row)
 
+    def check_scales(self, name: str, row: int | None = None) -> None:
+        """Read and check what lies beside a quantised weight's codes, which may be read much later.
+
+        The next `read_part` of scales returns those that were checked.
+
+        Raises:
+            QuantisedWeightError: no kernel computes with them.
+        """
+        stored = self._stored[name]
+        self._check_order(name, stored)
+        found = {"scales": self._scales(stored, row)}
+        of_expert = "" if row is None else f" of expert {row}"
+        first, kind = f"{stored.names['scales']}{of_expert}", self._scale_type(stored)
+        second = stored.names.get("factor") or stored.names.get("divisor")
+        if second is None:
+            check_scales(found["scales"].view(kind), first)
+        else:
+            found["row_scales"] = self._row_scales(stored, row)
+            scales, row_scales = (_per_row(stored, *each) for each in found.items())
+            check_scales(scales.view(kind), first, row_scales.squeeze(-1), f"{second}{of_expert}")
+        self._checked |= {(name, part, row): tensor for part, tensor in found.items()}
+
     def read_part(self, name: str, part: str, row: int | None = None) -> Tensor:
         """Read what a quantised weight has of a part of `composition`, per row.
 
         Returns:
             codes: bytes [..., N, K or K / 2] uint8. scales: [..., N, B], small floats as bytes. zeros: [..., N, B] uint8.
             row_scales: [..., N, 1] float32.
+
+        Raises:
+            QuantisedWeightError: no kernel computes with the scales.
         """
         stored = self._stored[name]
         if part == "codes":
-            self._check_order(name, stored)
             return stored.layout.codes(self._read(stored.names["codes"], row))
-        if part == "row_scales":
-            return self._row_scales(stored, row)
         if part == "zeros":
             return self._zeros(stored, row)
-        return self._scales(stored, row)
+        if (name, part, row) not in self._checked:
+            self.check_scales(name, row)
+        return _per_row(stored, part, self._checked.pop((name, part, row)))
 
     def _scales(self, stored: _Stored, row: int | None) -> Tensor:
+        """As few as the file has: [..., R, B], where R is 1, N or the number of blocks of rows."""
         scales, dtype = self._read_scalar_or_row(stored.names["scales"], row), self._scale_type(stored)
         scales = scales.view(torch.uint8) if dtype.itemsize == 1 else scales.to(dtype)
         lead, n = self._lead(stored, row), stored.shape[-2]
         rows, block = stored.format.block_rows, stored.format.block
         if stored.layout.is_turned and not (block == 0 and rows == 0):
-            scales = scales.transpose(-1, -2).contiguous()
-        if block == 0:
-            return scales.reshape(*lead, -1, 1).expand(*lead, n, 1).contiguous()
-        scales = scales.reshape(*lead, -(-n // rows), -1)
-        return scales.repeat_interleave(rows, dim=-2)[..., :n, :].contiguous() if rows > 1 else scales
+            scales = scales.transpose(-1, -2)
+        return scales.reshape(*lead, -1, 1) if block == 0 else scales.reshape(*lead, -(-n // rows), -1)
 
     def _row_scales(self, stored: _Stored, row: int | None) -> Tensor:
+        """One, or gate's and up's: [..., 1 or 2, 1]."""
         factor = "factor" in stored.names
         seen = self._read_scalar_or_row(stored.names["factor" if factor else "divisor"], row).float()
-        lead, n = self._lead(stored, row), stored.shape[-2]
+        lead = self._lead(stored, row)
         seen = seen.reshape(()).expand(lead) if seen.numel() == 1 else seen
-        seen = (seen if factor else 1 / seen).reshape(*lead, -1, 1)  # one, or gate's and up's
-        return seen.repeat_interleave(n // seen.shape[-2], dim=-2)
+        return (seen if factor else 1 / seen).reshape(*lead, -1, 1)
 
     def _zeros(self, stored: _Stored, row: int | None) -> Tensor:
         assert stored.layout.zeros is not None and self.quantisation is not None
@@ -241,10 +265,6 @@ class StoredTensors:
             if name not in parts and self._checkpoint.dtype(name) == "F8_E4M3"
         ]
         self._refuse(problems)
-        ordered = next((name for name in self._stored if "order" in self._stored[name].names), None)
-        if ordered is not None:
-            # Before weights are read: the first tells for most.
-            self._check_order(ordered, self._stored[ordered])
 
     def _collect(self, quantisation: Quantisation) -> dict[str, dict[str, str]]:
         """Tensors of quantised weights by weight and part; what is not read is left out of all names."""
@@ -385,6 +405,13 @@ class StoredTensors:
             f"{self.directory} holds quantised tensors ({listed}) that its config.json does not explain "
             f"(quant_method: {method}): give a checkpoint in bfloat16, float16 or float32, or a complete quantised one"
         )
+
+
+def _per_row(stored: _Stored, part: str, seen: Tensor) -> Tensor:
+    """Give every output the scales, or the second scale, of its block."""
+    n = stored.shape[-2]
+    rows = (stored.format.block_rows or n) if part == "scales" else n // seen.shape[-2]
+    return (seen if rows == 1 else seen.repeat_interleave(rows, dim=-2)[..., :n, :]).contiguous()
 
 
 def _second_counts(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -102,6 +102,22 @@ def refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(caught.value)
 
 
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of all tensors that are read from now on, whole or in part, as they are."""
+    read: list[str] = []
+
+    def recorded(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def reading(self: Checkpoint, name: str, *row: int) -> Tensor:
+            read.append(name)
+            return original(self, name, *row)
+
+        return reading
+
+    monkeypatch.setattr(Checkpoint, "read", recorded(Checkpoint.read))
+    monkeypatch.setattr(Checkpoint, "read_row", recorded(Checkpoint.read_row))
+    return read
+
+
 def rewrite(source: Path, target: Path, change: Callable[[Tensors], Tensors | None]) -> Path:
     """Copy a single-file checkpoint with its tensors changed."""
     shutil.copytree(source, target)

@@ -20,6 +20,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from dispatch.ports import free_port
 from expert_placement.files import from_json, to_json
 from expert_placement.moves import align
+from tests.support.models.quantise import change_file, write_quantised
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.timed_streams import stream_all
@@ -350,3 +351,20 @@ def test_two_torchrun_agents_serve_together_and_both_print_the_address(model: Pa
         with OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
             assert complete(client, "the cat") == complete(client, "the cat")
     assert service.output().count(service.url) >= 2
+
+
+@pytest.mark.slow
+def test_a_damaged_scale_ends_the_start_with_its_name(tmp_path: Path) -> None:
+    """Of an expert that the second rank holds, before that rank has read a weight."""
+    model, scale = (
+        write_tiny_model(tmp_path / "tiny"),
+        "model.layers.1.mlp.experts.6.down_proj.weight_scale_inv",
+    )
+    write_quantised("qwen3_moe", model, block=(32, 32), vocab_size=320)
+    change_file(model, lambda tensors: tensors.update({scale: tensors[scale] * float("nan")}))
+    with RealService.serve(model, tmp_path / "output.txt") as service:
+        wait_until(lambda: service.processes[0].poll() is not None, service.output, within_s=START_S)
+        assert service.processes[0].returncode == 1
+        said = f"rank 1: QuantisedWeightError: {scale} has a scale of nan; scales are numbers below 256: "
+        assert service.output().count(said) == 1
+        assert "Traceback" not in service.output()

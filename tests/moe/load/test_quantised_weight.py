@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.load.quantised_weight import QuantisedWeight, QuantisedWeightError
+from moe.load.quantised_weight import QuantisedWeight, QuantisedWeightError, check_scales
 
 E4M3, FLOAT8 = "e4m3", torch.float8_e4m3fn
 
@@ -80,24 +80,8 @@ def test_one_of_several_weights_has_all_that_belongs_to_it() -> None:
     assert [*int4(zeros).tensors()] == ["codes", "scales", "zeros"]
 
 
-def with_scale(weight: QuantisedWeight, value: float) -> QuantisedWeight:
-    """The first scale replaced."""
-    scales = weight.scales.clone()
-    scales.view(-1)[0] = value
-    return replace(weight, scales=scales)
-
-
 ZEROS = torch.zeros(2, 2, dtype=torch.uint8)
 BAD = {
-    "a NaN of e4m3 as a scale": (with_scale(nvfp4(), float("nan")), "scale of nan"),
-    "a global scale of 0": (replace(nvfp4(), row_scales=torch.tensor([0.0, 1.0])), "second scale of 0.0"),
-    "an infinite global scale": (
-        replace(nvfp4(), row_scales=torch.tensor([1.0, float("inf")])), "second scale of inf",
-    ),
-    "two scales that are too large together": (
-        replace(nvfp4(), row_scales=torch.tensor([1.0, 1.0])), "scale of 448.0",
-    ),
-    "an infinite scale": (with_scale(int4(), float("inf")), "scale of inf"),
     "a zero above 15": (int4(ZEROS + 16), "a zero of 16"),
     "zeros of another shape": (int4(ZEROS[:1]), r"zeros \[1, 2\]; it takes \[2, 2\]"),
     "scales of another shape": (replace(int4(), block=4), r"scales \[2, 2\]; it takes \[2, 1\]"),
@@ -114,3 +98,57 @@ def test_what_cannot_be_computed_with_is_refused(name: str) -> None:
     weight, message = BAD[name]
     with pytest.raises(QuantisedWeightError, match=f"w has (a )?{message}"):
         weight.check("w")
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "good", "bad"),
+    [
+        (torch.float32, [255.9, -255.9, 0.0], [256.0, -256.0, INF, NAN]),
+        (torch.bfloat16, [255.0, -255.0, 1e-30], [256.0, -INF, NAN]),
+        (torch.float16, [255.875, 6e-8], [256.0, INF, NAN]),
+        (FLOAT8, [240.0, -240.0, 2.0**-9], [256.0, -256.0, 448.0, NAN]),
+        (torch.float8_e8m0fnu, [128.0, 2.0**-127], [256.0, 2.0**127, NAN]),
+    ],
+    ids=str,
+)
+def test_scales_are_numbers_below_256_in_every_type(
+    dtype: torch.dtype, good: list[float], bad: list[float]
+) -> None:
+    """Wherever the one bad scale is among good ones; e8m0 comes as bytes."""
+
+    def stored(*rows: list[float]) -> Tensor:
+        made = tensor(*rows, dtype=dtype)
+        return made.view(torch.uint8) if dtype == torch.float8_e8m0fnu else made
+
+    check_scales(stored(good, good[::-1]), "w")
+    for value in bad:
+        for place in range(2 * len(good)):
+            both = [*good, *good]
+            both[place] = value
+            with pytest.raises(QuantisedWeightError) as caught:
+                check_scales(stored(both[: len(good)], both[len(good) :]), "w")
+            wanted = f"w has a scale of {abs(value)}; scales are numbers below 256: "
+            assert str(caught.value).startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ([0.0, 1.0], "v makes a second scale of 0.0; it is a number, and not 0"),
+        ([1.0, INF], "v makes a second scale of inf"),
+        ([NAN, 1.0], "v makes a second scale of nan"),
+        ([1.0, 1.0], "w has a scale of 448.0 once multiplied with v; scales are numbers below 256"),
+        ([1.0, -0.6], "w has a scale of 268.8.* once multiplied with v"),
+    ],
+    ids=str,
+)
+def test_a_second_scale_is_a_number_that_is_not_0_and_counts_for_the_first(
+    second: list[float], message: str
+) -> None:
+    """Of the second row, whose largest is 448, 0.5 is a good one."""
+    check_scales(nvfp4().scales, "w", torch.tensor([100.0, 0.5]), "v")
+    with pytest.raises(QuantisedWeightError, match=message):
+        check_scales(nvfp4().scales, "w", torch.tensor(second), "v")
