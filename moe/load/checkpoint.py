@@ -6,6 +6,7 @@ only what it keeps. It knows nothing of models; `moe.load.loader` maps names to 
 
 import ctypes
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +29,48 @@ class Checkpoint:
         """Open all shards and read their headers.
 
         Raises:
-            CheckpointError: no safetensors, a shard that the index names is missing, or a damaged file.
+            CheckpointError: no safetensors, a shard or a tensor that the index names is missing, or a damaged file.
         """
         self.directory = directory
         self.bytes_read = 0  # of tensor data, counted per read
         self._shards: dict[str, Any] = {}  # tensor name -> open file
-        for path in self._paths():
+        indexed = self._indexed()
+        for path in self._paths(indexed):
             try:
                 shard: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
             self._shards.update(dict.fromkeys(shard.keys(), shard))
+        absent = sorted(indexed.keys() - self._shards.keys())
+        if absent:
+            raise CheckpointError(
+                f"{directory / INDEX_NAME} names {len(absent)} tensors that no file has, such as {', '.join(absent[:3])}: "
+                f"fetch index and files again, or take the index away to read what the files have"
+            )
 
-    def _paths(self) -> list[Path]:
-        index = self.directory / INDEX_NAME
-        if index.is_file():
-            names = _indexed(index)
+    def _paths(self, indexed: Mapping[str, str]) -> list[Path]:
+        if indexed:
+            names = sorted(set(indexed.values()))
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:
+                index = self.directory / INDEX_NAME
                 raise CheckpointError(f"{index} names files that are not there: {', '.join(missing[:8])}")
             return [self.directory / name for name in names]
         paths = sorted(self.directory.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(f"{self.directory} holds no .safetensors files; other formats are not read")
         return paths
+
+    def _indexed(self) -> dict[str, str]:
+        """The file of every tensor that the index names; none without an index."""
+        index = self.directory / INDEX_NAME
+        if not index.is_file():
+            return {}
+        try:
+            files = json.loads(index.read_bytes())["weight_map"]
+            return {str(name): str(file) for name, file in files.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
 
     def names(self) -> list[str]:
         """All tensor names, in no particular order."""
@@ -88,11 +107,3 @@ class Checkpoint:
     def _counted(self, tensor: Tensor) -> Tensor:
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
-
-
-def _indexed(index: Path) -> list[str]:
-    """The files that an index names."""
-    try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe.load.checkpoint import CheckpointError
 from moe.load.quantisation import Quantisation, UnservedQuantisationError, WeightFormat, read_quantisation
 from tests.conftest import PoolOf
-from tests.moe.loaded import Tensors, refused, rewrite
+from tests.moe.loaded import Tensors, headers, refused, rewrite
 from tests.moe.quantised_cases import FP8, MXFP4, Case, bytes_of
 from tests.support.engines.serving import build
 from tests.support.models.quantise import MXFP4_CONFIG, change_file, fp8_config
@@ -234,6 +234,25 @@ def test_damaged_files_are_named(
     hurt, message = DAMAGES[damage]
     hurt(broken)
     assert message in refused(broken, monkeypatch)
+
+
+@pytest.mark.parametrize("has_tensor", [True, False], ids=["with it", "without it"])
+def test_an_index_that_names_a_tensor_that_the_type_has_not_is_refused(
+    has_tensor: bool, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its file has the tensor or not."""
+    broken, name = shutil.copytree(mixtral, tmp_path / "broken"), "model.layers.9.self_attn.q_proj.weight"
+    if has_tensor:
+        change_file(broken, lambda tensors: tensors.update({name: torch.zeros(64, 64)}))
+    files = dict.fromkeys([*headers(broken), name], "model.safetensors")
+    index(json.dumps({"weight_map": files}))(broken)
+    message = refused(broken, monkeypatch)
+    wanted = (
+        f"unexpected: {name}"
+        if has_tensor
+        else f"index.json names 1 tensors that no file has, such as {name}: "
+    )
+    assert wanted in message
 
 
 def configured(source: Path, target: Path, quantisation: dict[str, Any]) -> Path:
