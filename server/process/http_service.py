@@ -59,7 +59,7 @@ from server.link.ranks import Ranks
 from server.options.table import HttpOptions, Options
 
 # What vLLM, too, takes from generation_config.json as defaults.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 _RECORD_VARIABLE = (
     "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"  # so that scripts written for SGLang find their files
 )

@@ -1,6 +1,7 @@
 """The cache: made once, whatever dies when, and free when it is there. Builders are injected; none is real."""
 
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +111,61 @@ def test_a_damaged_model_is_made_again(tmp_path: Path, damage: str) -> None:
     assert not is_complete(target)
     assert is_complete(make_once(target, FakeBuild(), ignore))
     assert num_builds(tmp_path) == 2
+
+
+class DatedBuild(FakeBuild):
+    """Builds as the first version did, whose generation_config.json had no penalty."""
+
+    def __call__(self, **folders: Any) -> None:
+        super().__call__(**folders)
+        advice = {"eos_token_id": 2, "do_sample": True, "temperature": 0.2, "top_p": 0.9}
+        (folders["out"] / cache.GENERATION_CONFIG).write_text(json.dumps(advice))
+
+
+def make_dated(root: Path) -> Path:
+    """Make a model as the first version left it."""
+    target = make_once(demo_model_path(root), DatedBuild(), ignore)
+    manifest = json.loads((target / cache.MANIFEST_NAME).read_text())
+    del manifest["advice"]
+    (target / cache.MANIFEST_NAME).write_text(json.dumps(manifest))
+    return target
+
+
+def test_a_model_that_is_there_gets_new_advice_and_keeps_its_weights(tmp_path: Path) -> None:
+    target = make_dated(tmp_path)
+    weights = (target / "model.safetensors").stat()
+    for _ in range(2):
+        assert ensure_demo_model(tmp_path) == target
+        assert is_complete(target)
+        advice = json.loads((target / cache.GENERATION_CONFIG).read_text())
+        assert advice == {"eos_token_id": 2, **cache.SAMPLING}
+    assert cache.SAMPLING["repetition_penalty"] == 1.1
+    assert (target / "model.safetensors").stat() == weights
+    assert num_builds(tmp_path) == 1
+
+
+@pytest.mark.parametrize("num_written", range(3))
+def test_new_advice_that_is_interrupted_costs_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
+) -> None:
+    """Whatever number of files was written when it was killed, the model is whole and the next start goes on."""
+    target = make_dated(tmp_path)
+    left, replace = num_written, cache._replace
+
+    def replace_until_killed(path: Path, content: str) -> None:
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        replace(path, content)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(cache, "_replace", replace_until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            ensure_demo_model(tmp_path)
+    assert is_complete(target)
+    ensure_demo_model(tmp_path)
+    assert json.loads((target / cache.GENERATION_CONFIG).read_text())["repetition_penalty"] == 1.1
 
 
 def test_killed_half_way_the_next_call_recovers(tmp_path: Path) -> None:

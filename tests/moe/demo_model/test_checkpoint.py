@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from moe.demo_model.build import layer_mlp
-from moe.demo_model.checkpoint import SAMPLING, build_tokenizer, write_checkpoint, write_tokenizer
+from moe.demo_model.cache import SAMPLING
+from moe.demo_model.checkpoint import build_tokenizer, write_checkpoint, write_tokenizer
 from moe.demo_model.conversion import MoeMlp, Recipe, convert_mlp
 from moe.demo_model.gguf_weights import GgufVocabulary
 from tests.moe.demo_model import tiny

@@ -1,5 +1,6 @@
 """What a request's fields become at a rank, and every wrong one as a 400 that names it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def model(model_dir: Path) -> ServedModel:
     )
 
 
-def asked(model: ServedModel, *prompts: list[int], **fields: Any) -> list[Request]:
+def asked(
+    model: ServedModel, *prompts: list[int], max_tokens: int | None = 8, **fields: Any
+) -> list[Request]:
     """The requests that ranks get."""
     body = CompletionRequest(**fields)
     refuse_unserved(body)
@@ -39,12 +42,38 @@ def asked(model: ServedModel, *prompts: list[int], **fields: Any) -> list[Reques
         model,
         prompts or ([5, 6, 7],),
         request_id="r",
-        max_tokens=8,
+        max_tokens=max_tokens,
         num_logprobs=body.logprobs,
         logprobs_field="logprobs",
         prompt_field="prompt",
     )
     return [ask.request for ask in asks]
+
+
+def test_what_a_request_leaves_open_the_checkpoint_decides(model: ServedModel) -> None:
+    advice = {
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 5,
+    }
+    advised = replace(model, sampling_defaults=advice)
+    [params] = [request.params for request in asked(advised, max_tokens=None)]
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.2, 0.9, 7, 0.05)
+    assert (params.repetition_penalty, params.max_tokens) == (1.1, 5)
+    [params] = [request.params for request in asked(advised, temperature=0.7, repetition_penalty=1.0)]
+    assert (params.temperature, params.repetition_penalty, params.max_tokens) == (0.7, 1.0, 8)
+
+
+@pytest.mark.parametrize(("advised", "expected"), [(None, MAX_LEN - 3), (5, 5), (10_000, MAX_LEN - 3)])
+def test_an_advised_length_is_cut_to_what_fits(
+    model: ServedModel, advised: int | None, expected: int
+) -> None:
+    advice = {} if advised is None else {"max_new_tokens": advised}
+    [request] = asked(replace(model, sampling_defaults=advice), max_tokens=None)
+    assert request.params.max_tokens == expected
 
 
 def test_biases_words_and_ids_reach_the_rank(model: ServedModel) -> None:
