@@ -25,6 +25,7 @@ from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, ExpertMap, LoadReport
 from server.experts.answer import LoadSnapshot
 from server.experts.recorder import LoadRecorder
+from server.http.observability.series import Series
 
 WINDOW_STEPS = 1000  # vLLM's default
 HISTORY = 200  # rebalances that are shown
@@ -36,8 +37,6 @@ _ADDED = (
 KINDS = ("shares", "repair", "plan", "apply", "rollback")
 DECISIONS = ("nothing", "shares", "repair")
 CAUSES = tuple(cause.value for cause in Cause if cause is not Cause.NONE)
-MOST = 360  # points of a series
-EVERY_S = 2.0  # from point to point, at first
 VIEWS = ("all", *PHASES)
 
 
@@ -65,38 +64,27 @@ class ChangeCounts:
 
 
 class LoadSeries:
-    """Balancedness over time, from the service's start: a bounded number of points, whatever its age.
-
-    When the points are many, every second one is dropped and they come half as often. A point is the sliding window at
-    its time.
-    """
+    """Balancedness over time, from the service's start. A point is the sliding window at its time."""
 
     def __init__(self) -> None:
-        self.every_s = EVERY_S
-        self._times: list[float] = []
-        self._points: list[list[list[float | None]]] = []  # by view and value
+        self._series: Series[list[list[float | None]]] = Series()  # by view and value
 
     def note(self, now_s: float, window: LoadWindow) -> None:
         """Take a point if one is due; nothing without tokens."""
-        if self._times and now_s - self._times[-1] < self.every_s:
+        if not self._series.is_due(now_s):
             return
         point = [_values(window.rank_tokens(None if view == "all" else view)) for view in VIEWS]
-        if point[0][0] is None:
-            return
-        self._times.append(round(now_s, 3))
-        self._points.append(point)
-        if len(self._times) > MOST:
-            del self._times[1::2], self._points[1::2]
-            self.every_s *= 2
+        if point[0][0] is not None:
+            self._series.note(now_s, point)
 
     def to_json(self) -> dict[str, object]:
         """Columns: "time", and by view ("all", "prefill", "decode") mean, median and worst over layers."""
+        points = self._series.points()
         return {
-            "every_s": self.every_s,
-            "time": list(self._times),
+            "time": [point.time_s for point in points],
             "views": {
                 view: {
-                    value: [point[index][column] for point in self._points]
+                    value: [point.value[index][column] for point in points]
                     for column, value in enumerate(("mean", "median", "worst"))
                 }
                 for index, view in enumerate(VIEWS)

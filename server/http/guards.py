@@ -27,6 +27,9 @@ from server.options.flag import OptionsError
 
 _GUARDED = ("/v1", "/experts/record")  # a record is up to 256 MB to write and to send
 _OPEN_POSTS = ("/ping",)
+_OPEN_READS = (
+    "/v1/fault_tolerance/status",
+)  # as /health and /metrics, which say the same; the dashboard has no key
 _MOST_ORIGIN_CHARS = 100
 _LOOK_EVERY_S = 1.0  # at the file
 _LOG = logging.getLogger("wideep")
@@ -104,7 +107,7 @@ def _is_guarded(scope: Scope) -> bool:
     if scope["type"] != "http" or scope["method"] == "OPTIONS":
         return False
     path = route_path(scope)
-    return _changes(scope) or path.startswith(_GUARDED)
+    return _changes(scope) or (path.startswith(_GUARDED) and path not in _OPEN_READS)
 
 
 def _changes(scope: Scope) -> bool:

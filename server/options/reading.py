@@ -18,7 +18,11 @@ from server.options.flag import OptionsError, add_flags
 from server.options.table import ALWAYS_ON, DEMO_MODEL, OPTIONS, REFUSED, HttpOptions, LogOptions, Options
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
-PRIVATE_DEFAULTS = {"port": 0, "access_log": False}  # of a service that belongs to one script or batch
+PRIVATE_DEFAULTS = {
+    "port": 0,
+    "access_log": False,
+    "log_stats": False,
+}  # of a service that belongs to one script or batch
 _HANDED_ON = "--options"  # what a process of ours gets instead of flags
 _INNER: dict[str, Any] = {"http": HttpOptions, "log": LogOptions, "eplb_config": EplbConfig}
 

@@ -205,6 +205,10 @@ class LogOptions:
         LOGS, off=["--disable-access-log", "--disable-uvicorn-access-log"], default=True, keyword="access_log",
         off_help="no line per answered HTTP request",
     )  # fmt: skip
+    stats: bool = switch(
+        LOGS, off=["--disable-log-stats"], default=True, keyword="log_stats",
+        off_help="no line of throughput every 10 s while there is traffic",
+    )  # fmt: skip
     quiet_paths: tuple[str, ...] = flag(
         LOGS, "--disable-access-log-for-endpoints", read=_paths, metavar="PATHS", default=QUIET_PATHS,
         default_text=",".join(QUIET_PATHS), help="no such line for these paths, separated by commas",

@@ -52,7 +52,8 @@ from server.http.kept_answers import KeptAnswers
 from server.http.observability.gauges import FrontMetrics, MembershipMetrics
 from server.http.observability.logs import AccessLog, RequestLog
 from server.http.observability.metrics import Metrics
-from server.http.observability.ops import membership_routes, ops_routes
+from server.http.observability.ops import membership_routes, ops_routes, throughput_routes
+from server.http.observability.series import EVERY_S
 from server.http.observability.tracing import Traces
 from server.http.protocol import PunctualProtocol
 from server.link.ranks import Ranks
@@ -92,6 +93,7 @@ class HttpService:
             secret: the same for every front of a service.
         """
         self._ranks, self._epochs, self._journal = ranks, epochs, journal
+        self._options, self._throughput = options, metrics.throughput
         self._is_draining = False
         router = Router(ranks.num_ranks)
         self.requests = Requests(
@@ -143,6 +145,7 @@ class HttpService:
             ops_routes(version, metrics, self.why_not_ready),
             membership_routes(self._epochs, self._journal, self._num_parked),
             dashboard_routes(),
+            throughput_routes(metrics.throughput),
             expert_load_routes(
                 self.experts_load,
                 rank_steps=lambda: _steps(self._ranks),
@@ -152,14 +155,22 @@ class HttpService:
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer on a bound socket until `stop`."""
-        balancing = asyncio.create_task(self._keep_balancing()) if self._balances else None
+        tasks = [asyncio.create_task(self._keep_ticking())]
+        if self._balances:
+            tasks.append(asyncio.create_task(self._keep_balancing()))
         try:
             await self._server.serve(sockets=[listener])
         finally:
-            if balancing is not None:
-                balancing.cancel()
+            for task in tasks:
+                task.cancel()
             await asyncio.to_thread(self._traces.close)
             await self.model.structures.close()
+
+    async def _keep_ticking(self) -> None:
+        """Take points of the throughput; its line only where the user has not turned it off."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            self._throughput.tick(logs=self._options.log.stats)
 
     async def _keep_balancing(self) -> None:
         """Balance; an error in it is told, and it begins anew after a while."""

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from scheduler.policy.request import DraftCounts, FinishReason, RankStats
 from server.front.timing import Timing
 from server.http.exchanges import HttpExchange
+from server.http.observability.throughput import Throughput
 from server.link.messages import RankFacts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -134,6 +135,7 @@ class Metrics:
         self._last: dict[int, RankStats] = {}
         self._cache_labels: dict[int, tuple[str, ...]] = {}
         self.http = HttpMetrics(self._registry)
+        self.throughput = Throughput()
         ProcessCollector(registry=self._registry)  # the front's own: processor time, memory, descriptors
         self._make_rank_families(self._families)
         self._positions = [str(place) for place in range(num_drafts)]
@@ -245,6 +247,7 @@ class Metrics:
 
     def note_lost(self, rank: int) -> None:
         """Take that a rank is gone: it runs nothing and holds nothing, and an engine after it counts from 0."""
+        self.throughput.note_lost(rank)
         name = str(rank)
         for gauge in (self._num_running[name], self._num_waiting[name], self._kv_usage[name]):
             gauge.set(0)
@@ -256,6 +259,7 @@ class Metrics:
 
     def note_stats(self, stats: RankStats) -> None:
         """Take a rank's state after a step."""
+        self.throughput.note_stats(stats)
         rank = str(stats.rank)
         last = self._last.get(stats.rank)
         self._num_running[rank].set(stats.num_running)
@@ -296,6 +300,7 @@ class Metrics:
         self, rank: int, ttft_s: float, *, num_prompt_tokens: int, num_cached_tokens: int
     ) -> None:
         """Take a request's first token: its prompt has been run."""
+        self.throughput.note_first_token(ttft_s, num_prompt_tokens=num_prompt_tokens)
         name = str(rank)
         self._ttft[name].observe(ttft_s)
         self._prompt_tokens[name].inc(num_prompt_tokens)
@@ -307,6 +312,7 @@ class Metrics:
 
     def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
         """Take tokens that arrived `gap_s` after those before; None: they are the first."""
+        self.throughput.note_tokens(num_tokens)
         self._output_tokens[str(rank)].inc(num_tokens)
         if gap_s is not None:
             for _ in range(num_tokens):

@@ -1,4 +1,4 @@
-"""The routes that operators and load balancers use: /health, /ping, /version, /metrics, and who serves.
+"""The routes that operators and load balancers use: /health, /ping, /version, /metrics, /throughput, and who serves.
 
 GET /v1/fault_tolerance/status says who serves, who is away, why and since when. Its path, `schema_version`,
 `total_engines` and `engines` with `id`, `status` and `fault_info` are vLLM's, so that what watches vLLM's ranks can watch
@@ -18,6 +18,7 @@ from server.front.membership import Epochs, Phase
 from server.http.errors import ErrorResponse
 from server.http.observability import metrics
 from server.http.observability.metrics import Metrics
+from server.http.observability.throughput import Throughput
 from server.http.routes import new_router
 
 
@@ -59,6 +60,18 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
     ):
         router.add_api_route(path, answer, methods=["HEAD"], response_model=None, include_in_schema=False)
     router.add_api_route("/ping", show_ping, methods=["POST"], response_model=None)
+    return router
+
+
+def throughput_routes(throughput: Throughput) -> APIRouter:
+    """Return the route."""
+    router = new_router()
+
+    async def show_throughput() -> dict[str, Any]:
+        """Tokens per second, requests, time to first token and KV use: now, by rank, and over time."""
+        return throughput.to_json()
+
+    router.add_api_route("/throughput", show_throughput, methods=["GET"], response_model=None)
     return router
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.placement.load_reports import change, load_answer, series
 from tests.support.service import chromium
 from tests.support.service.chromium import Chromium
-from tests.support.service.dashboard_service import DashboardService
+from tests.support.service.dashboard_service import DashboardService, rank_status
 
 ROOT = Path(__file__).resolve().parents[3]
 STATIC = ROOT / "server" / "experts" / "dashboard" / "static"
@@ -187,6 +187,94 @@ def test_an_answer_without_load_is_named(
     browser.open(service.url)
     browser.wait_for("document.body.dataset.state === 'refused'")
     assert said in text(browser, "banner")
+
+
+@needs_chromium
+def test_a_lost_rank_is_said_until_it_is_back(browser: Chromium, service: DashboardService) -> None:
+    service.answer = load_answer(2, 8, 1)
+    service.ranks = rank_status(2, lost={1: "its connection <b>closed</b>"})
+    browser.open(service.url)
+    browser.wait_for("document.body.dataset.ranks === 'lost'")
+    browser.wait_for(LIVE)
+    said = text(browser, "health")
+    assert said.startswith("1 of 2 ranks serve. Rank 1 is away since ")
+    assert "(12 s): its connection <b>closed</b>." in said
+    assert text(browser, "status").startswith("1 of 2 ranks, live")
+    assert "1 of 2\naway: rank 1" in text(browser, "service")
+    assert browser.evaluate("document.title").startswith("(1 of 2 ranks)")
+    assert "1.000" not in text(browser, "tiles"), "one rank is no proof of balance"
+    colours = "['--good', '--bad'].map((name) => getComputedStyle(document.body).getPropertyValue(name))"
+    dot = "getComputedStyle(document.getElementById('status'), '::before').backgroundColor"
+    assert browser.evaluate(f"{colours}[1]") == "#b3261e" and browser.evaluate(dot) == "rgb(179, 38, 30)"
+    service.ranks = rank_status(2)
+    service.answer = load_answer(2, 8, 2)
+    browser.wait_for("document.getElementById('health').hidden")
+    browser.wait_for("document.getElementById('service').innerText.includes('2 of 2')")
+    assert not text(browser, "status").startswith("1 of 2")
+    assert not browser.complaints
+
+
+@needs_chromium
+def test_ranks_that_cannot_serve_alone_are_said_to_wait(browser: Chromium, service: DashboardService) -> None:
+    service.answer = load_answer(2, 8, 2)
+    service.ranks = rank_status(2, lost={1: "killed"}, waits=True)
+    browser.open(service.url)
+    browser.wait_for("document.body.dataset.ranks === 'lost'")
+    said = text(browser, "health")
+    assert said.startswith("0 of 2 ranks serve.") and "Nothing is served until a rank is back" in said
+    assert "Rank 0's steps broke off: no memory for its experts." in said
+
+
+@needs_chromium
+def test_the_services_speed_is_in_tiles_and_lines(browser: Chromium, service: DashboardService) -> None:
+    service.answer = load_answer(2, 8, 2)
+    now = service.throughput["now"]
+    browser.open(service.url)
+    browser.wait_for("document.querySelectorAll('#speed .line').length === 2")
+    tiles = text(browser, "service").splitlines()
+    for title, value in (
+        ("Generated tokens/s", f"{now['generation_tokens_per_s']:g}"),
+        ("Requests running", "8"),
+        ("KV cache in use", f"{now['kv_usage']:.1%}".replace("%", " %")),
+    ):
+        assert tiles[tiles.index(title) + 1] == value
+    assert "1 waiting" in tiles and any("mean of the last 10 s; slowest" in tile for tile in tiles)
+    path = "document.querySelector('#speed .line').getAttribute('d').split('L').length"
+    whole = browser.evaluate(path)
+    assert whole == len(service.throughput["series"]["time"])
+    browser.evaluate("document.querySelector('[value=\"300\"]').click()")
+    browser.wait_for(f"{path} < {whole}")
+    assert browser.evaluate(path) == pytest.approx(150, abs=5), "five minutes of a point every two seconds"
+    service.throughput = {}
+    browser.wait_for("document.getElementById('service').innerText.includes('\u2013')")
+    assert browser.evaluate("document.body.dataset.state") == "live", "the rest of the page goes on"
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1600, 1024, 390])
+@pytest.mark.parametrize("case", ["whole", "lost", "rebalancing", "gone"])
+def test_nothing_sticks_out_or_is_clipped(
+    browser: Chromium, service: DashboardService, case: str, width: int, dark: bool
+) -> None:
+    moved = change(0, 3, "repair", 1_234_567, "saves 8.2 % of a step, and this is how a long reason reads")
+    history = [moved] * 5 if case == "rebalancing" else []
+    service.answer = load_answer(30, 64, 1 if case == "lost" else 2, history=history)
+    service.ranks = rank_status(2, lost={1: "its connection closed"} if case == "lost" else None)
+    browser.open(service.url, width=width, dark=dark)
+    browser.wait_for(LIVE)
+    browser.wait_for("document.querySelectorAll('#speed .line').length === 2")
+    if case == "gone":
+        service.stop()
+        browser.wait_for("document.body.dataset.state === 'gone'")
+    clipped = browser.evaluate(
+        """[document.documentElement, ...document.querySelectorAll('section, #history, dl > div, .banner, header')]
+        .filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.id || each.tagName)"""
+    )
+    assert clipped == []
+    legends = browser.evaluate("[...document.querySelectorAll('canvas')].map((each) => each.clientHeight)")
+    assert len(legends) == 4 and all(legends)
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ from expert_placement.load import LoadWindow, no_figures, over_layers
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import LoadReport
-from server.experts.load import EVERY_S, MOST, VIEWS, ExpertsLoad, LoadSeries
+from server.experts.load import VIEWS, ExpertsLoad, LoadSeries
 from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
+from server.http.observability.series import EVERY_S
 from server.link.messages import decode, encode
 from tests.support.placement.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
 
@@ -261,14 +262,3 @@ def test_points_come_no_more_often_than_they_should_and_none_without_tokens() ->
     for now_s in (10.0, 10.0 + 0.9 * EVERY_S, 10.0 + EVERY_S):
         series.note(now_s, window)
     assert series.to_json()["time"] == [10.0, 10.0 + EVERY_S]
-
-
-@pytest.mark.parametrize("hours", [1, 30])
-def test_a_long_service_has_as_many_points_from_its_beginning_on(hours: int) -> None:
-    series, window = LoadSeries(), window_of([1, 3], [1, 1])
-    for step in range(int(hours * 3600 / EVERY_S)):
-        series.note(100.0 + step * EVERY_S, window)
-    times = series.to_json()["time"]
-    assert isinstance(times, list) and MOST // 2 <= len(times) <= MOST
-    assert times[0] == 100.0 and set(np.diff(times)) == {series.every_s}
-    assert times[-1] > 100.0 + hours * 3600 - 2 * series.every_s

@@ -102,6 +102,15 @@ def test_limits_and_origins_hold_over_a_real_connection(front: FrontProcess) -> 
     assert complete(front, "after").status_code == 200
 
 
+def test_what_was_generated_is_in_the_throughput(front: FrontProcess) -> None:
+    complete(front, "throughput")
+    answer = front.get("/throughput")
+    assert answer.status_code == 200, "without a key, as /metrics"
+    now = answer.json()["now"]
+    assert now["prompt_tokens_per_s"] > 0 and now["generation_tokens_per_s"] > 0 and now["ttft_s"] > 0
+    assert "time" in answer.json()["series"]
+
+
 def test_probes_are_not_in_the_log(front: FrontProcess, log: Path) -> None:
     front.get("/health")
     complete(front, "log-2")

@@ -90,11 +90,12 @@ def test_what_is_guarded_needs_a_key_also_under_a_root_path(
     assert ask(app, method, path, headers=encoded).status_code == status
 
 
-def test_looking_at_health_needs_none() -> None:
+@pytest.mark.parametrize("path", ["/health", "/v1/fault_tolerance/status"])
+def test_looking_at_health_needs_none(path: str) -> None:
     router = new_router()
-    router.add_api_route("/health", answer, methods=["GET"])
+    router.add_api_route(path, answer, methods=["GET"])
     app = build_app([router], version="0", keys=ApiKeys(["sesame"]))
-    assert ask(app, "GET", "/health").status_code == 200
+    assert ask(app, "GET", path).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from scheduler.policy.request import FinishReason, RankStats
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
+from server.front.journal import Journal
+from server.front.membership import Epochs
 from server.front.timing import Timing, timing_of
+from server.http.observability.gauges import MembershipMetrics
 from server.http.observability.metrics import Metrics
 from server.link.messages import RankFacts
 from tests.support.placement.load_reports import RANKS, counts, expert_map, report
@@ -211,6 +214,8 @@ def test_every_metric_and_label_of_our_dashboard_exists(metrics: Metrics) -> Non
         for rank in range(RANKS):
             load.take_load(report(rank, step, step * counts(rank)))
     metrics.add(ExpertsMetrics(load, "m"))
+    epochs = Epochs(2, recovery_timeout_s=600.0)
+    metrics.add(MembershipMetrics(epochs, Journal(), lambda: 0, "m"))
     labels: dict[str, set[str]] = {}
     for family in families_of(metrics).values():
         for sample in family.samples:

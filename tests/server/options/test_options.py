@@ -265,7 +265,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     ],
 )  # fmt: skip
 def test_keywords_mean_what_the_flags_mean(keywords: dict[str, Any], words: tuple[str, ...]) -> None:
-    expected = parse("m", *words, port=0, access_log=False)
+    expected = parse("m", *words, port=0, access_log=False, log_stats=False)
     assert options_from_keywords("m", keywords, {}) == expected
 
 

@@ -87,7 +87,7 @@ def series(mean: Sequence[float], begin_s: float = TIME_S) -> dict[str, Any]:
     every_s, values = 2.0, list(mean)
     view = {"mean": values, "median": values, "worst": [0.8 * value for value in values]}
     times = [begin_s + every_s * index for index in range(len(values))]
-    return {"every_s": every_s, "time": times, "views": dict.fromkeys(VIEWS, view)}
+    return {"time": times, "views": dict.fromkeys(VIEWS, view)}
 
 
 def change(after_s: float, version: int, kind: str, moves: int, reason: str) -> dict[str, Any]:

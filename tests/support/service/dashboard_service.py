@@ -1,7 +1,9 @@
-"""A service with the dashboard and an answer to GET /experts/load that a test chooses; nothing behind it."""
+"""A service with the dashboard and answers to what it asks that a test chooses; nothing behind it."""
 
 import socket
 import threading
+import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -9,9 +11,65 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
+from scheduler.policy.request import RankStats
 from server.experts.dashboard.routes import dashboard_routes
+from server.front.membership import Epochs
+from server.http.observability.ops import status_of
+from server.http.observability.throughput import Throughput
 
 TIMEOUT_S = 30.0
+
+
+def rank_status(
+    num_ranks: int, *, lost: Mapping[int, str] | None = None, waits: bool = False
+) -> dict[str, Any]:
+    """What GET /v1/fault_tolerance/status answers of ranks, some of which are away for 12 s.
+
+    Args:
+        lost: why, by rank.
+        waits: the others wait for them.
+    """
+    epochs = Epochs(num_ranks, recovery_timeout_s=600.0)
+    for rank in range(num_ranks):
+        epochs.attach(rank, 0.0)
+    for rank, reason in (lost or {}).items():
+        epochs.lose(rank, reason, 10.0)
+    for rank in epochs.members:
+        if waits:
+            epochs.take_fault(rank, epochs.number, "no memory for its experts", is_final=True, now_s=11.0)
+        else:
+            epochs.take_regrouped(rank, epochs.number, 11.0)
+    return {**status_of(epochs, 22.0, time.time()), "replays": 3 if lost else 0, "waiting_requests": 0}
+
+
+def throughput_answer(*, seconds: int = 600, tokens_per_s: int = 40) -> dict[str, Any]:
+    """What GET /throughput answers of a service that has been busy for a while, two ranks and a bit of everything."""
+    now_s = 0.0
+    throughput = Throughput(clock=lambda: now_s, calendar=lambda: time.time() - seconds + now_s)
+    for tick in range(seconds // 2):
+        throughput.note_tokens(2 * tokens_per_s + 30 * (tick // 30 % 2))
+        if tick % 3 == 0:
+            throughput.note_first_token(0.2 + 0.1 * (tick % 5), num_prompt_tokens=90)
+        for rank in (0, 1):
+            throughput.note_stats(_stats_of(rank, tick))
+        now_s += 2.0
+        throughput.tick(logs=False)
+    return throughput.to_json()
+
+
+def _stats_of(rank: int, tick: int) -> RankStats:
+    return RankStats(
+        rank=rank,
+        step=tick,
+        num_running=4,
+        num_waiting=rank,
+        num_free_blocks=700 - tick % 100,
+        num_blocks=1000,
+        num_step_tokens=4,
+        num_preemptions=0,
+        prefix_query_tokens=30 * tick,
+        prefix_hit_tokens=12 * tick,
+    )
 
 
 class DashboardService:
@@ -20,9 +78,16 @@ class DashboardService:
     def __init__(self) -> None:
         self.answer: dict[str, Any] = {}  # what GET /experts/load says
         self.status = 200
+        self.ranks = rank_status(2)  # GET /v1/fault_tolerance/status
+        self.throughput = throughput_answer()  # GET /throughput; {}: a 404
         self._app = FastAPI()
         self._app.include_router(dashboard_routes())
-        self._app.add_api_route("/experts/load", self._show_load, response_model=None)
+        for path, show in (
+            ("/experts/load", self._show_load),
+            ("/v1/fault_tolerance/status", self._show_ranks),
+            ("/throughput", self._show_throughput),
+        ):
+            self._app.add_api_route(path, show, response_model=None)
         self._port = 0
         self._thread: threading.Thread | None = None
 
@@ -33,6 +98,12 @@ class DashboardService:
 
     async def _show_load(self) -> Response:
         return JSONResponse(self.answer, self.status)
+
+    async def _show_ranks(self) -> Response:
+        return JSONResponse(self.ranks)
+
+    async def _show_throughput(self) -> Response:
+        return JSONResponse(self.throughput, 200 if self.throughput else 404)
 
     def start(self) -> Self:
         """Listen, on the port of the time before if there was one."""

@@ -43,6 +43,12 @@ export function clock(seconds) {
   return new Date(seconds * 1e3).toLocaleTimeString("en-GB");
 }
 
+/** Seconds since 1970 as a day and its time, for ranges of several days. */
+export function day(seconds) {
+  const at = new Date(seconds * 1e3);
+  return `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${clock(seconds).slice(0, 5)}`;
+}
+
 /** At most `most` of a list's numbers. */
 export function list(numbers, most = 12) {
   const shown = numbers.slice(0, most).join(", ");

@@ -8,6 +8,7 @@ import { hideTip, showTip } from "./tip.js";
 const LEFT = 40; // pixels for row labels
 const BOTTOM = 22; // for column labels
 const LEGEND = 26;
+const LEGEND_ROOM = 340; // pixels that titles and colours need side by side; on less they are two lines
 const BARS = 58; // for the bars at the right
 const NARROWEST = 2.5; // pixels of a cell
 const MOST_ROWS = 128;
@@ -97,7 +98,8 @@ export class HeatMap {
   }
 
   #paint(width) {
-    const height = this.plotHeight + BOTTOM + LEGEND;
+    this.legendLines = this.plotWidth < LEGEND_ROOM ? 2 : 1;
+    const height = this.plotHeight + BOTTOM + this.legendLines * LEGEND;
     const scale = devicePixelRatio;
     Object.assign(this.canvas, { width: Math.round(width * scale), height: Math.round(height * scale) });
     this.canvas.style.height = `${height}px`;
@@ -159,11 +161,12 @@ export class HeatMap {
   }
 
   #paintLegend(context) {
-    const top = this.plotHeight + BOTTOM + 4;
+    let top = this.plotHeight + BOTTOM + 4;
     const [room, most] = [120, 2 ** this.octaves];
     context.fillStyle = colour("--soft");
     context.textAlign = "left";
     context.fillText(`↓ ${this.titles[0]}   → ${this.titles[1]}`, LEFT, top + 5);
+    top += (this.legendLines - 1) * 18;
     const left = LEFT + this.plotWidth - room - 28;
     context.textAlign = "right";
     context.fillText(`mean × 1/${most}`, left - 6, top + 5);

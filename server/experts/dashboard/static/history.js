@@ -1,4 +1,4 @@
-// The service's rebalances as a table, newest first: a line of numbers, and below it the reason, which is long.
+// The service's rebalances as a table, newest first: a line of numbers, and below it the reason and what moved, which is long.
 
 import { clock, counted, duration, percent, short } from "./format.js";
 
@@ -9,8 +9,6 @@ const COLUMNS = [
   ["placement", (change) => `${change.version}`, ""],
   ["predicted", (change) => percent(change.predicted_gain), ""],
   ["measured", (change) => percent(change.measured_gain), ""],
-  ["slots", (change) => short(change.moves), ""],
-  ["bytes", (change) => short(change.bytes), ""],
 ];
 
 /** Whether the placement stayed as it was; new shares change it without a move. */
@@ -23,8 +21,7 @@ export function describeChange(change) {
   const lines = [`${clock(change.time)}  ${change.kind}, placement ${change.version}`, reasonOf(change)];
   if (change.predicted_gain !== null) lines.push(`predicted gain ${percent(change.predicted_gain, 2)}`);
   if (change.measured_gain !== null) lines.push(`measured gain ${percent(change.measured_gain, 2)}`);
-  if (change.moves)
-    lines.push(`${counted(change.moves, "slot")} filled, ${short(change.bytes)}B in ${duration(change.seconds)}`);
+  if (change.moves) lines.push(movedBy(change));
   return lines.filter(Boolean).join("\n");
 }
 
@@ -38,10 +35,15 @@ export function showHistory(parent, history) {
     const [row, below] = [body.insertRow(), body.insertRow()];
     row.className = below.className = isQuiet(change) ? "quiet" : "";
     for (const [, text, kind] of COLUMNS) row.append(cell("td", text(change), kind));
-    below.append(cell("td", reasonOf(change), "reason"));
+    const said = change.moves ? `${reasonOf(change)}; ${movedBy(change)}` : reasonOf(change);
+    below.append(cell("td", said, "reason"));
     below.firstChild.colSpan = COLUMNS.length;
   }
   parent.replaceChildren(...(history.length ? [table] : []));
+}
+
+function movedBy(change) {
+  return `${counted(change.moves, "slot")} filled, ${short(change.bytes)}B in ${duration(change.seconds)}`;
 }
 
 function reasonOf(change) {

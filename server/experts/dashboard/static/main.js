@@ -1,12 +1,15 @@
-// The page: polls GET /experts/load, keeps one state (loading, empty, live, refused, gone), and draws.
+// The page: polls GET /experts/load, keeps one state (loading, empty, live, refused, gone), and draws. What the service as a
+// whole does, lost ranks among it, is service.js's.
 
 import { balance, clock, counted, duration, exact, list, percent, sentence, short, times } from "./format.js";
 import { HeatMap } from "./heatmap.js";
 import { isQuiet, showHistory } from "./history.js";
 import { checkLoad, expertsOf, hottest, overMean, overMeanPair, rankFigures, ranksOf, viewOf } from "./load.js";
 import { poll, Refusal } from "./poll.js";
+import { Service } from "./service.js";
 import { Strips } from "./strips.js";
-import { Timeline } from "./timeline.js";
+import { showTiles } from "./tiles.js";
+import { shareAxis, Timeline } from "./timeline.js";
 
 const ADDRESS = "experts/load"; // relative: the service may be behind a prefix
 const PHASES = ["all", "prefill", "decode"];
@@ -30,21 +33,32 @@ const traffic = new HeatMap(at("traffic"), {
   rowTitle: "from rank",
   columnTitle: "to rank",
 });
-const timeline = new Timeline(at("timeline"));
+const timeline = new Timeline(at("timeline"), {
+  label: "Balancedness over time",
+  axisOf: shareAxis,
+  lines: [
+    { title: "mean over layers", kind: "first", value: (point) => point.views[phase].mean },
+    { title: "worst layer", kind: "second", value: (point) => point.views[phase].worst },
+  ],
+  describe: describePoint,
+});
+const service = new Service({ tiles: at("service"), parent: at("speed"), onChange: showService });
 const strips = new Strips(at("strips"));
 
 let load = null; // the last good answer
 let seen = null; // when it came, the server's time
+let points = []; // of balancedness over time: {time, views: {phase: {mean, median, worst}}}
 let phase = "all";
+let range_s = Infinity; // of the lines
+let status = "connecting";
 
 function take(answer, time) {
   load = checkLoad(answer);
   seen = time;
   const views = Object.fromEntries(PHASES.map((name) => [name, viewOf(load, name)]));
   const isEmpty = views.all.total === 0 && !load.series.time.length;
-  if (!isEmpty) timeline.take(load.series, time, views);
-  at("model").textContent = ` of ${load.model}`;
-  document.title = `Expert load of ${load.model}`;
+  if (!isEmpty) points = pointsOf(load.series, time, views);
+  at("model").textContent = ` · ${load.model}`;
   at("shape").textContent = shapeOf(load);
   enter(isEmpty ? "empty" : "live", `${isEmpty ? "idle" : "live"}, ${clock(time)}`);
   if (isEmpty) explainEmpty();
@@ -59,14 +73,50 @@ function shapeOf(load) {
   );
 }
 
+/** What an answer says of the time: its series, and the views of the present window. */
+function pointsOf(series, time, views) {
+  const valuesAt = (columns, index) =>
+    Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[index]]));
+  const viewsAt = (index) =>
+    Object.fromEntries(Object.entries(series.views).map(([name, columns]) => [name, valuesAt(columns, index)]));
+  const found = series.time.map((then, index) => ({ time: then, views: viewsAt(index) }));
+  if (!found.length || time > found.at(-1).time) found.push({ time, views });
+  return found;
+}
+
+function describePoint({ time, views }) {
+  const view = views[phase];
+  if (view.mean === null) return `${clock(time)}: nothing was routed`;
+  return `${clock(time)}\nmean over layers ${balance(view.mean)}\nmedian ${balance(view.median)}\nworst layer ${balance(view.worst)}`;
+}
+
+/** Show who serves: a lost rank must be seen whatever else the page shows. */
+function showService() {
+  const { health } = service;
+  document.body.dataset.ranks = health?.kind ?? "unknown";
+  at("health").textContent = health?.banner ?? "";
+  at("health").hidden = !health?.banner;
+  showStatus();
+  if (load) service.show(load.history ?? [], range_s);
+}
+
+function showStatus() {
+  const { health } = service;
+  const isLost = health?.kind === "lost";
+  at("status").textContent = isLost ? `${health.ranks} ranks, ${status}` : status;
+  const name = load ? `${load.model} on WideEP` : "WideEP";
+  document.title = isLost ? `(${health.ranks} ranks) ${name}` : name;
+}
+
 function draw(view) {
   const window = `${counted(load.window.steps, "step")} in ${duration(load.window.seconds)}`;
-  showTiles(view, window);
+  showFigures(view, window);
   showExperts(view);
   showRanks(view);
   showTraffic();
   const history = load.history ?? [];
-  timeline.show(phase, history);
+  timeline.show(points, history, range_s);
+  service.show(history, range_s);
   at("timeline-note").textContent =
     `Mean over fullest rank of each layer, then over layers; 1 is even. ` +
     `Each point is a window; the lines begin with the service's first tokens.`;
@@ -76,28 +126,21 @@ function draw(view) {
   strips.show(rankFigures(load));
 }
 
-function showTiles(view, window) {
+function showFigures(view, window) {
   const hot = hottest(overMean(view.tokens));
   const worst = view.worstLayer === null ? "–" : `layer ${load.layers[view.worstLayer]}`;
+  const even =
+    load.num_ranks > 1 // one is always as full as the mean
+      ? [[balance(view.mean), `over the layers; median ${balance(view.median)}`], [balance(view.worst), worst]]
+      : [["–", "one rank has nothing to balance"], ["–", ""]];
   const tiles = [
-    ["Balancedness, mean", balance(view.mean), `over the layers; median ${balance(view.median)}`],
-    ["Balancedness, worst", balance(view.worst), worst],
+    ["Balancedness, mean", ...even[0]],
+    ["Balancedness, worst", ...even[1]],
     ["Hottest expert", hot ? times(hot.ratio) : "–", hot ? `expert ${hot.expert} of layer ${load.layers[hot.layer]}` : ""],
     ["Tokens to experts", short(view.total), `in ${window}`],
     ["Placement", `${load.placement_version}`, lastMove()],
   ];
-  at("tiles").replaceChildren(
-    ...tiles.map(([title, value, more]) => {
-      const tile = document.createElement("div");
-      for (const [name, text] of [["dt", title], ["dd", value], ["dd", more]]) {
-        const line = document.createElement(name);
-        line.textContent = text;
-        tile.append(line);
-      }
-      tile.lastChild.className = "note";
-      return tile;
-    }),
-  );
+  showTiles(at("tiles"), tiles);
 }
 
 function lastMove() {
@@ -192,9 +235,10 @@ function complain(message) {
 }
 
 /** Change the state: which parts are seen, and what the status says. */
-function enter(state, status) {
+function enter(state, said) {
   document.body.dataset.state = state;
-  at("status").textContent = status;
+  status = said;
+  showStatus();
   at("banner").hidden = state === "live" || state === "empty";
   if (state === "live" || state === "empty") {
     at("nothing").hidden = state !== "empty";
@@ -203,13 +247,18 @@ function enter(state, status) {
 }
 
 function redraw() {
-  if (load && timeline.points.length) draw(viewOf(load, phase));
+  if (load && points.length) draw(viewOf(load, phase));
 }
 
 at("phases").addEventListener("change", (event) => {
   phase = event.target.value;
   redraw();
 });
+at("ranges").addEventListener("change", (event) => {
+  range_s = Number(event.target.value);
+  redraw();
+});
 addEventListener("resize", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+service.run();
 poll(ADDRESS, { onAnswer: take, onFailure: fail });

@@ -8,6 +8,7 @@ import { hideTip, showTip } from "./tip.js";
 
 const [LEFT, STRIP, GAP, BOTTOM] = [40, 72, 24, 20];
 const [NARROWEST, WIDEST] = [3, 40];
+const TITLE = 190; // pixels of the longest title
 const STRIPS = [
   ["tokens served by its experts", (rank) => rank.served, short],
   ["expert time per token, µs", (rank) => rank.perTokenUs, short],
@@ -35,7 +36,8 @@ export class Strips {
   draw() {
     const width = this.canvas.parentElement.clientWidth;
     if (!this.ranks?.length || !width) return;
-    this.across = 2 * (LEFT + this.ranks.length * WIDEST) <= width ? 2 : 1;
+    const least = LEFT + Math.max(TITLE, this.ranks.length * WIDEST);
+    this.across = [4, 2].find((count) => count * least <= width) ?? 1;
     this.stripWidth = width / this.across;
     const room = this.stripWidth - LEFT - (this.across > 1 ? GAP : 0);
     this.group = Math.ceil(this.ranks.length / Math.floor(room / NARROWEST));

@@ -1,0 +1,156 @@
+"""How fast the service is and how full: for a line in the log, and for GET /throughput, which the dashboard draws.
+
+Rates are over the last ten seconds. The line is vLLM's in content, every ten seconds while there is traffic and none without.
+Prometheus has the same figures from `metrics`; this is for those who have no Prometheus. Counts are fed by `Metrics`.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from scheduler.policy.request import RankStats
+from server.http.observability.series import EVERY_S, Series
+
+WINDOW_S = 10.0  # that rates are over, and from line to line
+_LOG = logging.getLogger("wideep.throughput")
+
+
+class Speed(NamedTuple):
+    """The service at one moment. Rates and shares are of the last `WINDOW_S`."""
+
+    prompt_tokens_per_s: float  # of requests that got their first token
+    generation_tokens_per_s: float
+    running: int  # requests, all ranks together
+    waiting: int
+    kv_usage: float  # share of all ranks' KV blocks that are held
+    ttft_s: float | None  # mean of the first tokens; None: there was none
+    ttft_max_s: float | None
+    prefix_hit_rate: float | None  # share of looked-up prompt tokens; None: none was looked up
+
+
+class _Counts(NamedTuple):
+    """Counters from the start, at one moment of time.monotonic()."""
+
+    at_s: float
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+
+
+class Throughput:
+    """Told what happens; `tick` is to be called every `EVERY_S`."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, calendar: Callable[[], float] = time.time
+    ) -> None:
+        """Args: clock: only goes forward. calendar: seconds since 1970."""
+        self._clock, self._calendar = clock, calendar
+        self._ranks: dict[int, RankStats] = {}
+        self._now = _Counts(clock())
+        self._before: deque[_Counts] = deque([self._now])  # one per tick
+        self._first_tokens: deque[tuple[float, float]] = deque()  # (when, after how long) of the last window
+        self._line_s = clock()  # when the last line was due
+        self._line_counts = self._now
+        self._series: Series[Speed] = Series()
+
+    def note_first_token(self, ttft_s: float, *, num_prompt_tokens: int) -> None:
+        """Take a choice's first token."""
+        self._now = self._now._replace(prompt_tokens=self._now.prompt_tokens + num_prompt_tokens)
+        self._first_tokens.append((self._clock(), ttft_s))
+
+    def note_tokens(self, num_tokens: int) -> None:
+        """Take generated tokens."""
+        self._now = self._now._replace(output_tokens=self._now.output_tokens + num_tokens)
+
+    def note_stats(self, stats: RankStats) -> None:
+        """Take a rank's state after a step."""
+        last = self._ranks.get(stats.rank)
+        query = stats.prefix_query_tokens - (last.prefix_query_tokens if last else 0)
+        hit = stats.prefix_hit_tokens - (last.prefix_hit_tokens if last else 0)
+        self._now = self._now._replace(
+            query_tokens=self._now.query_tokens + max(0, query),
+            hit_tokens=self._now.hit_tokens + max(0, hit),
+        )
+        self._ranks[stats.rank] = stats
+
+    def note_lost(self, rank: int) -> None:
+        """Take that a rank is gone: it runs nothing and holds nothing."""
+        self._ranks.pop(rank, None)
+
+    def tick(self, *, logs: bool = True) -> None:
+        """Take a point of the series and, if it `logs`, write the line where one is due and there was traffic."""
+        now_s = self._clock()
+        self._now = self._now._replace(at_s=now_s)
+        while len(self._before) > 1 and self._before[1].at_s <= now_s - WINDOW_S:
+            self._before.popleft()
+        while self._first_tokens and self._first_tokens[0][0] < now_s - WINDOW_S:
+            self._first_tokens.popleft()
+        speed = self.speed()
+        self._before.append(self._now)
+        self._series.note(self._calendar(), speed)
+        if now_s - self._line_s >= WINDOW_S - EVERY_S / 2:
+            if logs and (speed.running or speed.waiting or self._now[1:] != self._line_counts[1:]):
+                _LOG.info("%s", in_words(speed), extra={"fields": _rounded(speed)})
+            self._line_s, self._line_counts = now_s, self._now
+
+    def speed(self) -> Speed:
+        """Return the service at this moment."""
+        since, now = self._before[0], self._now
+        seconds = max(self._clock() - since.at_s, EVERY_S)
+        num_queried = now.query_tokens - since.query_tokens
+        waits_s = [wait_s for _, wait_s in self._first_tokens]
+        ranks = self._ranks.values()
+        num_blocks = sum(rank.num_blocks for rank in ranks)
+        return Speed(
+            prompt_tokens_per_s=(now.prompt_tokens - since.prompt_tokens) / seconds,
+            generation_tokens_per_s=(now.output_tokens - since.output_tokens) / seconds,
+            running=sum(rank.num_running for rank in ranks),
+            waiting=sum(rank.num_waiting for rank in ranks),
+            kv_usage=1 - sum(rank.num_free_blocks for rank in ranks) / num_blocks if num_blocks else 0.0,
+            ttft_s=sum(waits_s) / len(waits_s) if waits_s else None,
+            ttft_max_s=max(waits_s, default=None),
+            prefix_hit_rate=(now.hit_tokens - since.hit_tokens) / num_queried if num_queried else None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what GET /throughput answers."""
+        points = self._series.points()
+        return {
+            "window_s": WINDOW_S,
+            "now": _rounded(self.speed()),
+            "ranks": [
+                {
+                    "rank": rank,
+                    "running": stats.num_running,
+                    "waiting": stats.num_waiting,
+                    "kv_usage": _round(
+                        1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+                    ),
+                }
+                for rank, stats in sorted(self._ranks.items())
+            ],
+            "series": {
+                "time": [point.time_s for point in points],
+                **{name: [_round(getattr(point.value, name)) for point in points] for name in Speed._fields},
+            },
+        }
+
+
+def in_words(speed: Speed) -> str:
+    """Return the line."""
+    hits = "-" if speed.prefix_hit_rate is None else f"{speed.prefix_hit_rate:.1%}"
+    return (
+        f"prompts {speed.prompt_tokens_per_s:.1f} tokens/s, generation {speed.generation_tokens_per_s:.1f} tokens/s, "
+        f"running {speed.running}, waiting {speed.waiting}, KV cache {speed.kv_usage:.1%}, prefix hits {hits}"
+    )
+
+
+def _rounded(speed: Speed) -> dict[str, float | None]:
+    return {name: _round(value) for name, value in speed._asdict().items()}
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

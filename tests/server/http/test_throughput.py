@@ -1,0 +1,134 @@
+"""The line of throughput and GET /throughput's content, with injected clocks; and the series of points beneath."""
+
+import logging
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from scheduler.policy.request import RankStats
+from server.http.observability.series import EVERY_S, MOST, Series
+from server.http.observability.throughput import WINDOW_S, Throughput
+
+STATS = RankStats(
+    rank=0,
+    step=1,
+    num_running=2,
+    num_waiting=1,
+    num_free_blocks=75,
+    num_blocks=100,
+    num_step_tokens=8,
+    num_preemptions=0,
+    prefix_query_tokens=0,
+    prefix_hit_tokens=0,
+)
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Watched(Throughput):
+    """A throughput with a clock that `after` moves on, ticking as the front does."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        super().__init__(clock=self.clock, calendar=lambda: 1_000.0 + self.clock.now_s)
+
+    def after(self, seconds: float) -> None:
+        for _ in range(round(seconds / EVERY_S)):
+            self.clock.now_s += EVERY_S
+            self.tick()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("wideep"), "propagate", True)
+    caplog.set_level(logging.INFO, "wideep.throughput")
+    return caplog
+
+
+def test_an_idle_service_is_silent_and_a_busy_one_has_a_line_every_ten_seconds(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    watched = Watched()
+    watched.after(60)
+    assert not lines.messages
+    watched.note_stats(STATS)
+    watched.note_stats(replace(STATS, prefix_query_tokens=100, prefix_hit_tokens=25))
+    watched.note_first_token(0.5, num_prompt_tokens=100)
+    watched.note_tokens(200)
+    watched.after(WINDOW_S)
+    assert lines.messages == [
+        "prompts 10.0 tokens/s, generation 20.0 tokens/s, running 2, waiting 1, KV cache 25.0%, prefix hits 25.0%"
+    ]
+    assert vars(lines.records[0])["fields"]["generation_tokens_per_s"] == 20.0
+    watched.after(2 * WINDOW_S)
+    assert len(lines.messages) == 3, "requests run, though nothing comes of it"
+    watched.note_stats(replace(STATS, num_running=0, num_waiting=0))
+    watched.after(60)
+    assert len(lines.messages) == 3
+
+
+def test_the_line_can_be_turned_off(lines: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    watched.note_tokens(5)
+    watched.clock.now_s += WINDOW_S
+    watched.tick(logs=False)
+    assert not lines.messages
+    assert watched.to_json()["now"]["generation_tokens_per_s"] == 0.5
+
+
+def test_a_lost_rank_runs_nothing_and_one_that_comes_back_counts_from_zero() -> None:
+    watched = Watched()
+    for rank in (0, 1):
+        watched.note_stats(replace(STATS, rank=rank, prefix_query_tokens=40, prefix_hit_tokens=10))
+    watched.after(EVERY_S)
+    assert [rank["rank"] for rank in watched.to_json()["ranks"]] == [0, 1]
+    assert watched.to_json()["now"]["running"] == 4
+    watched.note_lost(1)
+    assert watched.to_json()["now"]["running"] == 2
+    assert [rank["kv_usage"] for rank in watched.to_json()["ranks"]] == [0.25]
+    watched.note_stats(replace(STATS, rank=1, prefix_query_tokens=20, prefix_hit_tokens=20))
+    assert watched.to_json()["now"]["prefix_hit_rate"] == pytest.approx(40 / 100)
+
+
+def test_what_is_older_than_the_window_does_not_count() -> None:
+    watched = Watched()
+    watched.note_first_token(3.0, num_prompt_tokens=7)
+    watched.after(WINDOW_S / 2)
+    watched.note_first_token(1.0, num_prompt_tokens=7)
+    now = watched.speed()
+    assert (now.ttft_s, now.ttft_max_s) == (2.0, 3.0)
+    watched.after(WINDOW_S)
+    now = watched.speed()
+    assert (now.ttft_s, now.ttft_max_s, now.prompt_tokens_per_s) == (1.0, 1.0, 0.7)
+    watched.after(EVERY_S)
+    assert watched.speed().ttft_s is None
+
+
+def test_the_answer_has_columns_of_equal_length() -> None:
+    watched = Watched()
+    watched.after(20)
+    series = watched.to_json()["series"]
+    assert series["time"] == [1_000.0 + EVERY_S * tick for tick in range(1, 11)]
+    assert {len(column) for column in series.values()} == {10}
+
+
+@pytest.mark.parametrize("hours", [0.01, 1, 30])
+def test_a_series_reaches_back_to_its_beginning_and_is_fine_in_its_last_minutes(hours: float) -> None:
+    series: Series[int] = Series()
+    num_points = int(hours * 3600 / EVERY_S)
+    for step in range(num_points):
+        series.note(100.0 + step * EVERY_S, step)
+    times = [point.time_s for point in series.points()]
+    assert times[0] == 100.0 and times[-1] == 100.0 + (num_points - 1) * EVERY_S
+    assert len(times) <= 4 * MOST and np.all(np.diff(times) > 0)
+    for range_s in (300, 1800, 21_600):
+        in_range = [time_s for time_s in times if time_s > times[-1] - range_s]
+        assert len(in_range) >= min(num_points, 150) - 1, range_s
+    assert all(point.value == (point.time_s - 100.0) / EVERY_S for point in series.points())
