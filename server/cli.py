@@ -9,17 +9,21 @@ transformers. `engine`, `front`, `structure-checker`, `claim` and `launcher` are
 import argparse
 import importlib.metadata
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from server.clients.batch.flags import add_batch_parser, check_batch_arguments
 from server.clients.experts.cli import add_experts_parser
 from server.options.flag import OptionsError
-from server.options.reading import PRIVATE_DEFAULTS, add_options, options_from
+from server.options.reading import PRIVATE_DEFAULTS, add_options, nearest, notes_on, options_from
 from server.options.table import Options
+from server.options.words import spelled, why_unknown
 from server.roots import RootError, check_roots
 
+_COMMANDS = ("serve", "worker", "chat", "models", "run-batch", "experts")  # that --help shows
+_SERVICES = ("serve", "worker", "run-batch")  # whose flags are those of a service
 _DESCRIPTION = """\
 Serve Mixture-of-Experts language models with expert parallelism over as many ranks as you have.
 """
@@ -51,10 +55,16 @@ example:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Keeps our line breaks, and takes no abbreviations, which would change their meaning as flags are added."""
+    """Keeps our line breaks, takes no abbreviations, which would change their meaning as flags are added, and is brief."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        """Say in one sentence what is wrong, and end with status 2."""
+        self.exit(
+            2, f"{self.prog}: {message.removeprefix('argument ')}; `{self.prog} --help` lists its flags\n"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,10 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_checker()
     if words[:1] == ["claim"]:
         return _run_claim(words[1:])
-    parser = build_parser()
-    args = parser.parse_args(words)
+    try:
+        args = _parse(words)
+    except OptionsError as error:
+        print(error, file=sys.stderr)
+        return 2
     if args.command is None:
-        parser.print_help()
+        build_parser().print_help()
         return 2
     try:
         check_roots()
@@ -81,14 +94,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_experts(args)
         if args.command == "run-batch":
             return _run_batch(args)
-        return _run_service(args, options_from(args))
+        options = options_from(args)
+        _say_notes(args)
+        return _run_service(args, options)
     except (OptionsError, RootError) as error:
         print(f"wideep {args.command}: {error}", file=sys.stderr)
         return 2
 
 
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the process's words.
+
+    Raises:
+        OptionsError: a command or a flag that there is not; the message begins with the command.
+    """
+    parser, commands = _build_parsers()
+    command = next(iter(words), "-")
+    if not command.startswith("-") and command not in commands:
+        raise OptionsError(
+            f"wideep: {command!r} is no command{nearest(command, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
+        )
+    is_service = command in _SERVICES
+    args, left = parser.parse_known_args([command, *spelled(words[1:])] if is_service else words)
+    if left:
+        shown = f"wideep {command}" if command in commands else "wideep"
+        own = () if is_service else re.findall(r"--[\w-]+", commands.get(command, parser).format_help())
+        raise OptionsError(f"{shown}: {why_unknown(left, shown, own)}")
+    return args
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
+    return _build_parsers()[0]
+
+
+def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of all commands, and each command's own."""
     parser = _Parser(prog="wideep", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"wideep {_version()}")
     commands = parser.add_subparsers(
@@ -141,7 +182,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_batch_parser(commands)
     add_experts_parser(commands)
-    return parser
+    return parser, commands.choices
+
+
+def _say_notes(args: argparse.Namespace) -> None:
+    """Say of flags that change nothing here that they do not, and why; of several workers on a node the first says it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for note in notes_on(args):
+            print(f"wideep {args.command}: {note}", file=sys.stderr, flush=True)
 
 
 def _version() -> str:
@@ -185,6 +233,7 @@ def _run_batch(args: argparse.Namespace) -> int:
     from server.clients.batch.run import run_batch
 
     check_batch_arguments(args)
+    _say_notes(args)
     return run_batch(args, None if args.url else options_from(args, defaults=PRIVATE_DEFAULTS))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from scheduler.policy.request import Request, SamplingParams, Structure, TokenBias
 from server import errors
-from server.api.schemas import ALL, MAX_CHOICES, MAX_STOPS, SamplingFields
+from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields
 from server.api.served import ServedModel
 from server.errors import ApiError, bad_request
 from server.front.generations import Ask
@@ -112,8 +112,10 @@ def asks_for(
     if len(prompts) * n > MAX_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices.", "n")
     stops = _stops(body)
-    seed = draw_seed() if body.seed is None else body.seed
+    seed = draw_seed(model.draw_seed) if body.seed is None else body.seed
     asked = [count for count in (num_prompt_logprobs, body.prompt_logprobs) if count is not None]
+    _check_count(body.prompt_logprobs, "prompt_logprobs", model)
+    _check_count(num_logprobs, logprobs_field, model)
     shared = _sampling(
         body,
         model,
@@ -129,10 +131,16 @@ def asks_for(
         if max_tokens is None:
             room = min(room, model.sampling_defaults.get("max_new_tokens") or room)
         _check_min_tokens(body, room, max_tokens_field)
-        if num_logprobs == ALL:
-            _check_all(body, logprobs_field, len(prompts) * n * room, model)
-        if ALL in asked:
-            _check_all(body, "prompt_logprobs", len(prompts) * n * len(prompt_ids), model)
+        for count, field, num_tokens in (
+            (num_logprobs, logprobs_field, room),
+            (
+                max(asked, key=lambda count: count_of(count, model), default=None),
+                "prompt_logprobs",
+                len(prompt_ids),
+            ),
+        ):
+            if count is not None and (count == ALL or count > MAX_LOGPROBS):
+                _check_entries(body, field, count, len(prompts) * n * num_tokens, model)
         for choice in range(n):
             request = Request(
                 request_id=f"{request_id}-{len(asks)}",
@@ -146,18 +154,32 @@ def asks_for(
 
 def count_of(num_top: int, model: ServedModel) -> int:
     """Return how many log-probabilities a number that a client sent stands for."""
-    return model.tokenizer.vocab_size if num_top == ALL else num_top
-
-
-def _check_all(body: SamplingFields, field: str, num_tokens: int, model: ServedModel) -> None:
-    """Refuse more log-probabilities than an answer may have: those of a whole vocabulary are megabytes a token."""
-    if body.stream:
-        raise bad_request(f"{field} is -1, which is all log-probabilities: it needs stream=false.", field)
     vocab_size = model.tokenizer.vocab_size
-    if num_tokens * vocab_size > MAX_LOGPROB_ENTRIES:
+    return vocab_size if num_top == ALL else min(num_top, vocab_size)
+
+
+def _check_count(num_top: int | None, field: str, model: ServedModel) -> None:
+    """Refuse more log-probabilities for each token than the service gives."""
+    if num_top is None or model.max_logprobs == ALL or (num_top == ALL and model.max_logprobs is None):
+        return
+    limit = MAX_LOGPROBS if model.max_logprobs is None else model.max_logprobs
+    if num_top == ALL or num_top > limit:
+        seen = "-1, which is all log-probabilities" if num_top == ALL else str(num_top)
+        raise bad_request(f"{field} is {seen}; this server gives at most {limit} (--max-logprobs).", field)
+
+
+def _check_entries(
+    body: SamplingFields, field: str, num_top: int, num_tokens: int, model: ServedModel
+) -> None:
+    """Refuse more log-probabilities than an answer may have: those of a whole vocabulary are megabytes a token."""
+    seen = "-1, which is all log-probabilities" if num_top == ALL else str(num_top)
+    if body.stream and num_top == ALL:
+        raise bad_request(f"{field} is {seen}: it needs stream=false.", field)
+    each = count_of(num_top, model)
+    if num_tokens * each > MAX_LOGPROB_ENTRIES:
         raise bad_request(
-            f"{field} is -1, which is all log-probabilities: {vocab_size} for each of {num_tokens} tokens are more "
-            f"than the {MAX_LOGPROB_ENTRIES} that one answer may have.",
+            f"{field} is {seen}: {each} for each of {num_tokens} tokens are more than the {MAX_LOGPROB_ENTRIES} that one "
+            "answer may have.",
             field,
         )
 

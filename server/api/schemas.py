@@ -13,7 +13,7 @@ from server.errors import bad_request, trouble_in
 MAX_CHOICES = 128  # n, and prompts times n
 MAX_MESSAGES = 10_000  # of a chat, their parts included
 MAX_STOPS = 128
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # unless --max-logprobs says otherwise
 ALL = -1  # of the vocabulary, as a number of log-probabilities
 MAX_TOOLS = 1024
 MAX_LOGPROB_IDS = 128  # vLLM's, as is the next
@@ -79,7 +79,7 @@ class SamplingFields(BaseModel):
     allowed_token_ids: list[int] | None = Field(
         None, min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True
     )
-    prompt_logprobs: int | None = Field(None, ge=ALL, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=ALL)  # and at most --max-logprobs; checked in sampling
     logprob_token_ids: list[int] | None = Field(None, max_length=MAX_LOGPROB_IDS, fail_fast=True)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
@@ -109,7 +109,7 @@ class ChatRequest(SamplingFields):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=ALL, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=ALL)  # and at most --max-logprobs; checked in sampling
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None  # templates write their own
@@ -129,7 +129,7 @@ class CompletionRequest(SamplingFields):
 
     max_tokens: int | None = Field(None, ge=0)  # 0 with echo only
     prompt: Prompt = None  # text, token ids, or a list of either; checked in completions
-    logprobs: int | None = Field(None, ge=ALL, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=ALL)  # and at most --max-logprobs; checked in sampling
     echo: bool | None = None
     add_special_tokens: bool | None = None
 

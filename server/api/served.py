@@ -9,6 +9,7 @@ from server import errors
 from server.api.parsers.registry import Markup
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
+from server.http.exchanges import seeds_from
 
 T = TypeVar("T")
 MAX_LONG_WORK = 2  # long texts that are rendered or tokenized at once, each in a thread
@@ -25,6 +26,10 @@ class ServedModel:
     created: int  # seconds since 1970
     structures: StructureChecks
     directory: str = ""  # of the checkpoint
+    draw_seed: Callable[[], int] = seeds_from(None)  # noqa: RUF009 - a function; for requests that bring none
+    max_logprobs: int | None = (
+        None  # beside each token, ALL is no bound; None is the usual bound, or all of them
+    )
     has_metrics: bool = False  # answers tell how long they took
     long_work: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_LONG_WORK)

@@ -6,6 +6,7 @@ variable is never reset: the server gives every exchange a task, and so a contex
 the application ended still belongs to the exchange.
 """
 
+import functools
 import os
 import re
 import secrets
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from random import Random
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -72,10 +74,19 @@ def current_exchange() -> HttpExchange | None:
     return _current.get()
 
 
-def draw_seed() -> int:
+def seeds_from(seed: int | None) -> Callable[[], int]:
+    """Return what draws seeds of 64 bits: the same ones in the same order for the same `seed`, others for None."""
+    return (
+        functools.partial(secrets.randbits, 64)
+        if seed is None
+        else functools.partial(Random(seed).getrandbits, 64)
+    )
+
+
+def draw_seed(draw: Callable[[], int]) -> int:
     """Return a seed for a request that brings none; where it may be asked for again, it is the same each time."""
     exchange = current_exchange()
-    return secrets.randbits(64) if exchange is None or exchange.seed is None else exchange.seed
+    return draw() if exchange is None or exchange.seed is None else exchange.seed
 
 
 class ExchangeWatch:

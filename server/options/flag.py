@@ -8,6 +8,7 @@ command line may have aliases: the first is the one that messages name.
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ class Flag:
     action: str = "store"  # argparse's, or "switch"
     nargs: str | None = None  # argparse's
     keyword: str = ""  # for scripts; empty: the first name with underscores
+    taken_as: Mapping[str, str] = dataclasses.field(default_factory=dict)  # words of other programs -> ours
+    taken_because: str = ""  # why, for the line that says so
 
     @property
     def name(self) -> str:
@@ -77,11 +80,13 @@ def flag(
     metavar: str | None = None,
     action: str = "store",
     nargs: str | None = None,
+    taken_as: Mapping[str, str] | None = None,
+    taken_because: str = "",
 ) -> Any:
     """Declare a field whose flag takes a value."""
     declared = Flag(
         group=group, names=names, help=help, read=read, default=default, default_text=default_text,
-        metavar=metavar, action=action, nargs=nargs,
+        metavar=metavar, action=action, nargs=nargs, taken_as=taken_as or {}, taken_because=taken_because,
     )  # fmt: skip
     return dataclasses.field(default=default, metadata={_METADATA: declared})
 
@@ -118,6 +123,17 @@ def _as_keyword(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
+def off_names_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names under which vLLM turns a switch off: --no-enable-x and --disable-x for --enable-x."""
+    found = []
+    for name in names:
+        if name.startswith("--"):
+            found.append(f"--no-{name[2:]}")
+        if name.startswith("--enable-"):
+            found.append(name.replace("--enable-", "--disable-", 1))
+    return tuple(found)
+
+
 def add_flags(
     parser: argparse.ArgumentParser, options: Sequence[Option], defaults: Mapping[str, Any]
 ) -> None:
@@ -139,12 +155,14 @@ def _arguments(option: Option, default: Any) -> Iterator[tuple[tuple[str, ...], 
     """Yield what argparse is told of an option: names, and settings. A switch may have flags for on and for off."""
     declared = option.flag
     if declared.is_switch:
+        others = [name for name in off_names_of(declared.names) if name not in declared.off_names]
         for names, help, value in (
-            (declared.names, declared.help, True),
-            (declared.off_names, declared.off_help, False),
+            (declared.names, _escaped(declared.help), True),
+            (declared.off_names, _escaped(declared.off_help), False),
+            (tuple(others), argparse.SUPPRESS, False),
         ):
             if names:
-                settings = {"action": "store_const", "const": value, "help": _escaped(help)}
+                settings = {"action": "store_const", "const": value, "help": help}
                 yield names, {"dest": option.keyword, **settings}
         return
     settings = {"metavar": declared.metavar, "help": _escaped(help_text(declared, default))}
@@ -154,6 +172,16 @@ def _arguments(option: Option, default: Any) -> Iterator[tuple[tuple[str, ...], 
         yield declared.names, {"dest": option.keyword, "action": declared.action, **settings}
     else:
         yield (option.keyword,), settings
+
+
+def words_of(option: Option) -> tuple[str, ...]:
+    """Return every word that a command line may say for an option, those that --help leaves out too."""
+    declared = option.flag
+    return (
+        *declared.names,
+        *declared.off_names,
+        *(off_names_of(declared.names) if declared.is_switch else ()),
+    )
 
 
 def _escaped(text: str) -> str:
@@ -222,6 +250,31 @@ def whole(least: int, most: int | None = None) -> Reader:
             allowed = f"at least {least}" if most is None else f"{least} to {most}"
             raise OptionsError(f"{name} is {value}; it must be {allowed}")
         return value
+
+    return read
+
+
+_SUFFIXES = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def tokens(least: int) -> Reader:
+    """Return a reader of numbers of tokens, which may end as vLLM's: 8k is 8,000, 8K is 8,192, 1.5k is 1,500."""
+    read_whole = whole(least)
+
+    def read(name: str, given: Any) -> int:
+        digits = text(name, given).strip()
+        unit = _SUFFIXES.get(digits[-1:])
+        if unit is None:
+            return int(read_whole(name, given))
+        try:
+            value = float(digits[:-1]) * unit
+        except ValueError:
+            value = math.nan
+        if not value.is_integer():  # nor is "nan"
+            raise OptionsError(
+                f"{name} is {given!r}; give a number of tokens such as 8192, 8k (8000) or 8K (8192)"
+            )
+        return int(read_whole(name, int(value)))
 
     return read
 

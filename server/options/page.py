@@ -4,14 +4,17 @@ import itertools
 from collections.abc import Iterator
 
 from server.options.flag import Option, default_text
-from server.options.table import ALWAYS_ON, OPTIONS
+from server.options.table import OPTIONS
 
 _HEAD = """\
 # Options
 
 Every flag of `wideep serve` and `wideep worker`; `run-batch` takes them too, and `LLM(...)` as keywords with underscores
 ([offline.md](offline.md)). This page is written by `python -m server.options.page`, from the table that the flags come
-from (server/options/table.py). What the endpoint's options are for: [operations.md](operations.md).
+from (server/options/table.py). What the endpoint's options are for: [operations.md](operations.md). `--no-NAME` turns a
+switch off, underscores may stand for dashes, and `--eplb-config.num_redundant_experts 8` for
+`--eplb-config '{"num_redundant_experts": 8}'`. Flags of vLLM's and SGLang's that are not here:
+[from_vllm.md](from_vllm.md), [from_sglang.md](from_sglang.md).
 """
 
 
@@ -24,8 +27,6 @@ def options_page() -> str:
         lines += ["| flag | default | what |", "|---|---|---|"]
         found = (option for option in OPTIONS if option.flag.group == group)
         lines += [*itertools.chain.from_iterable(map(_rows, found)), ""]
-    lines += ["## Accepted for vLLM's sake", "", "These change nothing.", "", "| flag | why |", "|---|---|"]
-    lines += [f"| `{name}` | {why} |" for name, why in ALWAYS_ON.items()]
     return "\n".join([*lines, ""])
 
 

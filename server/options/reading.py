@@ -5,17 +5,23 @@ everybody on the machine can read a command line, so keys travel in the environm
 """
 
 import argparse
+import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from expert_placement.config import EplbConfig
+from server.options.checkpoint import CheckpointOptions
 from server.options.checks import check_certificate, check_traces
-from server.options.flag import OptionsError, add_flags
-from server.options.table import ALWAYS_ON, DEMO_MODEL, OPTIONS, REFUSED, HttpOptions, LogOptions, Options
+from server.options.config_file import read_config_file
+from server.options.flag import OptionsError, add_flags, words_of
+from server.options.foreign import ForeignFlag, judge
+from server.options.sglang_flags import SGLANG_FLAGS
+from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, HttpOptions, LogOptions, Options
+from server.options.vllm_flags import VLLM_FLAGS
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
 PRIVATE_DEFAULTS = {
@@ -24,15 +30,21 @@ PRIVATE_DEFAULTS = {
     "log_stats": False,
 }  # of a service that belongs to one script or batch
 _HANDED_ON = "--options"  # what a process of ours gets instead of flags
-_INNER: dict[str, Any] = {"http": HttpOptions, "log": LogOptions, "eplb_config": EplbConfig}
+_ALIKE = 0.75  # of two names, as difflib counts: what is less alike is another word, not a slip
+_NESTED: dict[str, Any] = {"http": HttpOptions, "log": LogOptions, "checkpoint": CheckpointOptions}
+_INNER: dict[str, Any] = {**_NESTED, "eplb_config": EplbConfig}
 
 
-def _keyword(name: str) -> str:
-    return name.removeprefix("--").replace("-", "_")
+_FOREIGN = {
+    flag.name: flag for flag in (*VLLM_FLAGS, *SGLANG_FLAGS)
+}  # by the name under which values are found
+_NAMES = {name: flag for flag in _FOREIGN.values() for name in (*flag.names, *flag.off_names)}
+_BY_NAME = {word: option for option in OPTIONS for word in words_of(option)}
 
 
-_ALWAYS_ON = frozenset(map(_keyword, ALWAYS_ON))
-_REFUSED = {_keyword(name): name for name in REFUSED}
+def keyword(name: str) -> str:
+    """Return the name of a flag as scripts write it."""
+    return name.lstrip("-").replace("-", "_")
 
 
 def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:
@@ -42,20 +54,46 @@ def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | N
         defaults: by keyword, shown by --help instead of the table's.
     """
     add_flags(parser, OPTIONS, defaults or {})
-    group = parser.add_argument_group("accepted for vLLM's sake")
-    for name, why in ALWAYS_ON.items():
-        group.add_argument(name, action="store_true", help=f"nothing to enable: {why}")
-    for name in REFUSED:
-        parser.add_argument(
-            name, action="store_true", dest=_keyword(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+    parser.add_argument(
+        "--model",
+        dest="model_flag",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="another way to write MODEL",
+    )
+    for flag in _FOREIGN.values():
+        names = [name for name in flag.names if name not in _BY_NAME]
+        settings: dict[str, Any] = {
+            "dest": flag.name,
+            "default": argparse.SUPPRESS,
+            "help": argparse.SUPPRESS,
+        }
+        if flag.takes != "nothing":
+            parser.add_argument(*names, nargs="+" if flag.takes == "values" else None, **settings)
+            continue
+        parser.add_argument(*names, action="store_const", const=True, **settings)
+        parser.add_argument(*flag.off_names, action="store_const", const=False, **settings)
     parser.add_argument(_HANDED_ON, dest="handed_on", help=argparse.SUPPRESS)
 
 
+def known_words() -> tuple[str, ...]:
+    """Return every flag that a service takes or answers by a sentence, ours first."""
+    return (*_BY_NAME, "--model", *_NAMES)
+
+
 def said_in(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that a command line gives, by keyword."""
-    known = [*(option.keyword for option in OPTIONS), *_REFUSED]
-    return {keyword: vars(args)[keyword] for keyword in known if keyword in vars(args)}
+    """Return what a command line says: by keyword, and by name for flags of other programs.
+
+    Raises:
+        OptionsError: MODEL is given twice.
+    """
+    known = [*(option.keyword for option in OPTIONS), *_FOREIGN]
+    said = {keyword: vars(args)[keyword] for keyword in known if keyword in vars(args)}
+    if "model_flag" in args:
+        if "model" in said:
+            raise OptionsError(f"the model is given twice, {said['model']!r} and --model {args.model_flag!r}")
+        said["model"] = args.model_flag
+    return said
 
 
 def options_from(
@@ -74,7 +112,52 @@ def options_from(
     """
     if args.handed_on is not None:
         return options_from_json(args.handed_on, environment)
-    return _read({**(defaults or {}), **said_in(args)}, environment)
+    return _read({**(defaults or {}), **_with_file(said_in(args))}, environment)
+
+
+def notes_on(args: argparse.Namespace) -> list[str]:
+    """Return a line for each flag of a command line that changes nothing, or is taken as something else.
+
+    Raises:
+        OptionsError: as `options_from`.
+    """
+    return [] if args.handed_on is not None else _settle(_with_file(said_in(args)))[1]
+
+
+def _with_file(said: dict[str, Any]) -> dict[str, Any]:
+    """Add what the file of --config says and the command line does not."""
+    if "config" not in said:
+        return said
+    file = Path(said["config"])
+    return {**_by_keyword(read_config_file(file), f"--config {file}: "), **said}
+
+
+def _by_keyword(given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return options that were given by name, with dashes or underscores, as `said_in` returns those of a command line."""
+    keywords = {option.keyword: option.keyword for option in OPTIONS if option is not CONFIG_FILE}
+    keywords |= {
+        keyword(name): option.keyword for name, option in _BY_NAME.items() if not option.flag.is_switch
+    }
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        plain = keyword(name)
+        flag = _NAMES.get(f"--{plain.replace('_', '-')}")
+        if plain in keywords:
+            found[keywords[plain]] = value
+        elif flag is not None:
+            found[flag.name] = value
+        else:
+            close = nearest(plain, [*keywords, *map(keyword, _NAMES)])
+            raise OptionsError(
+                f"{where}{name!r} is no option{close}; the options are {', '.join(sorted({*keywords.values()}))}"
+            )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a question after what may have been meant, to go between two parts of a sentence; empty where nothing is like it."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=_ALIKE)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def options_from_keywords(
@@ -91,27 +174,58 @@ def options_from_keywords(
     Raises:
         OptionsError: no such option, or a value that its flag would not take.
     """
-    known = {option.keyword for option in OPTIONS if option.keyword != "model"} | _ALWAYS_ON
-    for name in sorted(set(keywords) - known - set(_REFUSED)):
-        raise OptionsError(f"{name!r} is no option; the options are {', '.join(sorted(known))}")
-    said = {name: value for name, value in keywords.items() if value is not None}
-    return _read({**PRIVATE_DEFAULTS, **said, "model": model}, environment)
+    return _read({**PRIVATE_DEFAULTS, **_by_keyword(keywords), "model": model}, environment)
+
+
+def _settle(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return what was said in our own words, and a line for each flag that changes nothing or is taken as something else.
+
+    Raises:
+        OptionsError: a flag of another program that cannot be granted, or that contradicts ours.
+    """
+    ours = {name: value for name, value in said.items() if name not in _FOREIGN}
+    notes: list[str] = []
+    foreign = [_FOREIGN[name] for name in said if name in _FOREIGN]
+    for flag in foreign:
+        if flag.becomes:
+            _take_alias(ours, flag, said[flag.name])
+    notes += [judge(flag, said[flag.name], {**said, **ours}) for flag in foreign if not flag.becomes]
+    for option in OPTIONS:
+        given, declared = ours.get(option.keyword), option.flag
+        if isinstance(given, str) and given in declared.taken_as:
+            ours[option.keyword] = declared.taken_as[given]
+            notes.append(
+                f"{declared.name} {given} is taken as {declared.taken_as[given]}: {declared.taken_because}"
+            )
+    return ours, notes
+
+
+def _take_alias(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:
+    option = _BY_NAME[flag.becomes]
+    value = flag.spelled.get(str(given), given)
+    if flag.becomes in option.flag.off_names:
+        value = not given
+    before = ours.get(option.keyword, value)
+    if str(before) != str(value):
+        raise OptionsError(
+            f"{flag.name} is {given} and {option.flag.name} is {before}; they mean the same: give one"
+        )
+    ours[option.keyword] = value
 
 
 def _read(said: Mapping[str, Any], environment: Mapping[str, str]) -> Options:
     """Check what was said, by keyword, and complete it by the defaults."""
-    for keyword in _REFUSED.keys() & said.keys():
-        raise OptionsError(f"{_REFUSED[keyword]}: {REFUSED[_REFUSED[keyword]]}")
-    read: dict[str, Any] = {"http": {}, "log": {}}
+    said, _ = _settle(said)
+    read: dict[str, Any] = {name: {} for name in _NESTED}
     for option in OPTIONS:
-        if option.keyword in said:
+        if option.keyword in said and option.path:
             value = option.flag.read(option.flag.name, said[option.keyword])
             *outer, last = option.path
             (read[outer[0]] if outer else read)[last] = value
     read["api_keys"] = (*read.get("api_keys", ()), *environment.get(API_KEY_VARIABLE, "").split())
     read["api_keys"] = tuple(dict.fromkeys(read["api_keys"]))
     read["served_model_names"] = read.get("served_model_names") or (_name_of(read.get("model", DEMO_MODEL)),)
-    options = Options(**{**read, "http": HttpOptions(**read["http"]), "log": LogOptions(**read["log"])})
+    options = Options(**{**read, **{name: kind(**read[name]) for name, kind in _NESTED.items()}})
     _check_together(options, environment)
     return options
 

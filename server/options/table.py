@@ -16,9 +16,12 @@ from dispatch.wires.availability import BACKENDS
 from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
 from scheduler.policy.speculative import SpeculativeConfigError, parse_speculative_config
 from server.api.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from server.options.checkpoint import MODEL, STORED_METHODS, CheckpointOptions
 from server.options.checks import check_key, read_cluster_key, read_keys
 from server.options.flag import (
+    Flag,
     Group,
+    Option,
     OptionsError,
     flag,
     json_texts,
@@ -29,6 +32,7 @@ from server.options.flag import (
     switch,
     text,
     texts,
+    tokens,
     whole,
 )
 
@@ -36,7 +40,6 @@ DEMO_MODEL = "demo"
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill 30 s after they asked
 QUIET_PATHS = ("/health", "/metrics", "/ping")  # asked every few seconds, by machines
 
-MODEL = Group("model", "all")
 HTTP = Group("HTTP endpoint", "the front")
 TOOLS = Group("tool calls and reasoning", "the front")
 RANKS = Group("ranks", "the ranks")
@@ -46,7 +49,14 @@ LIMITS = Group("limits", "the front and the ranks")
 MEMORY = Group("memory", "the ranks")
 LOGS = Group("logs and traces", "the front")
 
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 _NOT_NEGATIVE = number(lambda seconds: 0 <= seconds < math.inf, "0 or more seconds")
+# vLLM's and SGLang's ways; each of ours has both modes, and `auto` is the fastest that the machine has.
+_BACKENDS_OF_OTHERS = (
+    "deepep", "deepep_low_latency", "deepep_high_throughput", "deepep_v2", "pplx", "naive", "allgather_reducescatter",
+    "flashinfer", "flashinfer_all2allv", "flashinfer_nvlink_two_sided", "flashinfer_nvlink_one_sided", "nixl_ep", "nixl",
+    "mori", "mori_low_latency", "mori_high_throughput", "mooncake", "moonep", "none",
+)  # fmt: skip
 _SHARE = number(lambda share: 0 < share <= 1, "above 0 and at most 1")
 _AT_MOST_A_DAY = number(lambda seconds: 0 < seconds <= 86_400, "above 0 and at most 86400 (a day)")
 
@@ -193,8 +203,10 @@ class LogOptions:
         help="form of access and error log",
     )  # fmt: skip
     level: str = flag(
-        LOGS, "--log-level", read=one_of("debug", "info", "warning", "error", "critical"),
+        LOGS, "--log-level", "--uvicorn-log-level", read=one_of(*_LEVELS),
         metavar="{debug,info,warning,error,critical}", default="info", help="least that is logged",
+        taken_as={**{word.upper(): word for word in _LEVELS}, "trace": "debug", "NOTSET": "debug"},
+        taken_because="levels are written in small letters, and debug is the least of them",
     )  # fmt: skip
     requests: bool = switch(
         LOGS, "--log-requests", "--enable-log-requests", off=["--disable-log-requests"],
@@ -227,6 +239,7 @@ class Options:
         MODEL, "MODEL", read=_model, metavar="MODEL", nargs="?", default=DEMO_MODEL,
         help="a Hugging Face model directory, a hub name, or 'demo', the model that WideEP makes itself",
     )  # fmt: skip
+    checkpoint: CheckpointOptions = field(default=CheckpointOptions())
     host: str = flag(
         HTTP, "--host", read=text, metavar="ADDRESS", default="127.0.0.1", help="address to listen on"
     )
@@ -252,6 +265,12 @@ class Options:
         help="add the times of each request to its answer, or to the usage chunk of its stream",
     )  # fmt: skip
     http: HttpOptions = field(default=HttpOptions())
+
+    seed: int | None = flag(
+        HTTP, "--seed", read=whole(0, 2**64 - 1), metavar="N", default_text="drawn anew",
+        help="requests that bring no seed get theirs from this one, in order of arrival: the same requests in the same "
+        "order are answered the same",
+    )  # fmt: skip
 
     tool_call_parser: str | None = flag(
         TOOLS, "--tool-call-parser", read=one_of(*TOOL_PARSERS), metavar="NAME",
@@ -290,13 +309,16 @@ class Options:
     dtype: str = flag(
         RANKS, "--dtype", read=one_of("auto", "float32", "bfloat16"), metavar="{auto,float32,bfloat16}",
         default="auto", default_text="auto, on a GPU bfloat16",
+        taken_as={"half": "bfloat16", "float16": "bfloat16", "float": "float32"},
+        taken_because="weights are kept in float32 or bfloat16, which has float16's size and float32's range: answers "
+        "differ from float16's in the last digits",
         help="type the weights are kept in, but for quantised ones, which stay as they are; CPU computes in float32, a "
         "GPU in this type",
     )  # fmt: skip
     quantization: str | None = flag(
-        RANKS, "--quantization", read=one_of("int8", "int4"), metavar="{int8,int4}",
+        RANKS, "--quantization", "-q", read=one_of("int8", "int4", *STORED_METHODS), metavar="{int8,int4}",
         help="quantise experts and linear layers as they are loaded, a scale per 32 inputs; less memory, on a CPU faster "
-        "decodes, other answers (docs/quantised.md)",
+        "decodes, other answers (docs/quantised.md); the name of the format that the checkpoint has changes nothing",
     )  # fmt: skip
     batch_invariant: bool = switch(
         RANKS, "--batch-invariant",
@@ -313,6 +335,9 @@ class Options:
 
     all2all_backend: str = flag(
         DISPATCH, "--all2all-backend", read=one_of(*BACKENDS), metavar=f"{{{','.join(BACKENDS)}}}", default="auto",
+        taken_as=dict.fromkeys(_BACKENDS_OF_OTHERS, "auto"),
+        taken_because="steps that only decode use the low-latency exchange and steps with prompts the normal one, as far as "
+        "this machine goes; deep_ep is the installed DeepEP",
         help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; on GPUs it is nccl, with "
         "decode steps through each other's memory (nvshmem between hosts) where that can be had; deep_ep is the "
         "installed package",
@@ -364,16 +389,16 @@ class Options:
     )  # fmt: skip
 
     max_model_len: int | None = flag(
-        LIMITS, "--max-model-len", read=whole(1), metavar="TOKENS", default_text="the model's",
-        help="prompt plus output",
+        LIMITS, "--max-model-len", read=tokens(1), metavar="TOKENS", default_text="the model's",
+        help="prompt plus output, such as 4096, 8k (8000) or 8K (8192)",
     )  # fmt: skip
     max_num_seqs: int | None = flag(
         LIMITS, "--max-num-seqs", read=whole(1), metavar="N", default_text="64 on CPU, 256 on a GPU",
         help="requests a rank runs at once",
     )  # fmt: skip
     max_num_batched_tokens: int | None = flag(
-        LIMITS, "--max-num-batched-tokens", read=whole(16), metavar="TOKENS",
-        default_text="512 on CPU, 8192 on a GPU", help="tokens a rank runs in one step",
+        LIMITS, "--max-num-batched-tokens", read=tokens(16), metavar="TOKENS",
+        default_text="512 on CPU, 8192 on a GPU", help="tokens a rank runs in one step, such as 8192 or 8K",
     )  # fmt: skip
     target_itl_ms: float | None = flag(
         LIMITS, "--target-itl-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS",
@@ -381,10 +406,16 @@ class Options:
         help="time between two tokens of a stream that a step with prompts keeps to, as far as it can: it takes on fewer "
         "tokens of prompts, at least 64",
     )  # fmt: skip
+<<<<<<< HEAD
     speculative_config: str | None = flag(
         LIMITS, "--speculative-config", "-sc", read=_speculative_config, metavar="JSON", default_text="nothing is drafted",
         help="try several tokens of a request in a step, without changing any of them: vLLM's keys, such as "
         '{"method": "ngram", "num_speculative_tokens": 4}; methods: ngram, suffix, mtp (docs/speculative.md)',
+=======
+    max_logprobs: int | None = flag(
+        LIMITS, "--max-logprobs", read=whole(-1), metavar="N", default_text="20, or all by -1",
+        help="log-probabilities that a request may ask for beside each token; -1 is as many as it likes",
+>>>>>>> 815750d (options: command lines from vLLM and SGLang are taken, or answered by a sentence that names our flag)
     )  # fmt: skip
     request_timeout_s: float = flag(
         LIMITS, "--request-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=0.0, default_text="none",
@@ -396,7 +427,7 @@ class Options:
     )  # fmt: skip
 
     kv_cache_bytes: int | None = flag(
-        MEMORY, "--kv-cache-memory", read=size, metavar="BYTES",
+        MEMORY, "--kv-cache-memory", "--kv-cache-memory-bytes", read=size, metavar="BYTES",
         default_text="25% of free memory over the local ranks; on a GPU what --gpu-memory-utilization leaves",
         help="KV cache per rank, e.g. 512M or 2G",
     )  # fmt: skip
@@ -429,15 +460,11 @@ class Options:
         return bool(self.api_keys) or self.http.api_key_file is not None
 
 
-OPTIONS = tuple(options_of(Options))
-ALWAYS_ON = {  # accepted for vLLM's sake -> what there is nothing to turn on for
-    "--enable-auto-tool-choice": "the model may always call tools",
-    "--enable-expert-parallel": "experts are always spread over the ranks",
-    "--enable-prompt-tokens-details": "usage always tells of cached tokens",
-    "--enable-request-id-headers": "answers always have one",
-    "--enable-server-load-tracking": "GET /load is always there",
-}
-REFUSED = {  # flags of vLLM's that are known and not offered -> why
-    "--enable-dbo": "steps in two halves (dual-batch overlap) were slower wherever they were measured and are no longer "
-    "offered; leave it out",
-}
+CONFIG_FILE = Option(
+    "config", (),
+    Flag(
+        group=MODEL, names=("--config",), read=text, default=None, metavar="FILE",
+        help="read options of a YAML file, as vLLM's: `max-model-len: 4096`; what the command line says goes before it",
+    ),
+)  # fmt: skip
+OPTIONS = (*options_of(Options), CONFIG_FILE)

@@ -45,7 +45,7 @@ from server.front.router import Router
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
-from server.http.exchanges import HttpExchange, note_answer
+from server.http.exchanges import HttpExchange, note_answer, seeds_from
 from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import KeptAnswers
@@ -262,6 +262,8 @@ def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Serve
         has_metrics=options.per_request_metrics,
         tokenizer=tokenizer,
         sampling_defaults=_sampling_defaults(Path(options.model)),
+        draw_seed=seeds_from(options.seed),
+        max_logprobs=options.max_logprobs,
         max_len=_max_len(options, tokenizer, ranks),
         created=int(time.time()),
         structures=StructureChecks(tokenizer.vocabulary),

@@ -24,8 +24,9 @@ from server.options.flag import OptionsError
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.process.children import Child, describe_end, stop_children
+from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.device import CPU_NUM_SEQS, CPU_RANKS
-from server.process.preflight.model import PreflightError, resolve_model
+from server.process.preflight.model import PreflightError
 from server.process.serve import is_healthy, reachable_host
 from server.roots import WIDEEP_COMMAND
 
@@ -178,13 +179,12 @@ def _completed(options: Options) -> Options:
     if options.http.ssl_certfile is not None:
         raise OptionsError("--ssl-certfile: a service of one's own is reached without TLS; leave it out")
     try:
-        directory = resolve_model(options.model)
+        options = with_checkpoint(options)
         port = options.port or free_port(options.host)
     except (PreflightError, OSError) as error:
         raise ServiceEndedError(f"the service did not start: {error}") from error
     return replace(
         options,
-        model=str(directory),
         port=port,
         api_keys=options.api_keys or (secrets.token_urlsafe(32),),
         http=replace(options.http, shutdown_timeout_s=0),  # its owner wants nothing any more when it ends it

@@ -39,10 +39,11 @@ from server.process.children import (
     stop_children,
 )
 from server.process.error_file import absences, first_failure
+from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.checks import check_start
 from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
-from server.process.preflight.model import PreflightError, resolve_model
+from server.process.preflight.model import PreflightError
 from server.process.supervisor import DRAIN_GRACE_S, UNDER_SERVE
 from server.roots import WIDEEP_COMMAND
 
@@ -103,8 +104,7 @@ def _prepare(options: Options) -> Options:
     device = choose_device(options.device)
     ranks = options.data_parallel_size or device.ranks
     options = replace(
-        on_device(options, device, num_local_ranks=ranks),
-        model=str(resolve_model(options.model)),
+        with_checkpoint(on_device(options, device, num_local_ranks=ranks)),
         data_parallel_size=ranks,
         threads=options.threads or max(1, usable_cores() // ranks),
     )

@@ -12,10 +12,11 @@ from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import StopSignals, kill_if_it_stays, say
+from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.checks import check_start
 from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
-from server.process.preflight.model import PreflightError, resolve_model
+from server.process.preflight.model import PreflightError
 from server.process.store.rendezvous import (
     NODE_VARIABLE,
     Place,
@@ -92,8 +93,7 @@ def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, 
     if device is not None:
         options = on_device(options, device, num_local_ranks=place.local_world_size)
     options = replace(
-        options,
-        model=str(resolve_model(options.model)),
+        with_checkpoint(options),
         data_parallel_size=place.local_world_size,
         threads=options.threads or max(1, usable_cores() // place.local_world_size),
     )

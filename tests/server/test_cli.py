@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,64 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
 
 
 def test_abbreviated_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--max-model", "3"]) == 2
+    assert capsys.readouterr().err == (
+        "wideep serve: --max-model is no flag of `wideep serve` (did you mean --max-model-len?); `wideep serve --help` "
+        "lists them\n"
+    )
+
+
+def test_a_command_that_there_is_not_is_answered_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["srve"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "wideep: 'srve' is no command (did you mean serve?); the commands are serve, worker, chat, "
+    )
+    assert not {"engine", "front", "claim"} & set(said.replace(",", " ").split()), (
+        "ours are nobody's business"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["chat", "--ulr"], "wideep chat: --ulr is no flag of `wideep chat`"),
+        (["--verion"], "wideep: --verion is no flag of `wideep` (did you mean --version?)"),
+        (["serve", "a", "b"], "wideep serve: 'b' is one word too many"),
+        (["run-batch", "-i", "a", "-o", "b", "--enable-lora"], "wideep run-batch: --enable-lora: adapters"),
+    ],
+)
+def test_a_flag_that_there_is_not_is_one_line_and_status_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(says) and said.count("\n") == 1
+
+
+def test_a_flag_without_its_value_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["serve", "--max-model", "3"])
+        main(["serve", "--port"])
     assert caught.value.code == 2
-    assert "--max-model" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "wideep serve: --port: expected one argument; `wideep serve --help` lists its flags\n"
+    )
+
+
+def test_a_refusal_takes_less_than_a_second_and_what_changes_nothing_is_said_first() -> None:
+    seconds = []
+    for _ in range(3):  # the quickest tells of the program, the others of the machine
+        begun_s = time.monotonic()
+        answer = run("serve", "m", "--tensor_parallel_size=1", "--trust-remote-code")
+        seconds.append(time.monotonic() - begun_s)
+    assert min(seconds) < 1
+    assert answer.returncode == 2 and answer.stderr.startswith("wideep serve: --trust-remote-code: code that")
+    answer = run("serve", "/no/such/model", "-tp", "1")
+    first, second = answer.stderr.splitlines()
+    assert first.startswith("wideep serve: --tensor-parallel-size 1 changes nothing: ")
+    assert second == "wideep serve: the model path /no/such/model does not exist"
 
 
 def test_a_bad_value_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,6 @@ def add_batch_parser(commands: Any) -> None:
     add(
         "-o", "--output-file", type=Path, required=True, metavar="FILE", help="answers, appended line by line"
     )
-    add("--model", dest="model_flag", metavar="MODEL", help="another way to write MODEL, as vLLM has it")
     add("--url", metavar="URL", help="send the requests to this service, and start none")
     add(
         "--concurrency",
@@ -47,17 +46,13 @@ def add_batch_parser(commands: Any) -> None:
 
 
 def check_batch_arguments(args: argparse.Namespace) -> None:
-    """Check what concerns run-batch alone, and put --model where MODEL is.
+    """Check what concerns run-batch alone.
 
     Raises:
         OptionsError: naming the flag.
     """
     if args.concurrency is not None and not 1 <= args.concurrency <= 4096:
         raise OptionsError(f"--concurrency is {args.concurrency}; it must be 1 to 4096")
-    if args.model_flag is not None:
-        if "model" in args:
-            raise OptionsError(f"the model is given twice, {args.model!r} and --model {args.model_flag!r}")
-        args.model = args.model_flag
     if args.input_file.resolve() == args.output_file.resolve():
         raise OptionsError("-i and -o name the same file; answers would be read as requests")
     if args.url is not None:
@@ -68,5 +63,5 @@ def _refuse_serve_flags(args: argparse.Namespace) -> None:
     """Refuse what would be silently ignored: --url starts no service that flags could shape."""
     for name in said_in(args):
         if name != "api_key":
-            shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            shown = "MODEL" if name == "model" else f"--{name.lstrip('-').replace('_', '-')}"
             raise OptionsError(f"{shown} is for a service that run-batch starts; --url uses one that runs")

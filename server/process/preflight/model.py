@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.load.quantisation import UnservedQuantisationError, find_configuration, read_quantisation
+from server.options.checkpoint import STORED_METHODS
 from server.options.table import DEMO_MODEL
 
 
@@ -26,8 +27,15 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(
+    name: str, *, revision: str | None = None, download_dir: str | None = None, what: str = "model"
+) -> Path:
     """Return the directory of a model, making or fetching it first where needed.
+
+    Args:
+        revision: of the hub's: branch, tag or commit; None is the newest.
+        download_dir: where the hub's models are kept; None is the hub's own cache.
+        what: what messages call it.
 
     Raises:
         PreflightError: there is no such model, or it cannot be had from here.
@@ -38,8 +46,8 @@ def resolve_model(name: str) -> Path:
     if path.exists():
         return path.resolve()
     if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
-        raise PreflightError(f"the model path {name} does not exist")
-    return _download(name)
+        raise PreflightError(f"the {what} path {name} does not exist")
+    return _download(name, revision, download_dir, what)
 
 
 def _make_demo_model() -> Path:
@@ -51,16 +59,24 @@ def _make_demo_model() -> Path:
         raise PreflightError(f"the demo model could not be made: {error}") from error
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None, download_dir: str | None, what: str) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=["*.safetensors"] if what == "tokenizer" else None,
+            )
+        )
     except (OSError, ValueError, httpx.HTTPError) as error:  # the hub's own errors are one of these
         reason = str(error).strip().partition("\n")[0]
         raise PreflightError(
-            f"the model {name!r} is neither a directory here nor to be had from the hub ({type(error).__name__}: "
+            f"the {what} {name!r}{f' at revision {revision!r}' if revision else ''} is neither a directory here nor to be had from the hub ({type(error).__name__}: "
             f"{reason}); give a directory with config.json and .safetensors files, or 'demo'"
         ) from error
 
@@ -100,13 +116,20 @@ def check_is_moe(config: dict[str, Any], directory: Path) -> None:
 
 
 def check_quantisation(config: dict[str, Any], directory: Path, *, asked: str | None) -> None:
-    """Check that the weights are kept in a way that is served, and may be quantised if that is `asked` for."""
+    """Check that the weights are kept in a way that is served, and as `asked`: quantised on load, or in a format."""
     try:
         configured = find_configuration(directory, field_of(config, "quantization_config"))
         found = read_quantisation(configured)
     except UnservedQuantisationError as error:
         raise PreflightError(f"{directory} cannot be served: {error}") from error
-    if asked is not None and found is not None:
+    if asked in STORED_METHODS:
+        if found is None or found.method != STORED_METHODS[asked]:
+            stored = "not quantised" if found is None else f"quantised as {found.method}"
+            raise PreflightError(
+                f"--quantization is {asked}; the weights of {directory} are {stored}. Leave it out to serve them as they "
+                "are; only int8 and int4 quantise on load"
+            )
+    elif asked is not None and found is not None:
         raise PreflightError(
             f"--quantization is {asked}; the weights of {directory} are quantised already ({found.method}) and stay as they "
             "are: leave it out"

@@ -10,8 +10,10 @@ from scheduler.policy.request import Request, TokenBias
 from server.api.sampling import _UNSERVED, asks_for, refuse_unserved
 from server.api.schemas import CompletionRequest, SamplingFields
 from server.api.served import ServedModel
+from server.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
+from server.http.exchanges import seeds_from
 
 MAX_LEN = 64
 ROOT = Path(__file__).resolve().parents[3]
@@ -154,3 +156,44 @@ def test_every_field_is_in_the_documentation() -> None:
     )
     fields = {*SamplingFields.model_fields, *CompletionRequest.model_fields, *_UNSERVED} - {"model"}
     assert not [name for name in sorted(fields) if f"`{name}" not in text + elsewhere]
+
+
+@pytest.mark.parametrize(
+    ("most", "count", "complaint"),
+    [
+        (None, 21, "logprobs is 21; this server gives at most 20 (--max-logprobs)."),
+        (5, 6, "logprobs is 6; this server gives at most 5 (--max-logprobs)."),
+        (
+            5,
+            -1,
+            "logprobs is -1, which is all log-probabilities; this server gives at most 5 (--max-logprobs).",
+        ),
+        (0, 1, "logprobs is 1; this server gives at most 0 (--max-logprobs)."),
+    ],
+)
+def test_more_log_probabilities_than_the_service_gives_are_a_400(
+    model: ServedModel, most: int | None, count: int, complaint: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        asked(replace(model, max_logprobs=most), logprobs=count)
+    assert (caught.value.message, caught.value.param) == (complaint, "logprobs")
+
+
+@pytest.mark.parametrize(
+    ("most", "count", "gets"), [(40, 40, 40), (-1, 99, 99), (-1, 1000, 320), (-1, -1, 320)]
+)
+def test_a_service_may_give_more_log_probabilities(
+    model: ServedModel, most: int, count: int, gets: int
+) -> None:
+    [request] = asked(replace(model, max_logprobs=most), logprobs=count)
+    assert request.params.num_logprobs == gets
+
+
+def test_a_service_with_a_seed_draws_the_same_ones_in_the_same_order(model: ServedModel) -> None:
+    def drawn(seed: int | None) -> list[int]:
+        served = replace(model, draw_seed=seeds_from(seed))
+        return [asked(served)[0].params.seed for _ in range(3)]
+
+    assert drawn(7) == drawn(7) != drawn(8)
+    assert len({*drawn(7), *drawn(None), *drawn(None)}) == 9
+    assert asked(replace(model, draw_seed=seeds_from(7)), seed=3)[0].params.seed == 3

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message
 from server.errors import ApiError
 from server.http import idempotency
 from server.http.app import build_app
-from server.http.exchanges import ExchangeWatch, draw_seed
+from server.http.exchanges import ExchangeWatch, draw_seed, seeds_from
 from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import MAX_AGE_S, KeptAnswers, WholeAnswer
@@ -40,7 +40,7 @@ class Model:
 
     async def answer(self, http: HttpRequest) -> Response:
         body = await http.json()
-        self.seeds.append(draw_seed())
+        self.seeds.append(draw_seed(seeds_from(None)))
         number = len(self.seeds)
         if body.get("stream"):
             return StreamingResponse(self._stream(), media_type="text/event-stream")

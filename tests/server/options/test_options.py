@@ -15,10 +15,11 @@ from server.options.reading import (
     add_options,
     environment_from,
     handed_on,
+    known_words,
     options_from,
     options_from_keywords,
 )
-from server.options.table import ALWAYS_ON, OPTIONS, HttpOptions, LogOptions, Options
+from server.options.table import OPTIONS, HttpOptions, LogOptions, Options
 from tests.support.service.certificate import write_certificate
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "options.md"
@@ -35,9 +36,7 @@ def test_the_page_of_options_is_the_tables() -> None:
 
 
 def test_a_flag_and_a_keyword_belong_to_one_option() -> None:
-    names = [name for option in OPTIONS for name in (*option.flag.names, *option.flag.off_names)] + [
-        *ALWAYS_ON
-    ]
+    names = known_words()
     keywords = [option.keyword for option in OPTIONS]
     assert len(set(names)) == len(names) and len(set(keywords)) == len(keywords)
 
@@ -274,7 +273,7 @@ def test_keywords_mean_what_the_flags_mean(keywords: dict[str, Any], words: tupl
     [
         (
             {"tensor_parallel_size": 2},
-            "'tensor_parallel_size' is no option; the options are access_log, ",
+            "--tensor-parallel-size 2: attention runs data-parallel and experts are spread over all ranks: say --data-parallel-size 2",
         ),
         ({"model_len": 2}, "'model_len' is no option"),
         ({"dtype": "int3"}, "--dtype is 'int3'; it must be one of auto, float32, bfloat16"),

@@ -1,0 +1,99 @@
+"""The options that say which files a model is: where they come from, and what of them is replaced.
+
+`process.preflight.checkpoint` makes one folder of them before anything else looks at the model.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from server.options.flag import Group, OptionsError, flag, text
+
+MODEL = Group("model", "all")
+# What vLLM and SGLang call formats that a checkpoint may have -> its quant_method. Asked for, they change nothing.
+STORED_METHODS = {
+    "fp8": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "gpt_oss_mxfp4": "mxfp4", "awq": "awq", "awq_marlin": "awq",
+    "gptq": "gptq", "gptq_marlin": "gptq", "compressed-tensors": "compressed-tensors", "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt", "modelopt_fp8": "modelopt", "modelopt_mxfp8": "modelopt", "quark": "quark",
+}  # fmt: skip
+
+
+def _object(name: str, given: Any) -> dict[str, Any]:
+    value = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(given)
+        except ValueError as error:
+            raise OptionsError(f"{name} is {given!r}, which is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise OptionsError(
+            f"{name} is {given!r}; give a JSON object such as '{{\"num_experts_per_tok\": 4}}'"
+        )
+    return value
+
+
+def _folder_or_name(name: str, given: Any) -> str:
+    path = os.path.expanduser(text(name, given))
+    if not given:
+        raise OptionsError(f"{name} is empty; give a folder, or a name on the hub")
+    return os.path.abspath(path) if os.path.exists(path) else str(given)
+
+
+def _download_folder(name: str, given: Any) -> str:
+    path = os.path.abspath(os.path.expanduser(text(name, given)))
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise OptionsError(f"{name} is {given!r}, which is a file; give a folder")
+    return path
+
+
+def _generation(name: str, given: Any) -> str:
+    if given in ("auto", "vllm"):
+        return str(given)
+    path = os.path.abspath(os.path.expanduser(text(name, given)))
+    if not os.path.isfile(os.path.join(path, "generation_config.json")):
+        raise OptionsError(
+            f"{name} is {given!r}; it must be auto (the model's), vllm (none), or a folder with a generation_config.json"
+        )
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Where a model's files come from, and what of them is replaced."""
+
+    revision: str | None = flag(
+        MODEL, "--revision", read=text, metavar="NAME", default_text="the newest",
+        help="of a model on the hub: branch, tag or commit",
+    )  # fmt: skip
+    download_dir: str | None = flag(
+        MODEL, "--download-dir", read=_download_folder, metavar="FOLDER", default_text="HF_HOME's hub",
+        help="where models of the hub are kept",
+    )  # fmt: skip
+    tokenizer: str | None = flag(
+        MODEL, "--tokenizer", read=_folder_or_name, metavar="FOLDER", default_text="the model's",
+        help="another folder, or a name on the hub, whose tokenizer and chat template are used",
+    )  # fmt: skip
+    hf_overrides: dict[str, Any] | None = flag(  # noqa: RUF009 - it declares a field
+        MODEL, "--hf-overrides", read=_object, metavar="JSON",
+        help="fields of config.json that have other values; those of an inner ..._config are merged into it",
+    )  # fmt: skip
+    generation_config: str = flag(
+        MODEL, "--generation-config", read=_generation, metavar="{auto,vllm,FOLDER}", default="auto",
+        help="whose generation_config.json says how tokens are drawn where a request does not: auto is the model's, vllm "
+        "is none",
+    )  # fmt: skip
+    override_generation_config: dict[str, Any] | None = flag(  # noqa: RUF009 - it declares a field
+        MODEL, "--override-generation-config", read=_object, metavar="JSON",
+        help='fields of it that have other values, such as {"temperature": 0.5}',
+    )  # fmt: skip
+
+    @property
+    def replaces_files(self) -> bool:
+        """Whether the model's folder cannot be used as it is."""
+        return (
+            self.tokenizer is not None
+            or self.hf_overrides is not None
+            or self.generation_config != "auto"
+            or self.override_generation_config is not None
+        )

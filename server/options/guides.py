@@ -1,0 +1,140 @@
+"""docs/from_vllm.md and docs/from_sglang.md, from the tables: `python -m server.options.guides` writes them; a test holds them equal."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from server.options.foreign import GIVEN, ForeignFlag
+from server.options.sglang_flags import (
+    DIFFERS_FROM_SGLANG,
+    SAME_AS_SGLANG,
+    SGLANG_FLAGS,
+    SHARED_WITH_VLLM,
+)
+from server.options.table import OPTIONS
+from server.options.vllm_flags import DIFFERS_FROM_VLLM, SAME_AS_VLLM, VLLM_FLAGS
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs"
+_COMMON = """\
+What was written elsewhere is taken where it means the same here, or changes nothing; `wideep` says so in a line at the
+start. What would have to change something that WideEP does not have is refused before anything is loaded, by the sentence
+below, with exit status 2. A flag that nobody knows is answered by the nearest one there is.
+
+Names may have underscores for dashes. `--no-NAME` and `--disable-NAME` turn `--enable-NAME` off. A JSON value may come key
+by key: `--eplb-config.num_redundant_experts 8`. `--config FILE` reads a YAML file of names and values, with dashes or
+underscores, lists as lists and JSON as mappings; the command line goes before it. Numbers of tokens may end in k, m or g
+(thousand, million, 10^9) or K, M or G (1,024 and its powers), as in vLLM: `--max-model-len 8k` is 8,000 and
+`--max-model-len 8K` is 8,192. Sizes in bytes (`--kv-cache-memory 2G`) are powers of 1,024, whatever the letter's case.
+`LLM(...)` takes and refuses the same names as keywords.
+"""
+_VLLM = """\
+# Coming from vLLM
+
+{common}
+A wide-EP command, and the same here:
+
+```console
+$ vllm serve deepseek-ai/DeepSeek-V3 --data-parallel-size 8 --tensor-parallel-size 1 --enable-expert-parallel \\
+    --all2all-backend deepep_low_latency --enable-eplb --eplb-config '{{"num_redundant_experts": 32}}'
+$ wideep serve deepseek-ai/DeepSeek-V3 --data-parallel-size 8 --enable-eplb --eplb-config '{{"num_redundant_experts": 32}}'
+```
+
+`wideep serve` takes the first one's flags as well. On several nodes torchrun starts the ranks, on each node the same line
+([README](../README.md)): `--headless`, `--data-parallel-address` and the like have no part in it.
+
+## The flags of `vllm serve` 0.33
+
+"same": the same name and meaning ([options.md](options.md)). "alias": another name for ours. "harmless": taken, and
+changes nothing. "refused": not served.
+"""
+_SGLANG = """\
+# Coming from SGLang
+
+{common}
+A wide-EP command, and the same here:
+
+```console
+$ python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3 --tp 8 --dp 8 --ep 8 --enable-dp-attention \\
+    --moe-a2a-backend deepep --deepep-mode auto --enable-eplb --ep-num-redundant-experts 32 --mem-fraction-static 0.85
+$ wideep serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-eplb --eplb-config '{{"num_redundant_experts": 32}}' \\
+    --gpu-memory-utilization 0.85
+```
+
+`wideep serve` takes the first one's flags but for `--ep-num-redundant-experts`, which it answers with the second one's.
+Two counts differ. With data-parallel attention SGLang's `--max-running-requests` and `--chunked-prefill-size` are of all
+ranks together; `--max-num-seqs` and `--max-num-batched-tokens` are one rank's.
+
+## The flags of `sglang.launch_server` 0.5.23
+
+Those of its published recipes and the usual others; rare ones are refused as unknown. "same": the same name and meaning
+([options.md](options.md)). "alias": another name for ours. "harmless": taken, and changes nothing. "refused": not served.
+"""
+
+
+class _Row(NamedTuple):
+    names: str
+    fate: str
+    what: str
+
+
+def vllm_guide() -> str:
+    """Return docs/from_vllm.md."""
+    return _page(_VLLM, SAME_AS_VLLM, DIFFERS_FROM_VLLM, VLLM_FLAGS)
+
+
+def sglang_guide() -> str:
+    """Return docs/from_sglang.md."""
+    shared = set(SHARED_WITH_VLLM.split())
+    flags = [*SGLANG_FLAGS, *(flag for flag in VLLM_FLAGS if shared & {*flag.names})]
+    return _page(_SGLANG, SAME_AS_SGLANG, DIFFERS_FROM_SGLANG, flags)
+
+
+def _page(head: str, same: str, differs: Mapping[str, str], flags: Iterable[ForeignFlag]) -> str:
+    rows = [*_same_rows(same.split(), differs), *itertools.chain.from_iterable(map(_foreign_rows, flags))]
+    lines = [head.format(common=_COMMON), "| flag | here | what |", "|---|---|---|"]
+    for (fate, what), alike in itertools.groupby(rows, key=lambda row: (row.fate, row.what)):
+        lines.append(f"| {', '.join(row.names for row in alike)} | {fate} | {what} |".replace("|  |", "| |"))
+    return "\n".join([*lines, ""])
+
+
+def _same_rows(names: Iterable[str], differs: Mapping[str, str]) -> Iterator[_Row]:
+    """Yield flags of ours; those of which there is nothing to say come first, in one row."""
+    taken = {option.flag.names[0]: option.flag for option in OPTIONS if option.flag.taken_as}
+    told: dict[str, str] = {}
+    for name in names:
+        flag = taken.get(name)
+        words = "" if flag is None else _words(flag.taken_as) + f": {flag.taken_because}"
+        told[name] = "; ".join(filter(None, [differs.get(name, ""), words]))
+    yield from (_Row(f"`{name}`", "same", "") for name, what in told.items() if not what)
+    yield from (_Row(f"`{name}`", "same", what) for name, what in told.items() if what)
+
+
+def _words(taken_as: Mapping[str, str]) -> str:
+    parts = []
+    for ours in dict.fromkeys(taken_as.values()):
+        theirs = [f"`{word}`" for word, value in taken_as.items() if value == ours]
+        parts.append(f"{', '.join(theirs)} {'is' if len(theirs) == 1 else 'are'} taken as `{ours}`")
+    return ", ".join(parts)
+
+
+def _foreign_rows(flag: ForeignFlag) -> Iterator[_Row]:
+    names = ", ".join(f"`{name}`" for name in flag.names)
+    otherwise = flag.otherwise.replace(GIVEN, "N")
+    if flag.becomes:
+        spelled = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in flag.spelled.items())
+        yield _Row(names, "alias", f"`{flag.becomes}`" + (f"; {spelled}" if spelled else ""))
+    elif not flag.because:
+        yield _Row(names, "refused", otherwise)
+    else:
+        otherwise = f"; otherwise refused: {otherwise}" if otherwise else ""
+        yield _Row(
+            names,
+            f"harmless with {flag.fits.in_words}" if otherwise else "harmless",
+            flag.because + otherwise,
+        )
+
+
+if __name__ == "__main__":
+    (FOLDER / "from_vllm.md").write_text(vllm_guide(), encoding="utf-8")
+    (FOLDER / "from_sglang.md").write_text(sglang_guide(), encoding="utf-8")

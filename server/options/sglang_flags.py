@@ -1,0 +1,238 @@
+"""What becomes of the flags of `sglang.launch_server` that neither we nor vLLM have, as of SGLang 0.5.23.
+
+Those of its published recipes for wide expert parallelism are all here. One count differs there: SGLang's
+--max-running-requests and --chunked-prefill-size are of all ranks together where attention is data-parallel, ours of one.
+"""
+
+from server.options.foreign import Fits, ForeignFlag, Said, alias, harmless, of, refused
+
+_BALANCES = "what balances experts is said in --eplb-config: "
+_KERNELS = "there is one set of kernels for each kind of device, chosen by --device and what the device can; leave it out"
+_GRAPHS = (
+    "decode steps on a GPU are captured for every padded size; --enforce-eager runs them without CUDA graphs, "
+    "--enable-torch-compile compiles what lies between the kernels"
+)
+_BOTH = "every rank does prompts and decodes, and keeps its KV cache for itself; leave it out"
+_MEMORY = (
+    "weights and KV cache stay in the device's memory; where it is short take more ranks (--data-parallel-size), "
+    "--quantization int8, or a smaller --kv-cache-memory"
+)
+_TEXT = "models that see or hear are served as their text decoder"
+_LORA = "adapters are not served; merge one into the weights (merge_and_unload in PEFT) and serve the result"
+_DRAFTS = "drafts are not set up by this flag; leave it out"
+
+
+def _are_all_ranks(given: object, said: Said) -> bool:
+    return str(given) in ("1", str(said.get("data_parallel_size", given)))
+
+
+_MODEL = (
+    alias("--model-path", "MODEL"),
+    alias("--tokenizer-path", "--tokenizer"),
+    alias("--context-length", "--max-model-len"),
+    alias("--json-model-override-args", "--hf-overrides"),
+    alias("--random-seed", "--seed"),
+    alias("--sampling-defaults", "--generation-config", spelled={"model": "auto", "openai": "vllm"}),
+    alias("--preferred-sampling-params", "--override-generation-config"),
+    alias("--fastapi-root-path", "--root-path"),
+    alias("--log-level-http", "--log-level"),
+    *refused("give a file with the template: --chat-template FILE", values="--hf-chat-template-name --completion-template"),
+    *refused("only generation of text is served, no embeddings, scores or rewards; leave it out", switches="--is-embedding"),
+    *refused(
+        "weights are kept as the checkpoint has them; to quantise on load say --quantization int8 or int4",
+        values="--quantization-param-path --modelopt-quant --modelopt-checkpoint-restore-path "
+        "--modelopt-checkpoint-save-path --modelopt-export-path --rl-quant-profile --torchao-config",
+        switches="--quantize-and-serve",
+    ),
+    *harmless(
+        "each rank reads its own share of the safetensors files",
+        values="--weight-loader-prefetch-num-threads --startup-weight-load-mode",
+        switches="--weight-loader-disable-mmap --weight-loader-prefetch-checkpoints --weight-loader-drop-cache-after-load",
+    ),
+    *refused(
+        "weights come from safetensors files alone, read at the start; leave it out",
+        values="--custom-weight-loader --model-checksum --remote-instance-weight-loader-seed-instance-ip "
+        "--remote-instance-weight-loader-backend --model-config-parser --weight-version",
+        switches="--checkpoint-engine-wait-weights-before-ready --delete-ckpt-after-loading --enable-memory-saver "
+        "--enable-weights-cpu-backup",
+    ),
+    *harmless(_TEXT, switches="--enable-multimodal --mm-enable-dp-encoder --disable-fast-image-processor", values="--mm-attention-backend"),
+    *refused(f"{_TEXT}, and no image, audio or video is taken; leave it out", switches="--encoder-only --language-only"),
+    *refused(
+        _LORA, lists="--lora-paths",
+        values="--max-loras-per-batch --max-loaded-loras --lora-backend --lora-eviction-policy --max-lora-chunk-size",
+    ),
+)  # fmt: skip
+_RANKS = (
+    alias("--dp-size/--dp", "--data-parallel-size"),
+    alias("--dist-timeout", "--distributed-timeout-seconds"),
+    alias("--moe-a2a-backend", "--all2all-backend"),
+    alias("--deepep-mode", "--dispatch-mode"),
+    alias("--enable-deterministic-inference", "--batch-invariant", takes="nothing"),
+    *harmless(
+        "attention is always data-parallel, with all of the model's other layers on every rank",
+        switches="--enable-dp-attention --enable-dp-lm-head --enable-dp-attention-local-control-broadcast",
+    ),
+    *harmless(
+        "experts are spread over all ranks", fits=Fits("1, or the number of ranks", _are_all_ranks), otherwise="experts are spread over all ranks; say "
+        "--data-parallel-size {given}",
+        values="--ep-size/--expert-parallel-size/--ep --attn-dp-size/--attention-data-parallel-size",
+    ),
+    *harmless(
+        "layers without experts are whole on every rank", fits=of(1), otherwise="layers without experts are whole on every rank; "
+        "leave it out", values="--moe-dense-tp-size --moe-dp-size/--moe-data-parallel-size --shared-experts-tp-size "
+        "--attn-cp-size/--attention-context-parallel-size",
+    ),
+    *harmless("tokens go straight to their experts' ranks", switches="--enable-deepep-moe --enable-ep-moe --enable-p2p-check --pre-warm-nccl --disable-attn-tp-gather"),
+    *refused("say --dispatch-dtype fp8 or auto", values="--deepep-dispatcher-output-dtype --flashinfer-a2a-dispatch-type"),
+    *refused("how the exchange is laid out is chosen by its size; --dispatch-mode and --dispatch-node-size shape it", values="--deepep-config --deepep-v2-mode --fuseep-mode"),
+    *refused(_BALANCES + "'{\"num_redundant_experts\": {given}}'", values="--ep-num-redundant-experts"),
+    *refused(_BALANCES + "'{\"step_interval\": {given}}' is the nearest", values="--eplb-rebalance-num-iterations"),
+    *refused(_BALANCES + "max_bytes_per_step bounds what moves beside a step", values="--eplb-rebalance-layers-per-chunk"),
+    *refused(_BALANCES + "min_gain says what a plan must save", values="--eplb-min-rebalancing-utilization-threshold"),
+    *refused(_BALANCES + "window_size is the number of steps that are kept", values="--expert-distribution-recorder-buffer-size"),
+    *harmless(
+        "plans are repaired with few moves", fits=of("auto"), otherwise="say --eplb-config '{\"policy\": \"default\"}', "
+        "or num_groups and min_nodes where experts come in groups (docs/rebalancing.md)", values="--eplb-algorithm",
+    ),
+    *harmless("a token's copy of an expert is chosen by fixed shares, and answers do not depend on it", values="--ep-dispatch-algorithm"),
+    *harmless(
+        "experts begin in order", fits=of("trivial"), otherwise="write a placement with `wideep experts plan ... --out FILE` and "
+        "give it as --expert-placement FILE", values="--init-expert-location",
+    ),
+    *harmless(
+        "load is always recorded: `wideep experts load`, POST /start_expert_distribution_record",
+        values="--expert-distribution-recorder-mode --expert-balancedness-report-mode",
+        switches="--enable-expert-distribution-metrics",
+    ),
+    *harmless(
+        "a rank may leave and come back at any time (docs/faults.md)",
+        values="--elastic-ep-backend --ep-join-mode/--elastic-ep-join-mode --elastic-ep-scale-timeout --max-ep-size",
+        switches="--enable-elastic-expert-backup",
+    ),
+    *refused(
+        "steps in two halves (dual-batch overlap) were slower wherever they were measured and are no longer offered; leave it out",
+        switches="--enable-two-batch-overlap --enable-single-batch-overlap", values="--tbo-token-distribution-threshold",
+    ),
+    *refused("choose network devices with NCCL's or NVSHMEM's variables (NCCL_IB_HCA, NVSHMEM_HCA_LIST)", values="--mooncake-ib-device"),
+    *refused(
+        "a rank that stands still is found after --heartbeat-timeout-seconds, one that keeps others waiting after "
+        "--distributed-timeout-seconds", values="--watchdog-timeout --soft-watchdog-timeout",
+    ),
+    *refused("choose GPUs with the variable CUDA_VISIBLE_DEVICES", values="--base-gpu-id --gpu-id-step"),
+    *refused("start it under numactl, and say --threads", values="--numa-node"),
+    *harmless(
+        "the front gives each request to a rank, by prefix and work", fits=of("auto"), otherwise="the front gives each request "
+        "to a rank, by prefix and work; leave it out", values="--load-balance-method",
+    ),
+    *harmless("ranks do not add up partial results", switches="--enable-nccl-nvls --enable-symm-mem --enable-mscclpp --enable-torch-symm-mem --enable-attn-tp-input-scattered"),
+    *refused(_MEMORY, switches="--enable-paged-experts", values="--kt-weight-path --kt-method --kt-cpuinfer --kt-num-gpu-experts --offload-mode"),
+)  # fmt: skip
+_STEPS = (
+    alias("--mem-fraction-static", "--gpu-memory-utilization"),
+    alias("--disable-radix-cache", "--no-enable-prefix-caching", takes="nothing"),
+    alias("--disable-cuda-graph", "--enforce-eager", takes="nothing"),
+    *refused("it counts all ranks together; say --max-num-seqs, the requests that one rank runs at once", values="--max-running-requests --max-queued-requests --prefill-max-requests"),
+    *refused(
+        "it counts all ranks together; say --max-num-batched-tokens, the tokens of one rank's step",
+        values="--chunked-prefill-size --max-prefill-tokens",
+    ),
+    *refused("the KV cache is sized in bytes: --kv-cache-memory", values="--max-total-tokens --swa-full-tokens-ratio --max-mamba-cache-size --mamba-full-memory-ratio"),
+    *harmless("a block has 16 tokens", fits=of(16), otherwise="a block has 16 tokens on every device; leave it out", values="--page-size"),
+    *harmless(
+        "requests run in order of arrival", fits=of("fcfs"), otherwise="requests run in order of arrival; leave it out",
+        values="--schedule-policy",
+    ),
+    *harmless("blocks that nobody uses are given up oldest first", fits=of("lru"), otherwise="blocks that nobody uses are given up oldest first; leave it out", values="--radix-eviction-policy"),
+    *refused("requests run in order of arrival; leave it out", switches="--enable-priority-scheduling --schedule-low-priority-values-first --abort-on-priority-when-disabled", values="--priority-scheduling-preemption-threshold --default-priority-value"),
+    *harmless("a request is admitted when its blocks fit", values="--schedule-conservativeness"),
+    *harmless("steps are always planned ahead, and prompts share them with decodes", switches="--enable-mixed-chunk --disable-overlap-schedule --disable-chunked-prefix-cache --enable-dynamic-chunking --disable-hybrid-swa-memory", values="--scheduler-recv-interval"),
+    *harmless("every step yields its tokens at once", fits=of(1), otherwise="every step yields its tokens at once; leave it out", values="--num-continuous-decode-steps"),
+    *refused("say --target-itl-ms: the time between two tokens that steps with prompts keep to", switches="--enable-prefill-delayer", values="--prefill-decode-interval --prefill-delayer-max-delay-passes --prefill-delayer-queue-min-ratio --prefill-delayer-max-delay-ms"),
+    *harmless(
+        "the kernels are chosen by the device", fits=of("auto"), otherwise=_KERNELS,
+        values="--moe-runner-backend --prefill-attention-backend --decode-attention-backend --linear-attn-backend "
+        "--fp8-gemm-runner-backend/--fp8-gemm-backend --fp4-gemm-runner-backend/--fp4-gemm-backend --bf16-gemm-backend "
+        "--dsa-prefill-backend --dsa-decode-backend --dsa-topk-backend --sampling-backend",
+    ),
+    *harmless("there is no such kernel to tune or to turn off", switches="--disable-shared-experts-fusion --flashinfer-mla-disable-ragged --triton-attention-reduce-in-fp32 --enable-flashinfer-allreduce-fusion --enable-fused-moe-sum-all-reduce", values="--flashinfer-mxfp4-moe-precision --triton-attention-num-kv-splits"),
+    *refused(_KERNELS, switches="--enforce-shared-experts-fusion --enable-waterfill", values="--enable-fused-qk-norm-rope"),
+    *refused(
+        _GRAPHS, lists="--cuda-graph-bs --cuda-graph-bs-decode --cuda-graph-bs-prefill",
+        values="--cuda-graph-max-bs --cuda-graph-max-bs-decode --cuda-graph-max-bs-prefill --cuda-graph-config "
+        "--cuda-graph-backend-decode --cuda-graph-backend-prefill --torch-compile-max-bs",
+        switches="--disable-cuda-graph-padding --disable-prefill-cuda-graph --disable-decode-cuda-graph "
+        "--enable-profile-cuda-graph --enable-piecewise-cuda-graph",
+    ),
+    *harmless(
+        "every rank does prompts and decodes", fits=of("null"), otherwise=_BOTH, values="--disaggregation-mode",
+    ),
+    *refused(
+        _BOTH, values="--disaggregation-transfer-backend --disaggregation-bootstrap-port --disaggregation-ib-device "
+        "--disaggregation-decode-tp --disaggregation-decode-dp --disaggregation-prefill-pp --num-reserved-decode-tokens "
+        "--disaggregation-decode-polling-interval --disaggregation-decode-extra-slots --pdlb-url",
+        switches="--disaggregation-decode-enable-offload-kvcache --disaggregation-decode-enable-radix-cache --enable-pdmux",
+    ),
+    *refused(
+        _MEMORY, switches="--enable-hierarchical-cache/--enable-hicache --enable-lmcache --enable-hisparse --enable-flexkv",
+        values="--hicache-ratio --hicache-size --hicache-write-policy --hicache-io-backend --hicache-mem-layout "
+        "--hicache-storage-backend --hicache-storage-prefetch-policy --lmcache-config-file --hisparse-config",
+    ),
+    *refused(
+        "say --mamba-cache-mode align (states at the ends of blocks) or none",
+        values="--mamba-radix-cache-strategy --mamba-track-interval --mamba-ssm-dtype --mamba-scheduler-strategy",
+    ),
+    *refused(
+        _DRAFTS, values="--speculative-algorithm --speculative-draft-model-path/--speculative-draft-model "
+        "--speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens --speculative-attention-mode "
+        "--speculative-draft-attention-backend --speculative-moe-runner-backend --speculative-moe-a2a-backend "
+        "--speculative-draft-model-quantization --speculative-token-map --speculative-accept-threshold-single "
+        "--speculative-accept-threshold-acc --speculative-ngram-capacity",
+        switches="--enable-multi-layer-eagle --speculative-adaptive",
+    ),
+)  # fmt: skip
+_SERVER = (
+    *harmless("GET /metrics and GET /load are always there", switches="--enable-metrics --enable-metrics-for-all-schedulers"),
+    *harmless("usage always tells of cached tokens", switches="--enable-cache-report"),
+    *harmless("GET /health is 200 once all ranks have run a step", switches="--skip-server-warmup", values="--warmups"),
+    *harmless("GET /metrics has what steps do", values="--decode-log-interval --gc-warning-threshold-secs", switches="--show-time-cost --enable-request-time-stats-logging"),
+    *harmless("one process tokenizes for all ranks", values="--tokenizer-worker-num --detokenizer-worker-num --tokenizer-backend", switches="--enable-tokenizer-batch-encode --disable-tokenizer-batch-decode --enable-dynamic-batch-tokenizer"),
+    *harmless("streams send what is new", switches="--incremental-streaming-output"),
+    *harmless(
+        "structures are compiled by llguidance", fits=of("auto", "llguidance"), otherwise="structures are compiled by "
+        "llguidance (docs/structured_output.md); leave it out", values="--grammar-backend",
+    ),
+    *harmless("ranks that wait sleep", switches="--sleep-on-idle"),
+    *refused("spans of requests are sent with --otlp-traces-endpoint", switches="--enable-trace", values="--trace-modules"),
+    *refused("say --log-requests and --log-format", values="--log-requests-level --log-requests-format --log-requests-target"),
+    *refused("say --disable-access-log-for-endpoints /health,/metrics", lists="--uvicorn-access-log-exclude-prefixes"),
+    *refused("GET /metrics has vLLM's names and buckets (docs/operations.md)", lists="--bucket-time-to-first-token --bucket-inter-token-latency --bucket-e2e-request-latency --prompt-tokens-buckets --generation-tokens-buckets"),
+    *refused("every key opens everything; keep /experts and /dashboard behind a proxy", values="--admin-api-key"),
+    *refused("certificates' keys have no password here", values="--ssl-keyfile-password"),
+    *refused("the service speaks HTTP/1.1 on --port; leave it out", switches="--enable-http2 --grpc-mode --smg-grpc-mode"),
+    *refused("prompts that are too long are a 400, or cut where a request has truncate_prompt_tokens", switches="--allow-auto-truncate"),
+    *refused("files are not kept: `wideep run-batch` answers a file of requests", values="--file-storage-path"),
+    *refused("answers have tokens and log-probabilities; leave it out", switches="--enable-return-hidden-states --enable-custom-logit-processor --return-input-ids --return-output-ids"),
+    *refused("requests have stream_options: {\"include_usage\": true}", switches="--stream-response-default-include-usage"),
+    *refused("structures have disable_any_whitespace (docs/structured_output.md)", switches="--constrained-json-disable-any-whitespace", values="--constrained-json-whitespace-pattern"),
+    *refused("processes of a service are not dumped; messages say why one ended (docs/faults.md)", values="--crash-dump-folder --debug-tensor-dump-output-folder"),
+)  # fmt: skip
+
+SGLANG_FLAGS: tuple[ForeignFlag, ...] = (*_MODEL, *_RANKS, *_STEPS, *_SERVER)
+SAME_AS_SGLANG = (
+    "--model --revision --download-dir --dtype --quantization --device --config --served-model-name --host --port --api-key "
+    "--ssl-certfile --ssl-keyfile --chat-template --tool-call-parser --reasoning-parser --data-parallel-size --enable-eplb "
+    "--enable-torch-compile --log-level --log-requests --otlp-traces-endpoint"
+)
+DIFFERS_FROM_SGLANG = {
+    "--port": "the default is 8000",
+    "--data-parallel-size": "ranks on this node, each with all of attention and its share of the experts",
+}
+SHARED_WITH_VLLM = (  # what becomes of them stands in `vllm_flags`
+    "--trust-remote-code --load-format --model-loader-extra-config --model-impl --tokenizer-mode --skip-tokenizer-init "
+    "--kv-cache-dtype --tensor-parallel-size --pipeline-parallel-size --decode-context-parallel-size --nnodes --node-rank "
+    "--dist-init-addr --nccl-port --attention-backend --mamba-backend --disable-custom-all-reduce --cpu-offload-gb "
+    "--enable-lora --max-lora-rank --lora-target-modules --stream-interval --enable-return-routed-experts --kv-events-config "
+    "--default-chat-template-kwargs --trust-request-chat-template --tool-server --grpc-port --ssl-ca-certs "
+    "--enable-ssl-refresh --enable-mfu-metrics --watermark-config"
+)

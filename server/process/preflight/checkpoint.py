@@ -1,0 +1,148 @@
+"""The model's folder as the service uses it: found or fetched, with the files replaced that flags replace.
+
+Where config.json, generation_config.json or the tokenizer are not the model's own, a folder of links to its files is
+made, with these written anew. So every process sees one folder and none knows these flags. The folder's name is a
+digest of all that it is made of: ranks that make it at the same time make the same one, and the first is kept. Rejected: to hand
+the changes to every reader of config.json (preflight, transformers, tokenizer, survey), which would be four rules.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe.demo_model.cache import demo_model_path
+from server.options.checkpoint import STORED_METHODS, CheckpointOptions
+from server.options.table import Options
+from server.process.preflight.model import PreflightError, check_quantisation, read_config, resolve_model
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "spiece.model",
+    "sentencepiece*.model", "chat_template*", "*.jinja",
+)  # fmt: skip
+
+
+def with_checkpoint(options: Options) -> Options:
+    """Return options whose model is a folder that has all that they say of the model's files.
+
+    Raises:
+        PreflightError: there is no such model, or its weights are not in the format that --quantization names.
+    """
+    directory = find_checkpoint(options.model, options.checkpoint)
+    if options.quantization in STORED_METHODS:
+        check_quantisation(read_config(directory), directory, asked=options.quantization)
+    return replace(
+        options,
+        model=str(directory),
+        checkpoint=CheckpointOptions(),
+        quantization=None if options.quantization in STORED_METHODS else options.quantization,
+    )
+
+
+def find_checkpoint(name: str, options: CheckpointOptions) -> Path:
+    """Return the folder of a model as the options want it, making or fetching it first where needed.
+
+    Raises:
+        PreflightError: there is no such model or tokenizer, or it cannot be had from here.
+    """
+    directory = resolve_model(name, revision=options.revision, download_dir=options.download_dir)
+    if not options.replaces_files:
+        return directory
+    tokenizer = (
+        directory if options.tokenizer is None else _tokenizer_folder(options.tokenizer, options.download_dir)
+    )
+    written = {CONFIG: merged(read_config(directory), options.hf_overrides or {})}
+    generation = _generation(directory, options)
+    if generation is not None:
+        written[GENERATION] = generation
+    return _assemble(_links(directory, tokenizer), written)
+
+
+def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with other values; inner configs are merged, all else is replaced."""
+    found = dict(config)
+    for name, value in overrides.items():
+        inner = found.get(name)
+        is_config = name.endswith("_config") and isinstance(inner, dict) and isinstance(value, dict)
+        found[name] = merged(inner, value) if is_config else value  # type: ignore[arg-type]  # is_config says so
+    return found
+
+
+def _tokenizer_folder(name: str, download_dir: str | None) -> Path:
+    folder = resolve_model(name, download_dir=download_dir, what="tokenizer")
+    if not folder.is_dir() or not any(_tokenizer_files(folder)):
+        raise PreflightError(
+            f"--tokenizer is {name}, which has no tokenizer; give a folder with tokenizer.json and tokenizer_config.json"
+        )
+    return folder
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
+
+
+def _generation(directory: Path, options: CheckpointOptions) -> dict[str, Any] | None:
+    source = {"auto": directory, "vllm": None}.get(options.generation_config, Path(options.generation_config))
+    path = None if source is None else source / GENERATION
+    changes = options.override_generation_config or {}
+    if path is None or not path.is_file():
+        return dict(changes) or None
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise PreflightError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise PreflightError(f"{path} is not a JSON object")
+    return {**found, **changes}
+
+
+def _links(directory: Path, tokenizer: Path) -> dict[str, Path]:
+    """Return the files that the folder links to, by name."""
+    others = set() if tokenizer == directory else {path.name for path in _tokenizer_files(directory)}
+    links = {
+        path.name: path
+        for path in directory.iterdir()
+        if path.name not in others and path.name not in (CONFIG, GENERATION)
+    }
+    return (
+        links
+        if tokenizer == directory
+        else {**links, **{path.name: path for path in _tokenizer_files(tokenizer)}}
+    )
+
+
+def _assemble(links: Mapping[str, Path], written: Mapping[str, Any]) -> Path:
+    said = {name: str(path.resolve()) for name, path in sorted(links.items())}
+    digest = hashlib.sha256(json.dumps([said, written], sort_keys=True).encode()).hexdigest()[:16]
+    root = demo_model_path().parent / "checkpoints"
+    target = root / digest
+    if target.is_dir():
+        return target
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=root))
+        for name, path in said.items():
+            (made / name).symlink_to(path)
+        for name, content in written.items():
+            (made / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        _keep_first(made, target)
+    except OSError as error:
+        raise PreflightError(
+            f"cannot write to the cache folder {root}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
+        ) from error
+    return target
+
+
+def _keep_first(made: Path, target: Path) -> None:
+    try:
+        os.rename(made, target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(made)  # another rank was first

@@ -1,0 +1,256 @@
+"""Flags of vLLM and SGLang: each is taken, harmless, or refused by a sentence that names ours."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from server.options.flag import OptionsError
+from server.options.foreign import ForeignFlag
+from server.options.guides import FOLDER, sglang_guide, vllm_guide
+from server.options.reading import add_options, known_words, notes_on, options_from, options_from_keywords
+from server.options.sglang_flags import SAME_AS_SGLANG, SGLANG_FLAGS, SHARED_WITH_VLLM
+from server.options.table import OPTIONS, Options
+from server.options.vllm_flags import DIFFERS_FROM_VLLM, SAME_AS_VLLM, VLLM_FLAGS
+from server.options.words import spelled, why_unknown
+
+HERE = Path(__file__).parent
+FOREIGN = (*VLLM_FLAGS, *SGLANG_FLAGS)
+# Flags that sentences name and that are not a service's: torchrun's, and those of `wideep experts plan`.
+OF_OTHERS = {"--nnodes", "--nproc-per-node", "--no-python", "--out"}
+OURS = {name for option in OPTIONS for name in (*option.flag.names, *option.flag.off_names)}
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser)
+    return parser.parse_args(spelled(words))
+
+
+def taken(*words: str) -> tuple[Options, list[str]]:
+    args = parsed(*words)
+    return options_from(args, {}), notes_on(args)
+
+
+def named_in(file: str) -> list[str]:
+    return (HERE / file).read_text().split()
+
+
+@pytest.mark.parametrize("page, text", [("from_vllm.md", vllm_guide()), ("from_sglang.md", sglang_guide())])
+def test_the_guides_are_the_tables(page: str, text: str) -> None:
+    assert (FOLDER / page).read_text() == text, "run: python -m server.options.guides"
+
+
+def test_every_flag_of_vllm_0_33_stands_in_its_guide() -> None:
+    shown = set(re.findall(r"`(-[\w-]+)`", vllm_guide()))
+    missing = [name for name in named_in("vllm_0_33_flags.txt") if name not in shown]
+    assert missing == ["--speculative-config", "-sc"], "which are not taken yet"
+
+
+def test_every_flag_of_sglang_s_recipes_stands_in_its_guide() -> None:
+    shown = set(re.findall(r"`(-[\w-]+)`", sglang_guide()))
+    assert [name for name in named_in("sglang_recipe_flags.txt") if name not in shown] == []
+
+
+def test_what_is_said_to_be_the_same_is_ours() -> None:
+    ours = {*OURS, "--model"}
+    assert {*SAME_AS_VLLM.split(), *SAME_AS_SGLANG.split(), *DIFFERS_FROM_VLLM} <= ours
+    assert set(SHARED_WITH_VLLM.split()) <= {name for flag in VLLM_FLAGS for name in flag.names}
+
+
+def test_a_name_has_one_meaning() -> None:
+    words = known_words()
+    assert len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize("flag", FOREIGN, ids=lambda flag: flag.name)
+def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
+    said = f"{flag.because} {flag.otherwise} {flag.becomes}"
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said))
+    assert named <= OURS | OF_OTHERS, "it sends people to a flag that is not there"
+    assert bool(flag.becomes) != bool(flag.because or flag.otherwise), "either an alias or a reason"
+    assert "\n" not in said and not re.search(r"[^.]\. ", said) and not said.strip().endswith("."), (
+        "one sentence"
+    )
+
+
+@pytest.mark.parametrize(
+    "words, note",
+    [
+        (["-tp", "1"], "--tensor-parallel-size 1 changes nothing: every rank"),
+        (["-pp=1"], "--pipeline-parallel-size 1 changes nothing"),
+        (
+            ["--nnodes", "1", "--node-rank", "0", "--master-addr", "10.0.0.1"],
+            "--master-addr 10.0.0.1 changes",
+        ),
+        (["-dp", "2", "--data-parallel-size-local", "2"], "--data-parallel-size-local 2 changes nothing"),
+        (["--data-parallel-address=h", "--data-parallel-rpc-port=1"], "--data-parallel-rpc-port 1 changes"),
+        (["--data-parallel-start-rank=0"], "--data-parallel-start-rank 0 changes nothing"),
+        (["--data-parallel-backend", "mp"], "--data-parallel-backend mp changes nothing"),
+        (["--api-server-count", "4"], "--api-server-count 4 changes nothing: one process"),
+        (["--enable-chunked-prefill"], "--enable-chunked-prefill changes nothing: prompts"),
+        (["--no-async-scheduling"], "--no-async-scheduling changes nothing"),
+        (["--kv-cache-dtype", "auto"], "--kv-cache-dtype auto changes nothing"),
+        (["--block-size", "16"], "--block-size 16 changes nothing: a block has 16 tokens"),
+        (["--load-format=safetensors"], "--load-format safetensors changes nothing"),
+        (["--no-trust-remote-code"], "--no-trust-remote-code changes nothing: it is off"),
+        (["--disable-log-stats"], "--disable-log-stats changes nothing"),
+        (["--enable-expert-parallel"], "--enable-expert-parallel changes nothing: experts are always"),
+        (["--dtype", "half"], "--dtype half is taken as bfloat16: weights are kept"),
+        (
+            ["--all2all-backend=deepep_low_latency"],
+            "--all2all-backend deepep_low_latency is taken as auto: steps",
+        ),
+        (["--structured-outputs-config.backend", "auto"], "--structured-outputs-config"),
+        (
+            ["--tp", "8", "--dp", "8", "--ep", "8", "--enable-dp-attention"],
+            "--tensor-parallel-size 8 changes",
+        ),
+        (["--limit-mm-per-prompt.image=0"], "changes nothing: models that see"),
+    ],
+)
+def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> None:
+    options, notes = taken("m", *words)
+    assert any(note in each for each in notes)
+    assert options.model == "m"
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),
+        (["-tp", "8"], "--tensor-parallel-size 8: attention runs data-parallel"),
+        (["-tp", "8"], "say --data-parallel-size 8"),
+        (["-pp", "2"], "--pipeline-parallel-size 2: layers are not split"),
+        (["--nnodes", "2", "--node-rank", "1"], "--nnodes 2: ranks on several nodes are started by torchrun"),
+        (["-dp", "16", "--data-parallel-size-local", "8"], "--data-parallel-size-local 8: ranks on several"),
+        (["--headless"], "--headless: HTTP is served on the node of the rendezvous endpoint"),
+        (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill: prompts are always run in chunks"),
+        (
+            ["--kv-cache-dtype", "fp8"],
+            "--kv-cache-dtype fp8: keys and values are kept in the model's own type",
+        ),
+        (["--block-size", "32"], "--block-size 32: a block has 16 tokens"),
+        (["--load-format", "gguf"], "--load-format gguf: weights are read from safetensors"),
+        (["--enable-lora"], "--enable-lora: adapters are not served; merge one"),
+        (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d: adapters are not served"),
+        (["--num-redundant-experts", "32"], "--eplb-config"),
+        (["--enable-dbo"], "--enable-dbo: steps in two halves"),
+        (["--ep-num-redundant-experts", "32"], """--eplb-config: '{"num_redundant_experts": 32}'"""),
+        (["-O3"], "--optimization-level 3: decode steps on a GPU"),
+        (["--dtype", "float64"], "--dtype is 'float64'; it must be one of auto, float32, bfloat16"),
+        (
+            ["--context-length=4096", "--max-model-len=8192"],
+            "--context-length is 4096 and --max-model-len is 8192",
+        ),
+        (["--model", "other"], "the model is given twice, 'm' and --model 'other'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_a_sentence(words: list[str], complaint: str) -> None:
+    with pytest.raises(OptionsError) as caught:
+        taken("m", *words)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        (["--model", "m"], ["m"]),
+        (["--model-path", "m"], ["m"]),
+        (["--max_model_len", "4096"], ["--max-model-len", "4096"]),
+        (["--context-length", "4096"], ["--max-model-len", "4096"]),
+        (["--disable-radix-cache"], ["--no-enable-prefix-caching"]),
+        (["--disable-prefix-caching"], ["--no-enable-prefix-caching"]),
+        (["--disable-cuda-graph"], ["--enforce-eager"]),
+        (["--enable-eplb", "--no-enable-eplb"], []),
+        (["--sampling-defaults", "openai"], ["--generation-config", "vllm"]),
+        (["--random-seed", "7"], ["--seed", "7"]),
+        (["--uvicorn-log-level", "trace"], ["--log-level", "debug"]),
+        (["--kv-cache-memory-bytes", "1G"], ["--kv-cache-memory", "1G"]),
+        (["--max-model-len", "8k"], ["--max-model-len", "8000"]),
+        (["--max-model-len", "8K"], ["--max-model-len", "8192"]),
+        (["--max-num-batched-tokens", "1.5k"], ["--max-num-batched-tokens", "1500"]),
+        (["--deepep-mode", "normal"], ["--dispatch-mode", "normal"]),
+        (["--eplb-config.num_redundant_experts", "3"], ['--eplb-config={"num_redundant_experts": 3}']),
+        (["--eplb_config.min_gain=0.5", "--eplb-config.spread=true"], ['--eplb-config={"min_gain": 0.5, "spread": true}']),
+    ],
+)  # fmt: skip
+def test_words_of_others_mean_ours(theirs: list[str], ours: list[str]) -> None:
+    assert taken(*theirs)[0] == taken(*ours)[0]
+
+
+@pytest.mark.parametrize("given", ["8x", "k", "1.0001k", "-8k", "0.5K5"])
+def test_what_is_no_number_of_tokens_is_refused(given: str) -> None:
+    with pytest.raises(OptionsError, match="--max-model-len"):
+        taken(f"--max-model-len={given}")
+
+
+def test_keywords_of_scripts_are_judged_alike() -> None:
+    options = options_from_keywords("m", {"tensor_parallel_size": 1, "enable_chunked_prefill": True}, {})
+    assert options == options_from_keywords("m", {}, {})
+    with pytest.raises(OptionsError, match="--trust-remote-code: code that comes"):
+        options_from_keywords("m", {"trust_remote_code": True}, {})
+    with pytest.raises(OptionsError, match=r"'max_model_lens' is no option \(did you mean max_model_len\?\)"):
+        options_from_keywords("m", {"max_model_lens": 8}, {})
+
+
+@pytest.mark.parametrize(
+    "left, says",
+    [
+        (["--enable-elpb"], "--enable-elpb is no flag of `wideep serve` (did you mean --enable-eplb?)"),
+        (["--max-model", "3"], "--max-model is no flag of `wideep serve` (did you mean --max-model-len?)"),
+        (
+            ["3", "--frobnicate=1"],
+            "--frobnicate is no flag of `wideep serve`; `wideep serve --help` lists them",
+        ),
+        (["b"], "'b' is one word too many"),
+    ],
+)
+def test_a_word_that_nobody_knows_is_answered_by_the_nearest(left: list[str], says: str) -> None:
+    assert why_unknown(left, "wideep serve").startswith(says)
+
+
+def test_words_after_two_dashes_are_left_alone() -> None:
+    assert spelled(["--max_num_seqs=3", "--", "--a_b"]) == ["--max-num-seqs=3", "--", "--a_b"]
+
+
+def write_config(at: Path, text: str) -> str:
+    file = at / "config.yaml"
+    file.write_text(text)
+    return f"--config={file}"
+
+
+def test_a_file_of_options_stands_behind_the_command_line(tmp_path: Path) -> None:
+    flag = write_config(
+        tmp_path,
+        "model: m\nport: 9000\nmax_model_len: 8K\ntensor-parallel-size: 1\nenable-prefix-caching: false\n"
+        "served-model-name: [a, b]\neplb-config:\n  num_redundant_experts: 3\n-dp: 4\napi-key: null\n",
+    )
+    options, notes = taken("--port=1", flag)
+    assert (options.model, options.port, options.max_model_len) == ("m", 1, 8192)
+    assert (options.enable_prefix_caching, options.served_model_names) == (False, ("a", "b"))
+    assert (options.eplb_config.num_redundant_experts, options.data_parallel_size) == (3, 4)
+    assert [note.partition(" changes")[0] for note in notes] == ["--tensor-parallel-size 1"]
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("max-model-length: 3", "'max-model-length' is no option (did you mean max_model_len?)"),
+        ("trust-remote-code: true", "--trust-remote-code: code that comes"),
+        ("- port", "is no mapping; give lines such as"),
+        ("port: [", "is not YAML"),
+        ("config: other.yaml", "names another file"),
+        ("port: true", "--port is True; it takes a value"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(OptionsError) as caught:
+        taken(write_config(tmp_path, text))
+    assert complaint in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(OptionsError, match="--config '/no/such' cannot be read"):
+        taken("--config=/no/such")
