@@ -38,6 +38,7 @@ class ForeignFlag:
     otherwise: str = ""  # why another one is not served, and what to say instead; empty: all values fit
     fits: Fits = NONE
     becomes: str = ""  # our flag that means the same
+    key: str = ""  # of that flag's JSON, which it sets; empty: the whole value
     spelled: Mapping[str, str] = field(default_factory=dict)  # words of the other program -> ours
 
     @property
@@ -101,6 +102,11 @@ def alias(
 ) -> ForeignFlag:
     """Declare a flag that one of ours means the same as."""
     return ForeignFlag(names=tuple(names.split("/")), takes=takes, becomes=becomes, spelled=spelled or {})
+
+
+def part(names: str, becomes: str, key: str, *, spelled: Mapping[str, str] | None = None) -> ForeignFlag:
+    """Declare a flag that sets one key of a JSON value of ours; numbers are numbers there."""
+    return ForeignFlag(names=tuple(names.split("/")), becomes=becomes, key=key, spelled=spelled or {})
 
 
 def _each(values: str, lists: str, switches: str) -> Iterator[tuple[tuple[str, ...], str]]:

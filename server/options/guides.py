@@ -123,7 +123,8 @@ def _foreign_rows(flag: ForeignFlag) -> Iterator[_Row]:
     otherwise = flag.otherwise.replace(GIVEN, "N")
     if flag.becomes:
         spelled = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in flag.spelled.items())
-        yield _Row(names, "alias", f"`{flag.becomes}`" + (f"; {spelled}" if spelled else ""))
+        key = f", key `{flag.key}`" if flag.key else ""
+        yield _Row(names, "alias", f"`{flag.becomes}`{key}" + (f"; {spelled}" if spelled else ""))
     elif not flag.because:
         yield _Row(names, "refused", otherwise)
     else:

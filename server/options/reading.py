@@ -187,7 +187,9 @@ def _settle(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     notes: list[str] = []
     foreign = [_FOREIGN[name] for name in said if name in _FOREIGN]
     for flag in foreign:
-        if flag.becomes:
+        if flag.key:
+            _take_part(ours, flag, said[flag.name])
+        elif flag.becomes:
             _take_alias(ours, flag, said[flag.name])
     notes += [judge(flag, said[flag.name], {**said, **ours}) for flag in foreign if not flag.becomes]
     for option in OPTIONS:
@@ -198,6 +200,17 @@ def _settle(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 f"{declared.name} {given} is taken as {declared.taken_as[given]}: {declared.taken_because}"
             )
     return ours, notes
+
+
+def _take_part(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:
+    option = _BY_NAME[flag.becomes]
+    value = flag.spelled.get(str(given), given)
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    before = ours.get(option.keyword, {})
+    if not isinstance(before, dict) or before.get(flag.key, value) != value:
+        raise OptionsError(f"{flag.name} is {given}, which {option.flag.name} says as well: give one")
+    ours[option.keyword] = {**before, flag.key: value}
 
 
 def _take_alias(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:

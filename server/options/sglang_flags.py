@@ -4,7 +4,7 @@ Those of its published recipes for wide expert parallelism are all here. One cou
 --max-running-requests and --chunked-prefill-size are of all ranks together where attention is data-parallel, ours of one.
 """
 
-from server.options.foreign import Fits, ForeignFlag, Said, alias, harmless, of, refused
+from server.options.foreign import Fits, ForeignFlag, Said, alias, harmless, of, part, refused
 
 _BALANCES = "what balances experts is said in --eplb-config: "
 _KERNELS = "there is one set of kernels for each kind of device, chosen by --device and what the device can; leave it out"
@@ -19,13 +19,18 @@ _MEMORY = (
 )
 _TEXT = "models that see or hear are served as their text decoder"
 _LORA = "adapters are not served; merge one into the weights (merge_and_unload in PEFT) and serve the result"
-_DRAFTS = "drafts are not set up by this flag; leave it out"
+_DRAFTS = "drafts come from texts or the model's own layers; say --speculative-config"
 
 
 def _are_all_ranks(given: object, said: Said) -> bool:
     return str(given) in ("1", str(said.get("data_parallel_size", given)))
 
 
+def _is_one_more(given: object, said: Said) -> bool:
+    return str(given) == str(int(said.get("--speculative-num-steps", 0)) + 1)
+
+
+_ONE_MORE_THAN_STEPS = Fits("one more than --speculative-num-steps", _is_one_more)
 _MODEL = (
     alias("--model-path", "MODEL"),
     alias("--tokenizer-path", "--tokenizer"),
@@ -182,9 +187,18 @@ _STEPS = (
         "say --mamba-cache-mode align (states at the ends of blocks) or none",
         values="--mamba-radix-cache-strategy --mamba-track-interval --mamba-ssm-dtype --mamba-scheduler-strategy",
     ),
+    # With the model's own layers SGLang speaks of EAGLE or NEXTN, and counts the newest token among the drafts.
+    part(
+        "--speculative-algorithm", "--speculative-config", "method", spelled={"EAGLE": "mtp", "NEXTN": "mtp", "NGRAM": "ngram"}
+    ),
+    part("--speculative-num-steps", "--speculative-config", "num_speculative_tokens"),
+    *harmless(
+        "drafts are one line of tokens, as many as steps", fits=_ONE_MORE_THAN_STEPS,
+        otherwise="it is one more than the steps, as it counts the newest token; say --speculative-config", values="--speculative-num-draft-tokens",
+    ),
+    *harmless("drafts are one line of tokens", fits=of(1), otherwise="drafts are one line of tokens; leave it out", values="--speculative-eagle-topk"),
     *refused(
-        _DRAFTS, values="--speculative-algorithm --speculative-draft-model-path/--speculative-draft-model "
-        "--speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens --speculative-attention-mode "
+        _DRAFTS, values="--speculative-draft-model-path/--speculative-draft-model --speculative-attention-mode "
         "--speculative-draft-attention-backend --speculative-moe-runner-backend --speculative-moe-a2a-backend "
         "--speculative-draft-model-quantization --speculative-token-map --speculative-accept-threshold-single "
         "--speculative-accept-threshold-acc --speculative-ngram-capacity",

@@ -406,16 +406,14 @@ class Options:
         help="time between two tokens of a stream that a step with prompts keeps to, as far as it can: it takes on fewer "
         "tokens of prompts, at least 64",
     )  # fmt: skip
-<<<<<<< HEAD
     speculative_config: str | None = flag(
         LIMITS, "--speculative-config", "-sc", read=_speculative_config, metavar="JSON", default_text="nothing is drafted",
         help="try several tokens of a request in a step, without changing any of them: vLLM's keys, such as "
         '{"method": "ngram", "num_speculative_tokens": 4}; methods: ngram, suffix, mtp (docs/speculative.md)',
-=======
+    )  # fmt: skip
     max_logprobs: int | None = flag(
         LIMITS, "--max-logprobs", read=whole(-1), metavar="N", default_text="20, or all by -1",
         help="log-probabilities that a request may ask for beside each token; -1 is as many as it likes",
->>>>>>> 815750d (options: command lines from vLLM and SGLang are taken, or answered by a sentence that names our flag)
     )  # fmt: skip
     request_timeout_s: float = flag(
         LIMITS, "--request-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=0.0, default_text="none",

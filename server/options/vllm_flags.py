@@ -6,7 +6,7 @@
 import json
 from typing import Any
 
-from server.options.foreign import Fits, ForeignFlag, Said, alias, harmless, of, refused
+from server.options.foreign import Fits, ForeignFlag, Said, alias, harmless, of, part, refused
 
 _NODES = (
     "ranks on several nodes are started by torchrun on each of them, `torchrun --nnodes N --nproc-per-node GPUS ... "
@@ -287,9 +287,11 @@ _STEPS = (
     *harmless("there is no such kernel to tune or to turn off", switches="--enable-flashinfer-autotune --disable-cascade-attn"),
     *refused(_GRAPHS, values="--compilation-config/-cc --optimization-level/-O --max-cudagraph-capture-size --max-seq-len-to-capture", lists="--cudagraph-capture-sizes --cuda-graph-sizes"),
     *harmless("one plan serves short and long waits; --target-itl-ms moves it", fits=of("balanced"), otherwise="say --target-itl-ms: the time between two tokens that steps with prompts keep to", values="--performance-mode"),
+    part("--spec-method", "--speculative-config", "method"),
+    part("--spec-tokens/--num-speculative-tokens", "--speculative-config", "num_speculative_tokens"),
     *refused(
-        "drafts are not set up by these; leave it out",
-        values="--spec-method --spec-model --spec-tokens --speculative-model --num-speculative-tokens",
+        "drafts come from texts or the model's own layers; say --speculative-config",
+        values="--spec-model/--speculative-model",
     ),
     *refused(
         "only autoregressive text without marks is served; leave it out",
@@ -356,7 +358,6 @@ _SERVER = (
     *refused("--log-requests writes prompts and parameters; answers are not logged", switches="--enable-log-outputs"),
     *harmless("answers are not logged", switches="--enable-log-deltas"),
     *harmless("an error of the service is always logged whole", switches="--log-error-stack"),
-    *harmless("GET /metrics has them", switches="--disable-log-stats"),
     *harmless("one log tells of all ranks", switches="--aggregate-engine-logging"),
     *harmless("GET /metrics shows all it has", values="--show-hidden-metrics-for-version"),
     *refused(
@@ -386,7 +387,8 @@ SAME_AS_VLLM = (
     "--data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "
     "--gpu-memory-utilization --kv-cache-memory-bytes --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
-    "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint"
+    "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
+    "--speculative-config -sc"
 )
 DIFFERS_FROM_VLLM = {  # flags of the same name -> what is not the same
     "--host": "the default is this machine alone, 127.0.0.1",

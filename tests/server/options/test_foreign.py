@@ -45,7 +45,7 @@ def test_the_guides_are_the_tables(page: str, text: str) -> None:
 def test_every_flag_of_vllm_0_33_stands_in_its_guide() -> None:
     shown = set(re.findall(r"`(-[\w-]+)`", vllm_guide()))
     missing = [name for name in named_in("vllm_0_33_flags.txt") if name not in shown]
-    assert missing == ["--speculative-config", "-sc"], "which are not taken yet"
+    assert missing == []
 
 
 def test_every_flag_of_sglang_s_recipes_stands_in_its_guide() -> None:
@@ -95,7 +95,6 @@ def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
         (["--block-size", "16"], "--block-size 16 changes nothing: a block has 16 tokens"),
         (["--load-format=safetensors"], "--load-format safetensors changes nothing"),
         (["--no-trust-remote-code"], "--no-trust-remote-code changes nothing: it is off"),
-        (["--disable-log-stats"], "--disable-log-stats changes nothing"),
         (["--enable-expert-parallel"], "--enable-expert-parallel changes nothing: experts are always"),
         (["--dtype", "half"], "--dtype half is taken as bfloat16: weights are kept"),
         (
@@ -254,3 +253,40 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: 
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(OptionsError, match="--config '/no/such' cannot be read"):
         taken("--config=/no/such")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--speculative-algorithm=NEXTN", "--speculative-num-steps=3", "--speculative-eagle-topk=1"],
+        [
+            "--speculative-algorithm",
+            "EAGLE",
+            "--speculative-num-steps",
+            "3",
+            "--speculative-num-draft-tokens",
+            "4",
+        ],
+        ["--spec-method=mtp", "--spec-tokens=3"],
+        ["-sc", '{"method": "deepseek_mtp", "num_speculative_tokens": 3}'],
+        ["--speculative-config.method=mtp", "--speculative-config.num_speculative_tokens=3"],
+    ],
+)
+def test_drafts_may_be_asked_for_in_other_words(words: list[str]) -> None:
+    options, _ = taken(*words)
+    assert options.speculative_config == '{"method": "mtp", "num_speculative_tokens": 3}'
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--speculative-algorithm=EAGLE3"], "the method is 'EAGLE3'; it must be one of ngram, suffix, mtp"),
+        (["--speculative-draft-model-path=x"], "--speculative-draft-model-path x: drafts come from texts"),
+        (["--speculative-num-steps=3", "--speculative-num-draft-tokens=8"], "one more than the steps"),
+        (["--spec-tokens=3", '-sc={"method": "suffix"}'], "give one"),
+    ],
+)
+def test_other_drafts_are_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(OptionsError) as raised:
+        taken(*words)
+    assert sentence in str(raised.value)
