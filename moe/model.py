@@ -79,6 +79,12 @@ class Skeleton:
         use_attention(self.model, backend.attention)
         use_experts(self.model, backend.experts)
 
+    @property
+    def num_mtp_layers(self) -> int:
+        """Multi-token-prediction layers that it was built with."""
+        drafting = drafting_of(self.model)
+        return 0 if drafting is None else drafting.num_layers
+
 
 class Model:
     """One rank's model: run a packed batch, get logits."""

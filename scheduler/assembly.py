@@ -24,6 +24,7 @@ from moe.backend import Backend
 from moe.long_rotary import limit_of
 from moe.model import Model, Skeleton
 from scheduler.drafts.drafter import Drafter, TextSource
+from scheduler.drafts.made import MadeDrafts
 from scheduler.engine import Engine
 from scheduler.epochs.connections import break_silent
 from scheduler.epochs.follower import EpochFollower, EpochLinks, RankParts, Regrouping
@@ -41,6 +42,7 @@ from scheduler.policy.config import (
     why_no_compiler,
 )
 from scheduler.policy.scheduler import Scheduler
+from scheduler.step.draft_passes import DraftPasses
 from scheduler.step.groups import check_agreed, hosts_of, open_groups
 from scheduler.step.lockstep import Doorbell, describe_modes
 from scheduler.step.parts import (
@@ -125,10 +127,11 @@ def assemble(
     check_compiler(config)
     torch.set_num_threads(1)  # its small operations are not worth sharing: kernels have a team of threads
     backend = backend_of(config)
-    skeleton = Skeleton(config.directory, backend)
+    skeleton = Skeleton(config.directory, backend, has_mtp=config.has_mtp)
     length = model_length(skeleton.model.config.get_text_config(decoder=True), config.max_model_len)
     size = _cache_size(config, skeleton, length)
-    drafter = _make_drafter(config)
+    made = MadeDrafts()
+    drafter = _make_drafter(config, skeleton, length, made)
     scheduler = _make_scheduler(config, skeleton, length, size, drafter)
     step = _make_step(config, length, backend)
     meet = _stay_alone if is_joining else _meet
@@ -137,7 +140,7 @@ def assemble(
     cache = backend.make_cache(skeleton.cache_shapes, *size, step)
     if not (is_joining and backend.warms_up_together):  # else its first steps do
         backend.warm_up(model, cache)
-    runner = _make_runner(config, model, cache, dispatcher, report)
+    runner = _make_runner(config, model, cache, dispatcher, report, drafter, made)
     channel = NoPeers() if is_joining else _channel(config)
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
@@ -236,10 +239,25 @@ def _make_scheduler(
     )
 
 
-def _make_drafter(config: EngineConfig) -> Drafter | None:
-    if config.speculative is None:
+def _make_drafter(
+    config: EngineConfig, skeleton: Skeleton, max_model_len: int, made: MadeDrafts
+) -> Drafter | None:
+    speculative = config.speculative
+    if speculative is None:
         return None
-    return Drafter(TextSource(config.speculative), config.num_drafts)
+    if config.device != "cpu" and any(shape.state for shape in skeleton.cache_shapes):
+        raise ConfigError(
+            f"--speculative-config is not served on GPUs for models with recurrent layers yet, as "
+            f"{skeleton.model.config.model_type} has: leave it out, or serve with --device cpu"
+        )
+    layers = skeleton.num_mtp_layers
+    if 1 < layers < speculative.num_drafts:
+        raise ConfigError(
+            f"num_speculative_tokens is {speculative.num_drafts}; the {layers} layers for multi-token prediction of this model "
+            f"draft a token each: give {layers} or less"
+        )
+    source, num_ahead = (made, speculative.num_drafts) if layers else (TextSource(speculative), 0)
+    return Drafter(source, speculative.num_drafts, max_model_len=max_model_len, num_ahead=num_ahead)
 
 
 def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> Step:
@@ -314,10 +332,15 @@ def _make_runner(
     cache: PagedCache,
     dispatcher: TokenDispatcher,
     report: Report,
+    drafter: Drafter | None,
+    made: MadeDrafts,
 ) -> Runner:
     forward = open_forward(model, cache, replays=can_replay(config, dispatcher), report=report)
     sampler = open_sampler(config, model)
-    return Runner(model, cache, dispatcher, forward, sampler)
+    passes = None
+    if drafter is not None and config.has_mtp:
+        passes = DraftPasses(model, cache, sampler, drafter, made)
+    return Runner(model, cache, dispatcher, forward, sampler, passes)
 
 
 def _num_spare(config: EngineConfig, placement: Placement) -> int:

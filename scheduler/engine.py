@@ -260,6 +260,15 @@ class Engine:
         self._planned = None
         outputs += self._scheduler.commit(batch, *sampled)
         on_step(outputs, self._stats(batch.num_tokens))
+        if self._runner.makes_drafts:
+            self._make_drafts(batch, agreement)
+
+    def _make_drafts(self, batch: Batch, agreement: Agreement) -> None:
+        begun_s = time.perf_counter()
+        self._runner.make_drafts(batch, agreement.draft_depth, agreement.agreed_tokens)
+        if self._drafter is not None and not agreement.has_prefill:
+            passes = max(agreement.draft_depth, 1)
+            self._drafter.costs.note_passes(passes, time.perf_counter() - begun_s)
 
     def _note_step(self, batch: Batch, seconds: float, *, has_prefill: bool) -> None:
         """Learn what steps cost; nothing where others' prompts took the time."""
@@ -314,7 +323,13 @@ class Engine:
             num_prefill=num_prefill,
             ordered_epoch=self._told_epoch,
             prefill_budget=self._prefill_pace.budget(num_decodes, self._scheduler.num_open),
+            draft_depth=self._draft_depth(),
         )
+
+    def _draft_depth(self) -> int:
+        if self._drafter is None or not self._runner.makes_drafts:
+            return 0
+        return self._drafter.num_drafts if self._inbox else self._scheduler.draft_depth
 
     def _ordered_epoch(self, lockstep: LockStep) -> int:
         return lockstep.epoch if self._epochs is None else self._epochs.orders.newest_epoch(lockstep.epoch)

@@ -78,10 +78,16 @@ class TextSource:
 class Drafter:
     """Limits a source's drafts to those that pay, and learns from what came of them."""
 
-    def __init__(self, source: Source, num_drafts: int, costs: StepCosts | None = None) -> None:
-        """`num_drafts`: of a sequence in a step, at most. `costs` are noted by whoever runs the steps."""
-        self.num_drafts = num_drafts
-        self.costs = costs or StepCosts()
+    def __init__(self, source: Source, num_drafts: int, *, max_model_len: int, num_ahead: int = 0) -> None:
+        """Draft nothing yet.
+
+        Args:
+            num_drafts: of a sequence in a step, at most.
+            max_model_len: tokens of a sequence.
+            num_ahead: places behind a step's tokens that making drafts writes.
+        """
+        self.num_drafts, self.num_ahead, self.max_model_len = num_drafts, num_ahead, max_model_len
+        self.costs = StepCosts()  # noted by whoever runs the steps
         self._source = source
         self._acceptance: dict[str, Acceptance] = {}
         self._num_tries = self._num_tokens = 0

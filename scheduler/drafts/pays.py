@@ -27,6 +27,13 @@ class StepCosts:
         self._seconds: dict[int, deque[float]] = {}
         self._median: dict[int, float] = {}
         self._rows: list[int] = []  # of which some are known, rising
+        self._pass_seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._pass_s = 0.0
+
+    def note_passes(self, count: int, seconds: float) -> None:
+        """Take in what it took to make a step's drafts, in so many passes."""
+        self._pass_seconds.append(seconds / count)
+        self._pass_s = median(self._pass_seconds)
 
     def note(self, rows: int, seconds: float) -> None:
         """Take in a step."""
@@ -51,7 +58,9 @@ class StepCosts:
     def of_drafts(self, num_running: int, most: int) -> list[float]:
         """Estimate steps in which so many sequences run, each with 0, 1, ... up to `most` drafts."""
         counts = range(min(most, MOST_ROWS // max(num_running, 1) - 1) + 1)
-        return [self.at(num_running * (1 + count)) for count in counts] or [self.at(num_running)]
+        return [self.at(num_running * (1 + count)) + max(count, 1) * self._pass_s for count in counts] or [
+            self.at(num_running)
+        ]
 
 
 class Acceptance:

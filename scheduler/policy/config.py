@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from expert_placement.config import EplbConfig
-from scheduler.policy.speculative import SpeculativeConfig
+from scheduler.policy.speculative import Method, SpeculativeConfig
 
 
 class DispatchMode(Enum):
@@ -79,6 +79,11 @@ class EngineConfig:
     def num_drafts(self) -> int:
         """Tokens that a step may try behind a sequence's newest, at most."""
         return 0 if self.speculative is None else self.speculative.num_drafts
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the model's own layers draft."""
+        return self.speculative is not None and self.speculative.method is Method.MTP
 
     @property
     def max_decode_tokens(self) -> int:

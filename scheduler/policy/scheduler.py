@@ -67,6 +67,10 @@ class DraftsTokens(Protocol):
     def num_drafts(self) -> int:
         """Of a sequence in a step, at most."""
 
+    @property
+    def num_ahead(self) -> int:
+        """Places behind a step's tokens that making drafts writes."""
+
     def limits(self, sequences: Series[Sequence]) -> list[int]:
         """How many drafts each of the sequences that run may try in the next step."""
 
@@ -151,6 +155,15 @@ class Scheduler:
         return NextStep(
             min(num_decodes, self._max_num_batched_tokens), bool(waiting) or is_mid_prompt, num_prefill
         )
+
+    @property
+    def draft_depth(self) -> int:
+        """Drafts that a sequence may be given behind the next step, at most; look ahead as `next_step` does."""
+        if self._drafter is None:
+            return 0
+        if self._roster.waiting:
+            return self._drafter.num_drafts
+        return max(self._draft_limits(self._roster.running), default=0)
 
     @property
     def num_open(self) -> int:
@@ -399,6 +412,8 @@ class Scheduler:
     def _plan(self, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
         start = sequence.num_planned
         pieces = self._tables.plan(sequence, num_tokens, num_drafts=len(drafts))
+        if self._drafter is not None and self._drafter.num_ahead:
+            self._tables.reserve(sequence, self._drafter.num_ahead, len(self._roster.running))
         samples = sequence.num_planned == len(sequence.token_ids) + sequence.num_pending + len(drafts)
         sequence.num_pending += samples
         sequence.has_drafts_in_flight = bool(drafts)

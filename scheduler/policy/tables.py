@@ -115,6 +115,12 @@ class BlockTables:
             return []
         return self._states.plan(sequence, start, sequence.num_planned, num_drafts=num_drafts)
 
+    def reserve(self, sequence: Sequence, num_tokens: int, num_spare_blocks: int) -> None:
+        """Hold blocks for so many tokens behind those planned, where they are free and leave others so many."""
+        num_missing = self._pool.blocks_for(sequence.num_planned + num_tokens) - len(sequence.block_ids)
+        if 0 < num_missing <= self._pool.num_free - num_spare_blocks:
+            sequence.block_ids += self._pool.acquire(num_missing)
+
     def advance(self, sequence: Sequence, start: int, end: int, *, num_drafts: int = 0) -> None:
         """Note that tokens [start, end) are computed, and publish the blocks that they filled.
 

@@ -54,6 +54,7 @@ class Header(NamedTuple):
     num_prefill: int  # tokens of prompts that wait to run, at most a step's
     ordered_epoch: int  # the newest that the front has ordered; the one that serves if there is no other
     prefill_budget: int = 0  # tokens of prompts that it could take on beside decodes; 0: any number
+    draft_depth: int = 0  # drafts that it would make behind the step
 
 
 class Decision(Enum):
@@ -75,6 +76,7 @@ class Agreement(NamedTuple):
     switch_to: int | None = None  # the placement that serves from this step on; None: it stays
     has_prefill: bool = False  # some rank announced parts of prompts
     prefill_budget: int | None = None  # no rank takes on more tokens of prompts; None: no limit
+    draft_depth: int = 0  # drafts that all make behind the step, each as many as the one that makes the most
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -165,6 +167,7 @@ class LockStep:
         num_prefill: int = 0,
         ordered_epoch: int | None = None,
         prefill_budget: int = 0,
+        draft_depth: int = 0,
     ) -> None:
         """Say what this rank will have to do in the next step, which placement it could switch to, and which epoch
         it was ordered to, if another one."""
@@ -172,7 +175,9 @@ class LockStep:
         ready = self.placement_version if ready_version is None else ready_version
         ordered = self.epoch if ordered_epoch is None else ordered_epoch
         place = self.step, self.epoch, self.placement_version
-        self._mailbox.post(Header(*place, *flags, num_decodes, ready, num_prefill, ordered, prefill_budget))
+        self._mailbox.post(
+            Header(*place, *flags, num_decodes, ready, num_prefill, ordered, prefill_budget, draft_depth)
+        )
 
     def agree(self) -> Agreement:
         """Read everybody's header of this step and move to the next; collective."""
@@ -190,7 +195,8 @@ class LockStep:
             [header.prefill_budget for header in headers],
             has_decodes=any(header.num_decodes for header in headers),
         )
-        return Agreement(decision, tokens, switch_to, has_prefill, budget)
+        depth = max(header.draft_depth for header in headers)
+        return Agreement(decision, tokens, switch_to, has_prefill, budget, depth)
 
     def interrupt(self, error: DispatchError) -> None:
         """Wait no longer for headers, now or next; from any thread."""

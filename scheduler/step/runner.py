@@ -15,6 +15,7 @@ from scheduler.policy.request import Logprobs
 from scheduler.policy.scheduler import Batch, Scheduled
 from scheduler.policy.sequence import DraftedContext, TokenContext
 from scheduler.sampling.sampler import Sampled, Sampler
+from scheduler.step.draft_passes import DraftPasses
 
 
 class Forward(Protocol):
@@ -40,14 +41,17 @@ class Runner:
         dispatcher: TokenDispatcher,
         forward: Forward,
         sampler: Sampler,
+        passes: DraftPasses | None = None,
     ) -> None:
         """Take a model and a cache whose blocks the scheduler's pool counts.
 
         Args:
             dispatcher: the model's, of this epoch.
             forward: the model's, or what replays it.
+            passes: make drafts with the model's own layers; None: nobody does.
         """
         self._model, self._cache, self._sampler = model, cache, sampler
+        self._passes = passes
         self.begin_epoch(dispatcher, forward)
 
     def _clear_counters(self) -> None:
@@ -116,6 +120,19 @@ class Runner:
             self.prefill_busy_ns += took_ns
             self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
         return sampled
+
+    @property
+    def makes_drafts(self) -> bool:
+        """Whether `make_drafts` is to be called behind every step, on all ranks."""
+        return self._passes is not None
+
+    def make_drafts(self, batch: Batch, depth: int, agreed_tokens: int) -> None:
+        """See `DraftPasses.run`."""
+        assert self._passes is not None, "the model's layers for multi-token prediction were not loaded"
+        begun_ns = perf_counter_ns()
+        self._passes.run(batch, depth, agreed_tokens)
+        self.dispatcher.check()
+        self.busy_ns += perf_counter_ns() - begun_ns
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
         """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""

@@ -10,7 +10,7 @@ class Guesses:
     """Tries any number of drafts, each right with a chance of its own; a `scheduler.policy.scheduler.DraftsTokens`."""
 
     def __init__(self, num_drafts: int, seed: int) -> None:
-        self.num_drafts = num_drafts
+        self.num_drafts, self.num_ahead = num_drafts, seed % 3
         self.num_tried = self.num_accepted = 0
         self.known: set[str] = set()  # sequences that have been told of and not forgotten
         self._random = random.Random(seed)

@@ -1,0 +1,160 @@
+"""Behind a step: the model's layers for multi-token prediction run over its rows, and draft what may come next.
+
+Every pass runs one layer and is collective, as its experts are anywhere: all ranks run as many passes, those with nothing to draft
+on padded rows. The first pass runs over all rows that the step has computed, prompts' too, because the layer attends to its own
+keys and values of all tokens before. With one layer, a deeper pass runs it once more on the newest draft of each sequence; what it
+caches for that place is written again when the place's token is known. With several, each runs over all of the step's rows, with
+tokens one place on; behind a rejected draft what the second and later ones have cached stays, so that a later draft may be a
+worse one.
+
+A draft is sampled as its token will be: with the request's rules, penalties, structure, and the random number of its place. So
+where layer and model agree on the chances, they draw the same.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvcache.paged_cache import PagedCache
+from kvcache.step import Span
+from moe.model import Model
+from scheduler.drafts.drafter import Drafter
+from scheduler.drafts.made import MadeDrafts
+from scheduler.policy.scheduler import Batch
+from scheduler.policy.sequence import DraftedContext, Sequence, SequenceStatus, TokenContext
+from scheduler.sampling.sampler import Sampler
+
+
+@dataclass
+class _Line:
+    """One sequence's rows that the step has computed, and drafts behind them."""
+
+    sequence: Sequence
+    start: int
+    num_rows: int
+    row: int  # of the first, in what ran last
+    most: int = 0  # drafts to make
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def context(self) -> TokenContext:
+        """What the next draft is chosen by."""
+        return DraftedContext(self.sequence, tuple(self.drafts)) if self.drafts else self.sequence
+
+    def take(self, token_id: int) -> None:
+        """Add a draft; nothing is drafted behind one that ends the answer, or that the structure lets nothing follow."""
+        self.drafts.append(token_id)
+        sequence = self.sequence
+        is_last = token_id in sequence.request.params.stop_token_ids
+        if sequence.matcher is not None:
+            is_last = is_last or sequence.matcher.look_ahead(self.drafts) < len(self.drafts)
+        if is_last:
+            self.most = len(self.drafts)
+
+
+class DraftPasses:
+    """Drafts with one model's layers."""
+
+    def __init__(
+        self, model: Model, cache: PagedCache, sampler: Sampler, drafter: Drafter, made: MadeDrafts
+    ) -> None:
+        """`made` is the drafter's source."""
+        self._model, self._cache, self._sampler = model, cache, sampler
+        self._drafter, self._made = drafter, made
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, depth: int, agreed_tokens: int) -> None:
+        """Draft behind a step that has just been committed; collective, and what is written to the cache is the layers' own.
+
+        Args:
+            batch: the step's.
+            depth: drafts to make at most; equal on all ranks, as is `agreed_tokens`.
+            agreed_tokens: the step's.
+        """
+        lines = _lines_of(batch)
+        drafting = [line for line in lines if _can_draft(line.sequence)]
+        limits = self._drafter.limits([line.sequence for line in drafting])
+        for line, limit in zip(drafting, limits, strict=True):
+            left = line.sequence.num_left(self._drafter.max_model_len) - 1
+            line.most = min(limit, depth, left)
+        num_decodes = batch.num_tokens - batch.num_prefill_tokens
+        num_layers = self._model.skeleton.num_mtp_layers
+        for pass_ in range(max(depth, 1)):
+            if pass_ < num_layers:
+                self._run_all_rows(pass_, lines, num_decodes, agreed_tokens)
+            else:
+                self._run_newest(pass_, lines, agreed_tokens)
+        for line in drafting:
+            self._made.put(line.sequence, line.drafts)
+
+    def _run_all_rows(self, pass_: int, lines: list[_Line], num_decodes: int, agreed_tokens: int) -> None:
+        """Run a layer over all rows, each with the token `pass_ + 1` places on; those without one are left out."""
+        spans, tokens, hidden, wanted, decodes = [], list[int](), list[int](), [], 0
+        for line in lines:
+            begin = line.start + 1 + pass_
+            text = [*line.sequence.token_ids[begin : begin + line.num_rows]]
+            missing = line.num_rows - len(text)
+            text += line.drafts[:missing]
+            rows = len(text)
+            if rows:
+                spans.append(Span(line.start, rows, line.sequence.block_ids, is_long=line.sequence.is_long))
+                hidden += range(line.row, line.row + rows)
+            is_decode = line.start >= line.sequence.num_prefill_tokens
+            decodes += rows * is_decode
+            line.row, line.num_rows = len(tokens), rows
+            tokens += text
+            if len(line.drafts) == pass_ < line.most:
+                wanted.append(line)
+        self._draft(pass_, spans, tokens, hidden, wanted, decodes, agreed_tokens)
+
+    def _run_newest(self, pass_: int, lines: list[_Line], agreed_tokens: int) -> None:
+        """Run the layer on each sequence's newest draft, at its place."""
+        spans, tokens, hidden, wanted = [], list[int](), list[int](), []
+        block_tokens = self._model.step.block_tokens
+        for line in lines:
+            place = line.start + line.num_rows
+            is_held = place < len(line.sequence.block_ids) * block_tokens
+            if len(line.drafts) == pass_ < line.most and is_held:
+                spans.append(Span(place, 1, line.sequence.block_ids, is_long=line.sequence.is_long))
+                hidden.append(line.row + line.num_rows - 1)
+                line.start, line.num_rows, line.row = place, 1, len(tokens)
+                tokens.append(line.drafts[-1])
+                wanted.append(line)
+        self._draft(pass_, spans, tokens, hidden, wanted, len(tokens), agreed_tokens)
+
+    def _draft(
+        self,
+        pass_: int,
+        spans: list[Span],
+        tokens: list[int],
+        hidden: list[int],
+        wanted: list[_Line],
+        num_decodes: int,
+        agreed_tokens: int,
+    ) -> None:
+        """Run a layer; give the sequences that want one their draft."""
+        step = self._model.step
+        step.fill(spans, num_decodes, agreed_tokens=agreed_tokens)
+        inputs = step.inputs(tokens, [line.row + line.num_rows - 1 for line in wanted])
+        hidden += [0] * (step.num_padded - len(hidden))
+        hidden_T = torch.tensor(hidden, dtype=torch.int64).to(self._model.device)
+        logits_RV = self._model.draft(pass_, inputs.token_T, self._cache, inputs.row_R, hidden_T)
+        sampled = self._sampler.sample(logits_RV[: len(wanted)], [line.context for line in wanted])
+        for line, token_id in zip(wanted, sampled.token_ids, strict=True):
+            line.take(token_id)
+
+
+def _lines_of(batch: Batch) -> list[_Line]:
+    """The rows of sequences that go on, as far as they are theirs."""
+    lines, row = [], 0
+    for item in batch.items:
+        kept = item.sequence.num_computed - item.start
+        if item.sequence.status is SequenceStatus.RUNNING and kept > 0:
+            lines.append(_Line(item.sequence, item.start, kept, row))
+        row += item.num_tokens
+    return lines
+
+
+def _can_draft(sequence: Sequence) -> bool:
+    """Whether its newest token is known, and all before it have run."""
+    return len(sequence.token_ids) == sequence.num_computed + 1
