@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from attention.recurrences import mixers
 from dispatch.dispatched import TokenDispatcher
@@ -40,11 +39,11 @@ from moe.load.loader import Loader, Report
 from moe.load.plan import LoadPlan
 from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
-from moe.mtp.layers import drafting_of
+from moe.mtp.layers import Origin, drafting_of
 from moe.rehearsal import rehearse
 from moe.scaled_experts import use_experts
 from moe.slot_choice import slot_choices
-from moe.text_part import Output, body_of, use_attention
+from moe.text_part import body_of, project, use_attention
 
 
 class Skeleton:
@@ -236,17 +235,17 @@ class Model:
             [R, V] float32 logits, new.
         """
         cache.step = self.step
-        self._body.keep(keeps_hidden or self._drafting is not None)
         # What is kept is the decoder's, which a program of the whole model does not call.
         run = partial(type(self.net).forward, self.net) if keeps_hidden else self.net
-        output: Any = run(
-            input_ids=token_T[None],
-            position_ids=self.step.positions[None],
-            past_key_values=cache,
-            use_cache=self._uses_cache,
-            logits_to_keep=logits_R,
-            pages=cache,
-        )
+        with self._body.keeping(keeps_hidden or self._drafting is not None):
+            output: Any = run(
+                input_ids=token_T[None],
+                position_ids=self.step.positions[None],
+                past_key_values=cache,
+                use_cache=self._uses_cache,
+                logits_to_keep=logits_R,
+                pages=cache,
+            )
         logits: Tensor = output.logits[0].float()
         if self._drafting is not None:
             # A program of the whole model says where it left them.
@@ -277,9 +276,12 @@ class Model:
         """
         assert self._drafting is not None, "the model was built without its multi-token-prediction layers"
         cache.step = self.step
-        given_TD = (self._drafted_TD if depth else self._hidden_TD)[hidden_T]
-        self._drafted_TD = self._drafting(depth, token_T, given_TD, self.step.positions, cache)
-        return self._body.project(self._drafted_TD, rows_R)
+        before_TD = self._drafted_TD if depth else self._hidden_TD
+        drafted = self._drafting.draft(
+            depth, token_T, Origin(before_TD, hidden_T), self.step.positions, cache, rows_R
+        )
+        self._drafted_TD = drafted.hidden_TD
+        return drafted.logits_RV
 
     @torch.inference_mode()
     def logits_of(self, rows_R: Tensor) -> Tensor:
@@ -333,10 +335,7 @@ class Model:
 class _KeptBody:
     """A model's hidden states, kept after a forward, so that logits of many rows can be computed a few at a time.
 
-    What a family does after its decoder (the output projection, a scaling, a cap) is its own code, in the forward of
-    the whole model. So that code is run again, with a decoder that for the moment returns what it returned
-    before. Rejected: calling the output projection ourselves, which would miss a family's scaling, and
-    asking the one forward for all rows: logits of 8,192 rows over 150,000 tokens are 5 GB.
+    Rejected: asking the one forward for all rows: logits of 8,192 rows over 150,000 tokens are 5 GB.
     """
 
     def __init__(self, net: PreTrainedModel) -> None:
@@ -345,54 +344,33 @@ class _KeptBody:
         self._output: Any = None
         self._decoder.register_forward_hook(self._note)
 
-    def keep(self, wanted: bool) -> None:
-        """Forget what was kept; say whether to keep what the next forward gives."""
+    @contextmanager
+    def keeping(self, wanted: bool) -> Iterator[None]:
+        """Forget what was kept; keep what a forward gives meanwhile, if that is wanted."""
         self._is_wanted, self._output = wanted, None
+        try:
+            yield
+        finally:
+            self._is_wanted = False
 
     @property
     def hidden_TD(self) -> Tensor:
-        """What the last forward's decoder gave, its norm included."""
-        assert self._output is not None, "the last forward was not asked to keep its hidden states"
-        rows: Tensor = self._output[0][0]
+        """What the decoder gave, its norm included."""
+        rows: Tensor = self._kept[0][0]
         return rows
 
     def logits(self, rows_R: Tensor) -> Tensor:
         """Compute rows' logits: [R, V]."""
+        return project(self._net, self._decoder, self._kept, rows_R)
+
+    @property
+    def _kept(self) -> Any:
         assert self._output is not None, "the last forward was not asked to keep its hidden states"
-        return self._logits(self._output, rows_R)
-
-    def project(self, hidden_TD: Tensor, rows_R: Tensor) -> Tensor:
-        """Compute logits of rows of other hidden states: [R, V]; what was kept stays."""
-        kept, self._is_wanted = self._is_wanted, False
-        logits = self._logits(Output(BaseModelOutputWithPast(last_hidden_state=hidden_TD[None])), rows_R)
-        self._is_wanted = kept
-        return logits
-
-    def _logits(self, decoded: Any, rows_R: Tensor) -> Tensor:
-        with _answering(self._decoder, decoded):
-            # Some families look whether hidden states are of all rows that were asked for.
-            num_rows = decoded[0].shape[1]
-            nothing = torch.zeros(1, num_rows, dtype=torch.int64, device=rows_R.device)
-            output: Any = self._net(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
-        logits: Tensor = output.logits[0].float()
-        return logits
+        return self._output
 
     def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._is_wanted:
             self._output = output
-
-
-@contextmanager
-def _answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Let a module return the same output whatever it is asked."""
-    own = vars(module).get("forward")
-    module.forward = lambda *_inputs, **_options: output
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 def _restore_buffers(model: PreTrainedModel) -> None:

@@ -6,11 +6,13 @@ with the embedded tokens before the decoder runs. Without images there is nothin
 Rejected: building the decoder's own class, which a quarter of the types have none of, and whose names are not the checkpoint's.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -58,6 +60,34 @@ def body_of(model: PreTrainedModel) -> nn.Module:
     beside = next(list(module.children()) for module in model.modules() if head in list(module.children()))
     found: nn.Module = next(part for part in beside if part is not head)
     return found
+
+
+def project(model: PreTrainedModel, body: nn.Module, decoded: Any, rows_R: Tensor) -> Tensor:
+    """Compute rows' logits of what a model's body gave: [R, V] float32.
+
+    What a family does behind its decoder (the output projection, a scaling, a cap) is its own code, in the forward of
+    the whole model. So that code is run, with a body that for the moment returns what is given. Rejected: calling
+    the output projection ourselves, which would miss a family's scaling.
+    """
+    with _answering(body, decoded):
+        # Some families look whether hidden states are of all rows that were asked for.
+        nothing = torch.zeros(1, decoded[0].shape[1], dtype=torch.int64, device=rows_R.device)
+        output: Any = model(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+@contextmanager
+def _answering(module: nn.Module, output: Any) -> Iterator[None]:
+    """Let a module return the same output whatever it is asked."""
+    own = vars(module).get("forward")
+    module.forward = lambda *_inputs, **_options: output
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def leave_idle_experts(model: PreTrainedModel, called: Container[nn.Module]) -> None:

@@ -9,7 +9,7 @@ The decoder layers' classes are the model's; which kind each is its tensors say 
 Rejected: `MtpModel` itself, which is built of a loaded model, knows its configuration's names for a third of the families,
 and leaves numbering that a cache shared with the model's own layers needs.
 
-Legend: T rows, D hidden dim.
+Legend: T rows, D hidden dim, R rows whose logits are wanted, V vocabulary.
 """
 
 import copy
@@ -17,16 +17,40 @@ import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from moe.mtp.names import MtpBlock
+from moe.text_part import Output, body_of, project
 
 NAME = "drafting"
+
+
+class Origin(NamedTuple):
+    """Where rows go on from: hidden states, and which of these each row's is."""
+
+    hidden_TD: Tensor
+    row_T: Tensor
+
+
+class Drafted(NamedTuple):
+    """What an MTP layer makes."""
+
+    logits_RV: Tensor  # float32, new
+    hidden_TD: Tensor  # normed, of all rows: what the next draft goes on from; stays until then
+
+
+class Program(Protocol):
+    """Runs an MTP layer in its modules' place."""
+
+    def draft(self, token_T: Tensor, origin: Origin, pages: Any, logits_R: Tensor) -> Drafted | None:
+        """See `Drafting.draft`; None: the modules are to do it this time."""
+        ...
 
 
 class MtpHead(nn.Module):
@@ -54,6 +78,7 @@ class Drafting(nn.Module):
         self._net, self._layers = weakref.ref(net), [list(blocks) for blocks in layers]
         config = decoder.config
         norm = next(part for name, part in reversed([*decoder.named_children()]) if "norm" in name)
+        self.programs: dict[int, Program] = {}  # of layers, by their numbers: a device's faster form of them
         self.heads = nn.ModuleList([MtpHead(norm, int(config.hidden_size)) for _ in layers])
         blocks = [block for each in layers for block in each]
         with _extended(config, blocks):
@@ -65,26 +90,41 @@ class Drafting(nn.Module):
         """MTP layers: drafts deeper than so many use them again."""
         return len(self._layers)
 
+    def blocks(self, layer: int) -> list[nn.Module]:
+        """The decoder layers of one of them, in order."""
+        return [self.layers[str(block.number)] for block in self._layers[layer]]
+
     @property
     def num_blocks(self) -> int:
         """Their decoder layers, each with a place in the cache."""
         return len(self.layers)
 
-    def forward(
-        self, depth: int, token_T: Tensor, hidden_TD: Tensor, position_T: Tensor, pages: Any
-    ) -> Tensor:
+    def draft(
+        self, depth: int, token_T: Tensor, origin: Origin, position_T: Tensor, pages: Any, logits_R: Tensor
+    ) -> Drafted:
         """Run the MTP layer for a depth. Collective where it has experts.
 
         Args:
             depth: of the draft, from 0.
             token_T: int64, the token after each row's.
-            hidden_TD: what was computed at each row before: by the decoder, its norm included, or by the draft before.
+            origin: what was computed at each row before: by the decoder, its norm included, or by the draft before.
             position_T: int64.
             pages: the cache.
-
-        Returns:
-            [T, D] hidden values, normed: what logits are made of, and the next draft.
+            logits_R: rows whose logits are wanted.
         """
+        program = self.programs.get(depth % self.num_layers)
+        drafted = None if program is None else program.draft(token_T, origin, pages, logits_R)
+        if drafted is not None:
+            return drafted
+        hidden_TD = self(depth, token_T, origin.hidden_TD[origin.row_T], position_T, pages)
+        net: Any = self._net()
+        decoded = Output(BaseModelOutputWithPast(last_hidden_state=hidden_TD[None]))
+        return Drafted(project(net, body_of(net), decoded, logits_R), hidden_TD)
+
+    def forward(
+        self, depth: int, token_T: Tensor, hidden_TD: Tensor, position_T: Tensor, pages: Any
+    ) -> Tensor:
+        """Run the modules, up to the last norm: [T, D]. `hidden_TD`: of each row; for the rest see `draft`."""
         decoder: Any = self._decoder
         head: Any = self.heads[depth % self.num_layers]
         embedded = decoder.get_input_embeddings()(token_T[None])
