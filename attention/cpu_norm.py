@@ -52,7 +52,7 @@ def _norm(at, tile):  # type: ignore[no-untyped-def]
         w[6],
         words(w[7], 1)[0],
     )
-    at_once, stride = max(1, _TILE_VALUES // dim), w[8]
+    at_once, stride, out_stride = max(1, _TILE_VALUES // dim), w[8], w[9]
     if tile < 0:
         return (rows + at_once - 1) // at_once
     lanes, factors = np.empty(LANES, np.float32), floats(weight, dim)
@@ -63,7 +63,7 @@ def _norm(at, tile):  # type: ignore[no-untyped-def]
             for index in range(dim):
                 both[index] = values[index] + more[index]
             values = both
-        norm_row(values, factors, eps, dim, floats(out + row * dim * 4, dim), lanes)
+        norm_row(values, factors, eps, dim, floats(out + row * out_stride, dim), lanes)
     return 0
 
 
@@ -82,15 +82,17 @@ def norm_rows(
     added: int = 0,
     sums: int = 0,
     stride: int = 0,
+    out_stride: int = 0,
 ) -> list[int]:
     """One row of a program: `out = norm(x)`; or `sums = x + added` and `out = norm(sums)`.
 
     Args:
         x, out, added, sums: addresses of [T, D] float32; `added` 0: nothing. weight: address of [D] float32.
         dim: D. rows_at: address of T, read when the program runs.
-        stride: bytes from a row of `x` to the next; 0: they follow each other.
+        stride, out_stride: bytes from a row of `x` and of `out` to the next; 0: they follow each other.
     """
-    return NORM.row(x, added, sums, out, weight, bits_of(eps), dim, rows_at, stride or 4 * dim)
+    strides = stride or 4 * dim, out_stride or 4 * dim
+    return NORM.row(x, added, sums, out, weight, bits_of(eps), dim, rows_at, *strides)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -22,12 +22,13 @@ from kvcache.step import Span, Step
 from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, first_agreeing
 from moe.adopt.norms import epsilon, weight_of
 from moe.cpu.activations import Activations
+from moe.cpu.draft_program import DraftProgram, is_fit
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.layer_parts import Norm, parts_of
 from moe.cpu.layer_program import LayerProgram, why_not_whole
 from moe.cpu.net_program import NetProgram, are_fit
 from moe.cpu.step_program import DecoderProgram, StepProgram
-from moe.mtp.layers import drafting_of
+from moe.mtp.layers import Drafted, Origin, drafting_of
 from moe.text_part import body_of
 
 _TOLERANCE = 1e-4  # of hidden values; sums are made in another order
@@ -77,7 +78,9 @@ def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
                 program = LayerProgram(module, parts, step, activations)
                 if module in calls and _is_adopted(module, program, calls[module], pages):
                     adopted.append((module, program))
-            _adopt_decoder(net, dict(adopted), step, activations, _cache(step, shapes))
+            programs, pages_of_all = dict(adopted), _cache(step, shapes)
+            _adopt_decoder(net, programs, step, activations, pages_of_all)
+            _adopt_drafts(net, programs, step, activations, pages_of_all)
         for module, program in adopted:
             _try_whole(program, calls[module], pages)
     return len(adopted)
@@ -145,17 +148,42 @@ def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
     return logits
 
 
-def _run_drafts(net: Any, step: Step, cache: PagedCache) -> None:
-    """Run every multi-token-prediction layer, if there are any, for the rows that have just run."""
+def _run_drafts(net: Any, step: Step, cache: PagedCache) -> list[Drafted]:
+    """Run every multi-token-prediction layer, if there are any, for the rows that have just run; returns copies."""
     drafting = drafting_of(net)
     if drafting is None:
-        return
+        return []
     vocabulary, width = net.get_input_embeddings().weight.shape
-    generator = torch.Generator().manual_seed(1)
+    generator, rows = torch.Generator().manual_seed(1), step.num_tokens
     token_T = torch.randint(vocabulary, (step.num_padded,), generator=generator)
-    hidden_TD = torch.randn(step.num_padded, width, generator=generator)
+    origin = Origin(torch.randn(step.num_padded, width, generator=generator), torch.arange(step.num_padded))
+    drafts = []
     for depth in range(drafting.num_layers):
-        drafting(depth, token_T, hidden_TD, step.positions, cache)
+        logits_RV, hidden_TD = drafting.draft(
+            depth, token_T, origin, step.positions, cache, torch.arange(rows)
+        )
+        drafts.append(Drafted(logits_RV, hidden_TD[:rows].clone()))
+    return drafts
+
+
+def _adopt_drafts(
+    net: Any, programs: dict[nn.Module, LayerProgram], step: Step, activations: Activations, pages: PagedCache
+) -> None:
+    """Let multi-token-prediction layers run as programs, where logits and hidden values stay the same to the bit."""
+    drafting, hidden = drafting_of(net), net.get_input_embeddings().weight.shape[1]
+    if drafting is None or not are_fit(net):
+        return
+    _run(net, step, pages)
+    wanted = _run_drafts(net, step, pages)
+    for layer, head in enumerate(drafting.heads):
+        blocks = drafting.blocks(layer)
+        if not is_fit(head, hidden) or not all(block in programs for block in blocks):
+            continue
+        parts = [programs[block] for block in blocks]
+        drafting.programs[layer] = DraftProgram(net, head, parts, step, activations)
+    for layer, (ours, own) in enumerate(zip(_run_drafts(net, step, pages), wanted, strict=True)):
+        if not all(map(torch.equal, ours, own)):
+            drafting.programs.pop(layer, None)
 
 
 def _adopt_decoder(

@@ -20,12 +20,12 @@ from attention.cpu_tiles import LANES, TILES_VERSION
 from dispatch.native import copy, int32s, uint16s, words
 from dispatch.team import WORDS, Kernel
 from kvcache.step import Step
-from moe.cpu.activations import Activations
+from moe.cpu.activations import Activations, Rows
 from moe.cpu.layer_parts import Norm
 from moe.cpu.layer_program import LayerProgram
 from moe.cpu.packed_weight import PackedWeight
 from moe.cpu.products import gather_row, linear_row
-from moe.cpu.step_program import Ends, StepProgram
+from moe.cpu.step_program import Ends, StepProgram, Told
 from moe.text_part import body_of
 
 _TILE_VALUES = 1 << 12
@@ -73,8 +73,89 @@ def _angles(at, tile):  # type: ignore[no-untyped-def]
 
 EMBED, ANGLES = Kernel(_embed, TILES_VERSION), Kernel(_angles, TILES_VERSION)
 # Words of rows that steps tell, the kernel's address being 0.
-_IDS, _COSINES, _SINES, _ROW_OF, _LOGITS = 1, 2, 3, 3, 11
+IDS, ROWS_FROM, ROW_OF = 1, 1, 3
+_COSINES, _SINES, _LOGITS = 2, 3, 11
 _ANSWERED = {"position_ids", "past_key_values", "use_cache"}  # options that are the step's, or always so
+
+
+class Angles:
+    """Cosines and sines of rotary angles by position, written by the model's own code as positions come."""
+
+    def __init__(self, rotary: Any) -> None:
+        self._rotary = rotary
+        self._table = torch.empty(2, 0, 0)
+        self.make(_FEWEST_POSITIONS)
+
+    @property
+    def dims(self) -> int:
+        """E."""
+        return self._table.shape[2]
+
+    def make(self, num_positions: int) -> None:
+        """Have the angles of so many positions, [2, P, E], P doubling: full vectors, so that a row's bits are those of any batch."""
+        made = self._table.shape[1]
+        if made >= num_positions:
+            return
+        while made < num_positions:
+            made = max(_FEWEST_POSITIONS, 2 * made)
+        x = torch.empty(1, 1, 1)
+        self._table = torch.stack([each[0] for each in self._rotary(x, torch.arange(made)[None])])
+
+    def row(self, step: Step, cosines: Tensor, sines: Tensor) -> list[int]:
+        """One row of a program: a step's angles, to [R, E] each; `told` says where they are from."""
+        return ANGLES.row(
+            step.position_T.data_ptr(), 0, 0, self.dims * 4, cosines.data_ptr(), sines.data_ptr(),
+            step.facts.data_ptr() + 8,
+        )  # fmt: skip
+
+    def told(self, at: int, step: Step) -> list[Told]:
+        """Have the angles of a step's positions, and say where they are to the row of its program that copies them."""
+        if step.num_sequences:
+            self.make(int(step.context_S[: step.num_sequences].max()))
+        cosines, sines = self._table
+        return [(at, _COSINES, cosines.data_ptr()), (at, _SINES, sines.data_ptr())]
+
+
+class Projection:
+    """The output projection of some rows, at the end of a program.
+
+    Attributes:
+        rows: of the program, its last.
+    """
+
+    def __init__(self, head: PackedWeight, normed: Tensor, activations: Activations) -> None:
+        """`normed`: what it projects, [R, D]."""
+        self._head, self._num_logits = head, np.zeros(1, np.int64)
+        asked, count = activations.room("asked", head.in_dim), self._num_logits.ctypes.data
+        quantised, given = activations.taken(head.format, asked, count)
+        scales = 0 if head.scales is None else head.scales.data_ptr()
+        self.rows: Rows = [
+            gather_row(normed.data_ptr(), head.in_dim * 4, 0, count, asked.data_ptr()),
+            *quantised,
+            linear_row(
+                given, head.format.row_bytes, head.panels.data_ptr(), scales, head.format, 0,
+                head.format.panels * LANES * 4, count,
+            ),
+        ]  # fmt: skip
+
+    def told(self, row_of: Tensor) -> tuple[Tensor, list[Told]]:
+        """Memory for these rows' logits, and what the program must be told to write them there."""
+        self._num_logits[0] = len(row_of)
+        logits_RV = torch.empty(len(row_of), self._head.format.panels * LANES)
+        return logits_RV, [(-len(self.rows), ROW_OF, row_of.data_ptr()), (-1, _LOGITS, logits_RV.data_ptr())]
+
+    def of(self, logits_RV: Tensor) -> Tensor:
+        """Cut the padding off."""
+        num_tokens = self._head.out_dim
+        return logits_RV if logits_RV.shape[1] == num_tokens else logits_RV[:, :num_tokens].contiguous()
+
+
+def embed_row(embedding: PackedWeight, out: Tensor, step: Step) -> list[int]:
+    """One row of a program: the weights of a step's tokens, to [R, D]; it is to be told where ids are (`IDS`)."""
+    return EMBED.row(
+        0, embedding.panels.data_ptr(), embedding.panels.element_size(), embedding.in_dim, out.data_ptr(),
+        step.facts.data_ptr() + 8, embedding.out_dim,
+    )  # fmt: skip
 
 
 class NetProgram:
@@ -84,14 +165,16 @@ class NetProgram:
         self, net: Any, layers: Sequence[LayerProgram], norm: Norm, step: Step, activations: Activations
     ) -> None:  # fmt: skip
         """Take all layers of a model whose ends `are_fit`; `net` answers what the program does not take."""
-        self._net, self._step, self._activations = weakref.ref(net), step, activations
+        self._net, self._step = weakref.ref(net), step
         decoder: Any = body_of(net)
-        self._rotary: Any = decoder.rotary_emb
-        self._table = torch.empty(2, 0, 0)
-        self._make_table(_FEWEST_POSITIONS)
-        self._num_logits = np.zeros(1, np.int64)
-        self._head: PackedWeight = net.get_output_embeddings().weight
-        self._program = StepProgram(layers, norm, step, activations, self._ends(decoder.embed_tokens.weight))
+        self._angles, embedding = Angles(decoder.rotary_emb), decoder.embed_tokens.weight
+        room, D, E = activations.room, embedding.in_dim, self._angles.dims
+        self._projection = Projection(net.get_output_embeddings().weight, room("final", D), activations)
+        before = [
+            embed_row(embedding, room("hidden", D), step),
+            self._angles.row(step, room("cosines", E), room("sines", E)),
+        ]
+        self._program = StepProgram(layers, norm, step, activations, Ends(before, self._projection.rows))
 
     def forward(
         self, *more: Any, input_ids: Any = None, logits_to_keep: Any = None, pages: Any = None, **options: Any
@@ -107,65 +190,20 @@ class NetProgram:
             return type(net).forward(
                 net, *more, input_ids=input_ids, logits_to_keep=logits_to_keep, pages=pages, **options
             )
-        if step.num_sequences:
-            self._make_table(int(step.context_S[: step.num_sequences].max()))
-        rows, head = len(logits_to_keep), self._head
         ids, row_of = input_ids.contiguous(), logits_to_keep.contiguous()
-        logits_RV = torch.empty(rows, head.format.panels * LANES)
-        self._num_logits[0] = rows
-        cosines, sines = self._table
-        program.run(
-            pages, self._table.shape[2],
-            [
-                (0, _IDS, ids.data_ptr()), (1, _COSINES, cosines.data_ptr()), (1, _SINES, sines.data_ptr()),
-                (self._gathers, _ROW_OF, row_of.data_ptr()), (-1, _LOGITS, logits_RV.data_ptr()),
-            ],
-        )  # fmt: skip
-        if logits_RV.shape[1] != head.out_dim:
-            logits_RV = logits_RV[:, : head.out_dim].contiguous()
-        return SimpleNamespace(logits=logits_RV[None], hidden_TD=program.normed_TD[: step.num_padded])
-
-    def _ends(self, embedding: PackedWeight) -> Ends:
-        step, room, head = self._step, self._activations.room, self._head
-        D, E, facts = embedding.in_dim, self._table.shape[2], step.facts.data_ptr() + 8
-        hidden, normed, asked = (room(name, D) for name in ("hidden", "final", "asked"))
-        cosines, sines = room("cosines", E), room("sines", E)
-        count = self._num_logits.ctypes.data
-        quantised, given = self._activations.taken(head.format, asked, count)
-        self._gathers = -2 - len(quantised)
-        scales = 0 if head.scales is None else head.scales.data_ptr()
-        value_bytes = embedding.panels.element_size()
-        return Ends(
-            [
-                EMBED.row(0, embedding.panels.data_ptr(), value_bytes, D, hidden.data_ptr(), facts, embedding.out_dim),
-                ANGLES.row(step.position_T.data_ptr(), 0, 0, E * 4, cosines.data_ptr(), sines.data_ptr(), facts),
-            ],
-            [
-                gather_row(normed.data_ptr(), D * 4, 0, count, asked.data_ptr()),
-                *quantised,
-                linear_row(
-                    given, head.format.row_bytes, head.panels.data_ptr(), scales, head.format, 0,
-                    head.format.panels * LANES * 4, count,
-                ),
-            ],
-        )  # fmt: skip
-
-    def _make_table(self, num_positions: int) -> None:
-        """Have the angles of so many positions, [2, P, E], P doubling: full vectors, so that a row's bits are those of any batch."""
-        made = self._table.shape[1]
-        if made >= num_positions:
-            return
-        while made < num_positions:
-            made = max(_FEWEST_POSITIONS, 2 * made)
-        x = torch.empty(1, 1, 1)
-        self._table = torch.stack([each[0] for each in self._rotary(x, torch.arange(made)[None])])
+        logits_RV, told = self._projection.told(row_of)
+        told += [(0, IDS, ids.data_ptr()), *self._angles.told(1, step)]
+        program.run(pages, self._angles.dims, told)
+        logits = self._projection.of(logits_RV)[None]
+        return SimpleNamespace(logits=logits, hidden_TD=program.normed_TD[: step.num_padded])
 
 
 def are_fit(net: Any) -> bool:
     """Whether a model's ends are such that a program may try them."""
     decoder, head = body_of(net), net.get_output_embeddings()
     embedding, rotary = getattr(decoder, "embed_tokens", None), getattr(decoder, "rotary_emb", None)
-    if head is None or embedding is None or getattr(rotary, "rope_type", None) not in _BY_POSITION_ALONE:
+    kind = getattr(rotary, "rope_type", None)  # some have one for each kind of layer
+    if head is None or embedding is None or not isinstance(kind, str) or kind not in _BY_POSITION_ALONE:
         return False
     weights = (head.weight, embedding.weight)
     return (

@@ -52,6 +52,11 @@ class Ends(NamedTuple):
     after: Rows
 
 
+# A word to write before a program runs: in which row of the step, counted from the first, or backwards from the last; which
+# word, the kernel's address being 0; what.
+Told = tuple[int, int, int]
+
+
 class StepProgram:
     """All layers of a decoder, and the norm after them.
 
@@ -60,12 +65,14 @@ class StepProgram:
     """
 
     def __init__(
-        self, layers: Sequence[LayerProgram], norm: Norm, step: Step, activations: Activations, ends: Ends | None = None
+        self, layers: Sequence[LayerProgram], norm: Norm, step: Step, activations: Activations, ends: Ends | None = None,
+        *, final: str = "final",
     ) -> None:  # fmt: skip
+        """`final` names the room that the norm writes."""
         self._layers, self._norm, self._step, self._activations = list(layers), norm, step, activations
         self._ends = Ends([], []) if ends is None else ends
         D = norm.weight.numel()
-        self.hidden_TD, self.normed_TD = activations.room("hidden", D), activations.room("final", D)
+        self.hidden_TD, self.normed_TD = activations.room("hidden", D), activations.room(final, D)
         self._written: _Written | None = None
 
     def angles(self, rotary_dim: int) -> tuple[Tensor, Tensor]:
@@ -78,12 +85,11 @@ class StepProgram:
         """Whether a layer wants to keep of what its experts are given: programs with experts in them leave nothing of it."""
         return any(map(self._wants_sample, self._layers))
 
-    def run(self, pages: PagedCache, rotary_dim: int, told: Sequence[tuple[int, int, int]] = ()) -> None:
+    def run(self, pages: PagedCache, rotary_dim: int, told: Sequence[Told] = ()) -> None:
         """Run a step. Collective.
 
         Args:
-            told: words to write before: in which row of the step, counted from the first, or backwards from the last; which
-                word, the kernel's address being 0; what.
+            told: words to write before.
         """
         written = self._written_for(pages, rotary_dim)
         for row, word, value in told:

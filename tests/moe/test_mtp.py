@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe.cpu.draft_program import DraftProgram
 from moe.cpu.layer_program import LayerProgram
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
@@ -195,11 +196,18 @@ def test_drafts_have_the_same_bits_on_any_ranks_and_beside_any_rows(written: Wri
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next"])
-def test_their_decoder_layers_run_as_programs(family: str, written: Write) -> None:
-    drafting = drafting_of(open_drafting(written(family, 1).directory).model.net)
+def test_layers_run_as_programs_and_give_the_bits_of_their_modules(family: str, written: Write) -> None:
+    model = open_drafting(written(family, 1).directory)
+    drafting = drafting_of(model.model.net)
     assert drafting is not None
     for block in drafting.layers.values():
         assert isinstance(getattr(vars(block)["forward"], "__self__", None), LayerProgram)
+    assert isinstance(drafting.programs[0], DraftProgram)
+    draft_all(model, TEXTS, 1)  # until samples of what experts are given are kept
+    ours = draft_all(model, TEXTS, 1)
+    drafting.programs.clear()
+    for a, b in zip(ours, draft_all(model, TEXTS, 1), strict=True):
+        assert all(map(np.array_equal, [a.first, *a.deeper], [b.first, *b.deeper]))
 
 
 def test_swapped_norms_draft_something_else(written: Write, tmp_path: Path) -> None:

@@ -114,12 +114,13 @@ def test_angles_of_later_positions_are_the_model_s(opened: Callable[..., Assembl
     built = opened("qwen3_moe")
     program = built.model.net.forward.__self__
     assert isinstance(program, NetProgram)
+    angles = program._angles
     for most in (1, 1024, 1025, 5000):
-        program._make_table(most)
-        positions = torch.arange(program._table.shape[1] - 32, program._table.shape[1])
-        assert program._table.shape[1] >= most
+        angles.make(most)
+        positions = torch.arange(angles._table.shape[1] - 32, angles._table.shape[1])
+        assert angles._table.shape[1] >= most
         for made, wanted in zip(
-            program._table, built.model.net.model.rotary_emb(torch.empty(1), positions[None]), strict=True
+            angles._table, built.model.net.model.rotary_emb(torch.empty(1), positions[None]), strict=True
         ):
             assert torch.equal(made[-32:], wanted[0])
 

@@ -104,7 +104,7 @@ def rooms(directory: Path) -> list[int]:
     found = []
     for _ in range(4):
         run_steps(built)
-        found.append(program._activations.tokens_per_rank)
+        found.append(program._program._activations.tokens_per_rank)
     return found
 
 
