@@ -18,7 +18,7 @@ from moe.mtp.names import MtpNames
 from tests.conftest import PoolOf
 from tests.moe.loaded import headers, rewrite
 from tests.support.engines.serving import build, misroute, own_share
-from tests.support.models.drafts import DraftingModel, Rows, open_drafting
+from tests.support.models.drafts import DraftingModel, Rows, open_drafting, rows_of
 from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.models.mtp import PUBLISHED, Drafter, Tensors, write_mtp_checkpoint
 
@@ -111,11 +111,6 @@ def draft_all(model: DraftingModel, texts: Sequence[list[int]], num_layers: int)
         for part, logits in zip(parts, model.draft(depth, parts), strict=True):
             deeper[part.text].append(logits)
     return [Drafted(np.concatenate(rows), more) for rows, more in zip(found, deeper, strict=True)]
-
-
-def rows_of(first: int, tokens: list[int], row: int = 0) -> list[Rows]:
-    """Rows of the only text that go on from rows `row` and behind of the call before."""
-    return [Rows(0, first, tokens, list(range(row, row + len(tokens))))]
 
 
 def worst(ours: Drafted, theirs: Drafted) -> float:

@@ -78,6 +78,11 @@ class DraftingModel(NamedTuple):
         self.model.step.fill(spans)
 
 
+def rows_of(first: int, tokens: list[int], row: int = 0) -> list[Rows]:
+    """Rows of the only text that go on from rows `row` and behind of the call before."""
+    return [Rows(0, first, tokens, list(range(row, row + len(tokens))))]
+
+
 def open_drafting(directory: Path, *, device: str = "cpu", threads: int = 1) -> DraftingModel:
     """Load this rank's share of a model with its multi-token-prediction layers; alone unless in a pool."""
     if device == "interpreter":

@@ -1,0 +1,50 @@
+"""Drafts of the GPU path, in Triton's interpreter, are transformers' own; captured steps would leave what they start from."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.moe.test_mtp import LENGTHS, TEXTS, TOLERANCE, Drafted, draft_all, wanted, worst
+from tests.support.models.drafts import open_drafting, rows_of
+from tests.support.models.mtp import write_mtp_checkpoint
+from tests.support.ranks import RankPool
+
+FAMILIES = (
+    "deepseek_v3",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("glm4_moe", "qwen3_next", "mimo_v2_flash")),
+)
+
+
+def answer(directory: Path, texts: list[list[int]]) -> list[Drafted]:
+    """Draft on the interpreter."""
+    return draft_all(open_drafting(directory, device="interpreter"), texts, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_equal_transformers(family: str, interpreter: RankPool, tmp_path: Path) -> None:
+    drafter = write_mtp_checkpoint(family, tmp_path)
+    found: list[Drafted] = interpreter.run(answer, tmp_path, TEXTS[1:], timeout_s=400.0)[0]
+    assert len(found) == len(LENGTHS) - 1
+    for ours, text in zip(found, TEXTS[1:], strict=True):
+        assert worst(ours, wanted(drafter, text)) < TOLERANCE
+
+
+def kept_by_address(directory: Path, text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Drafts after a step, and after its hidden values were put back to where they lay, as a replay would."""
+    model = open_drafting(directory, device="interpreter")
+    model.forward([text])
+    place, kept = model.model._hidden_TD, model.model._hidden_TD.clone()
+    first = model.draft(0, rows_of(0, text[1:]))[0]
+    model.forward([text[::-1]])
+    assert model.model._hidden_TD is place, "a captured step would write elsewhere"
+    assert not torch.equal(place[: len(text)], kept[: len(text)])
+    place.copy_(kept)
+    return first, model.draft(0, rows_of(0, text[1:]))[0]
+
+
+def test_every_step_leaves_hidden_values_at_the_same_place(interpreter: RankPool, tmp_path: Path) -> None:
+    write_mtp_checkpoint("deepseek_v3", tmp_path)
+    first, again = interpreter.run(kept_by_address, tmp_path, TEXTS[1], timeout_s=400.0)[0]
+    assert np.array_equal(first, again)
