@@ -1,4 +1,4 @@
-"""For scripts: `from server.offline import LLM, SamplingParams`. What stands here is public."""
+"""For scripts: `from wideep import LLM, SamplingParams`. What stands here is public."""
 
 from server.clients.llm.llm import LLM
 from server.clients.llm.requests import LLMError

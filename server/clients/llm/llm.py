@@ -1,6 +1,6 @@
 """`LLM`: tokens for a script, without a server of its own to look after.
 
-    from server.offline import LLM, SamplingParams
+    from wideep import LLM, SamplingParams
 
     with LLM("demo", data_parallel_size=2) as llm:
         for result in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):

@@ -1,0 +1,60 @@
+"""WideEP for scripts, `from wideep import LLM, SamplingParams`, and what the command `wideep` runs.
+
+The seven packages have names that others use too (server, moe, ...). The command takes them from the folder that this
+file lies in, whatever the current folder, PYTHONPATH or the installed distributions hold. A script's own modules stay
+its own: where one of them hides a package of ours, the names below raise an error that says which, and what to do.
+"""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # they are loaded when a script asks for them: the command has no need of them
+    from server.offline import LLM, CompletionOutput, LLMError, Logprob, RequestOutput, SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "LLMError", "Logprob", "RequestOutput", "SamplingParams"]
+_ROOT = Path(__file__).resolve().parent
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from `server.offline`.
+
+    Raises:
+        RootError: a package of ours is hidden by another one.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module 'wideep' has no attribute {name!r}; it has {', '.join(__all__)}")
+    _roots().check_roots(_ROOT)
+    return getattr(importlib.import_module("server.offline"), name)
+
+
+def main() -> int:
+    """Run `wideep` with the process's arguments and return the exit status."""
+    roots = _roots()
+    roots.take_first(_ROOT)
+    try:
+        cli = importlib.import_module("server.cli")
+        if not hasattr(
+            cli, "build_parser"
+        ):  # another's, written over ours, may be imported without complaint
+            raise ImportError("it is not WideEP's", name="server.cli")
+    except ImportError as error:
+        print(f"wideep: {roots.why_broken(error, _ROOT)}", file=sys.stderr)
+        return 2
+    return int(cli.main())
+
+
+def _roots() -> ModuleType:
+    """Load server/roots.py by its path: the package's name may be another's."""
+    spec = importlib.util.spec_from_file_location("wideep_roots", _ROOT / "server" / "roots.py")
+    assert spec is not None and spec.loader is not None, "the file is part of WideEP"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main())
