@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 
 from server.clients.batch.flags import add_batch_parser, check_batch_arguments
 from server.clients.experts.cli import add_experts_parser
+from server.options.completion import SHELLS, completion_script
 from server.options.flag import OptionsError
 from server.options.reading import PRIVATE_DEFAULTS, add_options, nearest, notes_on, options_from
 from server.options.table import Options
 from server.options.words import spelled, why_unknown
 from server.roots import RootError, check_roots
 
-_COMMANDS = ("serve", "worker", "chat", "models", "run-batch", "experts")  # that --help shows
+_COMMANDS = ("serve", "worker", "chat", "models", "run-batch", "experts", "completion")  # that --help shows
 _SERVICES = ("serve", "worker", "run-batch")  # whose flags are those of a service
 _DESCRIPTION = """\
 Serve Mixture-of-Experts language models with expert parallelism over as many ranks as you have.
@@ -51,6 +52,12 @@ example, the same line on each of two nodes, of which HEAD is one and serves HTT
 _CHAT_EXAMPLE = """\
 example:
   wideep chat http://127.0.0.1:8000
+"""
+
+
+_COMPLETION_EXAMPLE = """\
+example, in ~/.bashrc (for zsh: in ~/.zshrc, with zsh):
+  eval "$(wideep completion bash)"
 """
 
 
@@ -92,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_models(args)
         if args.command == "experts":
             return _run_experts(args)
+        if args.command == "completion":
+            print(completion_script(args.shell, build_parser(), _COMMANDS), end="")
+            return 0
         if args.command == "run-batch":
             return _run_batch(args)
         options = options_from(args)
@@ -182,6 +192,13 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
     )
     add_batch_parser(commands)
     add_experts_parser(commands)
+    completion = commands.add_parser(
+        "completion",
+        help="what lets the Tab key complete commands and flags",
+        description="Write a script that lets a shell's Tab key complete commands, flags and values.",
+        epilog=_COMPLETION_EXAMPLE,
+    )
+    completion.add_argument("shell", choices=SHELLS, metavar=f"{{{','.join(SHELLS)}}}")
     return parser, commands.choices
 
 
