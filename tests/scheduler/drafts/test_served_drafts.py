@@ -9,6 +9,7 @@ import pytest
 
 from scheduler.assembly import Assembled
 from scheduler.drafts.drafter import Drafter
+from scheduler.drafts.pays import StepCosts
 from scheduler.policy.scheduler import Batch
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.speculative import parse_speculative_config
@@ -16,6 +17,8 @@ from scheduler.sampling.sampler import Sampled
 from tests.conftest import PoolOf
 from tests.scheduler.test_invariance import Answers, answers_of
 from tests.support.models.families import VOCABULARY, write_checkpoint
+from tests.support.models.foreseeing import foreseeing
+from tests.support.models.mtp import write_mtp_checkpoint
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
 SUFFIX = '{"method": "suffix", "num_speculative_tokens": 5}'
@@ -60,10 +63,20 @@ def drafter_of(built: Assembled) -> Drafter:
     return drafter
 
 
+class NoCosts(StepCosts):
+    """As if rows and drafts cost nothing."""
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Nothing."""
+
+    def note_passes(self, count: int, seconds: float) -> None:
+        """Nothing."""
+
+
 def always_draft(answers: Answers | None, counts: list[int], built: Assembled) -> None:
     """Try drafts whatever steps cost; from answers that are known, if any are given."""
-    built.engine._drafter = None  # which is told what steps cost
     drafter = drafter_of(built)
+    drafter.costs = NoCosts()
     if answers is not None:
         drafter._source = Foresight(answers)
     note = drafter.note
@@ -146,3 +159,45 @@ def test_a_wrong_draft_that_is_accepted_is_seen(served_alone: tuple[Path, Answer
 
     assert answers_of(directory, False, 1, prepare=accept_one, speculative=speculative) != alone
     assert num_wrong == 1
+
+
+MTP = '{"method": "mtp", "num_speculative_tokens": 3}'
+MTP_FAMILIES = (
+    "deepseek_v3",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("glm4_moe", "qwen3_next", "mimo_v2_flash")),
+)
+SHARE = 0.02  # of what layers add: drafts are right about half of the time
+
+
+@pytest.fixture(scope="module", params=MTP_FAMILIES)
+def served_without_drafts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Answers]:
+    """A checkpoint with multi-token-prediction layers, and every request served alone, without drafts."""
+    directory = tmp_path_factory.mktemp(request.param)
+    num_layers = 3 if request.param == "mimo_v2_flash" else 1
+    write_mtp_checkpoint(request.param, directory, num_layers=num_layers, change=foreseeing(SHARE))
+    return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize(
+    "settings", [SETTINGS[0], SETTINGS[2], {"threads": 2}], ids=["full batch", "chunks of 23", "two threads"]
+)
+def test_drafts_of_the_model_s_own_layers_change_no_bit(
+    served_without_drafts: tuple[Path, Answers], settings: dict[str, Any]
+) -> None:
+    directory, alone = served_without_drafts
+    answers, (num_accepted, num_tried) = drafted(directory, None, MTP, **settings)
+    assert answers == alone
+    assert 50 < num_accepted < num_tried
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_drafts_of_own_layers_on_several_ranks_change_no_bit(
+    served_without_drafts: tuple[Path, Answers], world_size: int, pool_of: PoolOf
+) -> None:
+    """Ranks draft different numbers of tokens, or run out of requests while others draft."""
+    directory, alone = served_without_drafts
+    parts = pool_of(world_size).run(drafted, directory, None, MTP, 1)
+    assert {key: value for answers, _ in parts for key, value in answers.items()} == alone
+    assert sum(num_accepted for _, (num_accepted, _) in parts) > 20
