@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.foreseeing import foresee
 from scheduler.assembly import Assembled
 from scheduler.drafts.drafter import Drafter
 from scheduler.drafts.pays import StepCosts
@@ -17,7 +18,6 @@ from scheduler.sampling.sampler import Sampled
 from tests.conftest import PoolOf
 from tests.scheduler.test_invariance import Answers, answers_of
 from tests.support.models.families import VOCABULARY, write_checkpoint
-from tests.support.models.foreseeing import foreseeing
 from tests.support.models.mtp import write_mtp_checkpoint
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
@@ -176,7 +176,9 @@ def served_without_drafts(
     """A checkpoint with multi-token-prediction layers, and every request served alone, without drafts."""
     directory = tmp_path_factory.mktemp(request.param)
     num_layers = 3 if request.param == "mimo_v2_flash" else 1
-    write_mtp_checkpoint(request.param, directory, num_layers=num_layers, change=foreseeing(SHARE))
+    write_mtp_checkpoint(
+        request.param, directory, num_layers=num_layers, change=partial(foresee, share=SHARE)
+    )
     return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
 
 

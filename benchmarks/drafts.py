@@ -1,0 +1,191 @@
+"""Do drafts pay, over HTTP? n-grams on the demo model, where answers repeat their prompts; a model's own layers on a constructed one.
+
+Two services run side by side, one of them with drafts, and are asked the same greedily, turn about, one client at a time;
+the other sleeps. Answers must be equal. A task asks for a text again with a small change (code edits, from HumanEval's prompts) or for
+its contents (MT-Bench's turns); ratios are told apart by how many of a request's drafts were accepted. The model's own
+layers are those of `benchmarks.foreseeing`, whose drafts are right as often as `--share` makes them.
+
+Expected bound: a step of 1 + d rows costs what the rows' experts weigh in bytes; with acceptance p it gives (1 - p^(d+1)) / (1 - p) tokens.
+
+Run: `python -m benchmarks.drafts PROMPTS.jsonl ... [--tasks 24] [--tokens 160] [--drafts 4] [--share 0.04] [--threads 2] [--save]`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.foreseeing import ensure_foreseeing_model
+from benchmarks.serving.service import HOST, Service
+
+LIKELY = 0.6  # acceptance above which drafts ought to pay
+_EDIT = "Here is some Python code:\n\n{}\nWrite the same code again, with `# checked` as its first line."
+_RECALL = "Here is a text:\n\n{}\n\nSay again what the text says, in its own words."
+
+
+class Answer(NamedTuple):
+    """What a service gave for a task."""
+
+    text: str
+    tokens: int
+    seconds: float  # from the first token to the last
+    drafted: int
+    accepted: int
+
+
+class Pair(NamedTuple):
+    """A task's answers without and with drafts."""
+
+    plain: Answer
+    drafting: Answer
+
+    @property
+    def ratio(self) -> float:
+        """Tokens per second with drafts, of those without."""
+        return self.plain.seconds / self.drafting.seconds
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafts that were right."""
+        return self.drafting.accepted / self.drafting.drafted if self.drafting.drafted else 0.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print tables and one JSON line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description="Whether drafts pay.")
+    parser.add_argument(
+        "prompts", nargs="+", type=Path, help="JSON lines with `prompt` (code) or `turns` (text)"
+    )
+    parser.add_argument("--tasks", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--share", type=float, default=0.04)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/drafts-<date>-<cpu>.json"
+    )
+    options = parser.parse_args(arguments)
+    card = environment_card()
+    print_card(card)
+    tasks = tasks_of(options.prompts, options.tasks)
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": options.drafts,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
+    mtp = {"method": "mtp", "num_speculative_tokens": options.drafts}
+    foreseeing = str(ensure_foreseeing_model(options.share))
+    results = {
+        "ngram": summary("n-grams, demo", run("demo", ngram, tasks, options)),
+        "mtp": summary("own layer, constructed", run(foreseeing, mtp, tasks[: options.tasks // 2], options)),
+    }
+    result = {"benchmark": "drafts", "environment": card, **results}
+    result["options"] = {**vars(options), "prompts": [file.name for file in options.prompts]}
+    print_tail(result)
+    if options.save:
+        save_result("drafts", result)
+    return 0
+
+
+def tasks_of(files: list[Path], count: int) -> list[str]:
+    """Return tasks whose answers repeat parts of them, of all files in turn."""
+    found = []
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        found.append(
+            [
+                _EDIT.format(row["prompt"]) if "prompt" in row else _RECALL.format(row["turns"][0])
+                for row in rows
+            ]
+        )
+    mixed = [task for group in zip(*found, strict=False) for task in group]
+    return mixed[:count]
+
+
+def run(model: str, speculative: dict[str, Any], tasks: list[str], options: argparse.Namespace) -> list[Pair]:
+    """Ask two services turn about."""
+    common = [
+        "-dp",
+        "1",
+        f"--threads={options.threads}",
+        "--max-model-len=2048",
+        "--no-enable-prefix-caching",
+    ]
+    given = [*common, f"--speculative-config={json.dumps(speculative)}"]
+    pairs = []
+    with tempfile.NamedTemporaryFile() as log, Service(model, common, log) as plain, Service(model, given, log) as drafting:  # fmt: skip
+        for warm_up in tasks[:2]:
+            ask(plain, warm_up, options.tokens)
+            ask(drafting, warm_up, options.tokens)
+        for number, task in enumerate(tasks):
+            order = (plain, drafting) if number % 2 else (drafting, plain)
+            first, second = (ask(service, task, options.tokens) for service in order)
+            pair = Pair(first, second) if number % 2 else Pair(second, first)
+            assert pair.plain.text == pair.drafting.text, "drafts changed an answer"
+            if pair.plain.tokens > 8:
+                pairs.append(pair)
+    return pairs
+
+
+def ask(service: Service, task: str, num_tokens: int) -> Answer:
+    """Stream an answer."""
+    body = {
+        "messages": [{"role": "user", "content": task}], "temperature": 0, "max_tokens": num_tokens,
+        "repetition_penalty": 1.0, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    text, times, usage = "", [], dict[str, Any]()
+    with httpx.stream(
+        "POST", f"http://{HOST}:{service.port}/v1/chat/completions", json=body, timeout=600
+    ) as lines:
+        if lines.status_code != 200:
+            raise RuntimeError(lines.read().decode())
+        for line in lines.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            usage = event.get("usage") or usage
+            if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
+                text += piece
+                times.append(time.perf_counter())
+    details = usage["completion_tokens_details"]
+    accepted = details.get("accepted_prediction_tokens", 0)
+    drafted = accepted + details.get("rejected_prediction_tokens", 0)
+    return Answer(text, usage["completion_tokens"], times[-1] - times[0], drafted, accepted)
+
+
+def summary(name: str, pairs: list[Pair]) -> dict[str, Any]:
+    """Print and return medians, of requests whose drafts were mostly right and of the others."""
+    told: dict[str, Any] = {}
+    for title, group in (
+        ("likely", [pair for pair in pairs if pair.acceptance > LIKELY]),
+        ("unlikely", [pair for pair in pairs if pair.acceptance <= LIKELY]),
+    ):
+        if not group:
+            continue
+        drafted, accepted = sum(p.drafting.drafted for p in group), sum(p.drafting.accepted for p in group)
+        tokens = sum(pair.plain.tokens for pair in group)
+        told[title] = {
+            "requests": len(group),
+            "acceptance": accepted / drafted if drafted else 0.0,
+            "drafts_per_token": drafted / tokens,
+            "plain_tokens_per_s": tokens / sum(pair.plain.seconds for pair in group),
+            "drafting_tokens_per_s": tokens / sum(pair.drafting.seconds for pair in group),
+            "median_ratio": statistics.median(pair.ratio for pair in group),
+            "least_ratio": min(pair.ratio for pair in group),
+        }
+        print(f"{name}, acceptance {'above' if title == 'likely' else 'up to'} {LIKELY:.0%}: " + ", ".join(
+            f"{key} {value:.3g}" for key, value in told[title].items()
+        ), flush=True)  # fmt: skip
+    return told
+
+
+if __name__ == "__main__":
+    sys.exit(main())
