@@ -18,7 +18,6 @@ from torch import Tensor
 
 from benchmarks.random_model import ensure_random_model
 
-SHAPE = "deepseek-v3"
 _ADDS = ("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight")  # ends of what layers add
 _NORMS = ("norm.weight", "layernorm.weight")
 
@@ -44,10 +43,15 @@ def foresee(tensors: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     return made
 
 
-def ensure_foreseeing_model(share: float) -> Path:
-    """Return a checkpoint's folder in the cache, of DeepSeek-V3's shape with one MTP layer, making it where it is not there."""
-    source = ensure_random_model(shape=SHAPE, dtype=torch.bfloat16)
-    target = source.with_name(f"foreseeing-{share:g}-v1")
+def ensure_foreseeing_model(shape: str, share: float) -> Path:
+    """Return a checkpoint's folder in the cache, with one MTP layer, making it where it is not there.
+
+    Args:
+        shape: of `benchmarks.random_model`, DeepSeek-V3's or like it.
+        share: see `foresee`.
+    """
+    source = ensure_random_model(shape=shape, dtype=torch.bfloat16)
+    target = source.with_name(f"foreseeing-{shape}-{share:g}-v1")
     if target.exists():
         return target
     scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))

@@ -72,6 +72,20 @@ _LATENTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "intermediate_size": 1536,
 }
+_TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 256,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "n_group": 2,
+    "topk_group": 1,
+}
 _LONG = {"max_position_embeddings": 16384}
 
 _HYBRID: dict[str, Any] = {
@@ -103,6 +117,11 @@ SHAPES = {
     "deepseek-v3": Architecture(
         DeepseekV3Config,
         _LATENTS,
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "deepseek-v3-tiny": Architecture(  # overhead sets the time of its steps
+        DeepseekV3Config,
+        {**_LATENTS, **_TINY},
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "qwen3-next": Architecture(Qwen3NextConfig, _HYBRID, {}),
