@@ -62,6 +62,8 @@ from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_v
 ORDER_MARGIN_S = 60.0  # that a rank waits longer for an order than the front does for a rank to come back
 SWITCH_S = 0.5e-3  # CPython's own is 5 ms
 
+KERNELS = "kernels, which a machine's first start compiles"  # a stage of loading
+
 Report = Callable[[str, float], None]
 
 
@@ -109,7 +111,7 @@ def assemble(
     Args:
         config: the settings.
         doorbell: wakes this job's ranks.
-        report: called with (stage, fraction) while weights load.
+        report: called with (stage, fraction) while weights load, and kernels.
         load_vocabulary: for requests that ask for a structure; called when the first comes.
         store: the job's, on a connection that nobody else uses, where ranks meet in later epochs; None: they cannot,
             and a rank that is lost ends the others.
@@ -139,7 +141,9 @@ def assemble(
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, *size, step)
     if not (is_joining and backend.warms_up_together):  # else its first steps do
+        report(KERNELS, 0.0)
         backend.warm_up(model, cache)
+        report(KERNELS, 1.0)
     runner = _make_runner(config, model, cache, dispatcher, report, drafter, made)
     channel = NoPeers() if is_joining else _channel(config)
     relocation = _make_relocation(config, placement, model, channel, backend)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from server.clients.batch.flags import add_batch_parser, check_batch_arguments
 from server.clients.experts.cli import add_experts_parser
+from server.lines import say, write_lines_as
 from server.options.completion import SHELLS, completion_script
 from server.options.flag import OptionsError
 from server.options.reading import PRIVATE_DEFAULTS, add_options, nearest, notes_on, options_from
@@ -25,6 +26,7 @@ from server.roots import RootError, check_roots
 
 _COMMANDS = ("serve", "worker", "chat", "models", "run-batch", "experts", "completion")  # that --help shows
 _SERVICES = ("serve", "worker", "run-batch")  # whose flags are those of a service
+_MOST_TEMPERATURE = 2.0  # of answers: OpenAI's, and the service's
 _DESCRIPTION = """\
 Serve Mixture-of-Experts language models with expert parallelism over as many ranks as you have.
 """
@@ -52,9 +54,8 @@ example, the same line on each of two nodes, of which HEAD is one and serves HTT
 _CHAT_EXAMPLE = """\
 example:
   wideep chat http://127.0.0.1:8000
+  wideep chat --system "You answer in one sentence." --temperature 0
 """
-
-
 _COMPLETION_EXAMPLE = """\
 example, in ~/.bashrc (for zsh: in ~/.zshrc, with zsh):
   eval "$(wideep completion bash)"
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_roots()
         if args.command == "chat":
-            return _run_chat(args.url)
+            return _run_chat(args)
         if args.command == "models":
             return _run_models(args)
         if args.command == "experts":
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "run-batch":
             return _run_batch(args)
         options = options_from(args)
+        write_lines_as(options.log.format)
         _say_notes(args)
         return _run_service(args, options)
     except (OptionsError, RootError) as error:
@@ -182,6 +184,14 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
         metavar="URL",
         help="the service (default: %(default)s)",
     )
+    chat.add_argument(
+        "--api-key", metavar="KEY", help="sent to the service (default: WIDEEP_API_KEY, else OPENAI_API_KEY)"
+    )
+    chat.add_argument("--model", metavar="NAME", help="which served model (default: the first)")
+    chat.add_argument("--system", metavar="TEXT", help="what the conversation begins with: who the model is")
+    chat.add_argument(
+        "--temperature", type=_temperature, metavar="T", help="0 to 2 (default: the service's for the model)"
+    )
     models = commands.add_parser(
         "models",
         help="which model types run, and why others do not",
@@ -206,7 +216,7 @@ def _say_notes(args: argparse.Namespace) -> None:
     """Say of flags that change nothing here that they do not, and why; of several workers on a node the first says it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for note in notes_on(args):
-            print(f"wideep {args.command}: {note}", file=sys.stderr, flush=True)
+            say(f"wideep {args.command}: {note}", error=True, level="info")
 
 
 def _version() -> str:
@@ -214,6 +224,17 @@ def _version() -> str:
         return importlib.metadata.version("wideep")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
         return "(not installed)"
+
+
+def _temperature(text: str) -> float:
+    """Read a flag's temperature."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= _MOST_TEMPERATURE:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to {_MOST_TEMPERATURE:g}")
+    return value
 
 
 def _run_service(args: argparse.Namespace, options: Options) -> int:
@@ -234,10 +255,10 @@ def _run_service(args: argparse.Namespace, options: Options) -> int:
     return run_front(options, num_ranks=args.ranks, ready_fd=args.ready_fd, ranks_host=args.ranks_host)
 
 
-def _run_chat(url: str) -> int:
+def _run_chat(args: argparse.Namespace) -> int:
     from server.clients.chat import run_chat
 
-    return run_chat(url)
+    return run_chat(args)
 
 
 def _run_models(args: argparse.Namespace) -> int:

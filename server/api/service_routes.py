@@ -9,6 +9,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
@@ -27,13 +28,25 @@ from server.errors import ApiError, bad_request
 from server.front.generations import Ask
 from server.front.requests import Requests
 from server.http.routes import STREAM_RESPONSE, new_router
+from server.link.messages import RankFacts
 
 GENERATES_WITHIN_S = 20.0  # SGLang's, for /health_generate
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
-def service_routes(model: ServedModel, requests: Requests, *, version: str, num_ranks: int) -> APIRouter:
-    """Return the endpoints' routes."""
+def service_routes(
+    model: ServedModel,
+    requests: Requests,
+    *,
+    version: str,
+    num_ranks: int,
+    facts: Callable[[], Sequence[RankFacts]] = tuple,
+) -> APIRouter:
+    """Return the endpoints' routes.
+
+    Args:
+        facts: of the ranks that are attached.
+    """
     router = new_router()
 
     @router.get("/v1/models", response_model=None)
@@ -58,7 +71,7 @@ def service_routes(model: ServedModel, requests: Requests, *, version: str, num_
         """Show the tokenizer's configuration and its chat template."""
         return model.tokenizer.configuration()
 
-    _add_sglang_routes(router, model, requests, version=version, num_ranks=num_ranks)
+    _add_sglang_routes(router, model, requests, version=version, num_ranks=num_ranks, facts=facts)
 
     @router.post("/invocations", response_model=None, responses=STREAM_RESPONSE)
     async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:
@@ -73,7 +86,13 @@ def service_routes(model: ServedModel, requests: Requests, *, version: str, num_
 
 
 def _add_sglang_routes(
-    router: APIRouter, model: ServedModel, requests: Requests, *, version: str, num_ranks: int
+    router: APIRouter,
+    model: ServedModel,
+    requests: Requests,
+    *,
+    version: str,
+    num_ranks: int,
+    facts: Callable[[], Sequence[RankFacts]],
 ) -> None:
     """Add what SGLang's clients ask a server."""
     health = _GenerationCheck(requests)
@@ -96,6 +115,7 @@ def _add_sglang_routes(
     @router.get("/server_info", response_model=None)
     async def show_server_info() -> dict[str, Any]:
         """Show what SGLang tells of a server, as far as it is true here: attention is data-parallel."""
+        ranks = facts()
         return {
             "version": version,
             "model_path": model.directory,
@@ -104,6 +124,10 @@ def _add_sglang_routes(
             "tp_size": 1,
             "dp_size": num_ranks,
             "ep_size": num_ranks,
+            "page_size": ranks[0].block_tokens if ranks else None,
+            "max_total_num_tokens": sum(rank.num_blocks * rank.block_tokens for rank in ranks),
+            "max_running_requests": sum(rank.max_num_seqs for rank in ranks),
+            "internal_states": [_state(rank) for rank in ranks],
         }
 
     @router.get("/health_generate", response_model=None, response_class=Response)
@@ -146,6 +170,15 @@ class _GenerationCheck:
             raise ApiError(503, f"No token was made within {GENERATES_WITHIN_S:g} s.") from None
         finally:
             answer.close()
+
+
+def _state(rank: RankFacts) -> dict[str, Any]:
+    """One rank as SGLang shows a data-parallel one."""
+    return {
+        "dp_rank": rank.rank,
+        "max_total_num_tokens": rank.num_blocks * rank.block_tokens,
+        "max_running_requests": rank.max_num_seqs,
+    }
 
 
 def _card(model: ServedModel, name: str) -> dict[str, Any]:

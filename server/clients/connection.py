@@ -1,13 +1,19 @@
 """A connection from the command line to a service over HTTP; what goes wrong is said in words. Knows no endpoint."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import httpx
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 120.0
+
+
+def api_key_of(environment: Mapping[str, str], given: Sequence[str] = ()) -> str | None:
+    """Return the key that a command sends: a given one, else WIDEEP_API_KEY's first, else OPENAI_API_KEY."""
+    own = environment.get("WIDEEP_API_KEY", "").split()
+    return next(iter([*given, *own]), None) or environment.get("OPENAI_API_KEY") or None
 
 
 class ServiceError(RuntimeError):
@@ -112,5 +118,5 @@ def _check(response: httpx.Response) -> None:
     except (ValueError, LookupError, TypeError):
         message = response.text[:200] or response.reason_phrase
     if response.status_code == 401:
-        message += " Set WIDEEP_API_KEY."
+        message += " Set WIDEEP_API_KEY or OPENAI_API_KEY."
     raise ServiceError(f"the service refused ({response.status_code}): {message}")

@@ -9,7 +9,6 @@ changed; a change that was under way then is given up.
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +24,7 @@ from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from server.errors import ApiError, bad_request, not_ready
 from server.experts.load import ExpertsLoad
+from server.lines import say
 from server.link.messages import PlacementUpdate
 
 POLL_S = 0.5  # between looks at whether a decision is due
@@ -463,7 +463,7 @@ def _shown(history: History) -> list[dict[str, Any]]:
 
 
 def _log(text: str) -> None:
-    print(f"wideep experts: {text}", file=sys.stderr, flush=True)
+    say(f"wideep experts: {text}", error=True, level="info")
 
 
 def _say_error(task: "asyncio.Task[dict[str, Any]]") -> None:

@@ -70,8 +70,8 @@ class LoadSeries:
         self._series: Series[list[list[float | None]]] = Series()  # by view and value
 
     def note(self, now_s: float, window: LoadWindow) -> None:
-        """Take a point if one is due; nothing without tokens."""
-        if not self._series.is_due(now_s):
+        """Take a point if one is due; nothing without tokens, or of one rank alone, which is always as full as the mean."""
+        if not self._series.is_due(now_s) or window.rank_tokens(None).shape[1] == 1:
             return
         point = [_values(window.rank_tokens(None if view == "all" else view)) for view in VIEWS]
         if point[0][0] is not None:

@@ -38,7 +38,10 @@ from server.options.flag import (
 
 DEMO_MODEL = "demo"
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill 30 s after they asked
-QUIET_PATHS = ("/health", "/metrics", "/ping")  # asked every few seconds, by machines
+QUIET_PATHS = (  # asked every few seconds, by machines and by the dashboard
+    *("/health", "/metrics", "/ping", "/server_info"),
+    *("/throughput", "/experts/load", "/v1/fault_tolerance/status"),
+)
 
 HTTP = Group("HTTP endpoint", "the front")
 TOOLS = Group("tool calls and reasoning", "the front")

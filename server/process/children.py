@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -276,12 +275,3 @@ def ended_children(*, spared: frozenset[int]) -> list[int]:
     how = os.WEXITED | os.WNOHANG | os.WNOWAIT
     pids = children_of(os.getpid()) - spared
     return [pid for pid in sorted(pids) if os.waitid(os.P_PID, pid, how) is not None]
-
-
-def say(text: str, *, error: bool = False) -> None:
-    """Print a line that may find nobody: a closed terminal must not keep us from stopping our children."""
-    stream = sys.stderr if error else sys.stdout
-    try:
-        print(text, file=stream, flush=True)
-    except OSError:
-        return

@@ -37,6 +37,7 @@ from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget, gpu_cache_budget
 from scheduler.structure.compiler import StructureError, Vocabulary
+from server.lines import is_json, say
 from server.link.rank_link import LinkError, reach
 from server.options.flag import OptionsError
 from server.options.reading import options_from_json
@@ -79,12 +80,13 @@ class Progress:
         percent = int(100 * fraction)
         if (stage, percent) == self._shown:
             return
+        is_first = stage != self._shown[0]
         self._shown = (stage, percent)
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not is_json():
             end = "\n" if percent == 100 else ""
             print(f"\rLoading {stage}: {percent:3d} %", end=end, file=sys.stderr, flush=True)
-        elif percent == 100:
-            print(f"Loaded {stage}", file=sys.stderr, flush=True)
+        elif percent == 100 or is_first:
+            say(f"{'Loaded' if percent == 100 else 'Loading'} {stage}", error=True, level="info")
 
 
 def silent(_stage: str, _fraction: float) -> None:
@@ -115,7 +117,7 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
     except FrontGoneError:
         return FRONT_IS_GONE
     except FAILURES as error:
-        print(f"rank {place.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        say(f"rank {place.rank}: {type(error).__name__}: {error}", error=True)
         return 1
     return 0
 
@@ -127,27 +129,32 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     front = _front(place, store, environment, key)
     supervisor = SupervisorPipe(environment)
     supervisor.tell(http=front["http"])
+    tells = place.rank == 0 and not num_restarts
     if num_restarts:
         _check_front(front)
     else:
+        if tells and place.world_size > 1:
+            say("Waiting for the other ranks", error=True, level="info")
         _join(place, store)
+    if tells:
+        say(f"Building the model of {options.model} and trying its layers", error=True, level="info")
     config = engine_config(options, place)
     supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
     built = assemble(
         config,
         StoreDoorbell(*(PrefixStore("doorbell", _own_store(place, environment, key)) for _ in range(2))),
-        Progress() if place.rank == 0 and not num_restarts else silent,
+        Progress() if tells else silent,
         lambda: _load_vocabulary(options.model),
         store=PrefixStore("membership", _own_store(place, environment, key)),
         is_joining=num_restarts > 0,
         available=available_bytes,
     )
-    if place.rank == 0 and not num_restarts:
-        print(f"Dispatch: {built.wire}; {built.dispatch}", file=sys.stderr, flush=True)
+    if tells:
+        say(f"Dispatch: {built.wire}; {built.dispatch}", error=True, level="info")
         if (quantisation := built.model.skeleton.quantisation) is not None:
-            print(f"Weights: {quantisation.in_words}", file=sys.stderr, flush=True)
+            say(f"Weights: {quantisation.in_words}", error=True, level="info")
         if built.num_states:
-            print(f"States: {built.states}", file=sys.stderr, flush=True)
+            say(f"States: {built.states}", error=True, level="info")
     try:
         _walk(built, config, front, supervisor, environment, key)
     finally:

@@ -7,7 +7,6 @@ up, and ends. The connection itself is `link.rank_link`'s.
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, Request, RequestOutput
+from server.lines import say
 from server.link.messages import RankFacts, Served
 from server.link.rank_link import RETRY_S, LinkError, RankLink, RefusedError
 from server.process.children import FRONT_IS_GONE
@@ -132,7 +132,7 @@ class FrontStream:
     def lost(self, reason: str, *, is_broken: bool) -> None:
         """Come back to the front, or end this process: the step loop may be waiting for other ranks."""
         rank = self._config.rank
-        print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
+        say(f"rank {rank}: {reason}", error=True)
         if not is_broken:  # the front has given this rank up
             os._exit(1)
         for request_id in list(self._open_ids):  # whoever asked for them has been cut off with the front
@@ -140,7 +140,7 @@ class FrontStream:
         status = self._come_back(time.monotonic() + FRONT_RETURN_S)
         if status:
             os._exit(status)
-        print(f"rank {rank}: the front is back", file=sys.stderr, flush=True)
+        say(f"rank {rank}: the front is back", error=True)
 
     def _come_back(self, until_s: float) -> int:
         """Attach to the front that has been started again; returns this process' status if that is of no use, else 0."""
@@ -150,7 +150,7 @@ class FrontStream:
             try:
                 self.link.open(left_s)
             except RefusedError as error:
-                print(f"rank {self._config.rank}: {error}", file=sys.stderr, flush=True)
+                say(f"rank {self._config.rank}: {error}", error=True)
                 return 1
             except LinkError:
                 time.sleep(min(left_s, RETRY_S))

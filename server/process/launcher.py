@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from server.lines import say
 from server.process.children import (
     SUPERVISOR_STATE_VARIABLE,
     Child,
@@ -27,7 +28,6 @@ from server.process.children import (
     adopt_orphans,
     describe_end,
     kill_orphans,
-    say,
     start_child,
     stop_children,
 )

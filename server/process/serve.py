@@ -18,11 +18,13 @@ import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from dispatch.ports import free_port
+from server.lines import say
 from server.options.flag import OptionsError
 from server.options.reading import API_KEY_VARIABLE, environment_from, handed_on
 from server.options.table import Options
@@ -33,7 +35,6 @@ from server.process.children import (
     adopt_orphans,
     describe_end,
     kill_orphans,
-    say,
     signal_children_of,
     start_child,
     stop_children,
@@ -185,7 +186,8 @@ class _Watch:
             self._until_s = now_s + FAILURE_GRACE_S
         if not self._is_ready and self._is_healthy():
             self._is_ready = True
-            say(greeting(self._options, seconds=now_s - self._started_s))
+            capacity = capacity_of(self._options)
+            say(greeting(self._options, capacity, seconds=now_s - self._started_s))
 
     def _is_healthy(self) -> bool:
         options = self._options
@@ -219,6 +221,28 @@ def _cause_of_end(agent: Child, failure: str | None) -> str:
 
 def is_healthy(host: str, port: int, *, scheme: str = "http") -> bool:
     """Return whether GET /health answers 200."""
+    return _get(host, port, "/health", scheme) is not None
+
+
+class Capacity(NamedTuple):
+    """What all ranks together have room for."""
+
+    kv_tokens: int
+    requests: int  # that run at once, if they are short
+    max_len: int  # of one request, in tokens
+
+
+def capacity_of(options: Options) -> Capacity | None:
+    """Ask a service that answers for its capacity; None: it does not say, because a rank has just been lost."""
+    content = _get(options.host, options.port, "/server_info", options.http.scheme)
+    found = {} if content is None else json.loads(content)
+    if not found.get("max_total_num_tokens"):
+        return None
+    return Capacity(found["max_total_num_tokens"], found["max_running_requests"], found["context_length"])
+
+
+def _get(host: str, port: int, path: str, scheme: str) -> bytes | None:
+    """Return what a path answers with 200; None: it answers something else, or nothing."""
     address = (reachable_host(host), port)
     if scheme == "http":
         connection = http.client.HTTPConnection(*address, timeout=1.0)
@@ -227,10 +251,11 @@ def is_healthy(host: str, port: int, *, scheme: str = "http") -> bool:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(*address, timeout=1.0, context=context)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.read() if answer.status == 200 else None
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 
@@ -240,24 +265,64 @@ def reachable_host(host: str) -> str:
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def greeting(options: Options, *, seconds: float) -> str:
-    """Return what the user needs once the service answers: its URL, a curl line, the chat command."""
+def greeting(
+    options: Options,
+    capacity: Capacity | None,
+    *,
+    seconds: float,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """Return what the user needs once the service answers: its URL, a curl line, the chat command, pages and capacity."""
     host = reachable_host(options.host)
     url = f"{options.http.scheme}://{f'[{host}]' if ':' in host else host}:{options.port}"
     name = options.served_model_names[0]
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello! Who are you?"}]})
-    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if options.needs_key else ""
+    messages = [{"role": "user", "content": "Hello! Who are you?"}]
+    body = json.dumps({"model": name, "messages": messages, "max_tokens": 100})
+    key = _KeyHint.of(options, environment)
     ranks = count(options.data_parallel_size, "rank")
     log = " Below is a line per request (--disable-access-log: none)." if options.log.access else ""
     return f"""
 wideep: serving {name} on {ranks} at {url} ({seconds:.0f} s after the start)
-
-  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}
+{key.export}
+  curl {url}/v1/chat/completions{key.header} -H 'Content-Type: application/json' -d {shlex.quote(body)}
 
   {_wideep_script()} chat {url}
 
+  {url}/dashboard  ranks, throughput and experts, live
+  {url}/docs       every endpoint
+  {url}/metrics    for Prometheus
+{_in_words(capacity)}
 Ctrl-C stops everything.{log}
 """
+
+
+class _KeyHint(NamedTuple):
+    """How the commands of the greeting come to a key; the key itself is never printed."""
+
+    export: str = ""  # a line to run before; empty: the shell that started the service has one
+    header: str = ""  # of the curl line
+
+    @classmethod
+    def of(cls, options: Options, environment: Mapping[str, str]) -> "_KeyHint":
+        if not options.needs_key:
+            return cls()
+        named = environment.get(API_KEY_VARIABLE, "")
+        if not named.split():
+            source = "of --api-key" if options.api_keys else f"of {options.http.api_key_file}"
+            export = f"\nFirst, with a key {source} in place of KEY:\n\n  export {API_KEY_VARIABLE}=KEY\n"
+            return cls(export, f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"')
+        first = f"${{{API_KEY_VARIABLE}%% *}}" if len(named.split()) > 1 else f"${API_KEY_VARIABLE}"
+        return cls("", f' -H "Authorization: Bearer {first}"')
+
+
+def _in_words(capacity: Capacity | None) -> str:
+    if capacity is None:
+        return ""
+    at_once = min(capacity.requests, capacity.kv_tokens / capacity.max_len)
+    return (
+        f"\nKV cache: {capacity.kv_tokens:,} tokens; {at_once:.1f} requests of {capacity.max_len:,} tokens at once, up to "
+        f"{capacity.requests} shorter ones.\n"
+    )
 
 
 def _wideep_script() -> str:

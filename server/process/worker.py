@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from server.lines import say
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import StopSignals, kill_if_it_stays, say
+from server.process.children import StopSignals, kill_if_it_stays
 from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.checks import check_start
 from server.process.preflight.device import choose_device, on_device

@@ -42,7 +42,7 @@ ORDER = (
     ("server.front",),
     ("server.link",),
     ("server.options",),
-    ("server.api.parsers", "server.errors", "server.parent_death", "server.roots"),
+    ("server.api.parsers", "server.errors", "server.lines", "server.parent_death", "server.roots"),
     ("scheduler.assembly",),
     ("scheduler.engine",),
     ("scheduler.epochs",),

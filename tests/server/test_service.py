@@ -203,6 +203,45 @@ def test_streams_go_on_with_the_same_tokens_when_an_engine_is_killed_and_it_come
     assert [stream.said for stream in stream_all(service.url, BODIES)] == expected
 
 
+@pytest.mark.slow
+def test_as_json_every_line_of_every_process_is_an_object(model: Path, tmp_path: Path) -> None:
+    """From the start over a rank's loss and return to the end, and one of throughput while there is traffic."""
+    flags = ("--log-format", "json", "--data-parallel-size", "2", "--enable-eplb")
+    with RealService.serve(model, tmp_path / "output.txt", *flags) as service:
+        service.wait_ready()
+        os.kill(service.engines()[1], signal.SIGKILL)
+        status = f"{service.url}/v1/fault_tolerance/status"
+        for whole in (False, True):
+            wait_until(
+                lambda whole=whole: (httpx.get(status).json()["members"] == [0, 1]) == whole,
+                service.output,
+                within_s=START_S,
+            )
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
+
+        def has_line() -> bool:
+            assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=60).status_code == 200
+            return '"wideep.throughput"' in service.output()
+
+        wait_until(has_line, service.output, within_s=60)
+        httpx.get(f"{service.url}/metrics")
+        service.processes[0].send_signal(signal.SIGTERM)
+        assert service.wait_ended() == [0]
+        said = [json.loads(line) for line in service.output().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in said)
+    messages = "\n".join(line["message"] for line in said)
+    for words in (
+        "wideep: starting tiny",
+        "wideep: loading torch and transformers",
+        "Loading kernels",
+        "KV cache: ",
+        "was killed by SIGKILL",
+        "rank 1 serves again",
+        "wideep: stopped",
+    ):
+        assert words in messages, words
+
+
 # Calls that must hold whatever a model with random weights would rather say.
 PARAMETERS: dict[str, Any] = {
     "type": "object",

@@ -18,7 +18,8 @@ from server.clients.batch.bulk_client import BulkClient, ServiceLostError, for_e
 from server.clients.batch.input_lines import BadLine, BatchFileError, BatchLine, read_batch
 from server.clients.batch.output_lines import BatchOutput, answer_entry, refusal_entry
 from server.clients.batch.progress import BatchProgress
-from server.options.reading import API_KEY_VARIABLE, said_in
+from server.clients.connection import api_key_of
+from server.options.reading import said_in
 from server.options.table import Options
 from server.process.private_service import PrivateService, ServiceEndedError
 from server.process.serve import terminate_as_interrupt
@@ -72,7 +73,9 @@ def _answer(
     """Answer the open lines with the service that was asked for."""
     if options is None:
         client = BulkClient(
-            args.url, _api_key(args, environment), concurrency=args.concurrency or URL_CONCURRENCY
+            args.url,
+            api_key_of(environment, said_in(args).get("api_key", ())),
+            concurrency=args.concurrency or URL_CONCURRENCY,
         )
         _run(args.input_file, output, client, num_open)
         return
@@ -128,11 +131,6 @@ def _finish(input_file: Path, output: BatchOutput) -> int:
         + (f"; the output says of the other {num_failed} what is wrong" if num_failed else "")
     )
     return 1 if num_failed else 0
-
-
-def _api_key(args: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    own = environment.get(API_KEY_VARIABLE, "").split()
-    return next(iter([*said_in(args).get("api_key", ()), *own]), None) or environment.get("OPENAI_API_KEY")
 
 
 def _say(text: str) -> None:

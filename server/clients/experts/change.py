@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from expert_placement.files import PlacementFileError, load_placement, to_json
-from server.clients.connection import Connection, ServiceError
+from server.clients.connection import Connection, ServiceError, api_key_of
 
 POLL_S = 0.5  # between looks at how far a change is
 
@@ -22,9 +22,8 @@ def run_change(
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Run the verb; returns the exit status: 0, 1 if nothing changed though it should have, 2 for a wrong file."""
-    keys = environment.get("WIDEEP_API_KEY", "").split()
     try:
-        with client or Connection(args.url, keys[0] if keys else None) as service:
+        with client or Connection(args.url, api_key_of(environment)) as service:
             if args.verb == "history":
                 return _history(service, args)
             if args.verb == "rollback":

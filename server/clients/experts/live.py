@@ -1,20 +1,25 @@
 """Run `wideep experts load` and `wideep experts record`: what a running service's experts are asked to do.
 
-`load` prints a table, on a terminal again and again until Ctrl-C; `--json` is GET /experts/load as it is.
+`load` prints a table, on a terminal again and again until Ctrl-C, cut to what the terminal shows at once; `--json` is GET
+/experts/load as it is.
 """
 
 import argparse
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from server.clients.connection import Connection, ServiceError
+from server.clients.connection import Connection, ServiceError, api_key_of
 
 _CLEAR = "\x1b[2J\x1b[H"  # the screen, then home (ECMA-48)
+WIDE = 120  # columns of a table that no terminal limits
+_RANK_COLUMNS = 68  # of the table of ranks, without the host's name
 _PHASES = ("prefill", "decode")
 
 
@@ -25,9 +30,8 @@ def run_live(
     environment: Mapping[str, str] = os.environ,
 ) -> int:
     """Run the verb; returns the exit status."""
-    keys = environment.get("WIDEEP_API_KEY", "").split()
     try:
-        with Connection(args.url, keys[0] if keys else None) as client:
+        with Connection(args.url, api_key_of(environment)) as client:
             if args.verb == "record":
                 return _record(client, args.seconds, args.out, sleep)
             return _load(client, args, sleep)
@@ -42,8 +46,12 @@ def _load(client: Connection, args: argparse.Namespace, sleep: Callable[[float],
         return 0
     is_live = sys.stdout.isatty() and not args.once
     while True:
-        text = load_table(client.get_json("/experts/load"), args.rows)
-        print(f"{_CLEAR}{text}" if is_live else text, flush=True)
+        load = client.get_json("/experts/load")
+        if is_live:
+            width, height = shutil.get_terminal_size()
+            print(f"{_CLEAR}{fitting_table(load, args.rows, width=width, height=height)}", end="", flush=True)
+        else:
+            print(load_table(load, args.rows), flush=True)
         if not is_live:
             return 0
         try:
@@ -72,12 +80,37 @@ def _record(client: Connection, seconds: float, out: Path, sleep: Callable[[floa
     return 0
 
 
-def load_table(load: Mapping[str, Any], rows: int) -> str:
+def fitting_table(load: Mapping[str, Any], rows: int, *, width: int, height: int) -> str:
+    """The load as text that a terminal of this size shows without wrapping or scrolling.
+
+    Args:
+        load: as GET /experts/load answers.
+        rows: of layers, experts and ranks at most; fewer where there is no room.
+        width: columns. height: lines.
+    """
+    for fewer in range(rows, 0, -1):
+        lines = _wrapped(load_table(load, fewer, width), width)
+        if len(lines) <= height:
+            break
+    return "\n".join(lines[:height])
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A text's lines: sentences are wrapped, rows of tables cut."""
+    lines = []
+    for line in text.splitlines():
+        is_row = line.startswith(" ") or "  " in line
+        lines += [line[:width]] if is_row or not line else textwrap.wrap(line, width)
+    return lines
+
+
+def load_table(load: Mapping[str, Any], rows: int, width: int = WIDE) -> str:
     """The load as text: phases, what ranks wait for, ranks, the worst layers and the hottest experts.
 
     Args:
         load: as GET /experts/load answers.
         rows: layers, experts and ranks to show of each at most.
+        width: columns that there are: hosts' names are cut.
     """
     window = load["window"]
     head = (
@@ -87,7 +120,7 @@ def load_table(load: Mapping[str, Any], rows: int) -> str:
     if not window["steps"]:
         return f"{head}\nno load yet: no step has run"
     lines = [head, f"the last {window['steps']} steps, {window['seconds']:.1f} s", "", *_phase_lines(load)]
-    lines += ["", f"waiting: {load['why']['sentence']}", "", *_rank_lines(load, rows)]
+    lines += ["", f"waiting: {load['why']['sentence']}", "", *_rank_lines(load, rows, width)]
     return "\n".join([*lines, "", *_layer_lines(load, rows), "", *_expert_lines(load, rows)])
 
 
@@ -102,20 +135,21 @@ def _phase_lines(load: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _rank_lines(load: Mapping[str, Any], rows: int) -> list[str]:
+def _rank_lines(load: Mapping[str, Any], rows: int, width: int) -> list[str]:
     got = [0] * load["num_ranks"]
     for phase in _PHASES:
         for layer in load["rank_tokens"][phase]:
             got = [total + count for total, count in zip(got, layer, strict=True)]
+    host_width = max(4, min(16, width - _RANK_COLUMNS))
     lines = [
-        f"{'rank':>5} {'host':16} {'tokens':>10} {'experts got':>12} {'experts s':>10} {'dispatch wait s':>16} "
-        f"{'combine wait s':>15} {'sent MB':>9}"
+        f"{'rank':>5} {'host':{host_width}} {'tokens':>9} {'experts got':>11} {'experts s':>9} {'dispatch s':>10} "
+        f"{'combine s':>9} {'sent MB':>8}"
     ]
     for rank, num_got in sorted(zip(load["ranks"], got, strict=True), key=lambda each: -each[1])[:rows]:
         sent = (sum(rank["dispatch_bytes"]) + sum(rank["combine_bytes"])) / 1e6
         lines.append(
-            f"{rank['rank']:5} {(rank['host'] or '?')[:16]:16} {rank['tokens']:10,} {num_got:12,} "
-            f"{rank['experts_s']:10.2f} {rank['dispatch_wait_s']:16.2f} {rank['combine_wait_s']:15.2f} {sent:9.1f}"
+            f"{rank['rank']:5} {(rank['host'] or '?')[:host_width]:{host_width}} {rank['tokens']:9,} {num_got:11,} "
+            f"{rank['experts_s']:9.2f} {rank['dispatch_wait_s']:10.2f} {rank['combine_wait_s']:9.2f} {sent:8.1f}"
         )
     return [*lines, *_more(len(load["ranks"]), rows, "ranks")]
 

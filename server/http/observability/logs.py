@@ -6,12 +6,10 @@ full are dropped; the next line that does not says how many. uvicorn's own recor
 """
 
 import contextlib
-import json
 import logging
 import queue
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any, TextIO
@@ -20,6 +18,7 @@ from scheduler.policy.request import SamplingParams
 from server.front.detokenizer import Decoder
 from server.front.generations import Ask
 from server.http.exchanges import HttpExchange, current_exchange
+from server.lines import FIELDS, JsonFormatter, id_of, utc
 from server.options.table import LogOptions
 
 ACCESS = "wideep.access"
@@ -27,25 +26,6 @@ REQUESTS = "wideep.requests"
 FRONT = "wideep.front"  # why it ends: said as all processes of a service say it
 _QUEUE_LINES = 10_000
 _END_S = 0.5  # for what is queued when the block ends; the supervisor does not wait much longer
-_FIELDS = "fields"  # what a record carries besides its message
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object per record: time, level, logger, message, request_id, and the record's own fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        content = {
-            "time": _utc(record.created),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **_id_of(record),
-            **getattr(record, _FIELDS, {}),
-        }
-        if record.exc_info:
-            content["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(content)
 
 
 class TextFormatter(logging.Formatter):
@@ -53,22 +33,12 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; a traceback follows on lines of its own."""
-        request_id = "".join(f" [{value}]" for value in _id_of(record).values())
+        request_id = "".join(f" [{value}]" for value in id_of(record).values())
         message = record.getMessage().replace("\n", "\\n")  # a client must not write lines of its own
-        line = f"{_utc(record.created)} {record.levelname:7} {message}{request_id}"
+        line = f"{utc(record.created)} {record.levelname:7} {message}{request_id}"
         if record.name == FRONT:
             line = f"wideep front: {message}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-def _utc(created: float) -> str:
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
-    return f"{whole}.{int(created % 1 * 1000):03d}Z"
-
-
-def _id_of(record: logging.LogRecord) -> dict[str, str]:
-    request_id = getattr(record, "request_id", None)
-    return {} if request_id is None else {"request_id": request_id}
 
 
 class _Queue(QueueHandler):
@@ -167,7 +137,7 @@ class AccessLog:
             *(exchange.client, exchange.method, exchange.path, exchange.status, exchange.duration_s, tokens),
             f", failed: {failure}" if failure else "",
             extra={
-                _FIELDS: {
+                FIELDS: {
                     "client": exchange.client,
                     "method": exchange.method,
                     "path": exchange.path,
@@ -195,7 +165,7 @@ class RequestLog:
         self._log.info(
             "%s asks with %s: %r",
             *(request.request_id, params, prompt),
-            extra={_FIELDS: {"id": request.request_id, "prompt": prompt, "params": params}},
+            extra={FIELDS: {"id": request.request_id, "prompt": prompt, "params": params}},
         )
 
 

@@ -6,7 +6,6 @@ service's ranks meet and where its front listens. The front gives out the ranks.
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from server.lines import say
 from server.link.messages import Claim, Claimed
 from server.link.rank_link import LinkError, claim
 from server.link.seal import SAME_KEY
@@ -46,7 +46,7 @@ def run_claim(words: Sequence[str]) -> int:
         address, token = service["front"]["ranks_address"], service["front"]["token"]
         given = await_place(lambda: claim(address, token, asked, STORE_TIMEOUT_S, cluster_key=key))
     except (ClaimError, LinkError, OptionsError) as error:
-        print(f"cannot join the service at {endpoint}: {error}", file=sys.stderr)
+        say(f"cannot join the service at {endpoint}: {error}", error=True)
         return 1
     print(json.dumps({**given._asdict(), "run_id": service["run_id"], "restarts": service["restarts"]}))
     return 0

@@ -1,17 +1,24 @@
 """`wideep chat` against a real front."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import httpx
 import pytest
 
-from server.clients.chat import ChatClient, run_chat
+from server.cli import build_parser
+from server.clients.chat import ChatClient, Piece, Speed, run_chat
 from server.clients.connection import ServiceError
 from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
+
+CLIENT = httpx.Client  # also where a test has put something in its place
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseException]]) -> None:
@@ -27,6 +34,11 @@ def type_in(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseExce
     monkeypatch.setattr("builtins.input", fake_input)
 
 
+def chat(*words: str, environment: Mapping[str, str] | None = None) -> int:
+    """Run `wideep chat` in this process; returns its status."""
+    return run_chat(build_parser().parse_args(["chat", *words]), environment=environment or {})
+
+
 def test_a_conversation_streams_and_is_remembered_until_reset(
     front: FrontProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,7 +48,7 @@ def test_a_conversation_streams_and_is_remembered_until_reset(
     type_in(
         monkeypatch, ["first", "second", "", "/reset", "third", "/what", KeyboardInterrupt, "/quit", "never"]
     )
-    assert run_chat(front.url) == 0
+    assert chat(front.url) == 0
     said = capsys.readouterr().out
     assert "Talking to tiny" in said and "one\n" in said and "two 😀\n" in said and "three\n" in said
     assert "/what is no command" in said
@@ -55,7 +67,7 @@ def test_a_conversation_streams_and_is_remembered_until_reset(
     ],
 )
 def test_no_service_is_a_sentence(url: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_chat(url) == 1
+    assert chat(url) == 1
     assert words in capsys.readouterr().err
 
 
@@ -66,6 +78,100 @@ def test_a_refusal_is_shown_in_the_service_s_words(front: FrontProcess) -> None:
         list(client.ask("x " * 5000))
     assert client.messages == [], "a question without an answer is not remembered"
     client.close()
+
+
+def test_flags_reach_the_service_and_questions_may_have_several_lines(
+    front: FrontProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front.script("t-lines", "fine")
+    type_in(monkeypatch, ["t-lines \\", "and more", "/reset", '"""t-quoted', "", '/inside"""'])
+    flags = ("--model", "org/tiny-alias", "--system", "You are t-system.", "--temperature", "0.25")
+    assert chat(front.url, *flags) == 0
+    said = capsys.readouterr().out
+    assert "Talking to org/tiny-alias" in said
+    assert re.search(r"fine\n\(\d+ tokens?, .*the first after \d+\.\d\d s\)", said), "how fast it was"
+    first, second = front.asked("t-lines"), front.asked("t-quoted")
+    assert first.params.temperature == second.params.temperature == 0.25
+    for asked, question in ((first, "t-lines \nand more<|end|>"), (second, "t-quoted\n\n/inside<|end|>")):
+        prompt = front.decode(asked.prompt_ids)
+        assert "You are t-system.<|end|>" in prompt and question in prompt, prompt
+
+
+def test_a_model_that_is_not_served_is_named_with_those_that_are(
+    front: FrontProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chat(front.url, "--model", "gpt-7") == 1
+    assert f"--model is 'gpt-7'; {front.url} serves tiny, org/tiny-alias" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["hot", "-1", "2.5", "nan"])
+def test_a_temperature_that_makes_no_sense_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["chat", f"--temperature={value}"])
+    assert f"'{value}' must be a number from 0 to 2" in capsys.readouterr().err
+
+
+def spoken(chunks: Iterable[dict[str, Any]]) -> httpx.Client:
+    """A service that answers every chat with these chunks."""
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        return httpx.Response(200, content=body)
+
+    return CLIENT(transport=httpx.MockTransport(answer))
+
+
+def delta(**fields: str) -> dict[str, Any]:
+    return {"choices": [{"delta": fields}]}
+
+
+def test_reasoning_is_told_from_the_answer_and_not_remembered() -> None:
+    usage = {"choices": [], "usage": {"completion_tokens": 5}}
+    chunks = [delta(role="assistant"), delta(reasoning_content="Hm."), delta(content="Yes."), usage]
+    ticks = iter(range(100))
+    client = ChatClient("http://x", http=spoken(chunks), clock=lambda: float(next(ticks)))
+    client.open()
+    assert list(client.ask("?")) == [Piece("Hm.", is_reasoning=True), Piece("Yes.")]
+    assert client.messages[-1] == {"role": "assistant", "content": "Yes."}
+    assert client.speed == Speed(num_tokens=5, first_s=1.0, rest_s=1.0)
+    assert client.speed.in_words() == "(5 tokens, 4.0 tokens/s, the first after 1.00 s)"
+
+
+def test_reasoning_is_dimmed_on_a_terminal(
+    front: FrontProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunks = [delta(reasoning_content="Hm."), delta(content="Yes.")]
+    monkeypatch.setattr("httpx.Client", lambda **_: spoken(chunks))
+    for is_terminal, said in ((True, "\x1b[2mHm.\x1b[0m\n\nYes.\n"), (False, "Hm.\n\nYes.\n")):
+        type_in(monkeypatch, ["?"])
+        monkeypatch.setattr("sys.stdout.isatty", lambda shown=is_terminal: shown)
+        assert chat("http://x") == 0
+        assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "sent"),
+    [
+        ({"OPENAI_API_KEY": "theirs"}, (), "theirs"),
+        ({"OPENAI_API_KEY": "theirs", "WIDEEP_API_KEY": "ours second"}, (), "ours"),
+        ({"WIDEEP_API_KEY": "ours"}, ("--api-key", "given"), "given"),
+    ],
+)
+def test_a_key_is_the_flag_s_or_the_environment_s(
+    monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], words: tuple[str, ...], sent: str
+) -> None:
+    seen: list[Any] = []
+
+    def note(*, headers: Mapping[str, str], **_: object) -> httpx.Client:
+        seen.append(headers)
+        return spoken([])
+
+    monkeypatch.setattr("httpx.Client", note)
+    type_in(monkeypatch, [])
+    assert chat("http://x", *words, environment=environment) == 0
+    assert seen == [{"Authorization": f"Bearer {sent}"}]
 
 
 def test_ctrl_c_stops_the_answer_at_the_rank_and_the_talk_goes_on(front: FrontProcess) -> None:

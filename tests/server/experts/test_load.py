@@ -256,6 +256,13 @@ def test_a_point_has_the_windows_balancedness_by_phase() -> None:
     assert views["decode"]["worst"] == [None] and views["all"]["mean"] == [0.6667]
 
 
+def test_one_rank_alone_has_no_point() -> None:
+    series, window = LoadSeries(), LoadWindow(1, 2, 1)
+    window.add(1, np.array([[[2, 2, 4], [0, 0, 0]]]), no_figures(1))
+    series.note(10.0, window)
+    assert series.to_json()["time"] == []
+
+
 def test_points_come_no_more_often_than_they_should_and_none_without_tokens() -> None:
     series, window = LoadSeries(), window_of([1, 3], [1, 1])
     series.note(0.0, LoadWindow(1, 2, 2))

@@ -18,7 +18,6 @@ from server.process.children import (
     describe_end,
     kill_if_it_stays,
     kill_orphans,
-    say,
     start_child,
     stop_children,
 )
@@ -161,18 +160,6 @@ def test_orphans_that_do_not_end_are_killed_and_the_spared_are_not() -> None:
     assert select.select([orphan.pidfd], [], [], 0)[0]
     assert spared.process.poll() is None
     stop_children([spared, orphan], grace_s=20)
-
-
-def test_a_closed_terminal_does_not_break_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w", buffering=1) as nobody:
-        monkeypatch.setattr(sys, "stdout", nobody)
-        say("is anybody there?")
-        monkeypatch.undo()
-        with pytest.raises(BrokenPipeError):
-            nobody.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
 
 
 @pytest.mark.parametrize("ends", [True, False])

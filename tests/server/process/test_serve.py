@@ -2,6 +2,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from server.cli import build_parser
 from server.options.reading import options_from
 from server.process import serve
 from server.process.children import DRAIN_SIGNAL
-from server.process.serve import greeting, is_healthy, reachable_host
+from server.process.serve import Capacity, greeting, is_healthy, reachable_host
 from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.service.service_processes import Service, has_ended, wait_until
 
@@ -210,17 +211,48 @@ def test_the_greeting_has_the_url_a_curl_line_and_the_chat_command() -> None:
     options = options_from(
         build_parser().parse_args(["serve", "m", "--host=0.0.0.0", "--served-model-name=it's"]), {}
     )
-    text = greeting(replace(options, data_parallel_size=1), seconds=3.4)
+    options = replace(options, data_parallel_size=1)
+    text = greeting(options, Capacity(200_000, 128, 8192), seconds=3.4, environment={})
     assert "serving it's on 1 rank at http://127.0.0.1:8000 (3 s after the start)" in text
     assert "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d '" in text
     assert "wideep chat http://127.0.0.1:8000" in text
-    assert "Authorization" not in text
-    file = replace(options.http, api_key_file="keys")
-    assert "Authorization" in greeting(replace(options, data_parallel_size=1, http=file), seconds=3.4)
-    secured = greeting(replace(options, api_keys=("secret",), host="::1", data_parallel_size=2), seconds=3.4)
-    assert "http://[::1]:8000" in secured
-    assert '"Authorization: Bearer $WIDEEP_API_KEY"' in secured
-    assert "secret" not in secured
+    assert "Authorization" not in text and "export" not in text
+    for path in ("dashboard", "docs", "metrics"):
+        assert f"  http://127.0.0.1:8000/{path} " in text
+    assert "KV cache: 200,000 tokens; 24.4 requests of 8,192 tokens at once, up to 128 shorter ones." in text
+    assert "KV cache" not in greeting(options, None, seconds=3.4, environment={})
+
+
+@pytest.mark.parametrize(
+    ("environment", "header", "export"),
+    [
+        ({}, "$WIDEEP_API_KEY", "with a key of --api-key in place of KEY:\n\n  export WIDEEP_API_KEY=KEY\n"),
+        ({"WIDEEP_API_KEY": "secret"}, "$WIDEEP_API_KEY", None),
+        ({"WIDEEP_API_KEY": "secret other"}, "${WIDEEP_API_KEY%% *}", None),
+    ],
+)
+def test_with_keys_the_greeting_s_lines_work_in_the_shell_that_has_one_or_say_what_is_missing(
+    environment: dict[str, str], header: str, export: str | None
+) -> None:
+    options = options_from(build_parser().parse_args(["serve", "m", "--host=::1"]), {})
+    options = replace(options, api_keys=("secret",), data_parallel_size=2)
+    text = greeting(options, None, seconds=3.4, environment=environment)
+    assert "http://[::1]:8000" in text and "secret" not in text
+    assert f'"Authorization: Bearer {header}"' in text
+    assert export in text if export else "export" not in text
+    command = next(line for line in text.splitlines() if line.startswith("  curl "))
+    shown = subprocess.run(
+        ["/bin/sh", "-c", command.replace("  curl ", "printf '%s\\n' ", 1)],
+        env={"WIDEEP_API_KEY": "secret", **environment},
+        capture_output=True, text=True, check=True, timeout=10,
+    )  # fmt: skip
+    assert "Authorization: Bearer secret\n" in shown.stdout, "what a shell makes of it"
+
+
+def test_a_key_file_is_named_where_keys_come_from_it() -> None:
+    options = options_from(build_parser().parse_args(["serve", "m"]), {})
+    options = replace(options, http=replace(options.http, api_key_file="keys"), data_parallel_size=1)
+    assert "with a key of keys in place of KEY" in greeting(options, None, seconds=3.4, environment={})
 
 
 @pytest.mark.parametrize("host, reached", [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.1.2.3", "10.1.2.3")])

@@ -45,6 +45,7 @@ class FrontProcess:
         read_fd, write_fd = os.pipe()
         command = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front", str(model)]
         command += ["--port", "0", "--ranks", str(num_ranks), "--ready-fd", str(write_fd), *flags]
+        command += ["--disable-log-stats"]  # a front that serves in silence has no complaint
         with contextlib.ExitStack() as files:
             out = None if log is None else files.enter_context(log.open("w"))
             self.process = subprocess.Popen(

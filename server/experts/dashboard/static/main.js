@@ -80,7 +80,8 @@ function pointsOf(series, time, views) {
   const viewsAt = (index) =>
     Object.fromEntries(Object.entries(series.views).map(([name, columns]) => [name, valuesAt(columns, index)]));
   const found = series.time.map((then, index) => ({ time: then, views: viewsAt(index) }));
-  if (!found.length || time > found.at(-1).time) found.push({ time, views });
+  const isNewer = !found.length || time > found.at(-1).time;
+  if (isNewer && load.num_ranks > 1) found.push({ time, views });
   return found;
 }
 
@@ -247,7 +248,7 @@ function enter(state, said) {
 }
 
 function redraw() {
-  if (load && points.length) draw(viewOf(load, phase));
+  if (load && document.body.dataset.state !== "empty") draw(viewOf(load, phase));
 }
 
 at("phases").addEventListener("change", (event) => {

@@ -10,11 +10,11 @@ import pytest
 
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
-from server.cli import main
+from server.cli import build_parser, main
 from server.clients.connection import Connection, ServiceError
 from server.clients.experts import live as experts_live
 from server.experts.load import ExpertsLoad
-from tests.support.placement.load_reports import RANKS, counts, expert_map, report, told
+from tests.support.placement.load_reports import RANKS, counts, expert_map, load_answer, report, told
 
 
 def answer(step: int = 8) -> dict[str, object]:
@@ -38,6 +38,42 @@ def test_the_table_shows_phases_ranks_layers_and_experts() -> None:
     assert "... and 1 more layers (--rows)" in text
     hot = [line.split() for line in lines[-2:]]
     assert float(hot[0][3]) >= float(hot[1][3]) > 1.0
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (200, 60), (40, 12)])
+def test_a_live_table_fits_the_terminal_with_its_head(width: int, height: int) -> None:
+    load = load_answer(58, 256, 64)
+    text = experts_live.fitting_table(load, 8, width=width, height=height)
+    lines = text.splitlines()
+    assert len(lines) <= height and max(map(len, lines)) <= width
+    assert lines[0].startswith("made-up: 58 MoE layers of 256 experts")
+    if height >= 24:
+        for title in (
+            "balancedness",
+            "waiting: ",
+            " rank host",
+            "worst layers first",
+            "hottest experts first",
+        ):
+            assert title in text, title
+    if height == 60:
+        assert "... and 56 more ranks (--rows)" in text, "as many rows as were asked for"
+
+
+def test_a_key_may_be_openai_s(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str | None] = []
+
+    class Noted(Connection):
+        def __init__(self, url: str, api_key: str | None = None) -> None:
+            seen.append(api_key)
+            super().__init__(url, api_key)
+
+    monkeypatch.setattr(experts_live, "Connection", Noted)
+    args = build_parser().parse_args(["experts", "load", "http://127.0.0.1:1"])
+    for environment in ({"OPENAI_API_KEY": "a"}, {"OPENAI_API_KEY": "a", "WIDEEP_API_KEY": "b c"}, {}):
+        assert experts_live.run_live(args, environment=environment) == 1
+    assert seen == ["a", "b", None]
+    capsys.readouterr()
 
 
 def test_the_table_names_the_ranks_that_are_left() -> None:

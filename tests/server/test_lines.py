@@ -1,0 +1,64 @@
+"""What processes write for people: text, or one JSON object per line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.lines import FORMAT_VARIABLE, say
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_closed_terminal_does_not_break_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", buffering=1) as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        say("is anybody there?")
+        monkeypatch.undo()
+        with pytest.raises(BrokenPipeError):
+            nobody.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)
+
+
+def test_text_is_written_as_it_is_and_json_as_one_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(FORMAT_VARIABLE, raising=False)
+    say("\ntwo\nlines")
+    assert capsys.readouterr().out == "\ntwo\nlines\n"
+    monkeypatch.setenv(FORMAT_VARIABLE, "json")
+    say("\ntwo\nlines")
+    say("trouble", error=True)
+    said = capsys.readouterr()
+    [line] = said.out.splitlines()
+    found = json.loads(line)
+    assert (found["level"], found["logger"], found["message"]) == ("info", "wideep", "two\nlines")
+    assert json.loads(said.err)["level"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "message"),
+    [
+        ("raise ValueError('nobody caught me')", "critical", "ValueError: nobody caught me"),
+        (
+            "import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()",
+            "critical",
+            "ZeroDivisionError: division by zero",
+        ),
+        ("import warnings; warnings.warn('old')", "warning", "UserWarning: old"),
+        ("import logging; logging.getLogger('x').warning('loose')", "warning", "loose"),
+    ],
+)
+def test_what_python_itself_writes_is_an_object_too(code: str, level: str, message: str) -> None:
+    script = f"from server.lines import write_lines_as; write_lines_as('json'); {code}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    [found] = [json.loads(line) for line in done.stderr.splitlines()]
+    assert found["level"] == level and found["message"].startswith(message)
+    assert ("traceback" in found) == (level == "critical")
