@@ -152,6 +152,14 @@ class BlockPool:
                 del self._cached[copy_id]
                 self._retire(copy_id)
 
+    def forget_prefixes(self) -> None:
+        """Let nothing that is cached be found any more. Holders keep their blocks, and publish what follows them."""
+        for block_id in self._cached:
+            self._prefixes.remove(block_id)
+            self._free.append(block_id)
+        self._cached.clear()
+        self._prefixes.renew()
+
     def _is_held(self, key: bytes) -> bool:
         block_id = self._prefixes.block_of(key)
         return block_id is not None and self._num_holders[block_id] > 0

@@ -91,6 +91,10 @@ class PrefixIndex:
         entry = self._entries.get(key)
         return None if entry is None else entry.block_ids[0]
 
+    def renew(self) -> None:
+        """Let no prefix of before be found, though its blocks stay as they are for whoever holds them."""
+        self._secret = hashlib.blake2b(b"renewed", digest_size=KEY_BYTES, key=self._secret).digest()
+
     def copies(self, block_id: int) -> list[int]:
         """Return the other blocks that hold the same prefix."""
         return [copy_id for copy_id in self._entry_of[block_id].block_ids if copy_id != block_id]

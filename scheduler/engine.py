@@ -24,7 +24,7 @@ from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
 from scheduler.epochs.heartbeat import Heart, Heartbeat
 from scheduler.epochs.orders import OnFault, OnRegrouped, Order
 from scheduler.moves.relocation import Relocation
-from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput
+from scheduler.policy.request import FinishReason, ForgetPrefixes, RankStats, Request, RequestOutput
 from scheduler.policy.scheduler import Batch, Scheduler
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
 from scheduler.step.prefill_pace import PrefillPace
@@ -32,9 +32,8 @@ from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
-Arrival = (
-    Request | Structured | RequestOutput | str
-)  # to serve, ended before it was served, or an id to abort
+# To serve, ended before it was served, an id to abort, or a wish that concerns those behind it.
+Arrival = Request | Structured | RequestOutput | str | ForgetPrefixes
 
 
 class _Planned(NamedTuple):
@@ -124,6 +123,10 @@ class Engine:
             )
         else:
             self._deliver(request_id)
+
+    def forget_prefixes(self) -> None:
+        """Let requests that are submitted from now on find nothing in the prefix cache."""
+        self._deliver(ForgetPrefixes())
 
     def regroup(self, order: Order) -> None:
         """Let this rank meet others, or the same, in a new epoch, as soon as it can; the newest order wins.
@@ -354,6 +357,8 @@ class Engine:
                 self._scheduler.add(item.request, item.matcher)
             elif isinstance(item, RequestOutput):
                 outputs.append(item)
+            elif isinstance(item, ForgetPrefixes):
+                self._scheduler.forget_prefixes()
             elif (ended := self._scheduler.abort(item)) is not None:
                 outputs.append(ended)
         return outputs

@@ -150,6 +150,9 @@ class PacedRank:
     def regroup(self, order: Order) -> None:
         """Serve with whom it may be: there is nobody to meet."""
 
+    def forget_prefixes(self) -> None:
+        """Have no prefix cache."""
+
     def submit(self, request: Request) -> None:
         """Answer a request."""
         with self._changed:

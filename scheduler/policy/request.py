@@ -118,6 +118,10 @@ class DraftCounts(NamedTuple):
 NO_DRAFTS = DraftCounts()
 
 
+class ForgetPrefixes(NamedTuple):
+    """Let no request that comes after this find what was computed before it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankStats:
     """A rank's state after a step. Counters run from the engine's start."""

@@ -183,6 +183,12 @@ class Scheduler:
             prefix_hit_tokens=self._tables.prefix_hit_tokens,
         )
 
+    def forget_prefixes(self) -> None:
+        """Let requests that have not begun, and those to come, find nothing of what is cached now."""
+        self._pool.forget_prefixes()
+        for sequence in self._roster.waiting:
+            sequence.held_keys.clear()  # of prefixes that it would not be given any more
+
     def add(self, request: Request, matcher: StructureMatcher | None = None) -> None:
         """Queue a request. One that cannot be served, or whose replayed tokens already end it, ends with the
         next `expire` or `commit`.

@@ -3,6 +3,8 @@
 - GET /v1/models and /v1/models/{id}: the served names. GET /load: the requests that are being answered (vLLM's words).
 - GET /tokenizer_info: the tokenizer's configuration (vLLM).
 - GET /get_model_info, /get_server_info and /health_generate, and the first two without "get_": SGLang's.
+- POST /reset_prefix_cache (vLLM) and /flush_cache (SGLang): no later request finds what is cached now. Requests that run keep
+  what they have, so that nothing is refused because of them, as it is there.
 - POST /invocations: SageMaker's one path. It takes a chat or a completion, told apart by their fields as in vLLM, and is
   answered by that endpoint itself, errors included.
 """
@@ -16,7 +18,7 @@ from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from scheduler.policy.request import Request, SamplingParams
 from server import errors
@@ -41,11 +43,13 @@ def service_routes(
     version: str,
     num_ranks: int,
     facts: Callable[[], Sequence[RankFacts]] = tuple,
+    forget_prefixes: Callable[[], None] = lambda: None,
 ) -> APIRouter:
     """Return the endpoints' routes.
 
     Args:
         facts: of the ranks that are attached.
+        forget_prefixes: tells all ranks.
     """
     router = new_router()
 
@@ -73,6 +77,8 @@ def service_routes(
 
     _add_sglang_routes(router, model, requests, version=version, num_ranks=num_ranks, facts=facts)
 
+    _add_cache_routes(router, forget_prefixes)
+
     @router.post("/invocations", response_model=None, responses=STREAM_RESPONSE)
     async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:
         """Answer a chat or a completion."""
@@ -83,6 +89,36 @@ def service_routes(
         raise bad_request("Send messages, as for /v1/chat/completions, or prompt, as for /v1/completions.")
 
     return router
+
+
+def _add_cache_routes(router: APIRouter, forget_prefixes: Callable[[], None]) -> None:
+    """Add what empties the prefix cache, under both names."""
+
+    @router.post("/reset_prefix_cache", response_model=None)
+    async def reset_prefix_cache(
+        reset_running_requests: bool = False, reset_external: bool = False
+    ) -> Response:
+        """Let no later request find what is cached; with or without reset_running_requests, nothing needs to stop for it."""
+        if reset_external:
+            raise bad_request(
+                "reset_external is for a cache outside of the service, and there is none; leave it out.",
+                "reset_external",
+            )
+        forget_prefixes()
+        return Response()
+
+    @router.post("/flush_cache", response_class=PlainTextResponse)
+    async def flush_cache() -> Response:
+        """Let no later request find what is cached."""
+        forget_prefixes()
+        return PlainTextResponse("Cache flushed.\n")
+
+    @router.get("/flush_cache", response_model=None, include_in_schema=False)
+    async def refuse_flush() -> Response:
+        """Refuse: a page in a browser can make it send this unasked."""
+        raise ApiError(
+            405, "GET /flush_cache would change something: send it as a POST.", headers={"Allow": "POST"}
+        )
 
 
 def _add_sglang_routes(

@@ -242,7 +242,7 @@ async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
     return choices
 
 
-async def json_answer(make: Callable[[], dict[str, Any]], model: ServedModel, *, is_long: bool) -> Response:
+async def json_answer(make: Callable[[], Any], model: ServedModel, *, is_long: bool) -> Response:
     """Make a whole answer's JSON; where it is long, beside the event loop, and in parts that do not hold it up."""
     if not is_long:
         return JSONResponse(make())

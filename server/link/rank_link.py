@@ -19,7 +19,7 @@ from expert_placement.placement import Placement
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
-from scheduler.policy.request import RankStats, Request, RequestOutput
+from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput
 from server.link.messages import (
     DEFINITION,
     DEFINITION_KEY,
@@ -87,6 +87,9 @@ class LinkListener(Protocol):
 
     def regroup(self, order: Order) -> None:
         """Follow an order."""
+
+    def forget_prefixes(self) -> None:
+        """Let no later request find what is cached."""
 
     def lost(self, reason: str, *, is_broken: bool) -> None:
         """The stream has ended: at most once, and never after `close` or a stop.
@@ -292,6 +295,8 @@ class RankLink:
                 listener.drop(version)
             case Order():
                 listener.regroup(message)
+            case ForgetPrefixes():
+                listener.forget_prefixes()
             case Welcome():
                 self._is_taken = True
                 self._welcome.set()

@@ -19,7 +19,7 @@ from expert_placement.placement import Placement
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport
-from scheduler.policy.request import RankStats, Request, RequestOutput
+from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput
 from server.link.messages import (
     DEFINITION,
     DEFINITION_KEY,
@@ -138,6 +138,7 @@ class Ranks:
         self.attached: dict[int, AttachedRank] = {}
         self.port = 0  # once bound
         self._clock = clock
+        self._has_forgotten = False  # some rank's prefixes
         self._listener: RankListener | None = None  # before `serve` nobody is attached
         self._left = asyncio.Event()
         self._secret = bearer(token).encode()
@@ -193,6 +194,11 @@ class Ranks:
     def drop_placement(self, version: int) -> None:
         """Ask every rank to give up a placement that does not serve yet."""
         self._post_all(DropPlacement(version))
+
+    def forget_prefixes(self) -> None:
+        """Ask every rank to let no later request find what is cached; those that are away now are asked when they come."""
+        self._has_forgotten = True
+        self._post_all(ForgetPrefixes())
 
     def regroup(self, order: Order) -> None:
         """Tell an order to its members; what they said of their steps before is over."""
@@ -312,6 +318,8 @@ class Ranks:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {facts.rank} is already attached")
         stream = AttachedRank(facts, self._clock(), seal)
         stream.post(Welcome())
+        if self._has_forgotten:  # while this one's connection was broken, perhaps
+            stream.post(ForgetPrefixes())
         self.attached[facts.rank] = stream
         try:
             self._told.attached(facts)

@@ -129,6 +129,10 @@ class FrontStream:
         self._note_home(order.placement, len(order.members))
         self._built.engine.regroup(order)
 
+    def forget_prefixes(self) -> None:
+        """Let no later request find what is cached."""
+        self._built.engine.forget_prefixes()
+
     def lost(self, reason: str, *, is_broken: bool) -> None:
         """Come back to the front, or end this process: the step loop may be waiting for other ranks."""
         rank = self._config.rank

@@ -25,6 +25,7 @@ from expert_placement.history import History
 from server.api.anthropic.messages import messages_routes
 from server.api.chat import chat_routes
 from server.api.completions import completion_routes
+from server.api.generate import generate_routes
 from server.api.parsers.registry import markup_of
 from server.api.responses.routes import responses_routes
 from server.api.served import ServedModel
@@ -139,12 +140,14 @@ class HttpService:
             completion_routes(self.model, self.requests),
             responses_routes(self.model, self.requests),
             messages_routes(self.model, self.requests),
+            generate_routes(self.model, self.requests),
             tokenize_routes(self.model),
             service_routes(
                 self.model,
                 self.requests,
                 version=version,
                 num_ranks=self._ranks.num_ranks,
+                forget_prefixes=self._ranks.forget_prefixes,
                 facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
             ),
             placement_routes(self.placement, options.eplb_config),

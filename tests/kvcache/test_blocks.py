@@ -151,6 +151,26 @@ def test_random_tables_never_overlap_and_parents_outlive_children(seed: int, num
     assert pool.num_free == num_blocks
 
 
+def test_what_is_forgotten_is_found_by_nobody_and_stays_with_its_holders() -> None:
+    pool = BlockPool(6, 2, secret=SECRET)
+    held, cached = fill(pool, [1, 2, 3, 4]), fill(pool, [5, 6])
+    pool.release(cached)
+    pool.forget_prefixes()
+    assert pool.num_cached == 0 and pool.num_free == 4
+    assert pool.match([1, 2, 3, 4]) == pool.match([5, 6]) == []
+    assert pool.count_held([1, 2, 3, 4], 4, []) == 0
+    held += pool.acquire(1)
+    pool.publish(held[2], [7, 8], held[1])
+    assert pool.match([1, 2, 3, 4, 7, 8]) == [], "what follows it is not found without it"
+    again = fill(pool, [1, 2, 3, 4])
+    assert not set(again) & set(held)
+    pool.release(held)
+    assert pool.match([1, 2, 3, 4]) == again, "what is computed since is found"
+    pool.release(again)
+    assert pool.num_free == 6
+    assert len(pool.acquire(6)) == 6, "blocks that nobody can find are taken again"
+
+
 def test_a_hundred_thousand_blocks_cost_what_is_touched() -> None:
     pool = BlockPool(100_000, 16)
     started_s = time.perf_counter()

@@ -86,6 +86,34 @@ def test_a_repeated_prompt_reports_its_cached_tokens(client: OpenAI) -> None:
     assert num_cached is not None and num_cached >= 16
 
 
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
+def test_what_is_cached_can_be_forgotten_on_all_ranks_while_requests_run(
+    client: OpenAI, service: RealService, path: str
+) -> None:
+    prompt = "the cat on the mat " * 20
+
+    def num_cached(count: int) -> int:
+        answers = [
+            client.completions.create(model="tiny", prompt=prompt, max_tokens=2, temperature=0)
+            for _ in range(count)
+        ]
+        return max(answer.usage.prompt_tokens_details.cached_tokens for answer in answers)  # type: ignore[union-attr, type-var, return-value]
+
+    for _ in range(2):  # so that both ranks have it
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: num_cached(1), range(8)))
+    assert num_cached(4) >= 16
+    expected = complete(client, prompt, max_tokens=200)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete, client, prompt, max_tokens=200)
+        for _ in range(20):
+            assert httpx.post(service.url + path).status_code == 200
+        assert running.result() == expected
+    assert httpx.post(service.url + path).status_code == 200
+    assert num_cached(1) == 0, "nothing of before is found"
+    assert num_cached(4) >= 16, "what came since is cached"
+
+
 def test_seeded_samples_repeat_and_seeds_differ(client: OpenAI) -> None:
     first, again, other = (complete(client, "hello", temperature=1.0, seed=seed) for seed in (5, 5, 6))
     assert first == again != other

@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
+import pytest
 
 from scheduler.policy.request import FinishReason
 from tests.support.models.tiny_tokenizer import MAX_LEN
@@ -54,6 +55,46 @@ def test_sglang_s_clients_find_the_model_and_the_server(front: FrontProcess) -> 
     assert server == front.get("/server_info").json()
     assert (server["served_model_name"], server["context_length"]) == ("tiny", MAX_LEN)
     assert server["dp_size"] == server["ep_size"] == 2 and server["version"]
+
+
+def test_sglang_s_clients_find_the_server_s_capacity(front: FrontProcess) -> None:
+    server = front.get("/server_info").json()
+    ranks = server["internal_states"]
+    assert [rank["dp_rank"] for rank in ranks] == [0, 1]
+    assert server["max_total_num_tokens"] == sum(rank["max_total_num_tokens"] for rank in ranks) > 0
+    assert server["max_running_requests"] == sum(rank["max_running_requests"] for rank in ranks) > 0
+    assert server["page_size"] > 0
+
+
+@pytest.mark.parametrize(
+    "path", ["/reset_prefix_cache", "/flush_cache", "/reset_prefix_cache?reset_external=false"]
+)
+def test_every_rank_is_told_to_forget_its_prefixes_in_the_order_of_requests(
+    front: FrontProcess, path: str
+) -> None:
+    before = [len(rank.forgotten) for rank in front.ranks]
+    told = [len(rank.requests) for rank in front.ranks]
+    answer = front.post(path)
+    assert answer.status_code == 200, answer.text
+    for rank, num_before in zip(front.ranks, before, strict=True):
+        rank.wait_for(lambda each, least=num_before: len(each.forgotten) == least + 1)
+    assert [rank.forgotten[-1] for rank in front.ranks] == told
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("POST", "/reset_prefix_cache?reset_external=true", 400, "there is none; leave it out"),
+        ("POST", "/reset_prefix_cache?reset_external=perhaps", 400, "reset_external"),
+        ("GET", "/flush_cache", 405, "send it as a POST"),
+        ("GET", "/reset_prefix_cache", 405, ""),
+    ],
+)
+def test_what_cannot_be_forgotten_is_refused_by_name(
+    front: FrontProcess, method: str, path: str, status: int, said: str
+) -> None:
+    answer = front.get(path) if method == "GET" else front.post(path)
+    assert answer.status_code == status and said in answer.json()["error"]["message"]
 
 
 def test_health_is_a_token_that_was_made(front: FrontProcess) -> None:

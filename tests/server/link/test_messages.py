@@ -10,7 +10,14 @@ import pytest
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, ExpertMap, LoadReport, MoveState, PlacementReport
-from scheduler.policy.request import DraftCounts, FinishReason, Logprobs, RankStats, RequestOutput
+from scheduler.policy.request import (
+    DraftCounts,
+    FinishReason,
+    ForgetPrefixes,
+    Logprobs,
+    RankStats,
+    RequestOutput,
+)
 from server.link import messages
 from server.link.messages import (
     Abort,
@@ -75,6 +82,7 @@ def numbered(kind: type) -> dict[str, Any]:
         Stop(),
         Abort("a"),
         DropPlacement(2),
+        ForgetPrefixes(),
         PlacementUpdate(REPORT, None, 0),
     ],
 )

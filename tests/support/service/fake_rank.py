@@ -44,6 +44,7 @@ class FakeRank(PacedRank):
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.orders: list[Order] = []
+        self.forgotten: list[int] = []  # how many requests came before each order to forget prefixes
         self.wrong_replays: list[Request] = []
         self.on_order: Callable[[Order], None] = lambda order: self.link.send_regrouped(order.epoch)
         self.stopped = threading.Event()
@@ -102,6 +103,9 @@ class FakeRank(PacedRank):
     def regroup(self, order: Order) -> None:
         self._note(self.orders, order)
         self.on_order(order)
+
+    def forget_prefixes(self) -> None:
+        self._note(self.forgotten, len(self.requests))
 
     def stop(self) -> None:
         self.stopped.set()

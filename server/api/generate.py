@@ -1,0 +1,250 @@
+"""POST /generate: SGLang's own interface to a model, for scripts that were written for it.
+
+The request is translated into a completion's fields and checked as one; answers have SGLang's form: `text`, `output_ids`
+and `meta_info`, one object, or a list where there are several prompts or choices. A stream's events hold all that was said so
+far, as SGLang's do. Fields of features that are not served are refused by name.
+"""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from scheduler.policy.request import FinishReason, Logprobs
+from server.api.answer_json import event
+from server.api.completions import encode_prompts
+from server.api.sampling import asks_for, refuse_unserved
+from server.api.schemas import MAX_LOGPROBS, CompletionRequest
+from server.api.served import ServedModel
+from server.api.streaming import Choice, EventStream, collect, json_answer
+from server.api.structure import structure_of
+from server.errors import bad_request
+from server.front.generations import Answer, Generation, Piece
+from server.front.requests import Requests
+from server.front.tokenizer import Tokenizer
+from server.http.routes import STREAM_RESPONSE, new_router, refusal
+
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+_WHERE = "sampling_params"
+_FIELD_OF = {  # of sampling_params -> a completion's
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+    **{
+        name: name
+        for name in (
+            *(
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                "n",
+                "stop",
+                "stop_token_ids",
+                "ignore_eos",
+                "logit_bias",
+            ),
+            *("frequency_penalty", "presence_penalty", "repetition_penalty", "skip_special_tokens"),
+        )
+    },
+}
+_STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> structured_outputs' keys
+_HARMLESS = ("log_metrics", "spaces_between_special_tokens", "stream_interval")  # they change nothing here
+
+
+class GenerateRequest(BaseModel):
+    """POST /generate."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: dict[str, Any] | None = None
+    rid: str | None = Field(None, min_length=1, max_length=128)
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(None, ge=-1)  # of the prompt's tokens; -1: none
+    top_logprobs_num: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_text_in_logprobs: bool | None = None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some of the prompt's tokens are to be scored."""
+        return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
+
+
+def generate_routes(model: ServedModel, requests: Requests) -> APIRouter:
+    """Return the route."""
+    router = new_router()
+
+    @router.post("/generate", response_model=None, responses=STREAM_RESPONSE)
+    async def generate(body: GenerateRequest, http: HttpRequest) -> Response:
+        """Continue prompts, as SGLang's own endpoint does."""
+        return await answer_generate(body, http, model, requests)
+
+    return router
+
+
+async def answer_generate(
+    body: GenerateRequest, http: HttpRequest, model: ServedModel, requests: Requests
+) -> Response:
+    """Continue one or more prompts, whole or as a stream.
+
+    Raises:
+        ApiError: the request is wrong or failed.
+        ClientGone: the client left first.
+    """
+    fields = completion_of(body)
+    refuse_unserved(fields)
+    prompts = await encode_prompts(fields, model)
+    if fields.max_tokens is None and model.max_len() - max(map(len, prompts)) >= DEFAULT_MAX_NEW_TOKENS:
+        fields = fields.model_copy(update={"max_tokens": DEFAULT_MAX_NEW_TOKENS})
+    request_id = body.rid or uuid.uuid4().hex
+    asks = asks_for(
+        fields,
+        model,
+        prompts,
+        request_id=f"gen-{uuid.uuid4().hex}",
+        max_tokens=fields.max_tokens,
+        num_logprobs=fields.logprobs,
+        logprobs_field="top_logprobs_num",
+        prompt_field="input_ids" if body.text is None else "text",
+        max_tokens_field=f"{_WHERE}.max_new_tokens",
+        structure=await structure_of(fields, model),
+    )
+    answer = requests.open(asks[0].request.request_id, asks)
+    is_list = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
+    json = _GenerateJson(answer, body, request_id, model.tokenizer, is_list=is_list or len(asks) > 1)
+    if body.stream:
+        return EventStream(answer, json)
+    choices = await collect(answer, http)
+    return await json_answer(lambda: json.whole(choices), model, is_long=body.wants_prompt_logprobs)
+
+
+def completion_of(body: GenerateRequest) -> CompletionRequest:
+    """Translate a request.
+
+    Raises:
+        ApiError: 400, naming the field that is wrong or not served.
+    """
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_request("Give the prompt as text or as input_ids, one of them.", "text")
+    _refuse_others(body.model_extra or {}, "")
+    params = dict(body.sampling_params or {})
+    fields = {ours: params.pop(theirs) for theirs, ours in _FIELD_OF.items() if theirs in params}
+    structures = {ours: params.pop(theirs) for theirs, ours in _STRUCTURES.items() if params.get(theirs)}
+    _refuse_others(params, f"{_WHERE}.")
+    num_top = body.top_logprobs_num or 0
+    fields |= {
+        "prompt": body.input_ids if body.text is None else body.text,
+        "stream": body.stream,
+        "structured_outputs": structures or None,
+        "logprobs": num_top if body.return_logprob else None,
+        "prompt_logprobs": num_top if body.wants_prompt_logprobs else None,
+    }
+    try:
+        return CompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        found = error.errors()[0]
+        name, *rest = found["loc"]
+        theirs = next((key for key, ours in _FIELD_OF.items() if ours == name), name)
+        raise refusal(found, (_WHERE, theirs, *rest)) from error
+
+
+def _refuse_others(fields: dict[str, Any], where: str) -> None:
+    for name, value in fields.items():
+        if name not in _HARMLESS and value not in (None, False, [], {}, ""):
+            raise bad_request(
+                f"{where}{name} is not supported by this server; leave it out.", f"{where}{name}"
+            )
+
+
+class _GenerateJson:
+    """The JSON of an answer, whole or in events."""
+
+    def __init__(
+        self, answer: Answer, body: GenerateRequest, request_id: str, tokenizer: Tokenizer, *, is_list: bool
+    ) -> None:
+        """Args: is_list: there may be several objects."""
+        self._answer, self._body, self._tokenizer = answer, body, tokenizer
+        self._request_id, self._is_list = request_id, is_list
+        self._so_far = [Choice() for _ in answer.generations]
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return a whole answer."""
+        objects = [
+            self._object(generation, choice)
+            for generation, choice in zip(self._answer.generations, choices, strict=True)
+        ]
+        return objects if self._is_list else objects[0]
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """Return the event of what a choice has said so far."""
+        choice = self._so_far[index]
+        choice.text.append(piece.text)
+        choice.token_ids += piece.token_ids
+        choice.logprobs += piece.logprobs
+        choice.last = piece
+        content = self._object(self._answer.generations[index], choice)
+        return event({"index": index, **content} if self._is_list else content)
+
+    def end(self) -> bytes:
+        """Return nothing: every event has its counts."""
+        return b""
+
+    def _object(self, generation: Generation, choice: Choice) -> dict[str, Any]:
+        request = generation.ask.request
+        name = f"{self._request_id}_{generation.index}" if self._is_list else self._request_id
+        info: dict[str, Any] = {
+            "id": name,
+            "finish_reason": _finish_of(choice),
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": len(choice.token_ids),
+            "cached_tokens": generation.num_cached_tokens,
+            "weight_version": "default",
+            "e2e_latency": generation.last_token_s - request.arrival_s,
+        }
+        if self._body.return_logprob:
+            info |= self._logprobs(generation, choice)
+        return {"text": "".join(choice.text), "output_ids": list(choice.token_ids), "meta_info": info}
+
+    def _logprobs(self, generation: Generation, choice: Choice) -> dict[str, Any]:
+        found: dict[str, Any] = {"output_token_logprobs": [self._entry(each) for each in choice.logprobs]}
+        if self._body.top_logprobs_num:
+            found["output_top_logprobs"] = [self._top(each) for each in choice.logprobs]
+        if not self._body.wants_prompt_logprobs:
+            return found
+        first_id, start = generation.ask.request.prompt_ids[0], self._body.logprob_start_len or 0
+        first = [None, first_id, self._text(first_id)]  # nothing comes before it
+        of_prompt = generation.prompt_logprobs
+        found["input_token_logprobs"] = [first, *map(self._entry, of_prompt)][start:]
+        if self._body.top_logprobs_num:
+            found["input_top_logprobs"] = [None, *map(self._top, of_prompt)][start:]
+        return found
+
+    def _entry(self, each: Logprobs) -> list[Any]:
+        return [each.logprob, each.token_id, self._text(each.token_id)]
+
+    def _top(self, each: Logprobs) -> list[list[Any]]:
+        pairs = zip(each.top_logprobs, each.top_ids, strict=True)
+        return [[value, token_id, self._text(token_id)] for value, token_id in pairs]
+
+    def _text(self, token_id: int) -> str | None:
+        if not self._body.return_text_in_logprobs:
+            return None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _finish_of(choice: Choice) -> dict[str, Any] | None:
+    """How a choice ended, as SGLang says it; None: it goes on."""
+    reason = choice.finish_reason
+    if reason is None:
+        return None
+    if reason is FinishReason.LENGTH:
+        return {"type": "length", "length": len(choice.token_ids)}
+    return {"type": reason.value, "matched": choice.last.matched_stop}
