@@ -94,7 +94,7 @@ def service_routes(
 def _add_cache_routes(router: APIRouter, forget_prefixes: Callable[[], None]) -> None:
     """Add what empties the prefix cache, under both names."""
 
-    @router.post("/reset_prefix_cache", response_model=None)
+    @router.post("/reset_prefix_cache", response_model=None, response_class=Response)
     async def reset_prefix_cache(
         reset_running_requests: bool = False, reset_external: bool = False
     ) -> Response:
