@@ -19,7 +19,13 @@ from typing import TextIO
 FORMAT_VARIABLE = "WIDEEP_LOG_FORMAT"  # "json", else text; set by the process that has read the options
 FIELDS = "fields"  # the attribute with what a record carries besides its message
 # Libraries that write lines of their own, which no handler of Python's reaches; what matters of it we say ourselves.
-_SILENT = {"TORCH_CPP_LOG_LEVEL": "FATAL", "GLOG_minloglevel": "3", "GRPC_VERBOSITY": "NONE"}
+_SILENT = {
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+    "GLOG_minloglevel": "3",
+    "GRPC_VERBOSITY": "NONE",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 class JsonFormatter(logging.Formatter):

@@ -11,10 +11,12 @@ The imports inside functions are for start-up time and memory: supervisors live 
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from moe.load.quantisation import UnservedQuantisationError, find_configuration, read_quantisation
+from server.lines import is_json, say
 from server.options.checkpoint import STORED_METHODS
 from server.options.table import DEMO_MODEL
 
@@ -54,9 +56,22 @@ def _make_demo_model() -> Path:
     from moe.demo_model import DemoModelError, ensure_demo_model
 
     try:
-        return ensure_demo_model()
+        return ensure_demo_model(report=_say_stages() if is_json() else None)
     except DemoModelError as error:
         raise PreflightError(f"the demo model could not be made: {error}") from error
+
+
+def _say_stages() -> Callable[[str, float], None]:
+    """Return what reports the making of a model in a line per stage, in the form that lines have."""
+    last = ""
+
+    def report(stage: str, fraction: float) -> None:
+        nonlocal last
+        if stage != last:
+            last = stage
+            say(f"Making the demo model (once): {fraction:.0%}, {stage}", error=True, level="info")
+
+    return report
 
 
 def _download(name: str, revision: str | None, download_dir: str | None, what: str) -> Path:
