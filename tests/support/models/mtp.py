@@ -5,7 +5,9 @@ are from some families' configurations; for the others it is told here what thei
 published names by rules of this file, which share nothing with the product's.
 """
 
+import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import MtpCache
+from transformers.cache_utils import DynamicCache, MtpCache
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
@@ -71,6 +73,20 @@ PUBLISHED: dict[str, Published] = {
         names=_QWEN_NAMES,
         is_fused=True,
     ),
+    "glm_moe_dsa": Published(mtp_config={**_SPARSE, "mtp_layer_types": ["indexed_attention"]}),
+    "bailing_hybrid": Published(
+        config={
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+        },
+        mtp_config={**_SPARSE, **_FULL},
+        names={
+            "post_norm.": "final_layernorm.",
+            "self_attn.o_proj.": "attention.dense.",
+            "self_attn.": "attention.",
+            "e_score_correction_bias": "expert_bias",
+        },
+    ),
+    "nemotron_h": Published(prefix="mtp.layers.{at}."),
     "mimo_v2_flash": Published(
         mtp_config={
             "mtp_layer_types": ["sliding_attention"],
@@ -112,12 +128,63 @@ class _MoreNames(MtpModel):
 _MoreNames.__name__, _MoreNames.__module__ = MtpModel.__name__, MtpModel.__module__
 
 
+class NemotronMtp(nn.Module):
+    """Nemotron-H's one layer, of two of its blocks, for which `transformers` has no class: `MtpModel`'s face over its blocks."""
+
+    def __init__(self, main_model: PreTrainedModel) -> None:
+        super().__init__()
+        text = copy.deepcopy(main_model.config)
+        text.layer_types = ["full_attention", "moe"]
+        decoder: Any = main_model.get_decoder()
+        block, norm, width = type(decoder.layers[0]), decoder.norm_f, text.hidden_size
+        self.config, self._main = text, (main_model,)
+        layer = nn.Module()
+        layer.enorm, layer.hnorm, layer.final_layernorm = (copy.deepcopy(norm) for _ in range(3))
+        layer.eh_proj = nn.Linear(2 * width, width, bias=False)
+        layer.blocks = nn.ModuleList([block(text, at) for at in range(2)])
+        self.layers = nn.ModuleList([layer])
+
+    def forward_layer(
+        self,
+        _layer: int,
+        hidden: Tensor,
+        _positions: Tensor,
+        cache: Any,
+        *,
+        input_ids: Tensor,
+        use_cache: bool,
+    ) -> Tensor:
+        """See `MtpModel`."""
+        layer: Any = self.layers[0]
+        embedded = self._main[0].get_input_embeddings()(input_ids)
+        x = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
+        past, rows = cache.get_seq_length(0), x.shape[1]
+        mask = torch.full((1, 1, rows, past + rows), -torch.inf).triu(past + 1)
+        for block in layer.blocks:
+            x = block(x, attention_mask=mask, past_key_values=cache, use_cache=use_cache)
+        normed: Tensor = layer.final_layernorm(x)
+        return normed
+
+    def _project_to_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._main[0].get_output_embeddings()(hidden)
+        return logits
+
+    def published(self) -> Tensors:
+        """Its tensors under the names that the files have."""
+        tensors: Tensors = {}
+        for name, tensor in self.layers[0].state_dict().items():
+            own = re.sub(r"^blocks\.(\d+)\.", r"\1.", name)
+            own = own if own[0].isdigit() else f"{int(own.startswith('final'))}.{own}"
+            tensors |= _experts_apart(f"mtp.layers.{own}", tensor)
+        return tensors
+
+
 class Drafter(NamedTuple):
     """A checkpoint, and `transformers`' two models of it."""
 
     directory: Path
     model: PreTrainedModel
-    mtp: MtpModel
+    mtp: Any  # MtpModel
 
     def hidden(self, tokens: list[int]) -> Tensor:
         """What the decoder gives for a text, [tokens, D]."""
@@ -127,14 +194,15 @@ class Drafter(NamedTuple):
 
     def start(self) -> "Chain":
         """A text's caches, empty."""
-        return Chain(self, MtpCache(config=self.mtp.config))
+        is_known = isinstance(self.mtp, MtpModel)
+        return Chain(self, MtpCache(config=self.mtp.config) if is_known else DynamicCache())
 
 
 class Chain(NamedTuple):
     """One text's drafts."""
 
     drafter: Drafter
-    cache: MtpCache
+    cache: DynamicCache
 
     def run(self, layer: int, tokens: list[int], hidden_TD: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Run a layer; returns its logits [tokens, V] and its hidden states.
@@ -168,13 +236,18 @@ def write_mtp_checkpoint(
     model = make_model(family, seed, **{**published.config, **settings})
     _tell(model, published, num_layers)
     torch.manual_seed(seed + 1)
-    mtp = MtpModel(model, num_layers).eval()
+    is_known = family != "nemotron_h"
+    mtp: Any = MtpModel(model, num_layers) if is_known else NemotronMtp(model)
+    mtp.eval()
     _draw(mtp, seed + 1)
     model.save_pretrained(directory)
     file = directory / "model.safetensors"
-    tensors = load_file(file) | _published(mtp, published, model.config.get_text_config().num_hidden_layers)
+    count = model.config.get_text_config().num_hidden_layers
+    tensors = load_file(file) | (_published(mtp, published, count) if is_known else mtp.published())
     save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, file, {"format": "pt"})
     _forget(directory, published)
+    if not is_known:
+        return Drafter(directory, model, mtp)
     return read_back(family, directory, num_layers=num_layers)
 
 
@@ -193,6 +266,10 @@ def read_back(family: str, directory: Path, *, num_layers: int = 1) -> Drafter:
             rf"model\.layers\.{count + at}\." for at in range(num_layers)
         ]
     mtp = _MoreNames.from_pretrained(model)
+    for layer in mtp.layers:  # some give what their index chose as well, which `MtpLayer` does not expect
+        layer.mtp_block.register_forward_hook(
+            lambda _block, _inputs, output: output[0] if isinstance(output, tuple) else output
+        )
     return Drafter(directory, model, mtp.eval())
 
 
@@ -213,7 +290,7 @@ def _forget(directory: Path, published: Published) -> None:
     path.write_text(json.dumps(config))
 
 
-def _draw(mtp: MtpModel, seed: int) -> None:
+def _draw(mtp: Any, seed: int) -> None:
     """Draw norms around what they start at, so that each shows, and everything else as the family does."""
     seed_special_tensors(mtp, seed)
     generator, spread = torch.Generator().manual_seed(seed), float(mtp.config.initializer_range)
@@ -252,8 +329,8 @@ def _experts_apart(name: str, tensor: Tensor) -> Tensors:
         halves = [(expert, *rows.chunk(2)) for expert, rows in enumerate(tensor)]
         parts = [(expert, "gate_proj", gate) for expert, gate, _ in halves]
         parts += [(expert, "up_proj", up) for expert, _, up in halves]
-    elif leaf == "down_proj":
-        parts = [(expert, "down_proj", rows) for expert, rows in enumerate(tensor)]
+    elif leaf in ("up_proj", "down_proj"):
+        parts = [(expert, leaf, rows) for expert, rows in enumerate(tensor)]
     else:
         return {name: tensor}
     return {f"{stem}.experts.{expert}.{kind}.weight": part.clone() for expert, kind, part in parts}
