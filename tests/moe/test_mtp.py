@@ -1,5 +1,6 @@
 """Drafts of multi-token-prediction layers are transformers' own, at 1 and 2 ranks; what has none is refused."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from tests.support.engines.serving import build, misroute, own_share
 from tests.support.models.drafts import DraftingModel, Rows, open_drafting, rows_of
 from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.models.mtp import PUBLISHED, Drafter, Tensors, write_mtp_checkpoint
+from tests.support.models.quantise import fp8_config, is_fp8, quantise_fp8
 
 TOLERANCE = 1e-4
 DEPTH = 3
@@ -245,6 +247,35 @@ def test_a_checkpoint_without_such_layers_is_refused(family: str, tmp_path: Path
     with pytest.raises(UnsupportedModelError, match="has no multi-token-prediction layers") as caught:
         Skeleton(tmp_path, has_mtp=True)
     assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_in_fp8_drafts_what_its_weights_stand_for(tmp_path: Path) -> None:
+    block, plain, packed = (128, 128), tmp_path / "plain", tmp_path / "packed"
+
+    def mean(tensors: Tensors) -> Tensors:
+        return {
+            name: quantise_fp8(each, block).meaning if is_fp8(name, each) else each
+            for name, each in tensors.items()
+        }
+
+    def store(tensors: Tensors) -> Tensors:
+        coded = {
+            name: quantise_fp8(each, block).stored for name, each in tensors.items() if is_fp8(name, each)
+        }
+        kept = {name: each for name, each in tensors.items() if name not in coded}
+        return kept | {f"{name}{leaf}": part for name, parts in coded.items() for leaf, part in parts.items()}
+
+    settings = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
+    drafter = write_mtp_checkpoint("deepseek_v3", plain, change=mean, **settings)
+    rewrite(plain, packed, store)
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": fp8_config(block)}))
+    model = open_drafting(packed)
+    drafting = drafting_of(model.model.net)
+    assert drafting is not None and 0 in drafting.programs
+    assert drafting.heads[0].get_submodule("eh_proj").weight.panels.dtype is torch.float8_e4m3fn  # type: ignore[union-attr]
+    for ours, text in zip(draft_all(model, TEXTS, 1), TEXTS, strict=True):
+        assert worst(ours, wanted(drafter, text)) < TOLERANCE
 
 
 def test_tensors_that_are_missing_or_too_many_are_listed(written: Write, tmp_path: Path) -> None:

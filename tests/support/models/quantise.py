@@ -57,7 +57,8 @@ def quantise_mxfp4(weight_EKN: Tensor) -> Quantised:
     return Quantised({"_blocks": packed.contiguous(), "_scales": (exponent + 127).to(torch.uint8)}, meaning)
 
 
-def _is_fp8(name: str, tensor: Tensor) -> bool:
+def is_fp8(name: str, tensor: Tensor) -> bool:
+    """Whether a checkpoint in FP8 has a tensor as codes."""
     module = name.removesuffix(".weight").rpartition(".")[2]
     return name.endswith(".weight") and tensor.dim() == 2 and module not in FP8_KEPT
 
@@ -78,7 +79,7 @@ def write_quantised(
     file, meanings = directory / "model.safetensors", {}
     tensors: Tensors = {}
     for name, tensor in load_file(file).items():
-        if (_is_mxfp4 if block is None else _is_fp8)(name, tensor):
+        if (_is_mxfp4 if block is None else is_fp8)(name, tensor):
             made = quantise_mxfp4(tensor) if block is None else quantise_fp8(tensor, block)
             tensors |= {f"{name}{suffix}": part for suffix, part in made.stored.items()}
             meanings[name] = made.meaning
