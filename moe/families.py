@@ -26,7 +26,7 @@ from moe.load.quantisation import (
 )
 from moe.long_rotary import KIND, limit_of
 from moe.mtp.layers import add_drafting
-from moe.mtp.names import MtpBlock, MtpNames, layers_of_config
+from moe.mtp.names import MtpBlock, MtpNames, layers_of_config, why_no_mtp
 from moe.text_part import is_wrapped, keep_text
 
 
@@ -144,10 +144,7 @@ def find_mtp_layers(directory: Path, config: Any) -> tuple[tuple[MtpBlock, ...],
     else:
         layers = layers_of_config(text)
     if not layers:
-        raise UnsupportedModelError(
-            f"{config.model_type}: {directory} has no multi-token-prediction layers under a name that is known "
-            f"(layers.{first}.eh_proj, mtp.layers.0.eh_proj or mtp.fc): leave out the method mtp, or take ngram, which needs none"
-        )
+        raise UnsupportedModelError(why_no_mtp(config.model_type, directory))
     return layers
 
 

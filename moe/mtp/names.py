@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 PREFIX = "drafting."  # of the names here: `moe.mtp.layers.Drafting` is a model's attribute of this name
@@ -138,6 +139,14 @@ def _find(names: Iterable[str], num_hidden_layers: int) -> tuple[str, str, int, 
         if min(numbers) >= offset:
             return prefix, "", offset, {number - offset for number in numbers}
     return "", "", 0, set()
+
+
+def why_no_mtp(model_type: str, directory: Path) -> str:
+    """Say that a checkpoint has no MTP layers, and what to do."""
+    return (
+        f"{model_type}: {directory} has no layers for multi-token prediction under a name that is known (eh_proj in a layer past "
+        f"the decoder's last or in mtp.layers, or mtp.fc): take the method ngram or suffix, which need none, or draft nothing"
+    )
 
 
 def layers_of_config(config: Any) -> tuple[tuple[MtpBlock, ...], ...]:

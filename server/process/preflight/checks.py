@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatch.wires.availability import why_not_served_by
+from moe.mtp.names import why_no_mtp
 from scheduler.policy.config import why_no_compiler
 from server.options.table import Options
 from server.process.preflight.memory import (
@@ -16,7 +17,9 @@ from server.process.preflight.memory import (
     available_bytes,
     check_memory,
     float_bytes,
+    mtp_names,
     rank_experts,
+    reads_mtp,
     weight_bytes,
 )
 from server.process.preflight.model import (
@@ -26,6 +29,8 @@ from server.process.preflight.model import (
     check_quantisation,
     num_experts,
     read_config,
+    read_header,
+    safetensors_files,
     why_unfit,
 )
 
@@ -58,7 +63,8 @@ def check_start(
     check_is_moe(config, directory)
     check_quantisation(config, directory, asked=options.quantization)
     check_length(config, options.max_model_len)
-    weights = weight_bytes(directory, config, float_bytes(options))
+    check_mtp(config, directory, options)
+    weights = weight_bytes(directory, config, float_bytes(options), has_mtp=reads_mtp(options))
     check_placement(options.expert_placement, weights, config, num_ranks)
     check_memory(
         weights,
@@ -104,6 +110,19 @@ def check_compiler(options: Options) -> None:
     problem = why_no_compiler(on_gpus=options.device == "cuda", is_invariant=options.batch_invariant)
     if options.enable_torch_compile and problem:
         raise PreflightError(problem)
+
+
+def check_mtp(config: dict[str, Any], directory: Path, options: Options) -> None:
+    """Refuse to draft with layers for multi-token prediction that a checkpoint does not have.
+
+    Raises:
+        PreflightError: saying what would be needed, and what needs none.
+    """
+    if not reads_mtp(options):
+        return
+    names = [name for path in safetensors_files(directory) for name in read_header(path)]
+    if not mtp_names(names, config).layers:
+        raise PreflightError(f"--speculative-config: {why_no_mtp(config['model_type'], directory)}")
 
 
 def check_placement(file: str | None, weights: WeightBytes, config: dict[str, Any], num_ranks: int) -> None:

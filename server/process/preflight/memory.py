@@ -10,9 +10,13 @@ has to leave them out beforehand.
 import math
 import os
 import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe.mtp.names import MtpNames
+from scheduler.policy.speculative import Method, parse_speculative_config
 from server.options.table import Options
 from server.process.preflight.model import (
     PreflightError,
@@ -114,7 +118,7 @@ class WeightBytes(NamedTuple):
 
     shared: int  # on every rank
     experts: int  # spread over all ranks
-    # Layers that have experts; such as predict more tokens, past the model's last, left out.
+    # Layers that have experts; such as predict more tokens, past the model's last, are left out where they are not read.
     expert_layers: int = 1
 
 
@@ -130,11 +134,14 @@ _NOT_KEPT = (".g_idx", ".weight_g_idx", ".weight_shape")
 _SCALE_BITS = {"F32": 32, "BF16": 16, "F16": 16}
 
 
-def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: float | None) -> WeightBytes:
+def weight_bytes(
+    directory: Path, config: dict[str, Any], float_bytes: float | None, *, has_mtp: bool = False
+) -> WeightBytes:
     """Add up a checkpoint's tensors, of its text decoder alone, from the headers of its files.
 
     Args:
         float_bytes: what a number that is not quantised takes; None: what it takes on a CPU as the file has it.
+        has_mtp: its layers for multi-token prediction are read.
 
     Raises:
         PreflightError: there is no safetensors file, or one is missing, damaged or cut short.
@@ -142,21 +149,39 @@ def weight_bytes(directory: Path, config: dict[str, Any], float_bytes: float | N
     shared = experts = 0
     layers: set[int] = set()
     num_layers = largest(field_of(config, "num_hidden_layers")) or math.inf
-    for path in safetensors_files(directory):
-        for name, tensor in read_header(path).items():
-            if _NOT_OF_TEXT.search(name) or name.endswith(_NOT_KEPT):
-                continue
-            bits = _element_bits(tensor["dtype"], float_bytes)
-            if _SCALES.search(name):
-                bits = _SCALE_BITS.get(tensor["dtype"], bits)
-            size = int(math.prod(tensor["shape"]) * bits / 8)
-            if _is_expert(name, tensor["shape"], num_experts(config)):
-                experts += size
-                numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first is the layer's
-                layers.update(number for number in numbers if number < num_layers)
-            else:
-                shared += size
+    tensors = {
+        name: tensor for path in safetensors_files(directory) for name, tensor in read_header(path).items()
+    }
+    mtp = mtp_names(tensors, config)
+    for own_name, tensor in tensors.items():
+        of_mtp = mtp.renamed(own_name)
+        name = own_name if of_mtp is None else of_mtp
+        if _NOT_OF_TEXT.search(name) or name.endswith(_NOT_KEPT):
+            continue
+        if of_mtp is not None and not (of_mtp and has_mtp):
+            continue
+        bits = _element_bits(tensor["dtype"], float_bytes)
+        if _SCALES.search(name):
+            bits = _SCALE_BITS.get(tensor["dtype"], bits)
+        size = int(math.prod(tensor["shape"]) * bits / 8)
+        if _is_expert(name, tensor["shape"], num_experts(config)):
+            experts += size
+            numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first is the layer's
+            layers.update(number for number in numbers if of_mtp or number < num_layers)
+        else:
+            shared += size
     return WeightBytes(shared, experts, max(1, len(layers)))
+
+
+def mtp_names(names: Iterable[str], config: dict[str, Any]) -> MtpNames:
+    """Find a checkpoint's layers for multi-token prediction among the names of its tensors."""
+    return MtpNames(names, largest(field_of(config, "num_hidden_layers")) or sys.maxsize)
+
+
+def reads_mtp(options: Options) -> bool:
+    """Whether a model's layers for multi-token prediction are read."""
+    given = options.speculative_config
+    return given is not None and parse_speculative_config(given).method is Method.MTP
 
 
 def _is_expert(name: str, shape: list[int], count: int) -> bool:
@@ -199,14 +224,14 @@ def rank_experts(
 def spare_bytes(options: Options, num_ranks: int) -> int:
     """What a rank must leave free for experts that move, of a model that passed `check_start`."""
     config = read_config(Path(options.model))
-    weights = weight_bytes(Path(options.model), config, float_bytes(options))
+    weights = weight_bytes(Path(options.model), config, float_bytes(options), has_mtp=reads_mtp(options))
     return rank_experts(weights, config, options, num_ranks).spare
 
 
 def rank_bytes(options: Options, num_ranks: int) -> int:
     """What a rank's weights take, spare slots included, of a model that passed `check_start`."""
     config = read_config(Path(options.model))
-    weights = weight_bytes(Path(options.model), config, float_bytes(options))
+    weights = weight_bytes(Path(options.model), config, float_bytes(options), has_mtp=reads_mtp(options))
     experts = rank_experts(weights, config, options, num_ranks)
     return weights.shared + experts.serving + experts.spare
 

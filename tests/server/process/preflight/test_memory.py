@@ -149,6 +149,19 @@ def test_layers_past_the_models_last_are_not_counted(tmp_path: Path) -> None:
     assert weight_bytes(tmp_path, {**CONFIG, "num_hidden_layers": 3}, 4).expert_layers == 2
 
 
+def test_layers_for_multi_token_prediction_are_counted_where_they_are_read(tmp_path: Path) -> None:
+    names = [f"model.layers.{layer}.mlp.experts.0.down_proj.weight" for layer in (1, 2, 3)]
+    beside = [
+        "model.layers.3.eh_proj.weight",
+        "model.layers.3.embed_tokens.weight",
+    ]  # the latter is the model's own
+    write_safetensors(tmp_path / "model.safetensors", {name: [8, 8] for name in (*names, *beside)})
+    config, one = {**CONFIG, "num_hidden_layers": 3}, 8 * 8 * 4
+    assert weight_bytes(tmp_path, config, 4) == WeightBytes(shared=0, experts=2 * one, expert_layers=2)
+    with_mtp = weight_bytes(tmp_path, config, 4, has_mtp=True)
+    assert with_mtp == WeightBytes(shared=one, experts=3 * one, expert_layers=3)
+
+
 def test_towers_for_images_are_not_counted(tmp_path: Path) -> None:
     names = ["model.language_model.norm.weight", "model.visual.blocks.0.norm1.weight", "mm_projector.weight"]
     write_safetensors(tmp_path / "model.safetensors", {name: [8, 8] for name in names})

@@ -166,6 +166,8 @@ REFUSALS: list[tuple[str, Refused, tuple[str, ...]]] = [
     ("local for two", start("--all2all-backend=local"), ("it serves one: use auto, gloo or shm",)),
     ("nodes not filled", start("--dispatch-node-size=4", num_ranks=6),
      ("--dispatch-node-size is 4 for 6 ranks; give one of [1, 2, 3, 6], or 0",)),
+    ("no mtp layers", start('--speculative-config={"method": "mtp", "num_speculative_tokens": 2}'),
+     ("--speculative-config: mixtral: ", "has no layers for multi-token prediction", "take the method ngram or suffix")),
     ("compiler on a cpu", start("--enable-torch-compile", "--device=cpu"), ("is for GPUs",)),
     ("no gpu", gpu_without_driver,
      ("--device is cuda, which cannot be used: the NVIDIA driver supports CUDA 12.4; or give --device cpu",)),
