@@ -138,6 +138,17 @@ class LoadedModel(Protocol):
         """Run the step; see `moe.model.Model.forward`."""
         ...
 
+    @property
+    def num_mtp_layers(self) -> int:
+        """Layers that draft."""
+        ...
+
+    def draft(
+        self, depth: int, token_T: Tensor, cache: PagedCache, rows_R: Tensor, hidden_T: Tensor
+    ) -> Tensor:
+        """Run one of them; see `moe.model.Model.draft`."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:

@@ -298,6 +298,11 @@ class Model:
         return self.skeleton.model
 
     @property
+    def num_mtp_layers(self) -> int:
+        """Layers that draft."""
+        return self.skeleton.num_mtp_layers
+
+    @property
     def device(self) -> torch.device:
         """Where its inputs are."""
         return self._backend.device

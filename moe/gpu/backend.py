@@ -47,6 +47,7 @@ from moe.gpu.slots import DeviceExperts, DeviceSlots
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
+from moe.mtp.layers import drafting_of
 from moe.slot_choice import SlotChoice
 from moe.text_part import use_attention
 
@@ -131,6 +132,9 @@ def _why_unserved(
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
         what = "recurrent layers, a sparse index, longrope or experts with scaled inputs"
         problem = problem or f"{what}, which --enable-torch-compile is not for: leave it out"
+    if on.compiler and drafting_of(net) is not None:
+        what = "layers for multi-token prediction, which --enable-torch-compile is not for: leave it out"
+        problem = problem or what
     if on.compiler and not compiling.decoder_layers(net):
         problem = problem or "no decoder layers that torch.compile could be told of (--enable-torch-compile)"
     return problem
@@ -249,7 +253,10 @@ def warm_up(on: GpuDevice, model: LoadedModel, cache: PagedCache) -> None:
 
 
 def _try_out(on: GpuDevice, model: LoadedModel, cache: PagedCache, inputs: Inputs) -> None:
-    """Run a step, and wait: the next one is written where this one is copied from."""
+    """Run a step and drafts behind it, and wait: the next one is written where this one is copied from."""
     model.forward(inputs.token_T, cache, inputs.row_R)
+    first_T = torch.zeros_like(inputs.token_T)
+    for layer in range(model.num_mtp_layers):
+        model.draft(layer, inputs.token_T, cache, inputs.row_R, first_T)
     if on.device.type == "cuda":
         torch.cuda.synchronize(on.device)

@@ -37,7 +37,7 @@ def test_a_gpu_runs_the_largest_prompts_before_it_serves_and_waits_for_every_ste
     ran: list[tuple[int, int] | str] = []
     head = SimpleNamespace(weight=torch.empty(50, 8))
     model: Any = SimpleNamespace(
-        step=step, layers=[], load_counts=SimpleNamespace(clear=lambda: ran.append("clear")),
+        step=step, layers=[], num_mtp_layers=0, load_counts=SimpleNamespace(clear=lambda: ran.append("clear")),
         net=SimpleNamespace(get_output_embeddings=lambda: head),
         forward=lambda *_: ran.append((step.num_tokens, step.num_decodes)),
     )  # fmt: skip
