@@ -167,9 +167,14 @@ def ensure_random_model(
     return target
 
 
+def config_of(shape: str, **sizes: Any) -> PreTrainedConfig:
+    """Return a shape's configuration, with other sizes."""
+    return SHAPES[shape].config(**{**_COMMON, **SHAPES[shape].sizes, **sizes})
+
+
 def draw_model(shape: str) -> PreTrainedModel:
     """Return a float32 model with weights from `SEED`."""
-    config = SHAPES[shape].config(**{**_COMMON, **SHAPES[shape].sizes})
+    config = config_of(shape)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).to(torch.float32)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():

@@ -8,14 +8,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe.cpu.draft_program import DraftProgram
 from moe.cpu.layer_program import LayerProgram
+from moe.expert_weights import SpareSlots
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
 from moe.model import Skeleton
 from moe.mtp.layers import drafting_of
 from moe.mtp.names import MtpNames
+from scheduler.moves.telemetry import expert_map
 from tests.conftest import PoolOf
 from tests.moe.loaded import headers, rewrite
 from tests.support.engines.serving import build, misroute, own_share
@@ -23,6 +26,7 @@ from tests.support.models.drafts import DraftingModel, Rows, open_drafting, rows
 from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.models.mtp import PUBLISHED, Drafter, Tensors, write_mtp_checkpoint
 from tests.support.models.quantise import fp8_config, is_fp8, quantise_fp8
+from tests.support.placement.placements import random_placement
 
 TOLERANCE = 1e-4
 DEPTH = 3
@@ -192,6 +196,33 @@ def test_drafts_have_the_same_bits_on_any_ranks_and_beside_any_rows(written: Wri
             assert np.array_equal(a, b)
 
 
+def moved(directory: Path, texts: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    """First drafts with experts anywhere, and once they are elsewhere; choices that were counted in the layer that drafts."""
+    model, own = open_drafting(directory, slots=6), own_share(texts)
+    before = [drafted.first for drafted in draft_all(model, own, 1)]
+    inner, rank = model.model, dist.get_rank()
+    old = inner.placement
+    new = random_placement(old.num_layers, old.num_experts, old.num_ranks, old.slots_per_rank, seed=9)
+    held, wanted = old.local(rank).tolist(), new.local(rank).tolist()
+    assert held[-1] != wanted[-1], "no expert of the layer that drafts moves"
+    inner.hold(wanted, held, SpareSlots(), 1)
+    inner.serve(new, rank, inner.layers[0].dispatcher)
+    after = [drafted.first for drafted in draft_all(model, own, 1)]
+    return before, after, int(inner.load_counts.table[-1, :, : old.num_experts].sum())
+
+
+def test_experts_of_layers_that_draft_are_placed_counted_and_moved_like_others(
+    written: Write, pool_of: PoolOf
+) -> None:
+    directory = written("glm4_moe", 1).directory
+    together = alone_and_together(directory, TEXTS)
+    rows = [2 * (len(text) - DEPTH) + DEPTH - 1 for text in TEXTS]  # that drafted; each chooses two experts
+    for rank, (before, after, counted) in enumerate(pool_of(2).run(moved, directory, TEXTS)):
+        for a, b, wanted_bits in zip(before, after, together[rank::2], strict=True):
+            assert np.array_equal(a, wanted_bits) and np.array_equal(b, wanted_bits)
+        assert counted == 2 * sum(rows[rank::2])
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next"])
 def test_layers_run_as_programs_and_give_the_bits_of_their_modules(family: str, written: Write) -> None:
     model = open_drafting(written(family, 1).directory)
@@ -239,6 +270,8 @@ def test_layers_that_are_not_wanted_are_left_unread(family: str, written: Write)
     assert sum(shape.num_kv_heads > 0 for shape in shapes[count:]) == 1
     has_experts = any(".experts." in name for name in of_mtp)
     assert len(drafting.layers) == len(model.layers) + has_experts
+    experts = expert_map(drafting.placement, list(drafting.skeleton.experts), count)
+    assert not has_experts or count <= experts.layers[-1] < experts.num_hidden_layers
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])

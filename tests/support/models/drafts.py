@@ -16,6 +16,7 @@ from scheduler.moves.start_placement import start_placement
 from scheduler.policy.config import EngineConfig
 from scheduler.step.groups import hosts_of, open_groups
 from scheduler.step.parts import backend_of, open_dispatcher
+from tests.support.placement.placements import random_placement
 
 BLOCKS = 4  # of a text
 
@@ -83,8 +84,12 @@ def rows_of(first: int, tokens: list[int], row: int = 0) -> list[Rows]:
     return [Rows(0, first, tokens, list(range(row, row + len(tokens))))]
 
 
-def open_drafting(directory: Path, *, device: str = "cpu", threads: int = 1) -> DraftingModel:
-    """Load this rank's share of a model with its multi-token-prediction layers; alone unless in a pool."""
+def open_drafting(directory: Path, *, device: str = "cpu", slots: int = 0) -> DraftingModel:
+    """Load this rank's share of a model with its multi-token-prediction layers; alone unless in a pool.
+
+    Args:
+        slots: of a layer on each rank, with experts anywhere in them; 0: evenly placed.
+    """
     if device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
     world = {"rank": dist.get_rank(), "world_size": dist.get_world_size()} if dist.is_initialized() else {}
@@ -95,8 +100,12 @@ def open_drafting(directory: Path, *, device: str = "cpu", threads: int = 1) -> 
     placement = start_placement(
         len(skeleton.experts), skeleton.num_experts, config.world_size, eplb=config.eplb, hosts=hosts_of(group), file=None
     )  # fmt: skip
+    if slots:
+        placement = random_placement(
+            placement.num_layers, placement.num_experts, config.world_size, slots, seed=5
+        )
     step = backend.make_step(
-        max_tokens=96, max_sequences=4, max_blocks=BLOCKS, block_tokens=BLOCK_TOKENS, threads=threads,
+        max_tokens=96, max_sequences=4, max_blocks=BLOCKS, block_tokens=BLOCK_TOKENS, threads=1,
         num_ranks=config.world_size,
     )  # fmt: skip
     model = Model(
