@@ -141,7 +141,7 @@ class Drafting(nn.Module):
         angles = {}
         if rotary is not None:
             by_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
-            kind = (_attention_kind(block),) if by_kind else ()
+            kind = (_attention_kind(decoder.config, block),) if by_kind else ()
             angles["position_embeddings"] = rotary(x, positions, *kind)
         out = self.layers[str(block.number)](
             x, attention_mask=self._mask(block, x, positions, pages), position_ids=positions, past_key_values=pages,
@@ -152,8 +152,9 @@ class Drafting(nn.Module):
 
     def _mask(self, block: MtpBlock, x: Tensor, positions: Tensor, pages: Any) -> Any:
         """Whatever stands for a mask where the model attends through our organs."""
-        make = create_sliding_window_causal_mask if block.has_sinks else create_causal_mask
         config = self._decoder.config
+        slides = _attention_kind(config, block) == "sliding_attention"
+        make = create_sliding_window_causal_mask if slides else create_causal_mask
         return make(
             config=config, inputs_embeds=x, attention_mask=None, past_key_values=pages, position_ids=positions
         )
@@ -181,15 +182,19 @@ def drafting_of(net: nn.Module) -> Drafting | None:
     return found if isinstance(found, Drafting) else None
 
 
-def _attention_kind(block: MtpBlock) -> str:
-    # Only layers that slide have sinks in the families whose MTP layers slide (MiMo-V2).
+def _attention_kind(config: Any, block: MtpBlock) -> str:
+    said = getattr(config, "mtp_layer_types", None) or ()
+    at = block.number - int(config.num_hidden_layers)
+    if at < len(said):
+        return str(said[at])
+    # Only layers that slide have sinks in the families whose MTP layers slide and whose configuration does not say so (MiMo-V2).
     return "sliding_attention" if block.has_sinks else "full_attention"
 
 
-def _more(name: str, block: MtpBlock, values: Sequence[Any]) -> Any:
+def _more(name: str, config: Any, block: MtpBlock, values: Sequence[Any]) -> Any:
     """What a list of the configuration says of one more layer."""
     if name in ("layer_types", "layers_block_type"):
-        wanted = _attention_kind(block) if block.has_attention else "moe"
+        wanted = _attention_kind(config, block) if block.has_attention else "moe"
         return next((kind for kind in (wanted, "indexed_attention") if kind in values), values[-1])
     if name == "mlp_layer_types":
         return "sparse" if block.has_experts else "dense"
@@ -205,7 +210,7 @@ def _extended(config: Any, blocks: Sequence[MtpBlock]) -> Iterator[None]:
     }
     try:
         for name, value in lists.items():
-            setattr(config, name, [*value, *(_more(name, block, value) for block in blocks)])
+            setattr(config, name, [*value, *(_more(name, config, block, value) for block in blocks)])
         yield
     finally:
         for name, value in lists.items():

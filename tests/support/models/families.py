@@ -219,6 +219,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Others whose multi-token-prediction layers are served.
 DRAFTING_FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**MLA, "n_group": 1, "topk_group": 1},
+    "mellum": {
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "hy_v3": {"num_experts": 8, "moe_intermediate_size": 32, "num_shared_experts": 1},
     "mimo_v2_flash": {
         "n_routed_experts": 8,

@@ -86,6 +86,7 @@ PUBLISHED: dict[str, Published] = {
             "e_score_correction_bias": "expert_bias",
         },
     ),
+    "mellum": Published(config={"num_mtp_layers": 1}, prefix="mtp.layers.{at}.", names=_QWEN_NAMES),
     "nemotron_h": Published(prefix="mtp.layers.{at}."),
     "mimo_v2_flash": Published(
         mtp_config={
