@@ -43,6 +43,7 @@ class RankFigures(NamedTuple):
     prefill_steps: np.ndarray  # of `steps`, those with parts of prompts on some rank; as are the next two
     prefill_experts_s: np.ndarray
     prefill_step_s: np.ndarray
+    draft_tokens: np.ndarray  # of the decodes' tokens, those that were tried
     dispatch_bytes: np.ndarray  # [R, R] from, to
     combine_bytes: np.ndarray
 
@@ -50,7 +51,7 @@ class RankFigures(NamedTuple):
 def no_figures(num_ranks: int) -> RankFigures:
     """Figures of nothing."""
     flat, square = (num_ranks,), (num_ranks, num_ranks)
-    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 8, square, square)
+    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 9, square, square)
     return RankFigures(*(np.zeros(shape) for shape in shapes))
 
 

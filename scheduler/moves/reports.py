@@ -34,7 +34,7 @@ class LoadReport:
     step: int  # of the lock-step, equal on all ranks at the same moment
     num_steps: int  # that ran the model
     prefill_tokens: int
-    decode_tokens: int
+    decode_tokens: int  # drafts included
     placement_version: int
     counts: np.ndarray
     dispatch_bytes: tuple[int, ...]  # sent to each rank, by dispatches
@@ -52,6 +52,7 @@ class LoadReport:
     prefill_experts_s: float = 0.0  # of experts_s, in those
     prefill_step_s: float = 0.0  # of step_s, in those
     epoch: int = 0  # that they were counted in
+    draft_tokens: int = 0  # of decode_tokens, those that were tried
 
 
 class MoveState(Enum):

@@ -71,6 +71,7 @@ class Telemetry:
             prefill_experts_s=self._runner.prefill_experts_s,
             prefill_step_s=self._runner.prefill_busy_ns * 1e-9,
             epoch=self._epoch,
+            draft_tokens=self._runner.num_draft_tokens,
         )
 
 

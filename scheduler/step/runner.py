@@ -57,6 +57,7 @@ class Runner:
     def _clear_counters(self) -> None:
         self.num_steps = self.busy_ns = 0  # as is the next, of the epoch
         self.num_tokens = [0] * NUM_PHASES  # prefill, decode
+        self.num_draft_tokens = 0  # of decode
         self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
         self.prefill_experts_s = 0.0
 
@@ -113,6 +114,7 @@ class Runner:
         self.num_steps += 1
         self.num_tokens[PREFILL] += batch.num_prefill_tokens
         self.num_tokens[DECODE] += batch.num_tokens - batch.num_prefill_tokens
+        self.num_draft_tokens += sum(len(item.drafts) for item in batch.items)
         took_ns = perf_counter_ns() - begun_ns
         self.busy_ns += took_ns
         if has_prefill:

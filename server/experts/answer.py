@@ -69,6 +69,7 @@ def _rank(rank: int, place: int, host: str | None, figures: RankFigures) -> dict
         "tokens": int(tokens.sum()),
         "prefill_tokens": int(tokens[0]),
         "decode_tokens": int(tokens[1]),
+        "draft_tokens": int(figures.draft_tokens[place]),  # of decode_tokens
         "dispatch_bytes": figures.dispatch_bytes[place].astype(np.int64),
         "combine_bytes": figures.combine_bytes[place].astype(np.int64),
         "dispatch_wait_s": round(float(figures.dispatch_wait_s[place]), 6),

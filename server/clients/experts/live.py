@@ -132,6 +132,10 @@ def _phase_lines(load: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{phase:8} {total:12,} {_part(even['mean']):>13} {_part(even['median']):>7} {_part(even['worst']):>7}"
         )
+    drafts = sum(rank["draft_tokens"] for rank in load["ranks"])
+    decodes = sum(rank["decode_tokens"] for rank in load["ranks"])
+    if drafts:
+        lines.append(f"drafts: {drafts:,} of the {decodes:,} tokens that decodes ran were tried ahead")
     return lines
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scheduler.policy.request import RankStats
+from scheduler.policy.request import NO_DRAFTS, RankStats
 from server.http.observability.series import EVERY_S, Series
 
 WINDOW_S = 10.0  # that rates are over, and from line to line
@@ -28,6 +28,7 @@ class Speed(NamedTuple):
     ttft_s: float | None  # mean of the first tokens; None: there was none
     ttft_max_s: float | None
     prefix_hit_rate: float | None  # share of looked-up prompt tokens; None: none was looked up
+    draft_acceptance: float | None = None  # share of the tokens that were tried; None: none was
 
 
 class _Counts(NamedTuple):
@@ -38,6 +39,8 @@ class _Counts(NamedTuple):
     output_tokens: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Throughput:
@@ -70,7 +73,12 @@ class Throughput:
         last = self._ranks.get(stats.rank)
         query = stats.prefix_query_tokens - (last.prefix_query_tokens if last else 0)
         hit = stats.prefix_hit_tokens - (last.prefix_hit_tokens if last else 0)
+        drafts, before = stats.drafts, last.drafts if last else NO_DRAFTS
+        tried = drafts.num_draft_tokens - before.num_draft_tokens
+        accepted = drafts.num_accepted_tokens - before.num_accepted_tokens
         self._now = self._now._replace(
+            draft_tokens=self._now.draft_tokens + max(0, tried),
+            accepted_tokens=self._now.accepted_tokens + max(0, accepted),
             query_tokens=self._now.query_tokens + max(0, query),
             hit_tokens=self._now.hit_tokens + max(0, hit),
         )
@@ -101,6 +109,7 @@ class Throughput:
         since, now = self._before[0], self._now
         seconds = max(self._clock() - since.at_s, EVERY_S)
         num_queried = now.query_tokens - since.query_tokens
+        num_tried = now.draft_tokens - since.draft_tokens
         waits_s = [wait_s for _, wait_s in self._first_tokens]
         ranks = self._ranks.values()
         num_blocks = sum(rank.num_blocks for rank in ranks)
@@ -113,6 +122,7 @@ class Throughput:
             ttft_s=sum(waits_s) / len(waits_s) if waits_s else None,
             ttft_max_s=max(waits_s, default=None),
             prefix_hit_rate=(now.hit_tokens - since.hit_tokens) / num_queried if num_queried else None,
+            draft_acceptance=(now.accepted_tokens - since.accepted_tokens) / num_tried if num_tried else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -141,10 +151,11 @@ class Throughput:
 
 def in_words(speed: Speed) -> str:
     """Return the line."""
+    drafts = "" if speed.draft_acceptance is None else f", drafts accepted {speed.draft_acceptance:.1%}"
     hits = "-" if speed.prefix_hit_rate is None else f"{speed.prefix_hit_rate:.1%}"
     return (
         f"prompts {speed.prompt_tokens_per_s:.1f} tokens/s, generation {speed.generation_tokens_per_s:.1f} tokens/s, "
-        f"running {speed.running}, waiting {speed.waiting}, KV cache {speed.kv_usage:.1%}, prefix hits {hits}"
+        f"running {speed.running}, waiting {speed.waiting}, KV cache {speed.kv_usage:.1%}, prefix hits {hits}{drafts}"
     )
 
 

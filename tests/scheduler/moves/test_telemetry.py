@@ -30,6 +30,7 @@ class FakeRunner:
 
     num_steps = 0
     num_tokens = (3, 4)
+    num_draft_tokens = 2
     busy_ns = 4_000_000_000
     num_prefill_steps, prefill_busy_ns, prefill_experts_s = 2, 1_000_000_000, 0.125
 
@@ -63,7 +64,7 @@ def test_a_report_says_what_was_counted() -> None:
     counts.layers[0].experts_ns = 250_000_000
     report = reporter.report(17, 3, 0.0)
     assert (report.rank, report.step, report.num_steps, report.placement_version) == (1, 17, 6, 3)
-    assert (report.prefill_tokens, report.decode_tokens) == (3, 4)
+    assert (report.prefill_tokens, report.decode_tokens, report.draft_tokens) == (3, 4, 2)
     assert (report.dispatch_bytes, report.combine_bytes) == ((0, 7), (0, 9))
     times = (report.dispatch_wait_s, report.combine_wait_s, report.wire_s, report.experts_s, report.step_s)
     assert times == pytest.approx((2.0, 0.5, 0.1, 0.25, 4.0))

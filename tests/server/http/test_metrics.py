@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler.policy.request import FinishReason, RankStats
+from scheduler.policy.request import DraftCounts, FinishReason, RankStats
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.front.journal import Journal
@@ -263,3 +263,33 @@ def test_writing_many_ranks_down_lets_the_event_loop_go_on() -> None:
         return num_turns
 
     assert asyncio.run(scenario()) > 10, "written in the loop, it would be three"
+
+
+def test_drafts_have_vllm_s_families() -> None:
+    made = Metrics("m", 1, num_drafts=2)
+    for step, drafts in enumerate((DraftCounts(3, 6, (3, 1)), DraftCounts(5, 10, (4, 2)))):
+        made.note_stats(
+            RankStats(
+                rank=0,
+                step=step,
+                num_running=1,
+                num_waiting=0,
+                num_free_blocks=2,
+                num_blocks=8,
+                num_step_tokens=5,
+                num_preemptions=0,
+                prefix_query_tokens=0,
+                prefix_hit_tokens=0,
+                drafts=drafts,
+            )
+        )
+    text = asyncio.run(made.text()).decode()
+    for line in (
+        'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 5.0',
+        'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 10.0',
+        'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 6.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 4.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 2.0',
+    ):
+        assert line in text
+    assert "spec_decode" not in asyncio.run(Metrics("m", 1).text()).decode()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from scheduler.policy.request import RankStats
+from scheduler.policy.request import DraftCounts, RankStats
 from server.http.observability.series import EVERY_S, MOST, Series
 from server.http.observability.throughput import WINDOW_S, Throughput
 
@@ -132,3 +132,14 @@ def test_a_series_reaches_back_to_its_beginning_and_is_fine_in_its_last_minutes(
         in_range = [time_s for time_s in times if time_s > times[-1] - range_s]
         assert len(in_range) >= min(num_points, 150) - 1, range_s
     assert all(point.value == (point.time_s - 100.0) / EVERY_S for point in series.points())
+
+
+def test_drafts_are_told_where_there_are_any(lines: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    watched.note_stats(STATS)
+    watched.after(4)
+    assert watched.speed().draft_acceptance is None
+    watched.note_stats(replace(STATS, step=2, drafts=DraftCounts(5, 20, (5, 4, 3, 0))))
+    watched.after(8)
+    assert watched.speed().draft_acceptance == 0.6
+    assert "drafts accepted 60.0%" in lines.messages[-1]

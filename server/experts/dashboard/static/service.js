@@ -61,11 +61,16 @@ function tilesOf(health, now) {
   const [ttft, slowest] = [now?.ttft_s, now?.ttft_max_s];
   return [
     ["Ranks that serve", ...ranks],
-    ["Generated tokens/s", short(now?.generation_tokens_per_s), now ? `prompts ${short(now.prompt_tokens_per_s)} tokens/s` : ""],
+    ["Generated tokens/s", short(now?.generation_tokens_per_s), now ? `prompts ${short(now.prompt_tokens_per_s)} tokens/s${draftsOf(now)}` : ""],
     ["Requests running", exact(now?.running), now ? `${exact(now.waiting)} waiting` : ""],
     ["Time to first token", duration(ttft), now ? (slowest ? `mean of the last 10 s; slowest ${duration(slowest)}` : "none in the last 10 s") : ""],
     ["KV cache in use", percent(now?.kv_usage), now ? `prefix hits ${percent(now.prefix_hit_rate)} in the last 10 s` : ""],
   ];
+}
+
+function draftsOf(speed) {
+  const share = speed.draft_acceptance;
+  return share === null || share === undefined ? "" : `; drafts accepted ${percent(share)}`;
 }
 
 /** Columns as points. */
@@ -81,7 +86,7 @@ function describePoint(point) {
     `prompts ${short(point.prompt_tokens_per_s)} tokens/s`,
     `running ${point.running}, waiting ${point.waiting}`,
     `time to first token ${duration(point.ttft_s)}`,
-    `KV cache ${percent(point.kv_usage)}`,
+    `KV cache ${percent(point.kv_usage)}${draftsOf(point)}`,
   ];
   return lines.join("\n");
 }
