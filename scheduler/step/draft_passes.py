@@ -93,8 +93,10 @@ class DraftPasses:
         for line in lines:
             begin = line.start + 1 + pass_
             text = [*line.sequence.token_ids[begin : begin + line.num_rows]]
-            missing = line.num_rows - len(text)
-            text += line.drafts[:missing]
+            unknown = max(
+                0, begin - len(line.sequence.token_ids)
+            )  # drafts that come before the first row's token
+            text += line.drafts[unknown : unknown + line.num_rows - len(text)]
             rows = len(text)
             if rows:
                 spans.append(Span(line.start, rows, line.sequence.block_ids, is_long=line.sequence.is_long))
