@@ -63,9 +63,11 @@ def slot_digests(built: Any) -> list[list[bytes]]:
     ]
 
 
-def fresh_digests(directory: Path, placement: Placement, rank: int) -> list[list[bytes | None]]:
+def fresh_digests(
+    directory: Path, placement: Placement, rank: int, **settings: Any
+) -> list[list[bytes | None]]:
     """What a rank's slots must hold by the checkpoint: one rank loads all experts."""
-    whole = build(directory, rank=0, world_size=1, max_model_len=160)
+    whole = build(directory, rank=0, world_size=1, max_model_len=160, **settings)
     return [
         [None if expert < 0 else digest(read_slot(layer, expert).tensors()) for expert in row]
         for layer, row in zip(whole.model.layers, placement.local(rank).tolist(), strict=True)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ from scheduler.step.groups import StoreDoorbell
 from tests.support.ranks import GROUP_TIMEOUT_S, PR_SET_PDEATHSIG
 
 TIMEOUT_S = 90.0
+Prepare = Callable[[Assembled], None]
 
 
 class Fault(NamedTuple):
@@ -64,6 +66,7 @@ class Doom(NamedTuple):
     steps: int = 0  # that it completes before
     layer: int = 1
     function: str = ""  # whose call it does not survive, with its module
+    calls: int = 0  # of that function, which it survives before
     is_stuck: bool = False  # its step never ends instead, once heartbeats know the machine's pace
 
 
@@ -78,6 +81,7 @@ class Crew:
         dooms: dict[int, Doom] | None = None,
         without_room: Sequence[int] = (),
         heartbeat_timeout_s: float = 0.0,
+        prepare: Prepare | None = None,
         **settings: Any,
     ) -> None:
         """Start all ranks.
@@ -85,8 +89,10 @@ class Crew:
         Args:
             without_room: ranks that at first have no memory to take experts over.
             heartbeat_timeout_s: also of the watch that `suspects` asks; 0: ranks make no heartbeats.
+            prepare: called with what a rank's process has assembled.
             settings: of the engines.
         """
+        self._prepare = prepare
         self._settings = {"heartbeat_timeout_s": heartbeat_timeout_s, **settings}
         self._directory, self._dooms = directory, dooms or {}
         self._watch = Watch(heartbeat_timeout_s)
@@ -101,6 +107,9 @@ class Crew:
         self.serves: dict[int, int] = {}  # rank: epoch
         self.faults: list[tuple[int, Fault]] = []
         self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[
+            str, list[tuple[int, float]]
+        ] = {}  # of requests that ask for them, with the tokens
         self.ends: dict[str, str] = {}  # reasons, by request
         self.stats: dict[int, RankStats] = {}
         self.reports: list[PlacementReport] = []
@@ -123,7 +132,8 @@ class Crew:
         config = {**self._settings, **settings, "rank": rank, "world_size": self.world_size}
         doom = None if is_joining else self._dooms.get(rank)
         has_room = rank not in self._without_room
-        arguments = (theirs, self.store.port, self._directory, config, is_joining, has_room, doom)
+        prepare = self._prepare
+        arguments = (theirs, self.store.port, self._directory, config, is_joining, has_room, doom, prepare)
         process = context.Process(target=_serve_rank, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -261,6 +271,8 @@ class Crew:
     def _note(self, output: RequestOutput) -> None:
         assert output.request_id not in self.ends, f"{output.request_id} goes on after its end"
         self.tokens[output.request_id] += output.token_ids
+        rows = [(each.token_id, each.logprob) for each in output.logprobs]
+        self.logprobs.setdefault(output.request_id, []).extend(rows)
         if output.finish_reason is not None:
             self.ends[output.request_id] = output.finish_reason.value + output.error
 
@@ -273,6 +285,7 @@ def _serve_rank(
     is_joining: bool,
     has_room: bool,
     doom: Doom | None,
+    prepare: Prepare | None,
 ) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -294,6 +307,8 @@ def _serve_rank(
         is_joining=is_joining,
         available=lambda: next(room, 1 << 40),
     )
+    if prepare is not None:
+        prepare(built)
     _run(built, pipe, doom)
     built.engine.close()
     built.engine.close()  # may be called twice
@@ -341,7 +356,14 @@ def _doom(built: Assembled, doom: Doom) -> None:
     """Let the rank kill itself."""
     if doom.function:
         owner, _, name = doom.function.rpartition(".")
-        setattr(pkgutil.resolve_name(owner), name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        true, calls = getattr(pkgutil.resolve_name(owner), name), count()
+
+        def call_or_die(*arguments: Any, **options: Any) -> Any:
+            if next(calls) >= doom.calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return true(*arguments, **options)
+
+        setattr(pkgutil.resolve_name(owner), name, call_or_die)
         return
     layer: Any = built.model.layers[doom.layer]
     run = layer.run

@@ -1,0 +1,219 @@
+"""Ranks are lost, come back, sleep and move experts while drafts are tried and made: no bit of any answer changes."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from scheduler.moves.reports import MoveState
+from scheduler.policy.request import Request
+from scheduler.policy.speculative import parse_speculative_config
+from tests.conftest import PoolOf
+from tests.scheduler.drafts.test_served_drafts import MTP, NGRAM, SHARE, SUFFIX, always_draft
+from tests.scheduler.epochs.test_regrouping import serving
+from tests.scheduler.moves.test_relocation import fresh_digests, slot_digests
+from tests.scheduler.test_invariance import Answers, collect
+from tests.support.engines.crew import Crew, Doom
+from tests.support.engines.moves import MovedRank, Moves, build_with_copies, targets
+from tests.support.engines.serving import build, own_share, request, serve
+from tests.support.models.families import VOCABULARY, write_checkpoint
+from tests.support.models.foreseeing import foreseeing
+from tests.support.models.mtp import write_mtp_checkpoint
+
+PASSES = "scheduler.step.draft_passes.DraftPasses"
+OWN_LAYER = -1  # the multi-token-prediction layer's experts are the last of the model's
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"temperature": 1.1, "seed": 8, "repetition_penalty": 1.2},
+)
+
+
+def requests(count: int, max_tokens: int = 60) -> list[Request]:
+    """Requests of several lengths and ways to sample."""
+    lengths = (3, 40, 17, 90, 26, 1)
+    return [
+        request(
+            str(number),
+            [
+                3 + (7 * number + 5 * place + place * place) % (VOCABULARY - 3)
+                for place in range(lengths[number % 6])
+            ],
+            max_tokens=max_tokens,
+            num_logprobs=0,
+            **WAYS[number % len(WAYS)],
+        )
+        for number in range(count)
+    ]
+
+
+def plain(directory: Path, wanted: list[Request], **settings: Any) -> Answers:
+    """What one rank answers without drafts."""
+    return collect(serve(build(directory, max_model_len=320, **settings), wanted).outputs)
+
+
+@pytest.fixture(scope="module")
+def foreseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose own layer drafts right about half of the time."""
+    directory = tmp_path_factory.mktemp("foreseen")
+    write_mtp_checkpoint("deepseek_v3", directory, change=foreseeing(SHARE))
+    return directory
+
+
+def num_accepted(crew: Crew) -> int:
+    """Drafts that were right, on the ranks that serve at the end."""
+    return sum(crew.stats[rank].drafts.num_accepted_tokens for rank in crew.members)
+
+
+def lose_and_regain(
+    directory: Path, given: str, doom: Doom, known: Answers | None, expected: Answers, **settings: Any
+) -> None:
+    """Serve on three ranks, of which one dies and comes back, with drafts everywhere."""
+    wanted = requests(12)
+    with serving(
+        directory,
+        3,
+        wanted,
+        at_first=9,
+        dooms={1: doom},
+        speculative=parse_speculative_config(given),
+        prepare=partial(always_draft, known, [0, 0]),
+        **settings,
+    ) as crew:
+        crew.until(lambda: crew.lost == [1])
+        crew.order([0, 2])
+        crew.replay(1, to=2)
+        crew.until(lambda: crew.serve_in(1))
+        crew.bring_back(1)
+        crew.submit(0, wanted[9:10])
+        crew.order([0, 1, 2])
+        crew.until(lambda: crew.serve_in(2))
+        crew.submit(1, wanted[10:])
+    assert crew.logprobs == expected
+    assert num_accepted(crew) > 20
+
+
+# Over gloo every exchange is Python's, so that a rank can be killed amid one.
+DOOMS: dict[str, tuple[str, Doom]] = {
+    "amid the step that tries drafts": ("gloo", Doom(12)),
+    "before the step's tokens are taken": (
+        "shm",
+        Doom(function="scheduler.policy.scheduler.Scheduler.commit", calls=12),
+    ),
+    "between the step and the drafts": ("shm", Doom(function=f"{PASSES}.run", calls=12)),
+    "amid the first pass": ("gloo", Doom(12, layer=OWN_LAYER)),
+    "between two passes": ("shm", Doom(function=f"{PASSES}._run_newest", calls=15)),
+    "once the drafts are made": ("shm", Doom(function="scheduler.drafts.made.MadeDrafts.put", calls=14)),
+}
+FIRST = ("between the step and the drafts", "amid the first pass")
+
+
+@pytest.fixture(scope="module")
+def plain_foreseen(foreseen: Path) -> Answers:
+    return plain(foreseen, requests(12))
+
+
+@pytest.mark.parametrize(
+    "when", [*FIRST, *(pytest.param(each, marks=pytest.mark.slow) for each in DOOMS if each not in FIRST)]
+)
+def test_a_rank_lost_while_own_layers_draft_changes_no_bit(
+    foreseen: Path, plain_foreseen: Answers, when: str
+) -> None:
+    backend, doom = DOOMS[when]
+    lose_and_regain(foreseen, MTP, doom, None, plain_foreseen, all2all_backend=backend)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_next", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_oss", "deepseek_v32"))],
+)
+def test_a_rank_lost_between_draft_and_verification_changes_no_bit(family: str, tmp_path: Path) -> None:
+    """Of a recurrent model too, whose states go back to the last token that was right."""
+    write_checkpoint(family, tmp_path)
+    expected = plain(tmp_path, requests(12))
+    backend, doom = DOOMS["amid the step that tries drafts"]
+    lose_and_regain(tmp_path, SUFFIX, doom, expected, expected, all2all_backend=backend)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_in_a_pass_is_found_by_its_heartbeats(foreseen: Path) -> None:
+    settings: dict[str, Any] = {"timeout_s": 500.0, "heartbeat_timeout_s": 0.4, "all2all_backend": "gloo"}
+    wanted = requests(3, max_tokens=220)
+    with serving(
+        foreseen,
+        3,
+        wanted,
+        dooms={1: Doom(is_stuck=True, layer=OWN_LAYER)},
+        speculative=parse_speculative_config(MTP),
+        prepare=partial(always_draft, None, [0, 0]),
+        **settings,
+    ) as crew:
+        crew.until(lambda: bool(crew.suspects()), timeout_s=400.0)
+        (suspect,) = crew.suspects()
+        assert suspect.rank == 1 and not crew.faults
+        crew.kill(1)
+        crew.order([0, 2])
+        crew.replay(1, to=0)
+    assert crew.logprobs == plain(foreseen, wanted)
+
+
+def moving(directory: Path, given: str, known: Answers | None, count: int) -> tuple[MovedRank, bool, int]:
+    """Serve with drafts while experts move, those of the drafting layers too; says whether slots hold what they must."""
+    speculative = parse_speculative_config(given)
+    built = build_with_copies(directory, 6, speculative=speculative)
+    counts = [0, 0]
+    always_draft(known, counts, built)
+    start = built.relocation.placement
+    wanted = targets(start, count)
+    assert all((each.local(dist.get_rank())[-1] != start.local(dist.get_rank())[-1]).any() for each in wanted)
+    moved = Moves(built, wanted).serve(own_share(requests(8, 40)), own_share(requests(8, 40)))
+    expected = fresh_digests(directory, built.relocation.placement, dist.get_rank(), speculative=speculative)
+    is_whole = all(
+        want is None or have == want
+        for wants, haves in zip(expected, slot_digests(built), strict=True)
+        for want, have in zip(wants, haves, strict=True)
+    )
+    return moved, is_whole, counts[0]
+
+
+@pytest.mark.parametrize("method", ["mtp", "suffix"])
+def test_drafts_while_experts_move_change_no_bit(foreseen: Path, method: str, pool_of: PoolOf) -> None:
+    alone = build(foreseen, max_model_len=160)
+    expected = collect(serve(alone, requests(8, 40), requests(8, 40)).outputs)
+    given, known = (MTP, None) if method == "mtp" else (SUFFIX, expected)
+    parts = pool_of(2).run(moving, foreseen, given, known, 4)
+    found = {key: rows for moved, *_ in parts for key, rows in collect(moved.served.outputs).items()}
+    assert found == expected
+    for moved, is_whole, num_right in parts:
+        assert moved.states() == [
+            (version, state) for version in (1, 2, 3, 4) for state in (MoveState.VERIFIED, MoveState.SERVING)
+        ]
+        assert is_whole and num_right > 20
+
+
+def waking(directory: Path, given: str) -> tuple[Answers, int]:
+    """Serve waves of requests: ranks sleep between them, and one has none in two of them."""
+    built = build(directory, max_model_len=320, speculative=parse_speculative_config(given))
+    counts = [0, 0]
+    always_draft(None, counts, built)
+    wanted, rank = requests(9, 30), dist.get_rank()
+    waves = [
+        wanted[:3] if rank == 0 else [],
+        wanted[3:6] if rank == 1 else [],
+        [],
+        wanted[6:7] if rank == 0 else wanted[7:9],
+    ]
+    return collect(serve(built, *waves).outputs), counts[0]
+
+
+@pytest.mark.parametrize("given", [MTP, NGRAM])
+def test_ranks_that_sleep_wake_or_have_nothing_to_draft_change_no_bit(
+    foreseen: Path, given: str, pool_of: PoolOf
+) -> None:
+    parts = pool_of(2).run(waking, foreseen, given)
+    assert {key: rows for answers, _ in parts for key, rows in answers.items()} == plain(
+        foreseen, requests(9, 30)
+    )
+    assert given == NGRAM or all(num_right > 5 for _, num_right in parts)
