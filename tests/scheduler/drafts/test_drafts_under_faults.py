@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.foreseeing import foresee
 from scheduler.moves.reports import MoveState
 from scheduler.policy.request import Request
 from scheduler.policy.speculative import parse_speculative_config
@@ -19,7 +20,6 @@ from tests.support.engines.crew import Crew, Doom
 from tests.support.engines.moves import MovedRank, Moves, build_with_copies, targets
 from tests.support.engines.serving import build, own_share, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint
-from tests.support.models.foreseeing import foreseeing
 from tests.support.models.mtp import write_mtp_checkpoint
 
 PASSES = "scheduler.step.draft_passes.DraftPasses"
@@ -58,7 +58,7 @@ def plain(directory: Path, wanted: list[Request], **settings: Any) -> Answers:
 def foreseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose own layer drafts right about half of the time."""
     directory = tmp_path_factory.mktemp("foreseen")
-    write_mtp_checkpoint("deepseek_v3", directory, change=foreseeing(SHARE))
+    write_mtp_checkpoint("deepseek_v3", directory, change=partial(foresee, share=SHARE))
     return directory
 
 
