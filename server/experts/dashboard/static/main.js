@@ -180,9 +180,10 @@ function showRanks(view) {
     ];
     return lines.join("\n");
   };
-  ranks.show({ ratios, rows: load.layers, describe, bars: view.perLayer });
-  at("ranks-note").textContent =
-    `Tokens of each rank over the layer's mean; bars: the layer's balancedness.` + shared(ranks, "ranks");
+  const bars = load.num_ranks > 1 ? view.perLayer : null; // of one rank alone they would all be full
+  ranks.show({ ratios, rows: load.layers, describe, bars });
+  const barsNote = bars ? "; bars: the layer's balancedness" : "";
+  at("ranks-note").textContent = `Tokens of each rank over the layer's mean${barsNote}.` + shared(ranks, "ranks");
 }
 
 function showTraffic() {
