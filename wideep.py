@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # they are loaded when a script asks for them: the command ha
     from server.offline import LLM, CompletionOutput, LLMError, Logprob, RequestOutput, SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "LLMError", "Logprob", "RequestOutput", "SamplingParams"]
+INTERRUPTED = 130  # as shells have it: 128 and SIGINT's number
 _ROOT = Path(__file__).resolve().parent
 
 
@@ -32,7 +33,15 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> int:
-    """Run `wideep` with the process's arguments and return the exit status."""
+    """Run `wideep` with the process's arguments and return the exit status; Ctrl-C that no command takes is 130."""
+    try:
+        return _run()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # after the terminal's ^C
+        return INTERRUPTED
+
+
+def _run() -> int:
     roots = _roots()
     roots.take_first(_ROOT)
     try:

@@ -41,7 +41,7 @@ from server.process.children import (
 )
 from server.process.error_file import absences, first_failure
 from server.process.preflight.checkpoint import with_checkpoint
-from server.process.preflight.checks import check_start
+from server.process.preflight.checks import check_start, note_on_redundancy
 from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
 from server.process.preflight.model import PreflightError
@@ -111,6 +111,8 @@ def _prepare(options: Options) -> Options:
     )
     check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
     say(f"wideep: computing on {device.in_words}")
+    if note := note_on_redundancy(options, ranks):
+        say(f"wideep: {note}")
     return options if options.port else replace(options, port=free_port(options.host))
 
 

@@ -14,7 +14,7 @@ from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import StopSignals, kill_if_it_stays
 from server.process.preflight.checkpoint import with_checkpoint
-from server.process.preflight.checks import check_start
+from server.process.preflight.checks import check_start, note_on_redundancy
 from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
 from server.process.preflight.model import PreflightError
@@ -107,4 +107,6 @@ def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, 
             gpu_bytes=device.free_bytes,
         )
         say(f"wideep: computing on {device.in_words}")
+        if note := note_on_redundancy(options, place.world_size):
+            say(f"wideep: {note}")
     return options

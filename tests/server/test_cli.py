@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 import time
@@ -105,6 +106,15 @@ def test_a_refusal_takes_less_than_a_second_and_what_changes_nothing_is_said_fir
 def test_a_bad_value_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "70000"]) == 2
     assert capsys.readouterr().err == "wideep serve: --port is 70000; it must be 0 to 65535\n"
+
+
+def test_ctrl_c_while_a_command_works_ends_it_without_a_traceback() -> None:
+    command = [*WIDEEP_COMMAND, "models"]  # which loads torch and transformers, and then looks at every type
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as models:
+        assert models.stdout is not None and models.stdout.readline(), "its first line tells that it works"
+        models.send_signal(signal.SIGINT)
+        _, said = models.communicate(timeout=30)
+    assert (models.returncode, said) == (130, "\n")
 
 
 def test_version_is_shown() -> None:

@@ -20,6 +20,7 @@ from server.process.preflight.memory import (
     mtp_names,
     rank_experts,
     reads_mtp,
+    slots_per_rank,
     weight_bytes,
 )
 from server.process.preflight.model import (
@@ -75,6 +76,26 @@ def check_start(
     )
     if has_front:
         check_port(options.host, options.port)
+
+
+def note_on_redundancy(options: Options, num_ranks: int) -> str | None:
+    """Say that more redundant experts are kept than asked for, where they do not divide by the ranks.
+
+    Args:
+        options: of a service that `check_start` let pass.
+    """
+    asked = options.eplb_config.num_redundant_experts
+    if asked == 0 or options.expert_placement is not None:
+        return None
+    experts = num_experts(read_config(Path(options.model)))
+    slots = slots_per_rank(experts, num_ranks, num_redundant=asked, placement_file=None)
+    kept = slots * num_ranks - experts
+    if kept == asked:
+        return None
+    return (
+        f"num_redundant_experts is {asked}; {kept} are kept, because each of {num_ranks} ranks has the same number of slots "
+        f"({slots} for the {experts} experts of a layer)"
+    )
 
 
 def check_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> None:

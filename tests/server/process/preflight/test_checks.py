@@ -10,6 +10,7 @@ from server.process.preflight.checks import (
     check_compiler,
     check_nodes,
     check_start,
+    note_on_redundancy,
 )
 from server.process.preflight.memory import rank_experts, weight_bytes
 from tests.support.models.fake_checkpoint import CONFIG, write_checkpoint
@@ -35,6 +36,27 @@ def test_a_placement_for_the_model_and_the_ranks_passes_and_its_slots_count(tmp_
     check_start(options, num_ranks=2, num_local_ranks=2, has_front=True)
     weights = weight_bytes(model, CONFIG, 4)
     assert rank_experts(weights, CONFIG, options, 2).slots_per_rank == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_ranks", "note"),
+    [
+        (0, 3, None),
+        (4, 2, None),
+        (
+            3,
+            2,
+            "num_redundant_experts is 3; 4 are kept, because each of 2 ranks has the same number of slots (4 for the 4",
+        ),
+        (1, 3, "num_redundant_experts is 1; 2 are kept, because each of 3 ranks"),
+    ],
+)
+def test_redundant_experts_that_do_not_divide_by_the_ranks_are_said_aloud(
+    tmp_path: Path, asked: int, num_ranks: int, note: str | None
+) -> None:
+    flag = f'--eplb-config={{"num_redundant_experts": {asked}}}'
+    said = note_on_redundancy(options_for(write_checkpoint(tmp_path), flag), num_ranks)
+    assert said is None if note is None else str(said).startswith(note)
 
 
 def test_what_fits_the_ranks_and_the_device_passes(tmp_path: Path) -> None:
