@@ -104,9 +104,13 @@ def alias(
     return ForeignFlag(names=tuple(names.split("/")), takes=takes, becomes=becomes, spelled=spelled or {})
 
 
-def part(names: str, becomes: str, key: str, *, spelled: Mapping[str, str] | None = None) -> ForeignFlag:
+def part(
+    names: str, becomes: str, key: str, *, takes: str = "value", spelled: Mapping[str, str] | None = None
+) -> ForeignFlag:
     """Declare a flag that sets one key of a JSON value of ours; numbers are numbers there."""
-    return ForeignFlag(names=tuple(names.split("/")), becomes=becomes, key=key, spelled=spelled or {})
+    return ForeignFlag(
+        names=tuple(names.split("/")), takes=takes, becomes=becomes, key=key, spelled=spelled or {}
+    )
 
 
 def _each(values: str, lists: str, switches: str) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -61,8 +61,7 @@ $ wideep serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-eplb --eplb-config '{{"num
     --gpu-memory-utilization 0.85
 ```
 
-`wideep serve` takes the first one's flags but for `--ep-num-redundant-experts`, which it answers with the second one's.
-Two counts differ. With data-parallel attention SGLang's `--max-running-requests` and `--chunked-prefill-size` are of all
+`wideep serve` takes the first one's flags as well. Two counts differ. With data-parallel attention SGLang's `--max-running-requests` and `--chunked-prefill-size` are of all
 ranks together; `--max-num-seqs` and `--max-num-batched-tokens` are one rank's.
 
 ## The flags of `sglang.launch_server` 0.5.23

@@ -195,10 +195,9 @@ def _settle(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for option in OPTIONS:
         given, declared = ours.get(option.keyword), option.flag
         if isinstance(given, str) and given in declared.taken_as:
-            ours[option.keyword] = declared.taken_as[given]
-            notes.append(
-                f"{declared.name} {given} is taken as {declared.taken_as[given]}: {declared.taken_because}"
-            )
+            value = ours[option.keyword] = declared.taken_as[given]
+            if given.lower() != value:
+                notes.append(f"{declared.name} {given} is taken as {value}: {declared.taken_because}")
     return ours, notes
 
 
@@ -207,10 +206,18 @@ def _take_part(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:
     value = flag.spelled.get(str(given), given)
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    before = ours.get(option.keyword, {})
+    before = _object(ours.get(option.keyword, {}))
     if not isinstance(before, dict) or before.get(flag.key, value) != value:
         raise OptionsError(f"{flag.name} is {given}, which {option.flag.name} says as well: give one")
     ours[option.keyword] = {**before, flag.key: value}
+
+
+def _object(given: Any) -> Any:
+    """Return what a text says as JSON, as far as it does: its flag's reader has the last word."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 def _take_alias(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:

@@ -91,8 +91,6 @@ _RANKS = (
     *harmless("tokens go straight to their experts' ranks", switches="--enable-deepep-moe --enable-ep-moe --enable-p2p-check --pre-warm-nccl --disable-attn-tp-gather"),
     *refused("say --dispatch-dtype fp8 or auto", values="--deepep-dispatcher-output-dtype --flashinfer-a2a-dispatch-type"),
     *refused("how the exchange is laid out is chosen by its size; --dispatch-mode and --dispatch-node-size shape it", values="--deepep-config --deepep-v2-mode --fuseep-mode"),
-    *refused(_BALANCES + "'{\"num_redundant_experts\": {given}}'", values="--ep-num-redundant-experts"),
-    *refused(_BALANCES + "'{\"step_interval\": {given}}' is the nearest", values="--eplb-rebalance-num-iterations"),
     *refused(_BALANCES + "max_bytes_per_step bounds what moves beside a step", values="--eplb-rebalance-layers-per-chunk"),
     *refused(_BALANCES + "min_gain says what a plan must save", values="--eplb-min-rebalancing-utilization-threshold"),
     *refused(_BALANCES + "window_size is the number of steps that are kept", values="--expert-distribution-recorder-buffer-size"),
@@ -246,7 +244,7 @@ SHARED_WITH_VLLM = (  # what becomes of them stands in `vllm_flags`
     "--trust-remote-code --load-format --model-loader-extra-config --model-impl --tokenizer-mode --skip-tokenizer-init "
     "--kv-cache-dtype --tensor-parallel-size --pipeline-parallel-size --decode-context-parallel-size --nnodes --node-rank "
     "--dist-init-addr --nccl-port --attention-backend --mamba-backend --disable-custom-all-reduce --cpu-offload-gb "
-    "--enable-lora --max-lora-rank --lora-target-modules --stream-interval --enable-return-routed-experts --kv-events-config "
+    "--enable-lora --ep-num-redundant-experts --eplb-rebalance-num-iterations --max-lora-rank --lora-target-modules --stream-interval --enable-return-routed-experts --kv-events-config "
     "--default-chat-template-kwargs --trust-request-chat-template --tool-server --grpc-port --ssl-ca-certs "
     "--enable-ssl-refresh --enable-mfu-metrics --watermark-config"
 )

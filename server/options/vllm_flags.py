@@ -30,7 +30,6 @@ _GRAPHS = (
 _ROUTES = "one endpoint stands before all ranks and gives each request to one; leave it out"
 _LORA = "adapters are not served; merge one into the weights (merge_and_unload in PEFT) and serve the result"
 _OWN_PARSERS = "code of others is not loaded; "
-_BALANCES = "it is a key of --eplb-config, such as --eplb-config '{\"num_redundant_experts\": 8}'"
 
 
 def on_one_node(said: Said) -> bool:
@@ -193,9 +192,10 @@ _PARALLEL = (
         "experts begin in order", fits=of("linear"), values="--expert-placement-strategy",
         otherwise="write a placement with `wideep experts plan ... --out FILE` and give it as --expert-placement FILE",
     ),
-    *refused(
-        _BALANCES, values="--num-redundant-experts --eplb-window-size --eplb-step-interval", switches="--eplb-log-balancedness"
-    ),
+    part("--num-redundant-experts/--ep-num-redundant-experts", "--eplb-config", "num_redundant_experts"),
+    part("--eplb-window-size", "--eplb-config", "window_size"),
+    part("--eplb-step-interval/--eplb-rebalance-num-iterations", "--eplb-config", "step_interval"),
+    part("--eplb-log-balancedness", "--eplb-config", "log_balancedness", takes="nothing"),
     *harmless("a rank may leave and come back at any time (docs/faults.md)", switches="--enable-elastic-ep --enable-fault-tolerance"),
     *refused("the number of ranks is --data-parallel-size; one that is lost comes back (docs/faults.md)", values="--elastic-ep-max-dp-size"),
     *refused(

@@ -134,9 +134,12 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
         (["--load-format", "gguf"], "--load-format gguf: weights are read from safetensors"),
         (["--enable-lora"], "--enable-lora: adapters are not served; merge one"),
         (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d: adapters are not served"),
-        (["--num-redundant-experts", "32"], "--eplb-config"),
+        (
+            ["--num-redundant-experts=3", '--eplb-config={"num_redundant_experts": 4}'],
+            "says as well: give one",
+        ),
+        (["--num-redundant-experts=3", "--eplb-config=3"], "says as well: give one"),
         (["--enable-dbo"], "--enable-dbo: steps in two halves"),
-        (["--ep-num-redundant-experts", "32"], """--eplb-config: '{"num_redundant_experts": 32}'"""),
         (["-O3"], "--optimization-level 3: decode steps on a GPU"),
         (["--dtype", "float64"], "--dtype is 'float64'; it must be one of auto, float32, bfloat16"),
         (
@@ -170,6 +173,8 @@ def test_what_cannot_be_had_is_refused_by_a_sentence(words: list[str], complaint
         (["--max-model-len", "8k"], ["--max-model-len", "8000"]),
         (["--max-model-len", "8K"], ["--max-model-len", "8192"]),
         (["--max-num-batched-tokens", "1.5k"], ["--max-num-batched-tokens", "1500"]),
+        (["--ep-num-redundant-experts=3", "--eplb-log-balancedness"], ['--eplb-config={"num_redundant_experts": 3, "log_balancedness": true}']),
+        (["--num-redundant-experts=3", '--eplb-config={"min_gain": 0.5}'], ['--eplb-config={"num_redundant_experts": 3, "min_gain": 0.5}']),
         (["--deepep-mode", "normal"], ["--dispatch-mode", "normal"]),
         (["--eplb-config.num_redundant_experts", "3"], ['--eplb-config={"num_redundant_experts": 3}']),
         (["--eplb_config.min_gain=0.5", "--eplb-config.spread=true"], ['--eplb-config={"min_gain": 0.5, "spread": true}']),
@@ -283,7 +288,7 @@ def test_drafts_may_be_asked_for_in_other_words(words: list[str]) -> None:
         (["--speculative-algorithm=EAGLE3"], "the method is 'EAGLE3'; it must be one of ngram, suffix, mtp"),
         (["--speculative-draft-model-path=x"], "--speculative-draft-model-path x: drafts come from texts"),
         (["--speculative-num-steps=3", "--speculative-num-draft-tokens=8"], "one more than the steps"),
-        (["--spec-tokens=3", '-sc={"method": "suffix"}'], "give one"),
+        (["--spec-tokens=3", '-sc={"method": "ngram", "num_speculative_tokens": 4}'], "give one"),
     ],
 )
 def test_other_drafts_are_refused(words: list[str], sentence: str) -> None:
