@@ -260,6 +260,10 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
     check_limits(options.max_num_seqs, options.max_num_batched_tokens)
     if options.gpu_memory_utilization is not None and options.kv_cache_bytes is not None:
         raise OptionsError("--kv-cache-memory and --gpu-memory-utilization both size the KV cache; give one")
+    if options.uds is not None and options.http.ssl_certfile is not None:
+        raise OptionsError(
+            "--ssl-certfile is for --host and --port; a socket of --uds is this machine's alone: leave it out"
+        )
     check_certificate(options.http.ssl_certfile, options.http.ssl_keyfile)
     if options.log.otlp_endpoint is not None:
         check_traces(environment)

@@ -95,7 +95,7 @@ _RANKS = (
     *refused(_BALANCES + "min_gain says what a plan must save", values="--eplb-min-rebalancing-utilization-threshold"),
     *refused(_BALANCES + "window_size is the number of steps that are kept", values="--expert-distribution-recorder-buffer-size"),
     *harmless(
-        "plans are repaired with few moves", fits=of("auto"), otherwise="say --eplb-config '{\"policy\": \"default\"}', "
+        "plans are repaired with few moves", fits=of("auto", "deepseek"), otherwise="say --eplb-config '{\"policy\": \"default\"}', "
         "or num_groups and min_nodes where experts come in groups (docs/rebalancing.md)", values="--eplb-algorithm",
     ),
     *harmless("a token's copy of an expert is chosen by fixed shares, and answers do not depend on it", values="--ep-dispatch-algorithm"),

@@ -38,6 +38,7 @@ from server.options.flag import (
 
 DEMO_MODEL = "demo"
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill 30 s after they asked
+MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un has room for one more, a zero
 QUIET_PATHS = (  # asked every few seconds, by machines and by the dashboard
     *("/health", "/metrics", "/ping", "/server_info"),
     *("/throughput", "/experts/load", "/v1/fault_tolerance/status"),
@@ -106,6 +107,15 @@ def _template_file(name: str, given: Any) -> str:
 def _cluster_key_file(name: str, given: Any) -> str:
     path = os.path.abspath(text(name, given))
     read_cluster_key(Path(path))
+    return path
+
+
+def _socket_path(name: str, given: Any) -> str:
+    path = os.path.abspath(os.path.expanduser(text(name, given)))
+    if not given or len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise OptionsError(
+            f"{name} is {given!r}; give a path of at most {MAX_SOCKET_PATH} bytes, folders included"
+        )
     return path
 
 
@@ -254,6 +264,10 @@ class Options:
         default=8000,
         help="port to listen on; 0 takes a free one",
     )
+    uds: str | None = flag(
+        HTTP, "--uds", read=_socket_path, metavar="PATH",
+        help="listen on a Unix domain socket instead of --host and --port: curl --unix-socket PATH http://localhost/v1/models",
+    )  # fmt: skip
     served_model_names: tuple[str, ...] = flag(
         HTTP, "--served-model-name", read=_names, metavar="NAME", action="extend", nargs="+", default=(),
         default_text="MODEL's", help="names that requests may use for the model; the first is shown",

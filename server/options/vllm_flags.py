@@ -350,7 +350,6 @@ _SERVER = (
     ),
     *harmless("certificates of clients are not asked for", fits=of(0), otherwise="certificates of clients are not asked for; put a proxy in front (--root-path)", values="--ssl-cert-reqs"),
     *refused("the length of a request is bounded by --max-request-bytes", values="--h11-max-incomplete-event-size --h11-max-header-count"),
-    *refused("HTTP is served on --host and --port", values="--uds"),
     *refused("GET /openapi.json needs no network; leave it out", switches="--enable-offline-docs"),
     *refused("put a proxy in front that hides /docs and /openapi.json", switches="--disable-fastapi-docs"),
     *refused("say --log-level, --log-format and --disable-access-log", values="--logging-config --log-config-file"),
@@ -381,7 +380,7 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
 )  # fmt: skip
 SAME_AS_VLLM = (
     "--model --tokenizer --revision --download-dir --dtype --quantization -q --seed --max-model-len --max-logprobs "
-    "--hf-overrides --generation-config --override-generation-config --config --served-model-name --host --port --api-key "
+    "--hf-overrides --generation-config --override-generation-config --config --served-model-name --host --port --uds --api-key "
     "--ssl-certfile --ssl-keyfile --root-path --allowed-origins --allowed-methods --allowed-headers --allow-credentials "
     "--shutdown-timeout --chat-template --tool-call-parser --reasoning-parser --enable-per-request-metrics "
     "--data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "

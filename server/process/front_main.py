@@ -50,6 +50,7 @@ from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import ANSWERS_VARIABLE, FRONT_VARIABLE
+from server.process.unix_socket import listening_at
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.process.http_service import HttpService
@@ -81,13 +82,16 @@ def run_front(
     sys.setswitchinterval(SWITCH_S)
     with logging_to(options.log):
         try:
-            listener = bind_http(options.host, options.port)
+            with _listener(options) as listener, _answers_in(environment) as answers:
+                return asyncio.run(
+                    _run(options, num_ranks, listener, ready_fd, ranks_host, environment, Path(answers))
+                )
         except OptionsError as error:
             return _complain(str(error))
-        with listener, _answers_in(environment) as answers:
-            return asyncio.run(
-                _run(options, num_ranks, listener, ready_fd, ranks_host, environment, Path(answers))
-            )
+
+
+def _listener(options: Options) -> contextlib.AbstractContextManager[socket.socket]:
+    return bind_http(options.host, options.port) if options.uds is None else listening_at(options.uds)
 
 
 def _answers_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
@@ -401,9 +405,10 @@ def announce(
     ready_fd: int, listener: socket.socket, options: Options, ranks_address: str, token: str
 ) -> None:
     """Write the addresses for the supervisor."""
-    port = listener.getsockname()[1]
     shown = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"{options.http.scheme}://{shown}:{port}"
+    url = f"unix:{options.uds}"
+    if options.uds is None:
+        url = f"{options.http.scheme}://{shown}:{listener.getsockname()[1]}"
     line = json.dumps({"http": url, "ranks_address": ranks_address, "token": token})
     with os.fdopen(ready_fd, "w") as ready:
         ready.write(line + "\n")

@@ -178,6 +178,8 @@ def _completed(options: Options) -> Options:
     """Fill in what the owner has to know before the start: the model's directory, the port and a key."""
     if options.http.ssl_certfile is not None:
         raise OptionsError("--ssl-certfile: a service of one's own is reached without TLS; leave it out")
+    if options.uds is not None:
+        raise OptionsError("--uds: a service of one's own is reached on a port of this machine; leave it out")
     try:
         options = with_checkpoint(options)
         port = options.port or free_port(options.host)

@@ -46,6 +46,7 @@ from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
 from server.process.preflight.model import PreflightError
 from server.process.supervisor import DRAIN_GRACE_S, UNDER_SERVE
+from server.process.unix_socket import UnixConnection
 from server.roots import WIDEEP_COMMAND
 
 AGENT_GRACE_S = 3.2  # the launcher waits for workers, which kill their children after STOP_GRACE_S
@@ -113,7 +114,7 @@ def _prepare(options: Options) -> Options:
     say(f"wideep: computing on {device.in_words}")
     if note := note_on_redundancy(options, ranks):
         say(f"wideep: {note}")
-    return options if options.port else replace(options, port=free_port(options.host))
+    return options if options.port or options.uds else replace(options, port=free_port(options.host))
 
 
 def _start_agent(options: Options, commands: ServeCommands, log_directory: str) -> Child:
@@ -193,7 +194,7 @@ class _Watch:
 
     def _is_healthy(self) -> bool:
         options = self._options
-        return is_healthy(options.host, options.port, scheme=options.http.scheme)
+        return is_healthy(options.host, options.port, scheme=options.http.scheme, uds=options.uds)
 
     def _failure(self) -> str | None:
         """Why the service has to end, where a process has said so: one has failed, or no rank is left."""
@@ -221,9 +222,9 @@ def _cause_of_end(agent: Child, failure: str | None) -> str:
     return "all ranks ended although nobody asked serve to stop" if status == 0 else describe_end(agent)
 
 
-def is_healthy(host: str, port: int, *, scheme: str = "http") -> bool:
-    """Return whether GET /health answers 200."""
-    return _get(host, port, "/health", scheme) is not None
+def is_healthy(host: str, port: int, *, scheme: str = "http", uds: str | None = None) -> bool:
+    """Return whether GET /health answers 200, on a socket of the file system where there is one."""
+    return _get(host, port, "/health", scheme, uds) is not None
 
 
 class Capacity(NamedTuple):
@@ -236,17 +237,20 @@ class Capacity(NamedTuple):
 
 def capacity_of(options: Options) -> Capacity | None:
     """Ask a service that answers for its capacity; None: it does not say, because a rank has just been lost."""
-    content = _get(options.host, options.port, "/server_info", options.http.scheme)
+    content = _get(options.host, options.port, "/server_info", options.http.scheme, options.uds)
     found = {} if content is None else json.loads(content)
     if not found.get("max_total_num_tokens"):
         return None
     return Capacity(found["max_total_num_tokens"], found["max_running_requests"], found["context_length"])
 
 
-def _get(host: str, port: int, path: str, scheme: str) -> bytes | None:
+def _get(host: str, port: int, path: str, scheme: str, uds: str | None) -> bytes | None:
     """Return what a path answers with 200; None: it answers something else, or nothing."""
     address = (reachable_host(host), port)
-    if scheme == "http":
+    connection: http.client.HTTPConnection
+    if uds is not None:
+        connection = UnixConnection(uds, timeout=1.0)
+    elif scheme == "http":
         connection = http.client.HTTPConnection(*address, timeout=1.0)
     else:  # its own certificate, for the name that clients use: nothing to check here
         context = ssl.create_default_context()
@@ -267,6 +271,16 @@ def reachable_host(host: str) -> str:
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
+def _pages(url: str) -> str:
+    return f"""
+  {_wideep_script()} chat {url}
+
+  {url}/dashboard  ranks, throughput and experts, live
+  {url}/docs       every endpoint
+  {url}/metrics    for Prometheus
+"""
+
+
 def greeting(
     options: Options,
     capacity: Capacity | None,
@@ -277,6 +291,10 @@ def greeting(
     """Return what the user needs once the service answers: its URL, a curl line, the chat command, pages and capacity."""
     host = reachable_host(options.host)
     url = f"{options.http.scheme}://{f'[{host}]' if ':' in host else host}:{options.port}"
+    at, curl, pages = url, "curl", _pages(url)
+    if options.uds is not None:  # `wideep chat` and browsers speak to ports
+        at, url, pages = options.uds, "http://localhost", ""
+        curl = f"curl --unix-socket {shlex.quote(options.uds)}"
     name = options.served_model_names[0]
     messages = [{"role": "user", "content": "Hello! Who are you?"}]
     body = json.dumps({"model": name, "messages": messages, "max_tokens": 100})
@@ -284,16 +302,10 @@ def greeting(
     ranks = count(options.data_parallel_size, "rank")
     log = " Below is a line per request (--disable-access-log: none)." if options.log.access else ""
     return f"""
-wideep: serving {name} on {ranks} at {url} ({seconds:.0f} s after the start)
+wideep: serving {name} on {ranks} at {at} ({seconds:.0f} s after the start)
 {key.export}
-  curl {url}/v1/chat/completions{key.header} -H 'Content-Type: application/json' -d {shlex.quote(body)}
-
-  {_wideep_script()} chat {url}
-
-  {url}/dashboard  ranks, throughput and experts, live
-  {url}/docs       every endpoint
-  {url}/metrics    for Prometheus
-{_in_words(capacity)}
+  {curl} {url}/v1/chat/completions{key.header} -H 'Content-Type: application/json' -d {shlex.quote(body)}
+{pages}{_in_words(capacity)}
 Ctrl-C stops everything.{log}
 """
 

@@ -414,9 +414,8 @@ class Supervisor:
             return  # the ports and the token of the one before
         self._announced = json.dumps(message)
         self._told_to_engine = {FRONT_VARIABLE: self._announced}
-        self._keep_port(
-            int(str(message["http"]).rpartition(":")[2])
-        )  # for a front that takes this one's place
+        if self._options.uds is None:  # for a front that takes this one's place
+            self._keep_port(int(str(message["http"]).rpartition(":")[2]))
         self._start_engine()
 
     def _on_engine_message(self, message: dict[str, object]) -> None:

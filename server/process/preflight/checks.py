@@ -34,6 +34,7 @@ from server.process.preflight.model import (
     safetensors_files,
     why_unfit,
 )
+from server.process.unix_socket import check_path
 
 
 def check_start(
@@ -55,6 +56,7 @@ def check_start(
 
     Raises:
         PreflightError: naming the first thing that is wrong.
+        OptionsError: of --uds.
     """
     check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
     check_nodes(options.dispatch_node_size, num_ranks)
@@ -75,7 +77,10 @@ def check_start(
         free_bytes=available_bytes() if gpu_bytes is None else gpu_bytes,
     )
     if has_front:
-        check_port(options.host, options.port)
+        if options.uds is None:
+            check_port(options.host, options.port)
+        else:
+            check_path(options.uds)
 
 
 def note_on_redundancy(options: Options, num_ranks: int) -> str | None:
