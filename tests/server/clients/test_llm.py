@@ -142,5 +142,5 @@ def test_only_what_is_said_is_sent() -> None:
 
 
 def test_a_wrong_option_starts_nothing() -> None:
-    with pytest.raises(OptionsError, match="'tensor_parallel_size' is no option"):
+    with pytest.raises(OptionsError, match="--tensor-parallel-size 2: attention runs data-parallel"):
         LLM("demo", tensor_parallel_size=2)
