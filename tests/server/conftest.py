@@ -23,7 +23,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
     """A running front that serves the names "tiny" and "org/tiny-alias": to start one takes seconds."""
     model = write_tokenizer(tmp_path_factory.mktemp("model"))
-    process = FrontProcess(model, "--served-model-name", "tiny", "org/tiny-alias").attach_all()
+    process = FrontProcess(
+        model, "--disable-log-stats", "--served-model-name", "tiny", "org/tiny-alias"
+    ).attach_all()
     yield process
     status, said = process.close()
     assert (status, said) == (0, ""), "the front ends in silence"

@@ -31,7 +31,13 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
     special = ("<tool_call>", "</tool_call>", "<|noise|>")
     model = write_tokenizer(tmp_path_factory.mktemp("model"), chat_template=TEMPLATE, special_tokens=special)
     keys = ("--api-key", "sesame", "--api-key", "second")
-    flags = ("--served-model-name", "tiny", "claude-alias", "--enable-per-request-metrics")
+    flags = (
+        "--served-model-name",
+        "tiny",
+        "claude-alias",
+        "--enable-per-request-metrics",
+        "--disable-log-stats",
+    )
     process = FrontProcess(model, *flags, *keys).attach_all()
     process.headers = {"Authorization": "Bearer sesame"}
     yield process
