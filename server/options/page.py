@@ -15,6 +15,10 @@ from (server/options/table.py). What the endpoint's options are for: [operations
 switch off, underscores may stand for dashes, and `--eplb-config.num_redundant_experts 8` for
 `--eplb-config '{"num_redundant_experts": 8}'`. Flags of vLLM's and SGLang's that are not here:
 [from_vllm.md](from_vllm.md), [from_sglang.md](from_sglang.md).
+
+`--tokenizer`, `--hf-overrides`, `--generation-config` and `--override-generation-config` leave the model's files alone: the
+service runs from a folder of links to them under `~/.cache/wideep/checkpoints` (or `$XDG_CACHE_HOME/wideep`), with the changed ones
+written anew. It may be deleted when no service runs from it.
 """
 
 
