@@ -260,12 +260,14 @@ class Model:
     ) -> Tensor:
         """Run a multi-token-prediction layer for what `step` describes; collective over the dispatcher's group.
 
-        A row at position q predicts the token at q + 2. Its keys and values are cached at its place, in the layer's own
-        pages: rows of all positions before must have been through the layer, once with the tokens that were accepted.
+        A row at position q is given the token at q + 1 and predicts the one at q + 2. Its keys and values are cached at its
+        place, in the layer's own pages: rows of all positions before must have been through the layer. Where a model has
+        several layers, a deeper draft runs the next one on the same positions, with tokens one place on. Where it has one, this
+        runs again on the next position, with the newest draft; what it caches there is to be written again.
 
         Args:
             depth: 0 after a forward; 1 and more after a draft. Deeper ones than there are layers use these again.
-            token_T: [num_padded] int64 token after each row's position; rows past the step's tokens are any valid id.
+            token_T: [num_padded] int64 token behind each row; rows past the step's tokens are any valid id.
             cache: written at the step's places.
             rows_R: [R] int64 rows whose logits are wanted.
             hidden_T: [num_padded] int64 row of the call before (the last forward for depth 0, else the last draft) whose

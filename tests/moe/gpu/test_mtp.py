@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from moe.families import UnsupportedModelError
+from moe.model import Skeleton
+from scheduler.policy.config import EngineConfig
+from scheduler.step.parts import backend_of
 from tests.moe.test_mtp import LENGTHS, TEXTS, TOLERANCE, Drafted, draft_all, wanted, worst
 from tests.support.models.drafts import open_drafting, rows_of
 from tests.support.models.mtp import write_mtp_checkpoint
@@ -50,3 +54,27 @@ def test_every_step_leaves_hidden_values_at_the_same_place(interpreter: RankPool
     write_mtp_checkpoint("deepseek_v3", tmp_path)
     first, again = interpreter.run(kept_by_address, tmp_path, TEXTS[1], timeout_s=400.0)[0]
     assert np.array_equal(first, again)
+
+
+def compiled(directory: Path) -> str:
+    """What is said of layers that draft in a model whose layers torch.compile is to compile."""
+    config = EngineConfig(
+        directory=directory,
+        kv_cache_bytes=1 << 20,
+        device="interpreter",
+        batch_invariant=False,
+        compiler="eager",
+    )
+    Skeleton(directory, backend_of(config))
+    with pytest.raises(UnsupportedModelError) as caught:
+        Skeleton(directory, backend_of(config), has_mtp=True)
+    return str(caught.value)
+
+
+def test_torch_compile_is_refused_beside_them(interpreter: RankPool, tmp_path: Path) -> None:
+    write_mtp_checkpoint("glm4_moe", tmp_path)
+    said = interpreter.run(compiled, tmp_path)[0]
+    assert said == (
+        "glm4_moe has layers for multi-token prediction, which --enable-torch-compile is not for: leave it out; "
+        "serve it with --device cpu"
+    )
