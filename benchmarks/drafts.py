@@ -3,8 +3,8 @@
 Two services run side by side, one of them with drafts, and are asked the same greedily, turn about, one client at a time;
 the other sleeps. Answers must be equal. A task asks for a text again with a small change (code edits, from HumanEval's prompts) or for
 its contents (MT-Bench's turns); ratios are told apart by how many of a request's drafts were accepted. The models' own
-layers are those of `benchmarks.foreseeing`, right in about four of five drafts: in a tiny model, whose steps cost the same for one
-row and for a few, and in one whose output projection is most of what a step or a draft reads.
+layers are those of `benchmarks.foreseeing`, right in about four of five drafts, behind prompts of random tokens: in a narrow, deep model,
+of whose steps the layer is a small part, and in one whose output projection is most of what a step or a draft reads.
 
 Expected bound: a step of 1 + d rows costs what the rows' experts weigh in bytes; with acceptance p it gives (1 - p^(d+1)) / (1 - p) tokens.
 
@@ -13,6 +13,7 @@ Run: `python -m benchmarks.drafts PROMPTS.jsonl ... [--tasks 24] [--tokens 160] 
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -26,7 +27,8 @@ from benchmarks.card import environment_card, print_card, print_tail, save_resul
 from benchmarks.foreseeing import ensure_foreseeing_model
 from benchmarks.serving.service import HOST, Service
 
-SHARES = {"deepseek-v3-tiny": 0.05, "deepseek-v3": 0.04}  # of what layers add: see `foresee`
+Tasks = list[str] | list[list[int]]
+SHARES = {"deepseek-v3-deep": 0.05, "deepseek-v3": 0.04}  # of what layers add: see `foresee`
 LIKELY = 0.6  # acceptance above which drafts ought to pay
 _EDIT = "Here is some Python code:\n\n{}\nWrite the same code again, with `# checked` as its first line."
 _RECALL = "Here is a text:\n\n{}\n\nSay again what the text says, in its own words."
@@ -86,7 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
     results = {"ngram": summary("n-grams, demo", run("demo", ngram, tasks, options))}
     for shape, share in SHARES.items():
         model = str(ensure_foreseeing_model(shape, share))
-        results[shape] = summary(f"own layer, {shape}", run(model, mtp, tasks[: options.tasks // 2], options))
+        results[shape] = summary(
+            f"own layer, {shape}", run(model, mtp, random_prompts(options.tasks // 2), options)
+        )
     result = {"benchmark": "drafts", "environment": card, **results}
     result["options"] = {**vars(options), "prompts": [file.name for file in options.prompts]}
     print_tail(result)
@@ -110,7 +114,13 @@ def tasks_of(files: list[Path], count: int) -> list[str]:
     return mixed[:count]
 
 
-def run(model: str, speculative: dict[str, Any], tasks: list[str], options: argparse.Namespace) -> list[Pair]:
+def random_prompts(count: int) -> list[list[int]]:
+    """Return prompts of token ids that all models here have."""
+    rng = random.Random(0)
+    return [[rng.randrange(100, 4000) for _ in range(64)] for _ in range(count)]
+
+
+def run(model: str, speculative: dict[str, Any], tasks: Tasks, options: argparse.Namespace) -> list[Pair]:
     """Ask two services turn about."""
     common = [
         "-dp",
@@ -135,15 +145,22 @@ def run(model: str, speculative: dict[str, Any], tasks: list[str], options: argp
     return pairs
 
 
-def ask(service: Service, task: str, num_tokens: int) -> Answer:
-    """Stream an answer."""
+def ask(service: Service, task: object, num_tokens: int) -> Answer:
+    """Stream the answer to a message, or what follows token ids."""
+    is_chat = isinstance(task, str)  # else token ids
+    asked = (
+        {"messages": [{"role": "user", "content": task}]} if is_chat else {"prompt": task, "ignore_eos": True}
+    )
     body = {
-        "messages": [{"role": "user", "content": task}], "temperature": 0, "max_tokens": num_tokens,
+        **asked, "temperature": 0, "max_tokens": num_tokens,
         "repetition_penalty": 1.0, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     text, times, usage = "", [], dict[str, Any]()
     with httpx.stream(
-        "POST", f"http://{HOST}:{service.port}/v1/chat/completions", json=body, timeout=600
+        "POST",
+        f"http://{HOST}:{service.port}/v1/{'chat/' if is_chat else ''}completions",
+        json=body,
+        timeout=600,
     ) as lines:
         if lines.status_code != 200:
             raise RuntimeError(lines.read().decode())
@@ -152,9 +169,11 @@ def ask(service: Service, task: str, num_tokens: int) -> Answer:
                 continue
             event = json.loads(line.removeprefix("data: "))
             usage = event.get("usage") or usage
-            if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
-                text += piece
-                times.append(time.perf_counter())
+            for choice in event["choices"]:
+                piece = choice["delta"].get("content") if is_chat else choice["text"]
+                if piece:
+                    text += piece
+                    times.append(time.perf_counter())
     details = usage["completion_tokens_details"]
     accepted = details.get("accepted_prediction_tokens", 0)
     drafted = accepted + details.get("rejected_prediction_tokens", 0)

@@ -72,9 +72,10 @@ _LATENTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "intermediate_size": 1536,
 }
-_TINY: dict[str, Any] = {
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
+_DEEP: dict[str, Any] = {
+    "vocab_size": 4096,  # the tokenizer's first
+    "hidden_size": 256,
+    "num_hidden_layers": 24,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "n_routed_experts": 16,
@@ -119,9 +120,9 @@ SHAPES = {
         _LATENTS,
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
-    "deepseek-v3-tiny": Architecture(  # overhead sets the time of its steps
+    "deepseek-v3-deep": Architecture(  # narrow, so that a layer is a small part of a step as in large models
         DeepseekV3Config,
-        {**_LATENTS, **_TINY},
+        {**_LATENTS, **_DEEP},
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "qwen3-next": Architecture(Qwen3NextConfig, _HYBRID, {}),
