@@ -1,9 +1,9 @@
 """Do drafts pay, over HTTP? n-grams on the demo model, where answers repeat their prompts; a model's own layers on a constructed one.
 
-Two services run side by side, one of them with drafts, and are asked the same greedily, turn about, one client at a time;
+Two services run side by side, one of them with drafts, and are asked the same, turn about, one client at a time;
 the other sleeps. Answers must be equal. A task asks for a text again with a small change (code edits, from HumanEval's prompts) or for
 its contents (MT-Bench's turns); ratios are told apart by how many of a request's drafts were accepted. The models' own
-layers are those of `benchmarks.foreseeing`, right in about four of five drafts, behind prompts of random tokens: in a narrow, deep model,
+layers are those of `benchmarks.foreseeing`, right in about four of five drafts, behind prompts of random tokens and drawn with a seed: in a deep model
 of whose steps the layer is a small part, and in one whose output projection is most of what a step or a draft reads.
 
 Expected bound: a step of 1 + d rows costs what the rows' experts weigh in bytes; with acceptance p it gives (1 - p^(d+1)) / (1 - p) tokens.
@@ -28,7 +28,7 @@ from benchmarks.foreseeing import ensure_foreseeing_model
 from benchmarks.serving.service import HOST, Service
 
 Tasks = list[str] | list[list[int]]
-SHARES = {"deepseek-v3-deep": 0.05, "deepseek-v3": 0.04}  # of what layers add: see `foresee`
+SHARES = {"deepseek-v3-deep": 0.015, "deepseek-v3": 0.04}  # of what layers add: see `foresee`
 LIKELY = 0.6  # acceptance above which drafts ought to pay
 _EDIT = "Here is some Python code:\n\n{}\nWrite the same code again, with `# checked` as its first line."
 _RECALL = "Here is a text:\n\n{}\n\nSay again what the text says, in its own words."
@@ -149,10 +149,12 @@ def ask(service: Service, task: object, num_tokens: int) -> Answer:
     """Stream the answer to a message, or what follows token ids."""
     is_chat = isinstance(task, str)  # else token ids
     asked = (
-        {"messages": [{"role": "user", "content": task}]} if is_chat else {"prompt": task, "ignore_eos": True}
+        {"messages": [{"role": "user", "content": task}]}
+        if is_chat
+        else {"prompt": task, "ignore_eos": True, "temperature": 0.5, "seed": 0}
     )
     body = {
-        **asked, "temperature": 0, "max_tokens": num_tokens,
+        "temperature": 0, **asked, "max_tokens": num_tokens,
         "repetition_penalty": 1.0, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     text, times, usage = "", [], dict[str, Any]()

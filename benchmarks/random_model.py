@@ -74,18 +74,13 @@ _LATENTS: dict[str, Any] = {
 }
 _DEEP: dict[str, Any] = {
     "vocab_size": 4096,  # the tokenizer's first
-    "hidden_size": 256,
+    "hidden_size": 576,
     "num_hidden_layers": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "intermediate_size": 256,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 64,
-    "n_group": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 4,
+    "n_group": 1,
     "topk_group": 1,
+    "moe_intermediate_size": 256,
 }
 _LONG = {"max_position_embeddings": 16384}
 
@@ -120,7 +115,7 @@ SHAPES = {
         _LATENTS,
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
-    "deepseek-v3-deep": Architecture(  # narrow, so that a layer is a small part of a step as in large models
+    "deepseek-v3-deep": Architecture(  # a layer is a small part of a step, and more rows read few more experts
         DeepseekV3Config,
         {**_LATENTS, **_DEEP},
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
