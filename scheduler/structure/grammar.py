@@ -10,7 +10,9 @@ A form may not look behind or ahead in regexes (neither library can). What llgui
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Series
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # 50,000 a millisecond, says llguidance
     step_lexer_fuel=100_000,  # 14,000 a millisecond
     step_max_items=25_000,  # 20,000 a millisecond
-    max_lexer_states=20_000,  # 1 to 2 KB each, kept for as long as the request
+    max_lexer_states=20_000,  # 1 to 2 KB each, of all copies of a form together
     max_grammar_size=200_000,
     verbose_errors=False,  # the client's schema stays out of messages
 )
@@ -155,11 +157,28 @@ class _Tokens:
 
 
 class GrammarMatcher:
-    """Follows one request's tokens."""
+    """Follows one request's tokens.
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, ignore_eos: bool) -> None:
-        """Take over a matcher that nobody else uses, made with `structure_grammar.open_tokenizer(vocabulary)`."""
-        self._matcher = matcher
+    Copies of a matcher share their lexer, and with it the limits and an error: where one copy has reached a limit, all fail. So
+    a request that fails begins anew once, with a lexer that neither other requests nor drafts have used, and drafts no more.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: Vocabulary,
+        *,
+        ignore_eos: bool,
+        compile_own: Callable[[], LLMatcher] | None = None,
+    ) -> None:
+        """Take over a copy, made with `open_tokenizer(vocabulary)`.
+
+        Args:
+            compile_own: compiles the form again; None: the copy is the only one.
+        """
+        self._matcher, self._compile_own = matcher, compile_own
+        self._followed: list[int] = []
+        self._is_own = False  # it has begun anew
         self._end_ids = sorted(vocabulary.end_ids)
         self._end_place = len(vocabulary.tokens)  # of the token that stands for the end
         self._ignore_eos = ignore_eos
@@ -176,6 +195,9 @@ class GrammarMatcher:
         else:
             bits = _allowed_bits(self._matcher)
             self.failure = error_of(self._matcher)
+            if self.failure and self._begin_anew():
+                bits = _allowed_bits(self._matcher)
+                self.failure = error_of(self._matcher)
             if self.failure:
                 return
         size = max(logits_V.size, self._end_place + 1)
@@ -190,7 +212,7 @@ class GrammarMatcher:
         On a copy: what goes wrong behind a draft that will be rejected is no failure of the request's.
         """
         self._ahead = []
-        if self.failure or self.has_ended:
+        if self.failure or self.has_ended or self._is_own:
             return 0
         ahead = self._matcher.deep_copy()
         for token_id in drafts:
@@ -208,10 +230,23 @@ class GrammarMatcher:
             return
         if token_id in self._end_ids:
             self.has_ended = True
-        elif not self._matcher.consume_token(token_id):
-            self.failure = f"the structure cannot go on with token {token_id}: {error_of(self._matcher)}"
-        else:
+        elif self._matcher.consume_token(token_id) or (
+            self._begin_anew() and self._matcher.consume_token(token_id)
+        ):
+            self._followed.append(token_id)
             self.has_ended = self._matcher.is_stopped()
+        else:
+            self.failure = f"the structure cannot go on with token {token_id}: {error_of(self._matcher)}"
+
+    def _begin_anew(self) -> bool:
+        """Follow all tokens again with a lexer of its own; False, and nothing, the second time, and where that fails too."""
+        if self._compile_own is None or self._is_own:
+            return False
+        own, self._is_own = self._compile_own(), True
+        if not all(own.consume_token(token_id) for token_id in self._followed):
+            return False
+        self._matcher = own
+        return True
 
 
 def _allowed_bits(matcher: LLMatcher) -> np.ndarray:
@@ -240,7 +275,12 @@ class Forms:
         assert params.structure is not None, "only requests that ask for a form come here"
         compiled = self._compile(params.structure)
         ignore_eos = not self._vocabulary.end_ids & set(params.stop_token_ids)
-        matcher = GrammarMatcher(compiled.deep_copy(), self._vocabulary, ignore_eos=ignore_eos)
+        matcher = GrammarMatcher(
+            compiled.deep_copy(),
+            self._vocabulary,
+            ignore_eos=ignore_eos,
+            compile_own=partial(compile_structure, params.structure, self._tokenizer),
+        )
         for token_id in request.replayed_ids:
             matcher.advance(token_id)
         return matcher
