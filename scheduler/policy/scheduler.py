@@ -419,7 +419,8 @@ class Scheduler:
         start = sequence.num_planned
         pieces = self._tables.plan(sequence, num_tokens, num_drafts=len(drafts))
         if self._drafter is not None and self._drafter.num_ahead:
-            self._tables.reserve(sequence, self._drafter.num_ahead, len(self._roster.running))
+            num_ahead = min(self._drafter.num_ahead, self._max_model_len - sequence.num_planned)
+            self._tables.reserve(sequence, num_ahead, len(self._roster.running))
         samples = sequence.num_planned == len(sequence.token_ids) + sequence.num_pending + len(drafts)
         sequence.num_pending += samples
         sequence.has_drafts_in_flight = bool(drafts)

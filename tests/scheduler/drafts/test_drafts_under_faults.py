@@ -1,5 +1,6 @@
 """Ranks are lost, come back, sleep and move experts while drafts are tried and made: no bit of any answer changes."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import torch.distributed as dist
 
 from benchmarks.foreseeing import foresee
 from scheduler.moves.reports import MoveState
-from scheduler.policy.request import Request
+from scheduler.policy.request import FinishReason, Request
 from scheduler.policy.speculative import parse_speculative_config
+from scheduler.sampling.sampler import Sampled
 from tests.conftest import PoolOf
 from tests.scheduler.drafts.test_served_drafts import MTP, NGRAM, SHARE, SUFFIX, always_draft
-from tests.scheduler.epochs.test_regrouping import serving
+from tests.scheduler.epochs.test_regrouping import check_left, serving
 from tests.scheduler.moves.test_relocation import fresh_digests, slot_digests
 from tests.scheduler.test_invariance import Answers, collect
 from tests.support.engines.crew import Crew, Doom
@@ -217,3 +219,76 @@ def test_ranks_that_sleep_wake_or_have_nothing_to_draft_change_no_bit(
         foreseen, requests(9, 30)
     )
     assert given == NGRAM or all(num_right > 5 for _, num_right in parts)
+
+
+@pytest.mark.slow
+def test_an_abort_while_a_step_with_drafts_is_broken_off_ends_that_request_alone(
+    foreseen: Path, plain_foreseen: Answers
+) -> None:
+    """Its drafts run once more in the next epoch, and nobody takes what they gave."""
+    doom = Doom(function="scheduler.policy.scheduler.Scheduler.commit", calls=6)
+    wanted = requests(9)
+    with Crew(
+        foreseen,
+        3,
+        dooms={1: doom},
+        speculative=parse_speculative_config(MTP),
+        prepare=partial(always_draft, None, [0, 0]),
+    ) as crew:
+        for rank in range(3):
+            crew.submit(rank, wanted[rank::3])
+        crew.until(lambda: {rank for rank, _ in crew.faults} == {0, 2})
+        crew.abort("0")
+        crew.order([0, 2])
+        crew.replay(1, to=2)
+        crew.until(crew.is_done)
+        check_left(crew)
+    assert crew.ends["0"] == "abort" and 0 < len(crew.logprobs["0"]) < 60
+    assert crew.logprobs["0"] == plain_foreseen["0"][: len(crew.logprobs["0"])]
+    for each in wanted[1:]:
+        assert crew.logprobs[each.request_id] == plain_foreseen[each.request_id]
+
+
+def test_a_deadline_or_an_abort_amid_drafts_leaves_what_was_delivered(
+    foreseen: Path, plain_foreseen: Answers
+) -> None:
+    built = build(foreseen, max_model_len=320, speculative=parse_speculative_config(MTP))
+    always_draft(None, [0, 0], built)
+    steps = itertools.count()
+    built.engine._clock = lambda: float(next(steps))
+    wanted = [
+        Request(**{**vars(each), "deadline_s": 4.0 + 2 * at} if at < 4 else vars(each))
+        for at, each in enumerate(requests(6))
+    ]
+    run = built.runner.run
+
+    def abort_one(*arguments: Any, **options: Any) -> Sampled:
+        if built.engine.step == 5:
+            built.engine.abort("4")
+        return run(*arguments, **options)
+
+    built.runner.run = abort_one  # type: ignore[method-assign]
+    served = serve(built, wanted)
+    ends = {output.request_id: output.finish_reason for output in served.outputs if output.finish_reason}
+    assert ends == {
+        **dict.fromkeys("0123", FinishReason.DEADLINE), "4": FinishReason.ABORT, "5": FinishReason.LENGTH,
+    }  # fmt: skip
+    for name, rows in collect(served.outputs).items():
+        assert rows == plain_foreseen[name][: len(rows)] and len(rows) > 3
+    assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
+
+
+@pytest.mark.parametrize("max_model_len", [43, 44, 48, 50, 100])
+def test_drafts_end_where_the_context_or_max_tokens_does(foreseen: Path, max_model_len: int) -> None:
+    """At every place within a step, and of a block."""
+    wanted = [each for each in requests(6, 60) if len(each.prompt_ids) < max_model_len - 1]
+    wanted += [
+        request(f"few {count}", range(3, 20), max_tokens=count, num_logprobs=0, num_prompt_logprobs=0)
+        for count in (1, 2, 3, 4, 5)
+    ]
+    expected = collect(serve(build(foreseen, max_model_len=max_model_len), wanted).outputs)
+    for given, known in ((MTP, None), (SUFFIX, expected), (NGRAM, None)):
+        built = build(foreseen, max_model_len=max_model_len, speculative=parse_speculative_config(given))
+        always_draft(known, [0, 0], built)
+        assert collect(serve(built, wanted).outputs) == expected
+        assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
