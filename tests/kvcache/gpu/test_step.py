@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcache.gpu.step import ROWS, DeviceStep, agreed_sizes, decode_sizes
+from kvcache.states import StatePiece
 from kvcache.step import Span
 
 MAX_SEQUENCES, MAX_BLOCKS, BLOCK = 20, 4, 16
@@ -203,3 +204,45 @@ def test_the_tables_on_the_device_are_those_on_the_host_whatever_changes(
         step.inputs(range(len(spans)), [])
         for row, own in enumerate(tables):
             assert step.on_device.table_SM[row, : len(own)].tolist() == own
+
+
+def test_a_decode_s_drafts_are_sequences_of_one_row_on_the_same_blocks(step: DeviceStep) -> None:
+    """Beside decodes without drafts, and a prompt that stays whole."""
+    spans = [Span(30, 3, [4, 5, 6]), Span(7, 1, [9]), Span(15, 2, [2, 3]), Span(0, 5, [8])]
+    step.fill(spans, 6)
+    inputs = step.inputs(range(100, 111), [0, 1, 2, 3, 4, 5, 10])
+    placed = step.on_device
+    assert step.num_sequences == 7 and not step.is_decode_only
+    assert inputs.token_T[:11].tolist() == [*range(100, 111)]
+    assert placed.position_P[:11].tolist() == [30, 31, 32, 7, 15, 16, 0, 1, 2, 3, 4]
+    assert placed.cache_slot_P[:11].tolist() == [
+        *(5 * BLOCK + 14, 5 * BLOCK + 15, 6 * BLOCK), 9 * BLOCK + 7, 2 * BLOCK + 15, 3 * BLOCK,
+        *range(8 * BLOCK, 8 * BLOCK + 5),
+    ]  # fmt: skip
+    assert placed.context_S[:7].tolist() == [31, 32, 33, 8, 16, 17, 5]
+    assert placed.table_SM[:3, :3].tolist() == [[4, 5, 6]] * 3
+    assert placed.table_SM[4:6, :2].tolist() == [[2, 3]] * 2
+
+
+def test_other_counts_of_drafts_leave_every_row_its_own_table(step: DeviceStep) -> None:
+    """Tables stay on the device from step to step; rows change owners as drafts come and go."""
+    rng = random.Random(3)
+    for _ in range(60):
+        owners = rng.sample(range(6), rng.randint(1, 4))
+        spans = [Span(rng.randint(0, 40), rng.randint(1, 4), range(10 * who, 10 * who + 3)) for who in owners]
+        count = sum(span.length for span in spans)
+        step.fill(spans, count)
+        step.inputs(range(count), range(count))
+        assert step.is_decode_only
+        table = step.on_device.table_SM.tolist()
+        row = 0
+        for span in spans:
+            for place in range(span.length):
+                used = -(-(span.start + place + 1) // BLOCK)
+                assert table[row][:used] == [*span.block_ids][:used]
+                row += 1
+
+
+def test_recurrent_rows_are_not_cut(step: DeviceStep) -> None:
+    with pytest.raises(AssertionError, match="a state is read before"):
+        step.fill([Span(3, 2, [0], (StatePiece(0, 1, 1), StatePiece(1, 2, 1)))], 2)

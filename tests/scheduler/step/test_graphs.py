@@ -83,6 +83,26 @@ def test_a_replay_sees_the_step_that_was_filled_last(step: DeviceStep) -> None:
     assert graphs.num_replays == 2
 
 
+def test_steps_with_drafts_replay_the_sizes_of_their_rows(step: DeviceStep) -> None:
+    """A graph knows of rows only: of one sequence's or of several, as many as come."""
+    model = FakeModel(step)
+    graphs = DecodeGraphs(model.forward, step, None)  # type: ignore[arg-type]
+    graphs.capture(step.sizes, FakeRecorder())
+    captured = model.calls
+    for replays, lengths in enumerate([(3, 1), (1,), (2,), (4, 3, 1), (1, 1, 1), (8,)], start=1):
+        spans = [Span(3 + 5 * at, length, [0, 1]) for at, length in enumerate(lengths)]
+        rows = sum(lengths)
+        step.fill(spans, rows)
+        inputs = step.inputs(range(50, 50 + rows), range(rows))
+        found = graphs(inputs.token_T, None, inputs.row_R)[:rows]  # type: ignore[arg-type]
+        positions = [span.start + row for span in spans for row in range(span.length)]
+        assert found.tolist() == [[50 + row, position] for row, position in enumerate(positions)]
+        assert graphs.num_replays == replays
+        assert step.num_padded == min(size for size in step.sizes if size >= rows)
+    # What a replay runs here is the model once more.
+    assert model.calls == captured + replays
+
+
 @pytest.mark.parametrize("why", ["prompt", "hidden states", "no graph of the size"])
 def test_other_steps_run_as_they_are(step: DeviceStep, why: str) -> None:
     model = FakeModel(step)
