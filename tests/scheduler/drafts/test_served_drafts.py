@@ -11,12 +11,14 @@ from benchmarks.foreseeing import foresee
 from scheduler.assembly import Assembled
 from scheduler.drafts.drafter import Drafter
 from scheduler.drafts.pays import StepCosts
+from scheduler.policy.config import DispatchMode
 from scheduler.policy.scheduler import Batch
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.speculative import parse_speculative_config
 from scheduler.sampling.sampler import Sampled
 from tests.conftest import PoolOf
-from tests.scheduler.test_invariance import Answers, answers_of
+from tests.scheduler.test_invariance import Answers, answers_of, collect
+from tests.support.engines.serving import build, occupy, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.models.mtp import write_mtp_checkpoint
 
@@ -201,5 +203,37 @@ def test_drafts_of_own_layers_on_several_ranks_change_no_bit(
     """Ranks draft different numbers of tokens, or run out of requests while others draft."""
     directory, alone = served_without_drafts
     parts = pool_of(world_size).run(drafted, directory, None, MTP, 1)
+    assert {key: value for answers, _ in parts for key, value in answers.items()} == alone
+    assert sum(num_accepted for _, (num_accepted, _) in parts) > 20
+
+
+def test_drafts_of_own_layers_survive_preemption(served_without_drafts: tuple[Path, Answers]) -> None:
+    """Longer answers than the other tests', so that blocks run out in every family."""
+    directory, _ = served_without_drafts
+    wanted = [
+        request(str(at), range(3, 12 + 5 * at), max_tokens=60, num_logprobs=0, temperature=at / 4, seed=at)
+        for at in range(5)
+    ]
+    alone = collect(serve(build(directory, max_model_len=160), *[[each] for each in wanted]).outputs)
+    built = build(directory, max_model_len=160, speculative=parse_speculative_config(MTP))
+    always_draft(None, counts := [0, 0], built)
+    occupied = occupy(built, leaving=12)
+    assert collect(serve(built, wanted).outputs) == alone
+    stats = built.scheduler.stats
+    assert stats.num_preemptions > 0 and stats.num_free_blocks == stats.num_blocks - occupied
+    assert 20 < counts[0] < counts[1]
+
+
+@pytest.mark.parametrize("given", [MTP, SUFFIX])
+@pytest.mark.parametrize(
+    "mode", [DispatchMode.LOW_LATENCY, pytest.param(DispatchMode.NORMAL, marks=pytest.mark.slow)]
+)
+def test_drafts_change_no_bit_however_rows_travel(
+    served_without_drafts: tuple[Path, Answers], given: str, mode: DispatchMode, pool_of: PoolOf
+) -> None:
+    """Few rows a step, so that drafts fill what decodes leave."""
+    directory, alone = served_without_drafts
+    run = partial(drafted, dispatch_mode=mode, max_num_batched_tokens=20, max_num_seqs=3)
+    parts = pool_of(2).run(run, directory, None if given == MTP else alone, given, 1)
     assert {key: value for answers, _ in parts for key, value in answers.items()} == alone
     assert sum(num_accepted for _, (num_accepted, _) in parts) > 20
