@@ -23,8 +23,7 @@ from kvcache.step import Step
 from moe.backend import Backend
 from moe.long_rotary import limit_of
 from moe.model import Model, Skeleton
-from scheduler.drafts.drafter import Drafter, TextSource
-from scheduler.drafts.made import MadeDrafts
+from scheduler.drafts.drafter import Drafter, MadeDrafts, TextSource
 from scheduler.engine import Engine
 from scheduler.epochs.connections import break_silent
 from scheduler.epochs.follower import EpochFollower, EpochLinks, RankParts, Regrouping

@@ -1,4 +1,9 @@
-"""What a scheduler's limits must satisfy, checked once at start, and which requests they cannot serve."""
+"""Continuous batching over one rank's blocks: what each step runs, and what becomes of what it has sampled.
+
+Decodes come first, in every step; prompts take what is left, in chunks, in order of arrival. Who runs is preempted, the latest
+first, when blocks run out. A step may try several tokens of a request (drafts): as many of them are kept as plain decoding would
+have sampled. Knows no torch and no model; a batch may be planned while others are in flight.
+"""
 
 import heapq
 from collections import deque
@@ -8,13 +13,10 @@ from typing import NamedTuple, Protocol
 
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePiece, StatePool
+from scheduler.policy.limits import check_limits, why_unservable
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from scheduler.policy.sequence import Roster, Sequence, SequenceStatus, StructureMatcher
 from scheduler.policy.tables import BlockTables
-
-
-class SchedulerLimitsError(ValueError):
-    """Limits that cannot serve every request the service accepts."""
 
 
 class DuplicateRequestError(ValueError):
@@ -478,42 +480,3 @@ class Scheduler:
 
 def _end_of(request_id: str, reason: FinishReason, error: str = "") -> RequestOutput:
     return RequestOutput(request_id=request_id, token_ids=[], finish_reason=reason, error=error)
-
-
-def check_limits(pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
-    """Refuse limits under which some request could never run.
-
-    Raises:
-        SchedulerLimitsError: naming the limit, the value seen and the values allowed.
-    """
-    if max_num_seqs < 1:
-        raise SchedulerLimitsError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
-    if max_num_batched_tokens < max_num_seqs:
-        raise SchedulerLimitsError(
-            f"max_num_batched_tokens is {max_num_batched_tokens}; it must be at least max_num_seqs "
-            f"({max_num_seqs}), so that every running request gets its token in every step"
-        )
-    if max_model_len < 2:
-        raise SchedulerLimitsError(
-            f"max_model_len is {max_model_len}; it must be at least 2: one prompt token, one generated"
-        )
-    num_needed = pool.blocks_for(max_model_len)
-    if num_needed > pool.num_blocks:
-        raise SchedulerLimitsError(
-            f"max_model_len is {max_model_len} tokens, which need {num_needed} KV blocks of {pool.block_tokens}; "
-            f"the pool has {pool.num_blocks}: give the KV cache more memory, or set max_model_len to at most "
-            f"{pool.num_blocks * pool.block_tokens}"
-        )
-
-
-def why_unservable(request: Request, max_model_len: int) -> str | None:
-    """Say why a request can never run; None when it can."""
-    num_tokens = len(request.prompt_ids)
-    if num_tokens == 0:
-        return "the prompt has no tokens; give at least one"
-    if num_tokens >= max_model_len:
-        return (
-            f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} fit, because max_model_len is "
-            f"{max_model_len} and at least one token is generated; shorten the prompt"
-        )
-    return None

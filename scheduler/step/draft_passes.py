@@ -18,8 +18,7 @@ import torch
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
 from moe.model import Model
-from scheduler.drafts.drafter import Drafter
-from scheduler.drafts.made import MadeDrafts
+from scheduler.drafts.drafter import Drafter, MadeDrafts
 from scheduler.policy.scheduler import Batch
 from scheduler.policy.sequence import DraftedContext, Sequence, SequenceStatus, TokenContext
 from scheduler.sampling.sampler import Sampler

@@ -30,9 +30,8 @@ from moe.load.checkpoint import CheckpointError
 from scheduler.assembly import Assembled, assemble
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
+from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import RankStats, RequestOutput
-from scheduler.policy.scheduler import SchedulerLimitsError
-from scheduler.policy.speculative import parse_speculative_config
 from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget, gpu_cache_budget
@@ -324,9 +323,7 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
         dispatch_node_size=options.dispatch_node_size,
         eplb=options.eplb_config,
         placement_file=Path(options.expert_placement) if options.expert_placement else None,
-        speculative=parse_speculative_config(options.speculative_config)
-        if options.speculative_config
-        else None,
+        speculative=options.speculative,
         threads=options.threads or 1,
         target_itl_s=None if options.target_itl_ms is None else options.target_itl_ms / 1000,
         timeout_s=options.distributed_timeout_s,
@@ -340,13 +337,17 @@ def _default_cache_bytes(options: Options, place: Place) -> int:
     if options.device == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
         gpu_share = options.gpu_memory_utilization or GPU_SHARE
-        of = attention_heads(options)
+        of, num_drafts = (
+            attention_heads(options),
+            options.speculative.num_drafts if options.speculative else 0,
+        )
+        most_rows = (options.max_num_seqs or 0) * (1 + num_drafts)
         attention = attention_bytes(
             of.heads,
             of.value_dim,
             is_latent=of.is_latent,
             has_index=of.has_index,
-            max_num_seqs=options.max_num_seqs or 0,
+            max_num_seqs=min(most_rows, options.max_num_batched_tokens or most_rows),
             max_model_len=of.max_model_len,
         )
         return gpu_cache_budget(free_bytes, gpu_share, rank_bytes(options, place.world_size), attention)

@@ -107,7 +107,7 @@ DOOMS: dict[str, tuple[str, Doom]] = {
     "between the step and the drafts": ("shm", Doom(function=f"{PASSES}.run", calls=12)),
     "amid the first pass": ("gloo", Doom(12, layer=OWN_LAYER)),
     "between two passes": ("shm", Doom(function=f"{PASSES}._run_newest", calls=15)),
-    "once the drafts are made": ("shm", Doom(function="scheduler.drafts.made.MadeDrafts.put", calls=14)),
+    "once the drafts are made": ("shm", Doom(function="scheduler.drafts.drafter.MadeDrafts.put", calls=14)),
 }
 FIRST = ("between the step and the drafts", "amid the first pass")
 

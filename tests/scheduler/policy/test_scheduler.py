@@ -9,8 +9,9 @@ import pytest
 
 from kvcache.blocks import BlockPool
 from kvcache.prefix import PrefixIndex
+from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import FinishReason
-from scheduler.policy.scheduler import DuplicateRequestError, SchedulerLimitsError
+from scheduler.policy.scheduler import DuplicateRequestError
 from scheduler.policy.sequence import Sequence
 from tests.support.engines.policy_cases import rank_of, request_of, step
 from tests.support.models.fake_model import VOCABULARY, serve_alone

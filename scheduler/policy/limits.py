@@ -1,0 +1,47 @@
+"""What a scheduler's limits must satisfy, checked once at start, and which requests they cannot serve."""
+
+from kvcache.blocks import BlockPool
+from scheduler.policy.request import Request
+
+
+class SchedulerLimitsError(ValueError):
+    """Limits that cannot serve every request the service accepts."""
+
+
+def check_limits(pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    """Refuse limits under which some request could never run.
+
+    Raises:
+        SchedulerLimitsError: naming the limit, the value seen and the values allowed.
+    """
+    if max_num_seqs < 1:
+        raise SchedulerLimitsError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
+    if max_num_batched_tokens < max_num_seqs:
+        raise SchedulerLimitsError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}; it must be at least max_num_seqs "
+            f"({max_num_seqs}), so that every running request gets its token in every step"
+        )
+    if max_model_len < 2:
+        raise SchedulerLimitsError(
+            f"max_model_len is {max_model_len}; it must be at least 2: one prompt token, one generated"
+        )
+    num_needed = pool.blocks_for(max_model_len)
+    if num_needed > pool.num_blocks:
+        raise SchedulerLimitsError(
+            f"max_model_len is {max_model_len} tokens, which need {num_needed} KV blocks of {pool.block_tokens}; "
+            f"the pool has {pool.num_blocks}: give the KV cache more memory, or set max_model_len to at most "
+            f"{pool.num_blocks * pool.block_tokens}"
+        )
+
+
+def why_unservable(request: Request, max_model_len: int) -> str | None:
+    """Say why a request can never run; None when it can."""
+    num_tokens = len(request.prompt_ids)
+    if num_tokens == 0:
+        return "the prompt has no tokens; give at least one"
+    if num_tokens >= max_model_len:
+        return (
+            f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} fit, because max_model_len is "
+            f"{max_model_len} and at least one token is generated; shorten the prompt"
+        )
+    return None
