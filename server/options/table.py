@@ -14,7 +14,7 @@ from typing import Any
 
 from dispatch.wires.availability import BACKENDS
 from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
-from scheduler.policy.speculative import SpeculativeConfigError, parse_speculative_config
+from scheduler.policy.speculative import SpeculativeConfig, SpeculativeConfigError, parse_speculative_config
 from server.api.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from server.options.checkpoint import MODEL, STORED_METHODS, CheckpointOptions
 from server.options.checks import check_key, read_cluster_key, read_keys
@@ -468,6 +468,12 @@ class Options:
     def cluster_key(self) -> bytes | None:
         """The secret of front and ranks; None: there is none."""
         return None if self.cluster_key_file is None else read_cluster_key(Path(self.cluster_key_file))
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None: they are not."""
+        given = self.speculative_config
+        return parse_speculative_config(given) if given else None
 
     @property
     def needs_key(self) -> bool:

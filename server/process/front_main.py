@@ -36,7 +36,6 @@ from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat, Watch
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
 from scheduler.policy.request import RankStats, RequestOutput
-from scheduler.policy.speculative import parse_speculative_config
 from server.errors import ApiError
 from server.front.journal import Journal
 from server.front.leader import Leader
@@ -124,9 +123,7 @@ async def _run(
     if ready_fd is not None:
         announce(ready_fd, listener, options, ranks_address, token)
     slow = await asyncio.to_thread(_import_http_service)  # meanwhile connections wait in both sockets
-    drafts = (
-        parse_speculative_config(options.speculative_config).num_drafts if options.speculative_config else 0
-    )
+    drafts = options.speculative.num_drafts if options.speculative else 0
     metrics = Metrics(options.served_model_names[0], num_ranks, drafts)
     epochs = Epochs(num_ranks, recovery_timeout_s=options.rank_recovery_timeout_s)
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe.mtp.names import MtpNames
-from scheduler.policy.speculative import Method, parse_speculative_config
+from scheduler.policy.speculative import Method
 from server.options.table import Options
 from server.process.preflight.model import (
     PreflightError,
@@ -180,8 +180,7 @@ def mtp_names(names: Iterable[str], config: dict[str, Any]) -> MtpNames:
 
 def reads_mtp(options: Options) -> bool:
     """Whether a model's layers for multi-token prediction are read."""
-    given = options.speculative_config
-    return given is not None and parse_speculative_config(given).method is Method.MTP
+    return options.speculative is not None and options.speculative.method is Method.MTP
 
 
 def _is_expert(name: str, shape: list[int], count: int) -> bool:
