@@ -18,7 +18,7 @@ def run_schedule(seed: int) -> Guesses:
     rng = random.Random(seed)
     block_tokens, num_blocks = rng.choice([1, 2, 4]), rng.randint(8, 20)
     most_seqs, num_drafts = rng.randint(1, 4), rng.randint(1, 6)
-    length = num_blocks * block_tokens
+    length = num_blocks * block_tokens * rng.choice([2, 3]) // 3  # of a sequence
     pool = BlockPool(num_blocks, block_tokens)
     states = StatePool(rng.randint(3, 24) + num_drafts) if rng.random() < 0.5 else None
     limit = rng.choice([None, None, rng.randint(1, 20)])

@@ -87,6 +87,9 @@ class FakeRank:
         self._check_budgets(batch, prefill_budget)
         if batch.items:
             self.launched.append(Launched(batch, [list(item.sequence.block_ids) for item in batch.items]))
+            widest = max(len(item.sequence.block_ids) for item in batch.items)
+            most = self.pool.blocks_for(self.scheduler._max_model_len)
+            assert widest <= most, f"a sequence holds {widest} blocks; a step's tables have room for {most}"
             self._check_writers()
         return batch
 
