@@ -193,12 +193,15 @@ def summary(name: str, pairs: list[Pair]) -> dict[str, Any]:
             continue
         drafted, accepted = sum(p.drafting.drafted for p in group), sum(p.drafting.accepted for p in group)
         tokens = sum(pair.plain.tokens for pair in group)
+        plain_s, drafting_s = (sum(pair[at].seconds for pair in group) for at in (0, 1))
         told[title] = {
             "requests": len(group),
             "acceptance": accepted / drafted if drafted else 0.0,
-            "drafts_per_token": drafted / tokens,
-            "plain_tokens_per_s": tokens / sum(pair.plain.seconds for pair in group),
-            "drafting_tokens_per_s": tokens / sum(pair.drafting.seconds for pair in group),
+            "rows_per_step": 1 + drafted / (tokens - accepted),
+            "plain_step_ms": 1e3 * plain_s / tokens,
+            "drafting_step_ms": 1e3 * drafting_s / (tokens - accepted),
+            "plain_tokens_per_s": tokens / plain_s,
+            "drafting_tokens_per_s": tokens / drafting_s,
             "median_ratio": statistics.median(pair.ratio for pair in group),
             "least_ratio": min(pair.ratio for pair in group),
         }
