@@ -1,0 +1,90 @@
+"""What README and docs/ point at is there: files, headings, flags of ours, and the messages that troubleshooting quotes."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.cli import build_parser
+from server.options.reading import known_words
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = ("server", "scheduler", "moe", "dispatch", "attention", "kvcache", "expert_placement")
+
+# Flags in our pages that are other programs', by program: whoever adds one says whose it is.
+OTHERS = {
+    "torchrun": "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-conf --local-addr --no-python",
+    "pip": "--editable",
+    "hf": "--local-dir",
+    "curl": "--unix-socket",
+    "aiperf": (
+        "--artifact-dir --custom-dataset-type --endpoint-type --extra-inputs --fixed-schedule --fixed-schedule-auto-offset "
+        "--input-file --isl --osl --request-count --streaming --ui --use-server-token-count"
+    ),
+    "guidellm": "--backend --constraint --data --data-loader --disable-console-interactive --output --profile",
+    "benchmarks.faults": "--random --tokens",
+    "gpu_day.sh": "--minutes --parts --resume --tiny",
+    "other benchmarks": "--batch --experts --repeats --runs --save --table --tasks",
+    "the shim for DeepEP": "--print-path",
+    "tests of DeepEP": "--hidden --num-experts --num-processes --num-tokens --num-topk --deterministic --do-cpu-sync --precise-unbalanced-ratio --use-logfmt",
+    "nobody, NAME stands for a switch": "--disable-NAME --enable-NAME --no-NAME",
+}
+
+
+def _slug(heading: str) -> str:
+    """The anchor that a forge gives a heading."""
+    words = re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", ""))
+    return words.replace(" ", "-")
+
+
+def _anchors(page: Path) -> set[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return {_slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from _flags_of(child)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        is_there = file.exists() and (not anchor or anchor in _anchors(file))
+        broken += [] if is_there else [target]
+    assert not broken, f"{page.name} links to what is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_is_ours_or_said_to_be_another_programs(page: Path) -> None:
+    allowed = {*_flags_of(build_parser()), *known_words(), *" ".join(OTHERS.values()).split()}
+    named = set(re.findall(r"(?<![-\w])--[a-zA-Z][\w-]*", page.read_text()))
+    unknown = sorted(named - allowed)
+    assert not unknown, f"{page.name} names flags that no command takes"
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert {page.name for page in PAGES} - {"README.md"} == listed
+
+
+def test_the_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
+    sources = "\n".join(path.read_text() for name in SOURCES for path in sorted((ROOT / name).rglob("*.py")))
+    joined = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # a message in several lines is one
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshoot.md").read_text(), re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall(r"`([^`]* [^`]*)`", row)]
+    pieces = [piece.strip() for text in quoted for piece in text.split("...") if len(piece.strip()) > 2]
+    assert len(pieces) > 30
+    missing = [piece for piece in pieces if piece not in joined]
+    assert not missing
