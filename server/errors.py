@@ -1,11 +1,12 @@
-"""What goes wrong with a request, in OpenAI's shape, {"error": {message, type, param, code}}, and in Anthropic's.
+"""What goes wrong with a request, in OpenAI's shape, {"error": {message, type, param, code}}, in Anthropic's and in Ollama's.
 
 Clients map errors by status; `type` and `code` are vLLM's, and Anthropic's types those of
 https://docs.anthropic.com/en/api/errors. An `ApiError` is raised where the trouble is found and
 turned into a response in one place (`app`), or into an event when a stream has begun.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -50,6 +51,10 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, HTTPStatus(self.status).phrase.replace(" ", "") + "Error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
+    def ollama_body(self) -> dict[str, Any]:
+        """Return the error object that Ollama's clients parse."""
+        return {"error": self.message}
+
     def anthropic_body(self) -> dict[str, Any]:
         """Return the error object that Anthropic's clients parse."""
         other = "api_error" if self.status >= 500 else "invalid_request_error"
@@ -68,6 +73,24 @@ def shorten(text: str, most_chars: int) -> str:
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """A 400: the client can mend it; `param` is the field's name."""
     return ApiError(400, message, param=param)
+
+
+@contextlib.contextmanager
+def named_by(own_name: Callable[[str], str]) -> Iterator[None]:
+    """Let errors about a request that another API's became name what the client sent.
+
+    Args:
+        own_name: a field of the request -> of the client's.
+    """
+    try:
+        yield
+    except ApiError as error:
+        if error.param is None:
+            raise
+        name = own_name(error.param)
+        is_first = error.message.startswith(error.param)
+        message = name + error.message.removeprefix(error.param) if is_first else error.message
+        raise ApiError(error.status, message, param=name, headers=error.headers) from error
 
 
 def trouble_in(found: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 
 from server.api.answer_json import json_bytes
@@ -45,6 +46,14 @@ class Block:
     def text(self) -> str:
         """All of it."""
         return "".join(self.pieces)
+
+    def arguments(self) -> dict[str, Any]:
+        """Read a call's arguments; of those that were cut short, what came, as Anthropic's own clients do."""
+        try:
+            content = from_json(self.text or "{}", allow_partial="trailing-strings")
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
 
 
 class Opened(NamedTuple):
@@ -184,7 +193,7 @@ class DraftChunks:
     def piece(self, index: int, piece: Piece) -> bytes:
         """Return the events of what the choice gained."""
         events = [] if self._begun else self.begin()
-        return named_events([*events, *self.feed(piece)])
+        return self.encode([*events, *self.feed(piece)])
 
     def begin(self) -> list[Event]:
         """Begin the draft."""
@@ -206,7 +215,11 @@ class DraftChunks:
 
     def fail(self, failure: ApiError) -> bytes:
         """Return the events of a failure."""
-        return named_events(self._draft.fail(failure))
+        return self.encode(self._draft.fail(failure))
+
+    def encode(self, events: Sequence[Event]) -> bytes:
+        """Return events as they are sent."""
+        return named_events(events)
 
 
 def named_events(events: Sequence[Event]) -> bytes:

@@ -29,8 +29,8 @@ from server.http.json_parts import encode as encode_in_parts
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence, before the first piece too: from then on a failure is an event
 COMMENT = b": keep-alive\n\n"  # which every reader of server-sent events passes over
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold the stream back
 ]
@@ -99,6 +99,8 @@ class JsonChunks:
 class EventStream(Response):
     """Streams an answer as its pieces come."""
 
+    content_type = EVENT_STREAM
+
     def __init__(self, answer: Answer, chunks: Chunks, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
         super().__init__()
         self._answer = answer
@@ -110,7 +112,9 @@ class EventStream(Response):
         leaving = contextlib.suppress(ClientGone, OSError)  # OSError: the connection is broken
         with (
             closing_when_gone(self._answer, receive),
-            EventSender(send, self._keep_alive_s) as sender,
+            EventSender(
+                send, self._keep_alive_s, content_type=self.content_type, comment=self.comment()
+            ) as sender,
             leaving,
         ):
             try:
@@ -136,6 +140,10 @@ class EventStream(Response):
             last = self.failing(with_way_on(failure))
         await sender.end(last)
 
+    def comment(self) -> bytes:
+        """Return what is sent where nothing else is for long."""
+        return COMMENT
+
     def ending(self) -> bytes:
         """Return the stream's last events."""
         return self._chunks.end() + DONE
@@ -151,8 +159,16 @@ class EventSender:
     A context; within it comments are sent where nothing else is.
     """
 
-    def __init__(self, send: Send, keep_alive_s: float) -> None:
-        self._send, self._keep_alive_s = send, keep_alive_s
+    def __init__(
+        self,
+        send: Send,
+        keep_alive_s: float,
+        *,
+        content_type: bytes = EVENT_STREAM,
+        comment: bytes = COMMENT,
+    ) -> None:
+        self._send, self._keep_alive_s, self._comment = send, keep_alive_s, comment
+        self._headers = [(b"content-type", content_type), *STREAM_HEADERS]
         self.has_begun = False
         self._last_sent_s = time.monotonic()
         self._watch: asyncio.Task[None] | None = None
@@ -184,7 +200,7 @@ class EventSender:
     async def _begin(self) -> None:
         if not self.has_begun:
             self.has_begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
 
     async def _keep_alive(self) -> None:
         while True:
@@ -193,7 +209,7 @@ class EventSender:
                 await asyncio.sleep(left_s)
             else:
                 with contextlib.suppress(OSError):
-                    await self.send(COMMENT)
+                    await self.send(self._comment)
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ def build_app(
     """Put the application together.
 
     Args:
-        keys: any of them opens /v1 and what changes something; none leaves all open.
+        keys: any of them opens /v1, /api and what changes something; none leaves all open.
         http: None is the defaults.
         own_names: what this machine is called, in URLs of the service's own pages.
         observers: told of every exchange at its end.

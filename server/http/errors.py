@@ -19,6 +19,7 @@ from server.front.generations import ClientGone
 from server.http.routes import refusal
 
 ANTHROPIC_PATH = "/v1/messages"  # below it errors have Anthropic's shape
+OLLAMA_PATH = "/api/"  # likewise Ollama's
 
 
 class ErrorResponse(Response):
@@ -31,7 +32,11 @@ class ErrorResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, worded for the path; plain ASCII, because it may quote half a surrogate pair."""
         failure = self._failure
-        body = failure.anthropic_body() if route_path(scope).startswith(ANTHROPIC_PATH) else failure.body()
+        path = route_path(scope)
+        if path.startswith(ANTHROPIC_PATH):
+            body = failure.anthropic_body()
+        else:
+            body = failure.ollama_body() if path.startswith(OLLAMA_PATH) else failure.body()
         response = Response(
             json.dumps(body), failure.status, headers=failure.headers, media_type="application/json"
         )

@@ -25,7 +25,7 @@ from server.http.errors import ErrorResponse, route_path
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 
-_GUARDED = ("/v1", "/experts/record")  # a record is up to 256 MB to write and to send
+_GUARDED = ("/v1", "/api/", "/experts/record")  # a record is up to 256 MB to write and to send
 _OPEN_POSTS = ("/ping",)
 _OPEN_READS = (
     "/v1/fault_tolerance/status",
@@ -85,7 +85,7 @@ class ApiKeys:
 
 
 class KeyGuard:
-    """Lets requests to /v1, for records, and whatever changes something, through if they carry a known key."""
+    """Lets requests to /v1 and /api, for records, and whatever changes something, through if they carry a known key."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys

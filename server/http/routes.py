@@ -44,14 +44,18 @@ _ERROR = {
 }
 
 
-def _error(description: str) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": _ERROR}}}
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
-_ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": _error("The request cannot be answered as it is; the error names the field and the value."),
-    "5XX": _error("The service cannot answer now: 503 is to be tried again, 504 is the request's time-out."),
-}
+def _error_responses(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    descriptions = {
+        "4XX": "The request cannot be answered as it is; the error names the field and the value.",
+        "5XX": "The service cannot answer now: 503 is to be tried again, 504 is the request's time-out.",
+    }
+    content = {"application/json": {"schema": schema}}
+    return {status: {"description": text, "content": content} for status, text in descriptions.items()}
+
+
 STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with stream=true as server-sent events.",
@@ -62,11 +66,18 @@ STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
 
 def new_router() -> APIRouter:
     """Return a router for an endpoint's routes."""
-    return APIRouter(route_class=ShortRoute, responses=_ERROR_RESPONSES)
+    return APIRouter(route_class=ShortRoute, responses=_error_responses(_ERROR))
+
+
+def new_ollama_router() -> APIRouter:
+    """Return a router for Ollama's endpoints: their errors are a text, and JSON need not be announced."""
+    return APIRouter(route_class=_AnyTypeRoute, responses=_error_responses(_OLLAMA_ERROR))
 
 
 class ShortRoute(APIRoute):
     """A route that calls its endpoint itself where it can. A body must come whole, in one message."""
+
+    wants_json_type = True  # a body's Content-Type must say that it is JSON
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
         super().__init__(path, endpoint, **settings)
@@ -101,7 +112,9 @@ class ShortRoute(APIRoute):
             ApiError: it is something else.
         """
         assert self._body is not None, "the endpoint takes one"
-        value = _json(content, scope) if content else None
+        if content and self.wants_json_type:
+            _check_type(scope)
+        value = _json(content) if content else None
         if value is None:
             if self._body.default is inspect.Parameter.empty:
                 raise bad_request("The body is missing.")
@@ -113,13 +126,25 @@ class ShortRoute(APIRoute):
             raise refusal(found, found["loc"]) from error
 
 
-def _json(content: bytes, scope: Scope) -> Any:
+class _AnyTypeRoute(ShortRoute):
+    """A route for clients that write JSON and announce a form, as curl does with -d and Ollama's own examples do.
+
+    Pages of other origins can send that without asking first; they are kept out by their origin (`guards`).
+    """
+
+    wants_json_type = False
+
+
+def _check_type(scope: Scope) -> None:
     kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     main, _, sub = kind.partition(b";")[0].strip().lower().partition(b"/")
     if main != b"application" or not (sub == b"json" or sub.endswith(b"+json")):
         raise bad_request(
             "The body is not announced as JSON: send the header 'Content-Type: application/json'."
         )
+
+
+def _json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except json.JSONDecodeError as error:

@@ -26,6 +26,7 @@ from server.api.anthropic.messages import messages_routes
 from server.api.chat import chat_routes
 from server.api.completions import completion_routes
 from server.api.generate import generate_routes
+from server.api.ollama.routes import ollama_routes
 from server.api.parsers.registry import markup_of
 from server.api.responses.routes import responses_routes
 from server.api.served import ServedModel
@@ -141,6 +142,7 @@ class HttpService:
             responses_routes(self.model, self.requests),
             messages_routes(self.model, self.requests),
             generate_routes(self.model, self.requests),
+            ollama_routes(self.model, self.requests, version=version),
             tokenize_routes(self.model),
             service_routes(
                 self.model,

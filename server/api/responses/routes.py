@@ -2,7 +2,6 @@
 
 import contextlib
 import uuid
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter
@@ -25,7 +24,7 @@ from server.api.responses.request import (
 from server.api.schemas import ChatMessage
 from server.api.served import ServedModel
 from server.api.tokenize import count_tokens
-from server.errors import ApiError, bad_request
+from server.errors import bad_request, named_by
 from server.front.requests import Requests
 from server.http.routes import STREAM_RESPONSE, new_router
 
@@ -53,7 +52,7 @@ def responses_routes(model: ServedModel, requests: Requests) -> APIRouter:
         """Count the tokens of the prompt that a request would make."""
         model.check_name(body.model)
         refuse_unserved_responses(body)
-        with _in_own_words():
+        with named_by(own_name):
             num_tokens = await count_tokens(chat_request(body, _history(body, parts.store)), model)
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
@@ -94,7 +93,7 @@ async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts
     model, store = parts.model, parts.store
     history = _history(body, store)
     request_id = f"resp_{uuid.uuid4().hex}"
-    with _in_own_words():
+    with named_by(own_name):
         turn = await ChatTurn.open(
             chat_request(body, history), model, parts.requests, request_id=request_id, cut_to_fit=True
         )
@@ -174,17 +173,3 @@ def _usage(turn: ChatTurn) -> dict[str, Any]:
         "output_tokens_details": counted["completion_tokens_details"],
         "total_tokens": counted["total_tokens"],
     }
-
-
-@contextlib.contextmanager
-def _in_own_words() -> Iterator[None]:
-    """Let errors about the chat request name what the client sent."""
-    try:
-        yield
-    except ApiError as error:
-        if error.param is None:
-            raise
-        name = own_name(error.param)
-        is_first = error.message.startswith(error.param)
-        message = name + error.message.removeprefix(error.param) if is_first else error.message
-        raise ApiError(error.status, message, param=name, headers=error.headers) from error

@@ -151,6 +151,53 @@ BODIES: dict[str, tuple[Any, ...]] = {
         {"messages": [{"role": "user", "content": "hello"}], "add_generation_prompt": False},
     ),
     "/detokenize": ({"model": MODEL, "tokens": [5, 6, 7]},),
+    "/api/chat": (
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "hello"}],
+            "options": {"num_predict": 4, "temperature": 0.5, "seed": 3, "stop": ["zebra"], "num_ctx": 64},
+            "keep_alive": "5m",
+        },
+        {
+            "model": MODEL,
+            "stream": False,
+            "messages": [
+                {"role": "user", "content": "hello"},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "cat", "arguments": {}}}],
+                },
+                {"role": "tool", "tool_name": "cat", "content": "mat"},
+            ],
+            "tools": [_TOOL],
+            "options": {"num_predict": 4},
+        },
+    ),
+    "/api/generate": (
+        {
+            "model": MODEL,
+            "prompt": "hello",
+            "system": "the cat",
+            "options": {"num_predict": 4},
+            "think": False,
+        },
+        {"model": MODEL, "prompt": "hello", "raw": True, "stream": False, "options": {"num_predict": 4}},
+        {
+            "model": MODEL,
+            "prompt": "hello",
+            "format": _SCHEMA,
+            "stream": False,
+            "options": {"num_predict": 4},
+        },
+    ),
+    "/api/show": ({"model": MODEL, "verbose": True},),
+    "/generate": (
+        {"text": "hello", "sampling_params": {"max_new_tokens": 4, "temperature": 0.5}, "rid": "mine"},
+        {"input_ids": [[5, 6, 7], [8]], "stream": True, "return_logprob": True, "top_logprobs_num": 2},
+    ),
+    "/reset_prefix_cache": ({},),
+    "/flush_cache": ({},),
     "/experts/plan": ({"policy": "shares", "max_moved": 0.5}, {}),
     "/experts/apply": ({"policy": "repair", "max_moved": 0.1},),
     "/experts/rollback": ({},),
@@ -165,6 +212,8 @@ RARE = (  # endpoints that take no body, or start a process: a few mutations eac
     "/experts/rollback",
     "/start_expert_distribution_record",
     "/stop_expert_distribution_record",
+    "/reset_prefix_cache",
+    "/flush_cache",
     "/v1/responses/{response_id}/cancel",
     "/ping",
 )

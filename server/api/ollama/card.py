@@ -1,0 +1,107 @@
+"""What /api/tags and /api/show tell of the served checkpoint: what its own files say, read once at the start."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from server.api.ollama.answer import timestamp
+from server.api.parsers.registry import NONE
+from server.api.served import ServedModel
+
+_WEIGHTS = "*.safetensors"
+_PARAMETERS = {"repetition_penalty": "repeat_penalty", "max_new_tokens": "num_predict"}  # -> Ollama's names
+_SIZES = {  # of config.json -> Ollama's names, after the architecture's
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "vocab_size": "vocab_size",
+}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_USED_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """A checkpoint as Ollama describes one."""
+
+    model: ServedModel
+    config: dict[str, Any]  # config.json's, of the text model where there are several
+    num_bytes: int  # of weights
+    digest: str  # of the configuration and the names and sizes of the weights
+
+    @classmethod
+    def read(cls, model: ServedModel) -> "ModelCard":
+        """Read a checkpoint's files; the weights themselves are not opened."""
+        directory = Path(model.directory)
+        path = directory / "config.json"
+        text = path.read_text(encoding="utf-8") if model.directory and path.is_file() else "{}"
+        weights = sorted(directory.glob(_WEIGHTS)) if model.directory else []
+        sizes = {file.name: file.stat().st_size for file in weights}
+        whole = json.loads(text)
+        config = whole | (whole.get("text_config") or {})
+        digest = hashlib.sha256(json.dumps([whole, sizes], sort_keys=True).encode()).hexdigest()
+        return cls(model=model, config=config, num_bytes=sum(sizes.values()), digest=digest)
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """Return one of /api/tags' models."""
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": self._modified_at(),
+            "size": self.num_bytes,
+            "digest": self.digest,
+            "details": self._details(),
+        }
+
+    def shown(self) -> dict[str, Any]:
+        """Return what /api/show tells."""
+        defaults = self.model.sampling_defaults
+        return {
+            "parameters": "\n".join(
+                f"{_PARAMETERS.get(name, name)} {value}" for name, value in sorted(defaults.items())
+            ),
+            "template": self.model.tokenizer.template.text,
+            "details": self._details(),
+            "model_info": self._sizes(),
+            "capabilities": self._capabilities(),
+            "modified_at": self._modified_at(),
+        }
+
+    def _modified_at(self) -> str:
+        return timestamp(datetime.fromtimestamp(self.model.created, UTC))
+
+    def _details(self) -> dict[str, Any]:
+        family = str(self.config.get("model_type", ""))
+        quantized = (self.config.get("quantization_config") or {}).get("quant_method")
+        return {
+            "parent_model": "",
+            "format": "safetensors",
+            "family": family,
+            "families": [family] if family else [],
+            "parameter_size": "",
+            "quantization_level": str(
+                quantized or self.config.get("dtype") or self.config.get("torch_dtype") or ""
+            ),
+        }
+
+    def _sizes(self) -> dict[str, Any]:
+        family = str(self.config.get("model_type", ""))
+        sizes = {name: self.config[key] for key, name in _SIZES.items() if self.config.get(key) is not None}
+        for name, keys in (("expert_count", _EXPERTS), ("expert_used_count", _USED_EXPERTS)):
+            found = [self.config[key] for key in keys if self.config.get(key) is not None]
+            sizes |= {name: found[0]} if found else {}
+        return {
+            "general.architecture": family,
+            f"{family}.context_length": self.model.max_len(),
+            **{f"{family}.{name}": size for name, size in sizes.items()},
+        }
+
+    def _capabilities(self) -> list[str]:
+        markup = self.model.markup
+        tools = ["tools"] if markup.tools != NONE else []
+        return ["completion", *tools, *(["thinking"] if markup.reasoning != NONE else [])]

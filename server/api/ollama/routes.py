@@ -1,0 +1,162 @@
+"""Ollama's API, for what was written for it: /api/chat, /api/generate, /api/tags, /api/show and /api/version.
+
+A chat is a `ChatTurn` as everywhere, and so is a prompt that wants the chat template; a raw prompt is a completion. Models
+are not pulled, made, copied or unloaded: the served one stays in memory as long as the service runs.
+"""
+
+import uuid
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.api.answer_json import json_response
+from server.api.blocks import complete
+from server.api.chat_turn import ChatTurn, MessageParser, ReasoningCount
+from server.api.completions import encode_prompts
+from server.api.ollama.answer import LINES, LineChunks, LineStream, TurnDraft, loaded
+from server.api.ollama.card import ModelCard
+from server.api.ollama.request import (
+    OllamaChat,
+    OllamaPrompt,
+    chat_request,
+    own_name,
+    own_prompt_name,
+    prompt_request,
+    raw_request,
+    served_name,
+)
+from server.api.parsers.deltas import PlainParser
+from server.api.sampling import asks_for
+from server.api.served import ServedModel
+from server.api.structure import structure_of
+from server.errors import bad_request, named_by
+from server.front.generations import Answer
+from server.front.requests import Requests
+from server.http.routes import new_ollama_router
+
+_LINES_RESPONSE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer, an object a line; with stream=false one object.",
+        "content": {"application/json": {}, LINES: {"schema": {"type": "string"}}},
+    }
+}
+
+
+class ShowRequest(BaseModel):
+    """POST /api/show."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    name: str | None = None  # what older clients call it
+    verbose: bool | None = None
+
+
+def ollama_routes(model: ServedModel, requests: Requests, *, version: str) -> APIRouter:
+    """Return the endpoints' routes."""
+    router, card = new_ollama_router(), ModelCard.read(model)
+
+    @router.post("/api/chat", response_model=None, responses=_LINES_RESPONSE)
+    async def ollama_chat(body: OllamaChat, http: HttpRequest) -> Response:
+        """Answer a chat; no messages ask whether the model is loaded."""
+        name = served_name(body.model, model)
+        if not body.messages:
+            return _loaded(body, name)
+        with named_by(own_name):
+            turn = await ChatTurn.open(chat_request(body, model), model, requests, cut_to_fit=True)
+        return await _answer(body, turn.answer, turn.parser(0), http, is_chat=True)
+
+    @router.post("/api/generate", response_model=None, responses=_LINES_RESPONSE)
+    async def ollama_generate(body: OllamaPrompt, http: HttpRequest) -> Response:
+        """Answer a prompt; an empty one asks whether the model is loaded."""
+        name = served_name(body.model, model)
+        if not body.prompt:
+            return _loaded(body, name)
+        with named_by(own_prompt_name):
+            if body.raw:
+                answer = await _open_raw(body, model, requests)
+                parser = MessageParser(PlainParser(), ReasoningCount(lambda _: 0))
+            else:
+                turn = await ChatTurn.open(prompt_request(body, model), model, requests, cut_to_fit=True)
+                answer, parser = turn.answer, turn.parser(0)
+        return await _answer(body, answer, parser, http, is_chat=False)
+
+    @router.get("/api/tags", response_model=None)
+    async def ollama_tags() -> dict[str, Any]:
+        """List every served name."""
+        return {"models": [card.entry(name) for name in model.names]}
+
+    @router.post("/api/show", response_model=None)
+    async def ollama_show(body: ShowRequest) -> dict[str, Any]:
+        """Show what is known of a model."""
+        asked = body.model or body.name
+        if not asked:
+            raise bad_request("model is missing.", "model")
+        served_name(asked, model)
+        return card.shown()
+
+    @router.get("/api/version", response_model=None)
+    async def ollama_version() -> dict[str, str]:
+        """Show the service's version, which is not Ollama's."""
+        return {"version": version}
+
+    return router
+
+
+async def _answer(
+    body: OllamaChat | OllamaPrompt,
+    answer: Answer,
+    parser: MessageParser,
+    http: HttpRequest,
+    *,
+    is_chat: bool,
+) -> Response:
+    draft = TurnDraft(body.model, answer, is_chat=is_chat)
+    if body.stream is not False:
+        return LineStream(answer, parser, draft)
+    await complete(answer, LineChunks(parser, draft), http)
+    return json_response(draft.whole)
+
+
+async def _open_raw(body: OllamaPrompt, model: ServedModel, requests: Requests) -> Answer:
+    """Give a prompt to a rank as it is.
+
+    Raises:
+        ApiError: 400, naming the field; 503, the service is not ready.
+    """
+    fields = raw_request(body, model)
+    structure = await structure_of(fields, model)
+    prompts = await encode_prompts(fields, model)
+    max_tokens = fields.max_tokens
+    if max_tokens is not None:
+        max_tokens = min(max_tokens, max(1, model.max_len() - len(prompts[0])))
+    request_id = f"ollama-{uuid.uuid4().hex}"
+    asks = asks_for(
+        fields,
+        model,
+        prompts,
+        request_id=request_id,
+        max_tokens=max_tokens,
+        num_logprobs=None,
+        logprobs_field="logprobs",
+        prompt_field="prompt",
+        structure=structure,
+    )
+    return requests.open(request_id, asks)
+
+
+def _loaded(body: OllamaChat | OllamaPrompt, name: str) -> Response:
+    """Answer who asks for the model to be loaded, which it is.
+
+    Raises:
+        ApiError: 400, it is to be unloaded.
+    """
+    if body.wants_unloading:
+        raise bad_request(
+            f"keep_alive is {body.keep_alive!r}, but {name!r} stays in memory as long as the service runs; leave it out.",
+            "keep_alive",
+        )
+    return json_response(loaded(body.model, is_chat=isinstance(body, OllamaChat)))
