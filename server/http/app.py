@@ -40,10 +40,10 @@ def build_app(
         answer_once: the layer that answers requests with an Idempotency-Key (`idempotency`).
     """
     http = http or HttpOptions()
-    described = FastAPI(title="WideEP", version=version, redoc_url=None)
+    described = FastAPI(title="WideEP", version=version, docs_url=None, redoc_url=None)  # `docs_page`
     routes = [route for router in routers for route in router.routes]
     described.router.routes[:0] = (
-        routes  # ours are asked more often than /docs, and looked through in this order
+        routes  # ours are asked more often than /openapi.json, and looked through in this order
     )
     app = Starlette(routes=described.routes, exception_handlers=ERROR_HANDLERS)
     layered: ASGIApp = BodyGuard(answer_once(app), http.max_request_bytes)

@@ -350,7 +350,7 @@ _SERVER = (
     ),
     *harmless("certificates of clients are not asked for", fits=of(0), otherwise="certificates of clients are not asked for; put a proxy in front (--root-path)", values="--ssl-cert-reqs"),
     *refused("the length of a request is bounded by --max-request-bytes", values="--h11-max-incomplete-event-size --h11-max-header-count"),
-    *refused("GET /openapi.json needs no network; leave it out", switches="--enable-offline-docs"),
+    *harmless("/docs needs no network", switches="--enable-offline-docs"),
     *refused("put a proxy in front that hides /docs and /openapi.json", switches="--disable-fastapi-docs"),
     *refused("say --log-level, --log-format and --disable-access-log", values="--logging-config --log-config-file"),
     *refused("--log-requests writes prompts whole; leave it out", values="--max-log-len"),

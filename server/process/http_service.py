@@ -47,6 +47,7 @@ from server.front.router import Router
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
+from server.http.docs_page import docs_routes
 from server.http.exchanges import HttpExchange, note_answer, seeds_from
 from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
@@ -156,6 +157,7 @@ class HttpService:
             ops_routes(version, metrics, self.why_not_ready),
             membership_routes(self._epochs, self._journal, self._num_parked),
             dashboard_routes(),
+            docs_routes(),
             throughput_routes(metrics.throughput),
             expert_load_routes(
                 self.experts_load,

@@ -1,0 +1,50 @@
+"""The page at /docs: nothing of it comes from elsewhere, and a real browser draws every endpoint of the description."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.service import chromium
+from tests.support.service.chromium import Chromium
+from tests.support.service.front_process import FrontProcess
+
+DRAWN = "document.querySelectorAll('details').length > 0"
+
+
+def test_the_page_is_held_to_itself_and_the_service(front: FrontProcess) -> None:
+    page = front.get("/docs")
+    assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "://" not in page.text, "nothing is loaded from another host"
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "connect-src 'self'" in policy
+
+
+@pytest.mark.skipif(chromium.PROGRAM is None, reason=chromium.MISSING)
+def test_a_browser_draws_every_endpoint(front: FrontProcess, tmp_path: Path) -> None:
+    paths = front.get("/openapi.json").json()["paths"]
+    with Chromium(tmp_path / "profile") as browser:
+        colours = set()
+        for dark in (False, True):
+            browser.open(front.url + "/docs", width=390, dark=dark)
+            browser.wait_for(DRAWN)
+            drawn = browser.evaluate(
+                "[...document.querySelectorAll('summary > code')].map((each) => each.innerText)"
+            )
+            assert sorted(set(drawn)) == sorted(paths)
+            colours.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+            assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+        assert len(colours) == 2, "light and dark"
+        table = "[...document.querySelectorAll('details')].find((each) => each.innerText.includes('/v1/chat/completions'))"
+        browser.evaluate(f"{table}.open = true")
+        assert "temperature" in browser.evaluate(f"{table}.innerText"), "a body's fields"
+        browser.evaluate(
+            "(() => { const filter = document.getElementById('filter'); filter.value = '/api/chat';"
+            "filter.dispatchEvent(new Event('input')); })()"
+        )
+        assert (
+            browser.evaluate(
+                "[...document.querySelectorAll('details')].filter((each) => !each.hidden).length"
+            )
+            == 1
+        )
+        browser.call("Page.navigate", url="about:blank")
