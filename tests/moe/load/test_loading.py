@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scheduler.assembly import KERNELS
 from tests.conftest import PoolOf
 from tests.moe.loaded import SEQUENCES, Loaded, Tensors, assert_equal_bits, file_bytes, headers, load, rewrite
 from tests.support.engines.serving import build, own_share, teacher_forced
@@ -51,7 +52,7 @@ def test_each_of_four_ranks_reads_what_it_serves_and_answers_as_one_does(
 
 def test_progress_never_goes_back_and_reaches_one(reference: Loaded) -> None:
     stages = [stage for stage, _ in reference.reports]
-    assert list(dict.fromkeys(stages)) == ["weights", "experts"]
+    assert list(dict.fromkeys(stages)) == ["weights", "experts", KERNELS]
     for wanted in ("weights", "experts"):
         fractions = [fraction for stage, fraction in reference.reports if stage == wanted]
         assert fractions == sorted(fractions)

@@ -128,13 +128,15 @@ def client(hard_front: PacedFront) -> Iterator[RawClient]:
 
 
 def check(answer: RawAnswer) -> None:
-    """An answer that may be: a short error in OpenAI's or Anthropic's shape, or 200."""
+    """An answer that may be: a short error in OpenAI's, Anthropic's or Ollama's shape, or 200."""
     if answer.status == 200:
         return
     assert 400 <= answer.status < 500, answer
     body = json.loads(answer.body)
     error = body["error"]
-    assert error["message"] and (body.get("type") == "error" or error["code"] == answer.status)
+    is_text = isinstance(error, str)  # Ollama's
+    assert error if is_text else error["message"]
+    assert is_text or body.get("type") == "error" or error["code"] == answer.status
     assert len(answer.body) < 6000, "errors quote little"
 
 
