@@ -44,17 +44,20 @@ def wrong_with(request: RawRequest, answer: RawAnswer) -> str | None:
     if answer.status >= 500:
         return f"answered {answer.status}: {answer.body[:300]!r}"
     if answer.status >= 400 and request.is_http and request.method != "HEAD":
-        return _wrong_with_error(answer)
+        return _wrong_with_error(answer, is_text=request.path.startswith("/api/"))
     if "event-stream" in answer.content_type:
         return None if b'"code":5' not in answer.body else f"an event says {answer.body[-300:]!r}"
     return None
 
 
-def _wrong_with_error(answer: RawAnswer) -> str | None:
+def _wrong_with_error(answer: RawAnswer, *, is_text: bool) -> str | None:
+    """What is wrong with an error; `is_text`: it may be a text alone, as Ollama's are."""
     try:
         error = json.loads(answer.body)["error"]
     except (ValueError, KeyError, TypeError):
         return f"{answer.status} is not in the shape of an error: {answer.body[:300]!r}"
+    if is_text and isinstance(error, str) and error:
+        return None
     if not isinstance(error, dict) or not error.get("message") or not error.get("type"):
         return f"an error without message or type: {answer.body[:300]!r}"
     return None if len(answer.body) < 8192 else f"an error of {len(answer.body)} bytes"
