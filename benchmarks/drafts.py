@@ -34,7 +34,7 @@ _EDIT = "Here is some Python code:\n\n{}\nWrite the same code again, with `# che
 _RECALL = "Here is a text:\n\n{}\n\nSay again what the text says, in its own words."
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """What a service gave for a task."""
 
     text: str
@@ -47,8 +47,8 @@ class Answer(NamedTuple):
 class Pair(NamedTuple):
     """A task's answers without and with drafts."""
 
-    plain: Answer
-    drafting: Answer
+    plain: TimedAnswer
+    drafting: TimedAnswer
 
     @property
     def ratio(self) -> float:
@@ -145,7 +145,7 @@ def run(model: str, speculative: dict[str, Any], tasks: Tasks, options: argparse
     return pairs
 
 
-def ask(service: Service, task: object, num_tokens: int) -> Answer:
+def ask(service: Service, task: object, num_tokens: int) -> TimedAnswer:
     """Stream the answer to a message, or what follows token ids."""
     is_chat = isinstance(task, str)  # else token ids
     asked = (
@@ -179,7 +179,7 @@ def ask(service: Service, task: object, num_tokens: int) -> Answer:
     details = usage["completion_tokens_details"]
     accepted = details.get("accepted_prediction_tokens", 0)
     drafted = accepted + details.get("rejected_prediction_tokens", 0)
-    return Answer(text, usage["completion_tokens"], times[-1] - times[0], drafted, accepted)
+    return TimedAnswer(text, usage["completion_tokens"], times[-1] - times[0], drafted, accepted)
 
 
 def summary(name: str, pairs: list[Pair]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 MOST_CANDIDATES = 64  # the newest places that are looked at
 
 
-class Candidate(NamedTuple):
+class Continuation(NamedTuple):
     """A place at which a text went on, and how much before it is alike."""
 
     token_ids: Sequence[int]
@@ -60,7 +60,7 @@ class TextIndex:
             if places is not None and not places:
                 del self._places[key]
 
-    def candidates(self, end: Sequence[int], longest: int) -> list[Candidate]:
+    def candidates(self, end: Sequence[int], longest: int) -> list[Continuation]:
         """Where texts went on behind tokens that `end` ends with, the newest places first.
 
         Args:
@@ -77,11 +77,11 @@ class TextIndex:
             most = min(longest, place, len(end))
             while length < most and text[place - 1 - length] == end[-1 - length]:
                 length += 1
-            found.append(Candidate(text, place, length))
+            found.append(Continuation(text, place, length))
         return found
 
 
-def continue_newest(candidates: Sequence[Candidate], most: int) -> list[int]:
+def continue_newest(candidates: Sequence[Continuation], most: int) -> list[int]:
     """Draft what came next where the most tokens are alike; of several such places the newest, unless its text ends there.
 
     Args:
@@ -97,7 +97,7 @@ def continue_newest(candidates: Sequence[Candidate], most: int) -> list[int]:
     return list(chosen.token_ids[chosen.place : chosen.place + most])
 
 
-def continue_likeliest(candidates: Sequence[Candidate], most: int, least_share: float) -> list[int]:
+def continue_likeliest(candidates: Sequence[Continuation], most: int, least_share: float) -> list[int]:
     """Draft the most frequent way on of the places where the most tokens are alike, while it is likely.
 
     Args:

@@ -5,7 +5,13 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.drafts.texts import MOST_CANDIDATES, Candidate, TextIndex, continue_likeliest, continue_newest
+from scheduler.drafts.texts import (
+    MOST_CANDIDATES,
+    Continuation,
+    TextIndex,
+    continue_likeliest,
+    continue_newest,
+)
 
 
 def index_of(*texts: list[int], key: int = 2) -> TextIndex:
@@ -62,7 +68,7 @@ def test_forgotten_texts_leave_nothing() -> None:
         if len(index) > 5:
             index.forget_oldest()
             del texts[min(texts)]
-        found: list[Candidate] = index.candidates(texts[number], 4)
+        found: list[Continuation] = index.candidates(texts[number], 4)
         assert all(each.token_ids in texts.values() for each in found)
     while len(index):
         index.forget_oldest()
