@@ -248,11 +248,6 @@ def _make_drafter(
     speculative = config.speculative
     if speculative is None:
         return None
-    if config.device != "cpu" and any(shape.state for shape in skeleton.cache_shapes):
-        raise ConfigError(
-            f"--speculative-config is not served on GPUs for models with recurrent layers yet, as "
-            f"{skeleton.model.config.model_type} has: leave it out, or serve with --device cpu"
-        )
     layers = skeleton.num_mtp_layers
     if 1 < layers < speculative.num_drafts:
         raise ConfigError(

@@ -116,8 +116,8 @@ def _walk(
     has_unit_length: bool = False, is_added: bool = False, skip_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`decay` [P, H] or [P, H, K], `rate` [P, H], `skip_H`: see `walk_chunks`."""
-    step, states = call.pages.step, call.pages.states[call.layer]
-    at, key_heads, (_, H, K, V) = step.on_device, key.shape[2], states.shape
+    at, states = call.pages.step.on_device, call.pages.states[call.layer]
+    key_heads, (_, H, K, V) = key.shape[2], states.shape
     q, k, v = (_rows(rows[0]) for rows in (query, key, value))
     out_PHV = value.new_zeros(value.shape[1:])
     strides = q.stride(0), k.stride(0), v.stride(0), scale
@@ -125,17 +125,17 @@ def _walk(
         "KEY_HEADS": key_heads, "H": H, "K": K, "V": V, "DECAY_DIM": 1 if decay.dim() == 2 else K,
         "HAS_UNIT_LENGTH": has_unit_length, "IS_ADDED": is_added, "HAS_SKIP": skip_H is not None,
     }  # fmt: skip
-    if step.is_in_chunks:
-        walk_chunks[(len(at.query_start_S) - 1, H, triton.cdiv(V, _LEAST_SIDE))](
-            q, k, v, decay, rate, skip_H, states, at.state_before_P, at.state_after_P, at.position_P, at.query_start_S,
+    if num_walked := len(at.walk_start_W) - 1:
+        tile = _columns(K, V)
+        walk_tokens[(num_walked, H, triton.cdiv(V, tile))](
+            q, k, v, decay, rate, skip_H, states, at.state_before_P, at.state_after_P, at.walk_start_W, out_PHV, *strides,
+            K_PAD=triton.next_power_of_2(K), TILE=tile, num_warps=_WARPS, **constants,
+        )  # fmt: skip
+    if num_in_chunks := len(at.chunk_start_C) - 1:
+        walk_chunks[(num_in_chunks, H, triton.cdiv(V, _LEAST_SIDE))](
+            q, k, v, decay, rate, skip_H, states, at.state_before_P, at.state_after_P, at.position_P, at.chunk_start_C,
             out_PHV, *strides, K_PAD=max(_LEAST_SIDE, triton.next_power_of_2(K)), TILE=_LEAST_SIDE, num_warps=_CHUNK_WARPS,
             num_stages=1, PRECISION="tf32x3" if v.dtype == torch.float32 else "tf32", **constants,
-        )  # fmt: skip
-    else:
-        tile = _columns(K, V)
-        walk_tokens[(len(at.query_start_S) - 1, H, triton.cdiv(V, tile))](
-            q, k, v, decay, rate, skip_H, states, at.state_before_P, at.state_after_P, at.query_start_S, out_PHV, *strides,
-            K_PAD=triton.next_power_of_2(K), TILE=tile, num_warps=_WARPS, **constants,
         )  # fmt: skip
     return out_PHV[None]
 
@@ -204,12 +204,14 @@ def scan_channels(
     rates, skips, biases = _floats(A, D, delta_bias)
     out_PC = x.new_zeros(x.shape)
     tile = min(_columns(N, channels), _CHANNELS)
-    walk_channels[(len(step.query_start_S) - 1, triton.cdiv(channels, tile))](
-        x, time, b, c, gates, rates, skips, biases, states, step.state_before_P, step.state_after_P, step.query_start_S,
-        out_PC, x.stride(0), time.stride(0), b.stride(0), c.stride(0), 0 if gates is None else gates.stride(0), C=channels,
-        N=N, N_PAD=triton.next_power_of_2(N), TILE=tile, HAS_SKIP=D is not None, HAS_BIAS=delta_bias is not None,
-        HAS_SOFTPLUS=delta_softplus, HAS_GATES=gates is not None, num_warps=_WARPS,
-    )  # fmt: skip
+    for start_S in (step.walk_start_W, step.chunk_start_C):  # of prompts as well row by row
+        if num_sequences := len(start_S) - 1:
+            walk_channels[(num_sequences, triton.cdiv(channels, tile))](
+                x, time, b, c, gates, rates, skips, biases, states, step.state_before_P, step.state_after_P, start_S, out_PC,
+                x.stride(0), time.stride(0), b.stride(0), c.stride(0), 0 if gates is None else gates.stride(0), C=channels,
+                N=N, N_PAD=triton.next_power_of_2(N), TILE=tile, HAS_SKIP=D is not None, HAS_BIAS=delta_bias is not None,
+                HAS_SOFTPLUS=delta_softplus, HAS_GATES=gates is not None, num_warps=_WARPS,
+            )  # fmt: skip
     out = out_PC.t()[None]
     return (out, states) if return_last_state else out
 

@@ -43,6 +43,12 @@ class OnDevice(NamedTuple):
     state_before_P: Tensor  # slot of the state before the first of the sequence's rows; -1: none
     state_after_P: Tensor  # slot for the state after this row; -1: nobody wants it
     row_before_P: Tensor  # rows of the sequence before this one, in this step
+    walk_start_W: (
+        Tensor  # rows of sequence w, which recurrences walk row by row: [w], [w + 1]; P + 1 of them if S is P
+    )
+    chunk_start_C: (
+        Tensor  # likewise of those behind them, which recurrences compute in chunks; [0] or [1 + sequences]
+    )
     is_long_P: Tensor  # 1 for a row of a long sequence; of models that look at it
     table_SM: Tensor
 
@@ -60,7 +66,6 @@ def _one_by_one(spans: Sequence[Span], num_decodes: int) -> list[Span]:
     cut: list[Span] = []
     for span in spans:
         if len(cut) < num_decodes and span.length > 1:
-            assert not span.pieces, "a state is read before the row before it has written it"
             cut += [span._replace(start=span.start + row, length=1) for row in range(span.length)]
         else:
             cut.append(span)
@@ -122,11 +127,12 @@ class DeviceStep(Step):
         self.max_context = max_blocks * block_tokens
         self.max_rows = padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
         self._states_3P = np.zeros((3, padded), np.int64)
+        self._whole: Sequence[Span] = ()  # of the batch: a decode and its drafts are one
         self._most_new = 4 * max_sequences  # blocks that travel one by one
         self._new: list[
             tuple[int, int, Sequence[int]]
         ] = []  # parts of tables that the device has not: row, begin, blocks
-        self._host = self._pinned(7 * padded + 3 * max(padded, max_sequences) + 16 + 2 * self._most_new)
+        self._host = self._pinned(7 * padded + 5 * max(padded, max_sequences) + 20 + 2 * self._most_new)
         self._host_values = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device)
         self.block_table_SM = self._pinned(max_sequences, max_blocks)
@@ -141,11 +147,6 @@ class DeviceStep(Step):
         return self.num_decodes == self.num_tokens
 
     @property
-    def is_in_chunks(self) -> bool:
-        """Whether recurrences compute its rows in chunks."""
-        return not (self._is_invariant or self.is_decode_only)
-
-    @property
     def has_fixed_shape(self) -> bool:
         """Whether all that a step launches, on whatever rank, follows from its padded size."""
         return self.is_decode_only and (self.agreed_tokens > 0 or not self._is_wide)
@@ -158,9 +159,11 @@ class DeviceStep(Step):
     def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
         """See `Step.fill`; a decode's drafts are filled in as sequences of one token each, on the same blocks.
 
-        So every row of a step that only decodes is one sequence's, whose bits do not depend on drafts, and no kernel
-        knows of them: all rows' keys and values are in the pages before the first one attends.
+        So every row of a step that only decodes is one sequence's, whose bits do not depend on drafts, and no kernel of
+        attention knows of them: all rows' keys and values are in the pages before the first one attends. Recurrences
+        walk a decode and its drafts as one sequence, row by row, and write the state behind each.
         """
+        self._whole = spans
         super().fill(_one_by_one(spans, num_decodes), num_decodes, agreed_tokens=agreed_tokens)
         self._tiles_on_device.clear()
         self._expansions.clear()
@@ -176,7 +179,10 @@ class DeviceStep(Step):
         new_blocks = self._take_new()
         N = len(new_blocks)
         Z = P if self.has_states else 0
-        lengths = (P, P, P, R, S, S + 1, 1, Z, Z, Z, P if self.tells_long else 0, N, N)
+        walk_start, chunk_start = self._recurrent_starts(S)
+        lengths = (
+            P, P, P, R, S, S + 1, 1, Z, Z, Z, len(walk_start), len(chunk_start), P if self.tells_long else 0, N, N,
+        )  # fmt: skip
         # Every part begins at 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
         parts = [self._host_values[at : at + length] for at, length in zip(starts, lengths, strict=False)]
@@ -191,6 +197,8 @@ class DeviceStep(Step):
             state_before_P,
             state_after_P,
             row_before_P,
+            walk_start_W,
+            chunk_start_C,
             is_long_P,
             place_N,
             block_N,
@@ -204,6 +212,7 @@ class DeviceStep(Step):
         query_start_S[: n + 1], query_start_S[n + 1 :] = self._query_start[: n + 1], T
         num_decodes_1[:] = self.num_decodes
         state_before_P[:], state_after_P[:], row_before_P[:] = self._states_3P[:, :Z]
+        walk_start_W[:], chunk_start_C[:] = walk_start, chunk_start
         is_long_P[:] = 0
         if self.tells_long and self.has_long:
             is_long_P[:T] = self.long_T[:T].numpy()
@@ -217,11 +226,25 @@ class DeviceStep(Step):
         self.on_device = OnDevice._make([*views, self._device_table_SM[:S]])
         return Inputs(self.on_device.token_P, self.on_device.row_R)
 
-    def _fill_pieces(self, spans: Sequence[Span]) -> None:
+    def _recurrent_starts(self, num_padded: int) -> tuple[np.ndarray, np.ndarray]:
+        """First rows, and the end, of the sequences that recurrences walk and of those that they compute in chunks.
+
+        Decodes are walked, their drafts with them; prompts go in chunks, unless bits may not depend on cuts. In a step
+        that only decodes, `num_padded` sequences are walked, some of them empty.
+        """
+        if not self.has_states:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        starts = np.cumsum([0, *(span.length for span in self._whole)])
+        if self.is_decode_only:
+            return np.pad(starts, (0, num_padded + 1 - len(starts)), mode="edge"), np.zeros(1, np.int64)
+        num_walked = len(starts) - 1 if self._is_invariant else int(np.searchsorted(starts, self.num_decodes))
+        return starts[: num_walked + 1], starts[num_walked:]
+
+    def _fill_pieces(self, _rows: Sequence[Span]) -> None:
         before_P, after_P, row_P = self._states_3P
         after_P[:], before_P[:], row_P[:] = NO_STATE, NO_STATE, 0
         begin = 0
-        for span in spans:
+        for span in self._whole:
             here = slice(begin, begin + span.length)
             row_P[here] = np.arange(span.length)
             if span.pieces:

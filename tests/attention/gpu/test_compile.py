@@ -77,12 +77,12 @@ def step_of(rows: int, *, is_in_chunks: bool = False) -> Any:
     on = SimpleNamespace(
         **{name: empty(rows) for name in names},
         query_start_S=empty(rows + 1),
+        walk_start_W=empty(1 if is_in_chunks else rows + 1),
+        chunk_start_C=empty(rows + 1 if is_in_chunks else 1),
         context_S=empty(rows),
         table_SM=empty(rows, 2560),
     )
-    return SimpleNamespace(
-        on_device=on, max_context=40960, max_rows=8192, sizes=(256,), device=META, is_in_chunks=is_in_chunks
-    )
+    return SimpleNamespace(on_device=on, max_context=40960, max_rows=8192, sizes=(256,), device=META)
 
 
 def launch_index(heads: int, dim: int, dtype: torch.dtype) -> None:

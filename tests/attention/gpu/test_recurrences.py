@@ -10,6 +10,8 @@ from kvcache.states import NO_STATE, StatePiece
 from tests.conftest import OnDevice
 from tests.support.models.recurrences import KINDS, Rank, check_a_batch, check_cuts, whole
 
+Rows = tuple[torch.Tensor, ...]
+
 
 def rank_on(device: str, name: str, *, is_invariant: bool = True) -> Rank:
     from attention.recurrences import gpu  # noqa: PLC0415 - in the interpreter
@@ -41,7 +43,7 @@ def chunks(device: str, name: str) -> None:
     at, inputs = rank.kind.time_at, rank.kind.inputs(10, 75)
     wanted = rank.kind.oracle(*inputs)
 
-    def part(begin: int, end: int) -> tuple[torch.Tensor, ...]:
+    def part(begin: int, end: int) -> Rows:
         return tuple(x.narrow(at, begin, end - begin) for x in inputs)
 
     whole_text = rank.run([whole(75)], [inputs])[0]
@@ -82,6 +84,36 @@ def decodes_and_padding(device: str, name: str) -> None:
     rank.run([], [])
 
 
+def drafts(device: str, name: str) -> None:
+    """A decode and its drafts have the bits of decodes one after the other, and so has the state behind each of them,
+    alone and beside a prompt, which goes in chunks."""
+    rank = rank_on(device, name, is_invariant=False)
+    at, inputs, prompt = rank.kind.time_at, rank.kind.inputs(10, 6), rank.kind.inputs(20, 17)
+    states = rank.cache.states[0], rank.cache.tails[0]
+
+    def part(begin: int, end: int) -> Rows:
+        return tuple(x.narrow(at, begin, end - begin) for x in inputs)
+
+    rank.run([[StatePiece(NO_STATE, 0, 3)]], [part(0, 3)])
+    found = [
+        rank.run([[StatePiece(row, row + 1, 1)]], [part(3 + row, 4 + row)], num_decodes=1, starts=[3 + row])[
+            0
+        ]
+        for row in range(3)
+    ]
+    kept = [kind[1:4].clone() for kind in states]
+    drafted = [StatePiece(0, 5, 1), StatePiece(5, 6, 1), StatePiece(6, 7, 1)]
+    alone = rank.run([drafted], [part(3, 6)], num_decodes=3, starts=[3])[0]
+    assert torch.equal(alone, torch.cat(found, at))
+    assert all(torch.equal(kind[5:8], one) for kind, one in zip(states, kept, strict=True))
+    for kind in states:
+        kind[5:8] = 0
+    prompt_alone = rank.run([whole(17)], [prompt])[0]
+    beside = rank.run([drafted, whole(17, 9)], [part(3, 6), prompt], num_decodes=3, starts=[3, 0])
+    assert torch.equal(beside[0], alone) and torch.equal(beside[1], prompt_alone)
+    assert all(torch.equal(kind[5:8], one) for kind, one in zip(states, kept, strict=True))
+
+
 @pytest.mark.parametrize("check", [check_a_batch, check_cuts])
 @pytest.mark.parametrize("name", KINDS)
 def test_sequences_give_what_transformers_gives_and_cuts_change_no_bit(
@@ -98,6 +130,12 @@ def test_decodes_have_the_bits_of_prompts(name: str, on_device: OnDevice) -> Non
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_in_chunks_give_what_transformers_gives(name: str, on_device: OnDevice) -> None:
     on_device(chunks, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_drafts_have_the_bits_of_decodes_one_after_the_other(name: str, on_device: OnDevice) -> None:
+    on_device(drafts, name)
 
 
 def test_alike_keys_lose_no_digits(on_device: OnDevice) -> None:
