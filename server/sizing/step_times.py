@@ -1,0 +1,39 @@
+"""What one lock-step costs, to whoever asks: `roofline` computes it, a simulator of a service adds it up.
+
+Ranks meet in every MoE layer, so that a step takes what its slowest rank takes, and the others wait. No torch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class RankRows(NamedTuple):
+    """What one rank runs in one step."""
+
+    prefill_tokens: int  # tokens of prompts
+    decode_tokens: int  # rows of running requests, one each
+    attended_tokens: int  # over all rows: tokens of context each reads (prefill included)
+
+
+class StepCost(NamedTuple):
+    """Seconds of one lock-step, and what the slowest rank made the others wait, by cause."""
+
+    total_s: float
+    attention_s: float  # of the slowest rank
+    experts_s: float  # of the rank with the most expert rows
+    dispatch_s: float
+    other_s: float  # output projection, sampling, launches
+    waiting_s: tuple[float, ...]  # per rank, waited for slower ones
+
+
+class StepTimes(Protocol):
+    """Says what a step costs."""
+
+    def step(self, ranks: Sequence[RankRows], balancedness: float) -> StepCost:
+        """Return what one step of all ranks costs.
+
+        Args:
+            ranks: what each runs; a rank with nothing runs along.
+            balancedness: of experts, mean over max of the ranks' expert rows: 1.0 is even.
+        """
+        ...
