@@ -13,13 +13,14 @@ class RankRows(NamedTuple):
     prefill_tokens: int  # tokens of prompts
     decode_tokens: int  # rows of running requests, one each
     attended_tokens: int  # over all rows: tokens of context each reads (prefill included)
+    prefill_attended_tokens: int | None = None  # of these, by tokens of prompts; None: every row as many
 
 
 class StepCost(NamedTuple):
     """Seconds of one lock-step, and what the slowest rank made the others wait, by cause."""
 
     total_s: float
-    attention_s: float  # of the slowest rank
+    attention_s: float  # of the slowest rank: with all else that a rank computes for its own rows
     experts_s: float  # of the rank with the most expert rows
     dispatch_s: float
     other_s: float  # output projection, sampling, launches
