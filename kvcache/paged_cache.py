@@ -70,6 +70,11 @@ class LayerShape:
         """Bytes per token, float32."""
         return (self.num_kv_heads * (self.padded_key_dim + self.padded_value_dim) + self.index_dim) * 4
 
+    @property
+    def token_numbers(self) -> int:
+        """Numbers per token without the CPU kernels' padding, as a GPU keeps them."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) + self.index_dim
+
 
 @njit(nogil=True, cache=True)
 def _write_heads(key_TGD, value_TGV, slots, count, keys_NGDB, values_NGBV):  # type: ignore[no-untyped-def]

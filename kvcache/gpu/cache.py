@@ -108,7 +108,7 @@ class DeviceCache(PagedCache):
 
 def token_bytes(shape: LayerShape, dtype: torch.dtype) -> int:
     """Bytes that one layer takes per token."""
-    return (shape.num_kv_heads * (shape.key_dim + shape.value_dim) + shape.index_dim) * dtype.itemsize
+    return shape.token_numbers * dtype.itemsize
 
 
 def _by_row(heads_1GPD: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import RankStats, RequestOutput
 from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
-from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget, gpu_cache_budget
+from scheduler.step.sizing import KVMemoryError
 from scheduler.structure.compiler import StructureError, Vocabulary
 from server.lines import is_json, say
 from server.link.rank_link import LinkError, reach
@@ -44,6 +44,7 @@ from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
 from server.process.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
+from server.process.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.process.spare import leave_spare
 from server.process.store.claim import publish_service
@@ -293,10 +294,6 @@ def _front(place: Place, store: Store, environment: Mapping[str, str], key: byte
     return json.loads(store.get(FRONT_KEY))  # type: ignore[no-any-return]
 
 
-KV_SHARE = 0.25  # of free memory over the local ranks, where the user says nothing
-GPU_SHARE = 0.9  # of a GPU's free memory, likewise
-
-
 def engine_config(options: Options, place: Place) -> EngineConfig:
     """Return one rank's settings; what is not given takes a share of the memory that is free now."""
     assert options.max_num_seqs and options.max_num_batched_tokens, "the supervisor fills limits in"
@@ -336,20 +333,15 @@ def _default_cache_bytes(options: Options, place: Place) -> int:
     """This rank's share of what is free, less what experts need that move."""
     if options.device == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
-        gpu_share = options.gpu_memory_utilization or GPU_SHARE
-        of, num_drafts = (
+        return gpu_cache_bytes(
+            options,
             attention_heads(options),
-            options.speculative.num_drafts if options.speculative else 0,
+            free_bytes=free_bytes,
+            weight_bytes=rank_bytes(options, place.world_size),
         )
-        most_rows = (options.max_num_seqs or 0) * (1 + num_drafts)
-        attention = attention_bytes(
-            of.heads,
-            of.value_dim,
-            is_latent=of.is_latent,
-            has_index=of.has_index,
-            max_num_seqs=min(most_rows, options.max_num_batched_tokens or most_rows),
-            max_model_len=of.max_model_len,
-        )
-        return gpu_cache_budget(free_bytes, gpu_share, rank_bytes(options, place.world_size), attention)
-    share = int(available_bytes() * (options.gpu_memory_utilization or KV_SHARE)) // place.local_world_size
-    return cache_budget(share, spare_bytes(options, place.world_size))
+    return cpu_cache_bytes(
+        options,
+        free_bytes=available_bytes(),
+        num_local_ranks=place.local_world_size,
+        spare_bytes=spare_bytes(options, place.world_size),
+    )

@@ -1,0 +1,198 @@
+"""Devices that `wideep size` knows, by name, and the measuring of this machine. No torch.
+
+A device is what one rank computes on: a GPU, or a machine's processor, whose memory and cores its ranks share. Rates are
+dense ones (without sparsity) of their makers' data sheets; memory is what the driver gives to programs. What of a rate is
+achieved is not said here (`roofline.Shares`), but for `this`, whose rates are measured and so achieved already.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from server.process.preflight.memory import available_bytes, usable_cores
+
+_GIB = 1 << 30
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_MEASURED_BYTES = 256 << 20  # far more than any cache
+_MEASURED_ROWS = 1024  # of a square product
+_REPEATS = 5
+
+
+class UnknownDeviceError(ValueError):
+    """A device that is not in the table; the message names those that are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a rank computes on.
+
+    Attributes:
+        memory_bytes: that programs may take.
+        memory_bytes_per_s: of reading it.
+        rates: products, operations per second (a multiplication and an addition are two), by the type of the numbers.
+        link_bytes_per_s: one way, of one device to the others of its domain.
+        link_ranks: devices that such links join.
+        network_bytes_per_s: one way, of one device to other domains.
+        node_ranks: ranks of a machine.
+        is_cpu: ranks of a machine share memory, its rate and the cores.
+        is_measured: rates are what was achieved, not what is promised.
+        source: where the figures are from.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    rates: Mapping[str, float]
+    link_bytes_per_s: float
+    link_ranks: int
+    network_bytes_per_s: float
+    node_ranks: int
+    is_cpu: bool = False
+    is_measured: bool = False
+    source: str
+
+    def rate_of(self, kind: str) -> float:
+        """Operations per second on numbers of a kind; on what it has no products for, those of the widest type."""
+        return self.rates.get(kind, next(iter(self.rates.values())))
+
+    def shared_by(self, num_ranks: int) -> "Device":
+        """What one rank has of it, of so many on the machine."""
+        if not self.is_cpu or num_ranks == 1:
+            return self
+        return replace(
+            self,
+            memory_bytes_per_s=self.memory_bytes_per_s / num_ranks,
+            link_bytes_per_s=self.link_bytes_per_s / num_ranks,
+            rates={kind: rate / num_ranks for kind, rate in self.rates.items()},
+        )
+
+
+def _gpu(
+    name: str,
+    memory_gib: float,
+    tb_per_s: float,
+    bf16: float,
+    fp8: float,
+    fp4: float,
+    link_gb: float,
+    source: str,
+    *,
+    link_ranks: int = 8,
+    node_ranks: int = 8,
+    network_gbit: float = 400,
+) -> Device:
+    """One row of the table: rates in 10^12 operations, links in 10^9 bytes one way, 0 for types that it lacks."""
+    rates = {"bfloat16": bf16, "fp8": fp8, "fp4": fp4}
+    return Device(
+        name=name,
+        memory_bytes=int(memory_gib * _GIB),
+        memory_bytes_per_s=tb_per_s * 1e12,
+        rates={kind: rate * 1e12 for kind, rate in rates.items() if rate},
+        link_bytes_per_s=link_gb * 1e9,
+        link_ranks=link_ranks,
+        network_bytes_per_s=network_gbit / 8 * 1e9,
+        node_ranks=node_ranks,
+        source=source,
+    )
+
+
+_EPYC = "https://www.amd.com/en/products/processors/server/epyc/4th-generation-9004-and-8004-series/amd-epyc-9654.html"
+_TABLE = (
+    _gpu("a100", 79.1, 2.039, 312, 0, 0, 300, f"{_NVIDIA}/a100/", network_gbit=200),
+    _gpu("h100", 79.1, 3.35, 989, 1979, 0, 450, f"{_NVIDIA}/h100/"),
+    # An H100 whose NVLink is cut to 400 GB/s both ways: DeepSeek-V3's report, arXiv 2412.19437, and DeepEP's README.
+    _gpu("h800", 79.1, 3.35, 989, 1979, 0, 200, "https://arxiv.org/abs/2412.19437"),
+    _gpu("h20", 95.1, 4.0, 148, 296, 0, 450, "https://arxiv.org/abs/2505.11916"),
+    _gpu("h200", 139.8, 4.8, 989, 1979, 0, 450, f"{_NVIDIA}/h200/"),
+    _gpu("b200", 178.0, 7.7, 2250, 4500, 9000, 900, f"{_NVIDIA}/dgx-b200/"),
+    _gpu("gb200", 184.0, 8.0, 2500, 5000, 10000, 900, f"{_NVIDIA}/gb200-nvl72/", link_ranks=72, node_ranks=4),
+    _gpu(
+        "gb300", 277.0, 8.0, 2500, 5000, 15000, 900, f"{_NVIDIA}/gb300-nvl72/", link_ranks=72, node_ranks=4,
+        network_gbit=800,
+    ),
+    _gpu(
+        "mi300x", 191.5, 5.3, 1307, 2615, 0, 448,
+        "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+    ),
+    _gpu(
+        "mi355x", 287.0, 8.0, 2500, 5000, 10000, 538,
+        "https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html",
+    ),
+    _gpu("l40s", 44.5, 0.864, 362, 733, 0, 32, f"{_NVIDIA}/l40s/", network_gbit=200),
+    Device(
+        name="cpu", memory_bytes=768 * _GIB, memory_bytes_per_s=460.8e9,
+        # 96 cores at 2.4 GHz, two fused multiplications of 8 numbers each in a cycle.
+        rates={"float32": 96 * 2.4e9 * 32}, link_bytes_per_s=100e9, link_ranks=64, network_bytes_per_s=12.5e9,
+        node_ranks=2, is_cpu=True, source=f"{_EPYC} (12 channels of DDR5-4800)",
+    ),
+)  # fmt: skip
+DEVICES = {device.name: device for device in _TABLE}
+THIS = "this"
+NAMES = (*DEVICES, THIS)
+
+
+def device_named(name: str) -> Device:
+    """Find a device; `this` is measured, which takes some seconds.
+
+    Raises:
+        UnknownDeviceError: there is none of that name.
+    """
+    if name == THIS:
+        return measure_cpu()
+    if name not in DEVICES:
+        raise UnknownDeviceError(
+            f"--device is {name!r}; known are {', '.join(NAMES)}, of which {THIS} measures this machine's processor"
+        )
+    return DEVICES[name]
+
+
+def measure_cpu() -> Device:
+    """Measure this machine's processor: how fast it reads memory, and multiplies float32."""
+    cores = usable_cores()
+    return Device(
+        name=THIS,
+        memory_bytes=available_bytes(),
+        memory_bytes_per_s=_measure_reading(),
+        rates={"float32": _measure_products()},
+        link_bytes_per_s=_measure_copying(),
+        link_ranks=1 << 30,  # no other machine is known of
+        network_bytes_per_s=1.25e9,
+        node_ranks=2,
+        is_cpu=True,
+        is_measured=True,
+        source=f"measured now: numpy on {cores} core{'' if cores == 1 else 's'} of this machine ({os.uname().machine})",
+    )
+
+
+def _best_s(work: list[float]) -> float:
+    """The shortest time: whatever else the machine did made the others longer."""
+    return max(min(work), 1e-9)
+
+
+def _timed(call: object, repeats: int = _REPEATS) -> float:
+    times = []
+    for _ in range(repeats):
+        started_s = time.perf_counter()
+        call()  # type: ignore[operator]
+        times.append(time.perf_counter() - started_s)
+    return _best_s(times)
+
+
+def _measure_reading() -> float:
+    numbers = np.ones(_MEASURED_BYTES // 4, dtype=np.float32)
+    return _MEASURED_BYTES / _timed(numbers.sum)
+
+
+def _measure_copying() -> float:
+    """What a message through shared memory takes: it is written by one rank and read by another."""
+    source = np.ones(_MEASURED_BYTES // 4, dtype=np.float32)
+    target = np.zeros_like(source)
+    return _MEASURED_BYTES / _timed(lambda: np.copyto(target, source)) / 2
+
+
+def _measure_products() -> float:
+    square = np.ones((_MEASURED_ROWS, _MEASURED_ROWS), dtype=np.float32)
+    return float(2 * _MEASURED_ROWS**3 / _timed(lambda: square @ square))

@@ -1,0 +1,342 @@
+"""What `wideep size` has to know of a model: its costs, what it caches and what its weights take.
+
+The model is built on the meta device as a start would build it, so that nothing is read but config.json: families need no
+list, and what cannot be served is refused by the start's own sentence. Where the weights are there, the headers of
+their files say what they take; without them it is counted off the modules, in the format that the configuration names.
+Rejected: formulas over field names of config.json, which would be wrong for the next family.
+"""
+
+import fnmatch
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from kvcache.paged_cache import LayerShape
+from moe.families import leaves
+from moe.load.quantisation import Quantisation, WeightFormat
+from moe.model import Skeleton
+from scheduler.policy.config import model_length
+from server.process.preflight.memory import WeightBytes, weight_bytes
+from server.process.preflight.model import (
+    PreflightError,
+    check_is_moe,
+    check_quantisation,
+    field_of,
+    largest,
+    read_config,
+)
+from server.sizing.model_costs import LayerCosts, Layers, ModelCosts
+
+_CODE_BITS = {"fp8": 8, "mxfp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4}
+_SCALE_BYTES = {"fp8": 4, "mxfp8": 1, "int8": 2, "mxfp4": 1, "nvfp4": 1, "int4": 2}  # as files have them
+_TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "num_experts_per_token")
+_PLAIN_FIELDS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadModel:
+    """A model as sizing needs it.
+
+    Attributes:
+        directory: where its config.json is; "" where that was of a file.
+        config: config.json.
+        weights: what its weights take once loaded, as a start counts them.
+        has_files: these were read off the files, not counted off the configuration.
+        shapes: what each layer caches.
+        longest: tokens that a sequence may have.
+        heads, value_dim: of attention; of a latent where these are cached.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    costs: ModelCosts
+    weights: WeightBytes
+    has_files: bool
+    shapes: tuple[LayerShape, ...]
+    longest: int
+    heads: int
+    value_dim: int
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether latents are cached."""
+        return any(shape.latent for shape in self.shapes)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether a sparse index chooses tokens."""
+        return any(shape.index_dim for shape in self.shapes)
+
+
+def read_model(path: Path, *, float_bytes: float | None, max_model_len: int | None = None) -> ReadModel:
+    """Read a model's directory, or a config.json alone.
+
+    Args:
+        float_bytes: what a number takes that is not quantised; None: as the checkpoint has it.
+
+    Raises:
+        PreflightError: it is no MoE, its files are damaged, or it is longer than the model is made for.
+        UnsupportedModelError: it cannot be served.
+        ConfigError: max_model_len is more than the model takes.
+    """
+    if path.is_dir():
+        return _read(path, float_bytes, max_model_len, path.name)
+    if not path.is_file():
+        raise PreflightError(
+            f"{path} does not exist; give a model's directory, or its config.json (nothing is fetched)"
+        )
+    with tempfile.TemporaryDirectory(prefix="wideep_size_") as folder:
+        shutil.copy(path, Path(folder) / "config.json")
+        return _read(Path(folder), float_bytes, max_model_len, str(path))
+
+
+def read_config_values(values: Mapping[str, Any], *, float_bytes: float | None) -> ReadModel:
+    """Likewise of the values of a config.json."""
+    with tempfile.TemporaryDirectory(prefix="wideep_size_") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(values)))
+        return _read(Path(folder), float_bytes, None, str(values.get("model_type")))
+
+
+def _read(directory: Path, float_bytes: float | None, max_model_len: int | None, name: str) -> ReadModel:
+    config = read_config(directory)
+    check_is_moe(config, Path(name))
+    check_quantisation(config, Path(name), asked=None)
+    skeleton = Skeleton(directory)
+    plain_bytes = float_bytes or _plain_bytes(config)
+    costs = _costs(skeleton, config, plain_bytes)
+    has_files = any(directory.glob("*.safetensors"))
+    if has_files:
+        weights = weight_bytes(directory, config, float_bytes)
+    else:
+        weights = WeightBytes(costs.shared_bytes, costs.all_experts_bytes, costs.num_expert_layers)
+    text = skeleton.model.config.get_text_config(decoder=True)
+    heads = _Heads.of(config)
+    return ReadModel(
+        name=name,
+        config=config,
+        costs=costs,
+        weights=weights,
+        has_files=has_files,
+        shapes=tuple(skeleton.cache_shapes),
+        longest=model_length(text, max_model_len),
+        heads=heads.count,
+        value_dim=heads.latent or heads.value_dim,
+    )
+
+
+def _plain_bytes(config: Mapping[str, Any]) -> int:
+    """What a number of a checkpoint takes on a CPU: bfloat16 stays, all else is float32."""
+    dtype = field_of(dict(config), "dtype") or field_of(dict(config), "torch_dtype") or "bfloat16"
+    return 2 if dtype == "bfloat16" else 4
+
+
+class _Heads(NamedTuple):
+    """Of attention, by the configuration; 0 where it does not say."""
+
+    count: int
+    latent: int
+    unrotated_dim: int
+    rotary_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "_Heads":
+        def most(name: str) -> int:
+            return largest(field_of(dict(config), name))
+
+        count = max(1, most("num_attention_heads"))
+        value_dim = max(most("v_head_dim"), most("head_dim")) or most("hidden_size") // count
+        return cls(count, most("kv_lora_rank"), most("qk_nope_head_dim"), most("qk_rope_head_dim"), value_dim)
+
+
+class _Storage:
+    """What a weight takes, by the name of its module and its shape."""
+
+    def __init__(
+        self, quantisation: Quantisation | None, config: Mapping[str, Any], plain_bytes: float
+    ) -> None:
+        self._found, self._plain_bytes = quantisation, plain_bytes
+        given = field_of(dict(config), "quantization_config") or {}
+        self._left_out = [str(each) for name in _PLAIN_FIELDS for each in given.get(name) or ()]
+        self.plain_kind = "bfloat16" if plain_bytes == 2 else "float32"
+
+    def format_of(self, module: str, *, is_expert: bool) -> WeightFormat | None:
+        """How a weight is quantised; None: it is not."""
+        if self._found is None or (self._found.method == "mxfp4" and not is_expert):
+            return None
+        if self._found.leaves_plain(module) or self._is_left_out(module):
+            return None
+        return self._found.formats[-1 if is_expert else 0]
+
+    def num_bytes(self, shape: tuple[int, ...], stored: WeightFormat | None) -> int:
+        """Of a weight of [..., outputs, inputs], scales included."""
+        if stored is None:
+            return int(prod(shape) * self._plain_bytes)
+        *outer, rows, inputs = shape
+        blocks = ceil(inputs / stored.block) if stored.block else 1
+        blocks_of_rows = ceil(rows / stored.block_rows) if stored.block_rows else 1
+        scales = prod(outer) * blocks_of_rows * blocks * _SCALE_BYTES[stored.name]
+        zeros = prod(outer) * rows * blocks / 2 if stored.has_zeros else 0
+        return int(prod(shape) * _CODE_BITS[stored.name] / 8 + scales + zeros)
+
+    def kind(self, stored: WeightFormat | None) -> str:
+        """The name of how numbers are stored."""
+        return self.plain_kind if stored is None else stored.name
+
+    def _is_left_out(self, module: str) -> bool:
+        for pattern in self._left_out:
+            if pattern.startswith("re:"):
+                if re.match(pattern.removeprefix("re:"), module):
+                    return True
+            elif fnmatch.fnmatch(module, pattern) or module.endswith(f".{pattern}"):
+                return True
+        return False
+
+
+class _Part(NamedTuple):
+    """What some modules have."""
+
+    weights: int = 0
+    num_bytes: int = 0
+    features: int = 0
+    kind: str = ""
+
+    def plus(self, other: "_Part") -> "_Part":
+        return _Part(
+            self.weights + other.weights,
+            self.num_bytes + other.num_bytes,
+            self.features + other.features,
+            other.kind or self.kind,
+        )
+
+
+def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) -> ModelCosts:
+    model = skeleton.model
+    storage = _Storage(skeleton.quantisation, config, plain_bytes)
+    layers = list(getattr(model.get_decoder().base_model, "layers", ()))
+    names = {id(module): name for name, module in model.named_modules()}
+    heads, top_k = _Heads.of(config), _top_k(config)
+    counted: dict[LayerCosts, int] = {}
+    own_kind = expert_kind = storage.plain_kind
+    in_layers = 0
+    for index, layer in enumerate(layers):
+        own, expert, num_experts = _parts(layer, names[id(layer)], storage)
+        own_kind, expert_kind = own.kind or own_kind, expert.kind or expert_kind
+        in_layers += own.num_bytes
+        costs = LayerCosts(
+            own_weights=own.weights,
+            own_bytes=own.num_bytes,
+            own_features=own.features,
+            num_experts=num_experts,
+            top_k=top_k if num_experts else 0,
+            expert_weights=expert.weights,
+            expert_bytes=expert.num_bytes,
+            expert_features=expert.features,
+            **_context_costs(skeleton.cache_shapes, index, heads, config),
+        )
+        counted[costs] = counted.get(costs, 0) + 1
+    head = tuple(model.get_output_embeddings().weight.shape)
+    outside = _outside_bytes(model, [names[id(layer)] for layer in layers], storage)
+    return ModelCosts(
+        name=str(config.get("model_type")),
+        hidden_dim=int(head[1]),
+        layers=tuple(Layers(count, each) for each, count in counted.items()),
+        own_kind=own_kind,
+        expert_kind=expert_kind,
+        head_weights=prod(head),
+        head_bytes=storage.num_bytes(head, None),
+        shared_bytes=in_layers + outside,
+    )
+
+
+def _top_k(config: Mapping[str, Any]) -> int:
+    return max((largest(field_of(dict(config), name)) for name in _TOP_K_FIELDS), default=0) or 1
+
+
+def _parts(layer: nn.Module, name: str, storage: _Storage) -> tuple[_Part, _Part, int]:
+    """A layer's own part, one of its experts, and how many of these it has."""
+    own, expert, num_experts = _Part(), _Part(), 0
+    for path, module in layer.named_modules():
+        full = f"{name}.{path}" if path else name
+        if hasattr(module, "is_concatenated"):
+            num_experts = int(module.num_experts)
+            expert = _expert(module, full, storage)
+            continue
+        for leaf, tensor in _tensors(module):
+            own = own.plus(_own(full, leaf, tuple(tensor.shape), storage, is_linear=_is_linear(module)))
+    return own, expert, num_experts
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from module.named_parameters(recurse=False)
+    kept = module.state_dict(keep_vars=True)
+    yield from ((leaf, tensor) for leaf, tensor in module.named_buffers(recurse=False) if leaf in kept)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _own(module: str, leaf: str, shape: tuple[int, ...], storage: _Storage, *, is_linear: bool) -> _Part:
+    if leaf != "weight" or len(shape) != 2:
+        return _Part(num_bytes=storage.num_bytes(shape, None))
+    stored = storage.format_of(module, is_expert=False) if is_linear else None
+    return _Part(
+        prod(shape), storage.num_bytes(shape, stored), sum(shape), storage.kind(stored) if stored else ""
+    )
+
+
+def _expert(module: Any, name: str, storage: _Storage) -> _Part:
+    """One expert of an experts module, biases included; what all share beside them counts as nothing."""
+    part, count = _Part(), int(module.num_experts)
+    stored = storage.format_of(f"{name}.0.{leaves(module)[0].removeprefix('gate_')}", is_expert=True)
+    for leaf in leaves(module):
+        shape = tuple(getattr(module, leaf).shape)[1:]
+        outputs_inputs = shape[::-1] if module.is_transposed else shape
+        part = part.plus(
+            _Part(prod(shape), storage.num_bytes(outputs_inputs, stored), sum(shape), storage.kind(stored))
+        )
+        if module.has_bias:
+            bias = getattr(module, f"{leaf}_bias")
+            part = part.plus(_Part(num_bytes=storage.num_bytes((bias.numel() // count,), None)))
+    return part
+
+
+def _context_costs(
+    shapes: list[LayerShape], index: int, heads: _Heads, config: Mapping[str, Any]
+) -> dict[str, int]:
+    """What attention of a layer costs per row and token of context, and a recurrence per sequence."""
+    shape = shapes[index]
+    state_bytes = shape.state.num_bytes if shape.state else 0
+    read = shape if shape.source is None else shapes[shape.source]
+    topk = largest(field_of(dict(config), "index_topk")) if read.index_dim else 0
+    numbers = read.num_kv_heads * (read.key_dim + read.value_dim)
+    decode = 2 * heads.count * (read.key_dim + (heads.latent if read.latent else read.value_dim))
+    expanded = 2 * heads.count * (heads.unrotated_dim + heads.rotary_dim + heads.value_dim)
+    return {
+        "attended_flops": decode if numbers else 0,
+        "prefill_flops": (expanded if read.latent else decode) if numbers else 0,
+        "cached_numbers": numbers,
+        "kv_heads": read.num_kv_heads,
+        "index_numbers": read.index_dim,
+        "reach": shape.window or shape.chunk or topk,
+        "state_bytes": state_bytes,
+    }
+
+
+def _outside_bytes(model: nn.Module, layers: list[str], storage: _Storage) -> int:
+    """What embeddings, the last norm and the output projection take; a tied one is there once."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return sum(
+        storage.num_bytes(tuple(tensor.shape), None)
+        for name, tensor in model.state_dict().items()
+        if name not in tied and not any(name.startswith(f"{layer}.") for layer in layers)
+    )
