@@ -7,9 +7,11 @@ Preble's (arXiv 2407.00023). Rejected: strict least-loaded with affinity only on
 a conversation's prefix; consistent hashing, which ignores load.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 PREFIX_CHUNK_TOKENS = 64  # granularity of the prefix memory; a few blocks
 MAX_PREFIX_CHUNKS = 1 << 16  # remembered over all ranks: 4 Mi tokens, some 20 MB
@@ -30,43 +32,51 @@ class Router:
 
     def __init__(self, num_ranks: int) -> None:
         assert num_ranks >= 1, "a service has at least one rank"
-        self._outstanding = [0] * num_ranks
-        self._num_admitted = [0] * num_ranks
-        self._available = set(range(num_ranks))
+        self._outstanding = np.zeros(num_ranks, dtype=np.int64)
+        self._num_admitted = np.zeros(num_ranks, dtype=np.int64)
+        self._is_available = np.ones(num_ranks, dtype=bool)
         self._loads: dict[str, _Load] = {}
         self._holders: OrderedDict[int, set[int]] = OrderedDict()  # chain hash of a prefix -> ranks
 
     @property
     def outstanding_tokens(self) -> tuple[int, ...]:
         """Tokens each rank still has to run, as far as the front knows."""
-        return tuple(self._outstanding)
+        return tuple(self._outstanding.tolist())
 
     @property
     def has_ranks(self) -> bool:
         """Whether there is any rank to pick."""
-        return bool(self._available)
+        return bool(self._is_available.any())
 
     def enter(self, rank: int) -> None:
         """Let a rank be picked."""
-        self._available.add(rank)
+        self._is_available[rank] = True
 
     def leave(self, rank: int) -> None:
         """Pick a rank no more, and forget what it held."""
-        self._available.discard(rank)
+        self._is_available[rank] = False
         self._num_admitted[rank] = 0
         for holders in self._holders.values():
             holders.discard(rank)
 
-    def pick(self, prompt_ids: Sequence[int]) -> int:
+    def pick(self, prompt_ids: Sequence[int], untold: np.ndarray | None = None) -> int:
         """Return the rank that would reach this prompt's first token after the fewest tokens; there must be one.
 
         Ties go to the rank that was given the fewest requests so far, then to the lowest number.
+
+        Args:
+            prompt_ids: of the request.
+            untold: [ranks] tokens that ranks have delivered and `progress` was not told of yet; None: there are none.
         """
-        held = self._held_tokens(prompt_ids)
-        return min(
-            self._available,
-            key=lambda rank: (self._outstanding[rank] - held[rank], self._num_admitted[rank], rank),
-        )
+        left = self._outstanding if untold is None else self._outstanding - untold
+        if held := self._held_tokens(prompt_ids):
+            left = left.copy()
+            for rank, num_tokens in held.items():
+                left[rank] -= num_tokens
+        ranks = np.flatnonzero(self._is_available)
+        left = left[ranks]
+        ranks = ranks[left == left.min()]
+        return int(ranks[self._num_admitted[ranks].argmin()])
 
     def admit(self, request_id: str, rank: int, prompt_ids: Sequence[int], max_tokens: int) -> None:
         """Charge `rank` with a request."""
@@ -93,16 +103,20 @@ class Router:
         if load is not None:
             self._outstanding[load.rank] -= load.prompt_tokens + load.output_tokens
 
-    def _held_tokens(self, prompt_ids: Sequence[int]) -> Counter[int]:
-        """Count, per rank, the tokens of the prompt's longest prefix that it has seen."""
-        held: Counter[int] = Counter()
-        still = set(range(len(self._outstanding)))
+    def _held_tokens(self, prompt_ids: Sequence[int]) -> dict[int, int]:
+        """Count the tokens of the prompt's longest prefix that a rank has seen, for ranks that have seen any."""
+        held: dict[int, int] = {}
+        still: set[int] | None = None
+        num_tokens = 0
         for chunk in _chain(prompt_ids):
-            still &= self._holders.get(chunk, set())
+            holders = self._holders.get(chunk, set())
+            for rank in still - holders if still else ():
+                held[rank] = num_tokens
+            still = set(holders) if still is None else still & holders
             if not still:
                 break
-            held.update(dict.fromkeys(still, PREFIX_CHUNK_TOKENS))
-        return held
+            num_tokens += PREFIX_CHUNK_TOKENS
+        return held | dict.fromkeys(still or (), num_tokens)
 
     def _remember(self, prompt_ids: Sequence[int], rank: int) -> None:
         for chunk in _chain(prompt_ids):
