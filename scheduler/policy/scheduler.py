@@ -300,6 +300,52 @@ class Scheduler:
                 self._tables.vacate(sequence)
         return outputs
 
+    @property
+    def num_plain_steps(self) -> int:
+        """How many steps from now on give every running sequence a token and do nothing else, unless a request is added
+        or aborted or a stop token comes; the last of them may end sequences. 0: the next one may do more.
+
+        Requests that wait go on waiting in them: no seat is free, or too few blocks. For `skip`.
+        """
+        running, waiting = self._roster.running, self._roster.waiting
+        may_do_more = self._in_flight or self._refused or self._deadlines or self._tables.leaving
+        is_plain_model = self._drafter is None and self._rotary_limit is None and not self._tables.has_states
+        if may_do_more or not is_plain_model or not running:
+            return 0
+        if any(sequence.is_prefilling or sequence.matcher is not None for sequence in running):
+            return 0
+        has_seat = len(running) < self._max_num_seqs
+        if waiting and has_seat and not self._tables.lacks_blocks(waiting[0], len(running)):
+            return 0
+        most = min(sequence.num_left(self._max_model_len) for sequence in running)
+        return self._tables.num_plannable_steps(running, most)
+
+    def skip(self, num_steps: int) -> list[RequestOutput]:
+        """Do what `schedule` and `commit` do in so many steps, each of which samples every sequence's newest token again.
+
+        What comes of it is the same but for the numbers of blocks. It takes time by the sequences and not by the steps.
+
+        Args:
+            num_steps: at most `num_plain_steps`.
+
+        Returns: of the sequences that ended, all that they gained.
+        """
+        running = list(self._roster.running)
+        for sequence in running:
+            sequence.token_ids += [sequence.token_ids[-1]] * num_steps
+            self._tables.plan(sequence, num_steps)
+        outputs = []
+        for sequence in running:
+            sequence.num_in_flight -= 1
+            self._tables.advance(sequence, sequence.num_computed, sequence.num_planned)
+            reason = sequence.finish_reason(self._max_model_len)
+            if reason is not None:
+                gained: list[tuple[int, Logprobs | None]] = [
+                    (token_id, None) for token_id in sequence.token_ids[-num_steps:]
+                ]
+                outputs.append(self._deliver(sequence, gained, reason, 0))
+        return outputs
+
     def _take(self, item: Scheduled, drawn: list[tuple[int, Logprobs | None]]) -> list[RequestOutput]:
         """Give a sequence what its item sampled, as far as it counts; returns what to deliver."""
         sequence, end, taken, reason = item.sequence, item.end, 0, None

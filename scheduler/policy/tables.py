@@ -7,6 +7,9 @@ sequences ever write one block.
 Knows nothing of budgets and order; `scheduler.policy.scheduler` decides who runs.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence as Series
+
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePiece, StatePool
 from scheduler.policy.sequence import Sequence
@@ -65,10 +68,7 @@ class BlockTables:
         """The cached blocks that a sequence begins with, and its state slots; None: what it wants besides is not free."""
         pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
         if self._states is None:
-            # Cached blocks that nobody holds are free ones, whether they are shared or taken, and looking for them costs
-            # time by the prompt's length: only those that others hold help a sequence in, and these are remembered.
-            num_held = pool.count_held(token_ids, num_shareable, sequence.held_keys, root)
-            is_short = num_wanted > pool.num_free + num_held
+            is_short = self._is_short(sequence, num_shareable, num_wanted)
             return None if is_short else pool.match(token_ids[:num_shareable], root)
         matched = pool.match(token_ids[:num_shareable], root)
         beginning = self._states.find(matched)
@@ -79,6 +79,41 @@ class BlockTables:
             sequence, beginning, num_matched=len(matched), num_shareable=num_shareable
         )
         return matched[: beginning.num_blocks] if is_seated else None
+
+    def _is_short(self, sequence: Sequence, num_shareable: int, num_wanted: int) -> bool:
+        """Whether too few blocks are free, beside cached ones that a sequence begins with.
+
+        Cached blocks that nobody holds are free ones, whether they are shared or taken, and looking for them costs time by
+        the prompt's length: only those that others hold help a sequence in, and these are remembered.
+        """
+        pool = self._pool
+        num_held = pool.count_held(sequence.token_ids, num_shareable, sequence.held_keys, sequence.root_key)
+        return num_wanted > pool.num_free + num_held
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model keeps states."""
+        return self._states is not None
+
+    def lacks_blocks(self, sequence: Sequence, num_spare_blocks: int) -> bool:
+        """Whether `seat` would refuse a waiting sequence; of models that keep no states."""
+        assert self._states is None, "looking for states takes them"
+        num_shareable = _num_shareable(sequence) if self._enable_prefix_caching else 0
+        num_wanted = self._pool.blocks_for(len(sequence.token_ids)) + num_spare_blocks
+        return self._is_short(sequence, num_shareable, num_wanted)
+
+    def num_plannable_steps(self, sequences: Series[Sequence], most: int) -> int:
+        """How many steps of one token of each there are blocks for, up to `most`."""
+        num_free = self._pool.num_free
+
+        def fits(num_steps: int) -> bool:
+            ends = ((sequence, sequence.num_planned + num_steps) for sequence in sequences)
+            missing = (self._pool.blocks_for(end) - len(sequence.block_ids) for sequence, end in ends)
+            return sum(max(0, count) for count in missing) <= num_free
+
+        if fits(most):
+            return most
+        return bisect_left(range(most), True, key=lambda num_steps: not fits(num_steps)) - 1
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether another step of the sequence may be planned: not while steps in flight have all its states."""

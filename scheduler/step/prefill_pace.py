@@ -60,11 +60,12 @@ class _Line:
 
     def add(self, x: float, y: float) -> None:
         """Take a measurement in."""
-        sums = (self._weight, self._x, self._y, self._xx, self._xy)
         kept = 1 - _STEP_WEIGHT
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            kept * total + value for total, value in zip(sums, (1.0, x, y, x * x, x * y), strict=True)
-        )
+        self._weight = kept * self._weight + 1.0
+        self._x = kept * self._x + x
+        self._y = kept * self._y + y
+        self._xx = kept * self._xx + x * x
+        self._xy = kept * self._xy + x * y
 
     def at(self, x: float) -> float:
         """The line's value, which never falls; 0 where nothing is known."""
