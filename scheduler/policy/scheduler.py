@@ -15,7 +15,8 @@ from kvcache.blocks import BlockPool
 from kvcache.states import StatePiece, StatePool
 from scheduler.policy.limits import check_limits, why_unservable
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
-from scheduler.policy.sequence import Roster, Sequence, SequenceStatus, StructureMatcher
+from scheduler.policy.roster import Roster
+from scheduler.policy.sequence import Sequence, SequenceStatus, StructureMatcher
 from scheduler.policy.tables import BlockTables
 
 
