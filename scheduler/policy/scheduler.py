@@ -1,7 +1,7 @@
 """Continuous batching over one rank's blocks: what each step runs, and what becomes of what it has sampled.
 
-Decodes come first, in every step; prompts take what is left, in chunks, in order of arrival. Who runs is preempted, the latest
-first, when blocks run out. A step may try several tokens of a request (drafts): as many of them are kept as plain decoding would
+Decodes come first, in every step; prompts take what is left, in chunks, in the roster's order. Who runs is preempted, the least
+urgent first, when blocks run out. A step may try several tokens of a request (drafts): as many of them are kept as plain decoding would
 have sampled. Knows no torch and no model; a batch may be planned while others are in flight.
 """
 
@@ -48,7 +48,7 @@ class Scheduled(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step's work: decodes first, then prefills, each in order of arrival."""
+    """One step's work: decodes first, then prefills, the most urgent first."""
 
     items: list[Scheduled]
     num_tokens: int
@@ -375,7 +375,7 @@ class Scheduler:
         """Plan a token of every sequence that can go on, and drafts behind some, `most` tokens together."""
         items = []
         self._send_back_grown()
-        running = list(self._roster.running)  # a copy: preemption takes from the list's end
+        running = self._roster.by_urgency()  # preemption takes from the end: never what this step has planned
         room = most - len(running)
         for sequence, limit in zip(running, self._draft_limits(running), strict=True):
             if (
@@ -423,7 +423,7 @@ class Scheduler:
         return limit is not None and not sequence.is_long and sequence.num_planned >= limit
 
     def _plan_prefills(self, budget: int) -> list[Scheduled]:
-        """Plan the next chunk of a half-done prompt. It is the latest arrival, so it takes blocks from nobody:
+        """Plan the next chunk of a half-done prompt. It has begun last, and takes blocks from nobody:
         those before it are decodes, which go on and end."""
         latest = self._roster.running[-1:]
         return [
@@ -444,7 +444,7 @@ class Scheduler:
         items: list[Scheduled] = []
         running, waiting = self._roster.running, self._roster.waiting
         while waiting and budget > 0 and len(running) < self._max_num_seqs:
-            sequence = waiting[0]
+            sequence = waiting.head
             if self._rotary_limit is not None and not sequence.num_in_flight:
                 sequence.is_long = len(sequence.token_ids) > self._rotary_limit
             if sequence.num_in_flight or not self._tables.seat(sequence, len(running)):
@@ -476,7 +476,7 @@ class Scheduler:
         return Scheduled(sequence, start, num_tokens, samples, pieces, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt the latest arrivals until a decode has its block; False when its turn must wait."""
+        """Preempt the least urgent until a decode has its block; False when its turn must wait."""
         while self._tables.num_plannable(sequence) == 0:
             if self._tables.leaving:  # blocks come back at the next commit
                 return False

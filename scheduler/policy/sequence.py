@@ -107,6 +107,7 @@ class Sequence:
     request: Request
     token_ids: list[int]  # prompt, replayed, generated; grows at commit only
     num_prompt_tokens: int
+    number: int = 0  # in order of arrival at the rank
     block_ids: list[int] = field(default_factory=list)  # only grows while num_admissions stays the same
     states: SequenceStates = field(default_factory=SequenceStates)
     held_keys: list[bytes] = field(default_factory=list)  # `BlockPool.count_held`'s, while it waits

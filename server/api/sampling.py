@@ -31,7 +31,6 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "watermarking": (),
     "thinking_token_budget": (-1,),
-    "priority": (),
     "stream_interval": (1,),
     "guided_whitespace_pattern": (),
     "cache_salt": (),
@@ -109,6 +108,7 @@ def asks_for(
         ApiError: 400, naming the field.
     """
     n = body.n or 1
+    _check_priority(body, model)
     if len(prompts) * n > MAX_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices.", "n")
     stops = _stops(body)
@@ -147,6 +147,7 @@ def asks_for(
                 prompt_ids=tuple(prompt_ids),
                 params=replace(shared, max_tokens=room, seed=(seed + choice) % 2**64),
                 arrival_s=0.0,
+                priority=body.priority or 0,
             )
             asks.append(_ask(body, model, request, stops))
     return asks
@@ -156,6 +157,16 @@ def count_of(num_top: int, model: ServedModel) -> int:
     """Return how many log-probabilities a number that a client sent stands for."""
     vocab_size = model.tokenizer.vocab_size
     return vocab_size if num_top == ALL else min(num_top, vocab_size)
+
+
+def _check_priority(body: SamplingFields, model: ServedModel) -> None:
+    """Refuse a wish for another place in the queue where there is none, as vLLM does."""
+    if body.priority and not model.has_priorities:
+        raise bad_request(
+            f"priority is {body.priority}, but this server runs requests in order of arrival (--scheduling-policy fcfs): "
+            "leave it out, or start the server with --scheduling-policy priority.",
+            "priority",
+        )
 
 
 def _check_count(num_top: int | None, field: str, model: ServedModel) -> None:

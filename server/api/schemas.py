@@ -70,6 +70,7 @@ class SamplingFields(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0)
+    priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1)  # lower goes first; checked in sampling
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS, fail_fast=True)
     include_stop_str_in_output: bool | None = None

@@ -30,6 +30,7 @@ class ServedModel:
     max_logprobs: int | None = (
         None  # beside each token, ALL is no bound; None is the usual bound, or all of them
     )
+    has_priorities: bool = False  # requests may have one
     has_metrics: bool = False  # answers tell how long they took
     long_work: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_LONG_WORK)

@@ -37,6 +37,7 @@ from server.options.flag import (
 )
 
 DEMO_MODEL = "demo"
+FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill 30 s after they asked
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un has room for one more, a zero
 QUIET_PATHS = (  # asked every few seconds, by machines and by the dashboard
@@ -416,6 +417,11 @@ class Options:
     max_num_batched_tokens: int | None = flag(
         LIMITS, "--max-num-batched-tokens", read=tokens(16), metavar="TOKENS",
         default_text="512 on CPU, 8192 on a GPU", help="tokens a rank runs in one step, such as 8192 or 8K",
+    )  # fmt: skip
+    scheduling_policy: str = flag(
+        LIMITS, "--scheduling-policy", read=one_of(FCFS, PRIORITY), metavar="{fcfs,priority}", default=FCFS,
+        help="who begins first of those that wait at a rank: fcfs is who came first; priority is who has the lower number in "
+        "the field `priority`, then who came first (docs/scheduling.md)",
     )  # fmt: skip
     target_itl_ms: float | None = flag(
         LIMITS, "--target-itl-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS",

@@ -276,7 +276,6 @@ _STEPS = (
     ),
     *refused("say --target-itl-ms: the time between two tokens that steps with prompts keep to", switches="--long-prefill-token-threshold-adaptive"),
     *harmless("a request is admitted when its blocks fit", switches="--scheduler-reserve-full-isl"),
-    *harmless("requests run in order of arrival", fits=of("fcfs"), otherwise="requests run in order of arrival; leave it out", values="--scheduling-policy"),
     *harmless("every token is sent as it comes", fits=of(1), otherwise="every token is sent as it comes; leave it out", values="--stream-interval"),
     *harmless(
         "the kernels are chosen by the device", fits=of("auto"), otherwise=_KERNELS,
@@ -385,7 +384,7 @@ SAME_AS_VLLM = (
     "--shutdown-timeout --chat-template --tool-call-parser --reasoning-parser --enable-per-request-metrics "
     "--data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "
     "--gpu-memory-utilization --kv-cache-memory-bytes --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
-    "--max-num-batched-tokens --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
+    "--max-num-batched-tokens --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
     "--speculative-config -sc"
 )

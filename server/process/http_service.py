@@ -60,7 +60,7 @@ from server.http.observability.series import EVERY_S
 from server.http.observability.tracing import Traces
 from server.http.protocol import PunctualProtocol
 from server.link.ranks import Ranks
-from server.options.table import HttpOptions, Options
+from server.options.table import PRIORITY, HttpOptions, Options
 
 # What vLLM, too, takes from generation_config.json as defaults.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
@@ -273,6 +273,7 @@ def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Serve
         names=options.served_model_names,
         directory=options.model,
         has_metrics=options.per_request_metrics,
+        has_priorities=options.scheduling_policy == PRIORITY,
         tokenizer=tokenizer,
         sampling_defaults=_sampling_defaults(Path(options.model)),
         draw_seed=seeds_from(options.seed),

@@ -89,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience_s=st.one_of(st.none(), st.integers(1, 20)),
         stops=st.booleans(),
         num_prompt_logprobs=st.sampled_from([None, None, 0]),
+        priority=st.sampled_from([0, 0, 1, -1]),
     )
     def add(
         self,
@@ -101,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience_s: int | None,
         stops: bool,
         num_prompt_logprobs: int | None,
+        priority: int,
     ) -> None:
         prompt_ids = tuple([family] * num_shared + tail)
         request = Request(
@@ -114,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             arrival_s=self.now_s,
             deadline_s=None if patience_s is None else self.now_s + patience_s,
+            priority=priority,
         )
         if len(prompt_ids) < self.max_model_len:
             tokens, _ = serve_alone(request, self.max_model_len)

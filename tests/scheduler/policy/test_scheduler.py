@@ -313,7 +313,7 @@ def test_who_waits_starts_just_when_a_full_look_would_let_it() -> None:
             rank.scheduler.add(request_of(str(number), shared + tail, max_tokens=rng.randint(1, 16)))
         while rank.scheduler.has_work:
             waiting = rank.scheduler._roster.waiting
-            head = waiting[0] if waiting else None
+            head = waiting.head if waiting else None
             if head is not None and not rank.scheduler._in_flight:
                 tables, num_running = rank.scheduler._tables, len(rank.scheduler._roster.running)
                 fits, had = would_fit(rank.pool, head, num_running), list(head.block_ids)

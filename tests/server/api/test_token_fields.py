@@ -120,6 +120,16 @@ def test_what_asks_for_nothing_is_accepted(model: ServedModel) -> None:
     assert len(asked(model, n=3, best_of=3)) == 3
 
 
+def test_a_priority_goes_to_the_rank_where_the_service_has_them(model: ServedModel) -> None:
+    assert [each.priority for each in asked(replace(model, has_priorities=True), n=2, priority=-3)] == [
+        -3,
+        -3,
+    ]
+    with pytest.raises(ApiError, match="--scheduling-policy priority") as caught:
+        asked(model, priority=1)
+    assert (caught.value.status, caught.value.param) == (400, "priority")
+
+
 def test_n_choices_of_a_greedy_request_are_served(model: ServedModel) -> None:
     assert [request.params.temperature for request in asked(model, n=2, temperature=0)] == [0.0, 0.0]
 

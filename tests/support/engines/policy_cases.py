@@ -17,6 +17,7 @@ def request_of(
     deadline_s: float | None = None,
     stop_token_ids: tuple[int, ...] = (),
     min_tokens: int = 0,
+    priority: int = 0,
 ) -> Request:
     """A request; an int is a prompt of that many tokens, different for each id."""
     if isinstance(prompt, int):
@@ -29,6 +30,7 @@ def request_of(
         arrival_s=0.0,
         deadline_s=deadline_s,
         replayed_ids=replayed_ids,
+        priority=priority,
     )
 
 
