@@ -197,7 +197,7 @@ class _GenerationCheck:
             params=SamplingParams(max_tokens=1, temperature=0.0),
             arrival_s=0.0,
         )
-        answer = self._requests.open(request.request_id, [Ask(request=request)])
+        answer = self._requests.open(request.request_id, [Ask(request=request)], is_probe=True)
         try:
             async with asyncio.timeout(GENERATES_WITHIN_S):
                 while await answer.next():

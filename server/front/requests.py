@@ -16,6 +16,7 @@ from typing import Protocol
 from scheduler.policy.request import FinishReason, RequestOutput
 from server import errors
 from server.errors import ApiError
+from server.front.admission import Admission
 from server.front.detokenizer import Decoder
 from server.front.generations import Answer, Ask, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
@@ -70,12 +71,13 @@ class Requests:
         journal: Journal,
         metrics: RequestCounts,
         timeout_s: float,
+        admission: Admission | None = None,
         on_ask: Callable[[Ask], None] = lambda _ask: None,
         on_answer: Callable[[Answer], None] = lambda _answer: None,
         why_not_ready: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Args: timeout_s is each request's deadline, 0 is none; on_ask is told of every choice that is accepted,
-            on_answer of every client's request that is to be answered.
+        """Args: timeout_s is each request's deadline, 0 is none; admission bounds the open ones, None is no bound; on_ask
+            is told of every choice that is accepted, on_answer of every client's request that is to be answered.
 
         why_not_ready says why no request can be taken now, None if it can.
         """
@@ -85,6 +87,7 @@ class Requests:
         self._journal = journal
         self._metrics = metrics
         self._timeout_s = timeout_s
+        self._admission = admission or Admission(None)
         self._open: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
@@ -105,16 +108,26 @@ class Requests:
         """Accepted choices without an outcome."""
         return len(self._open)
 
-    def open(self, request_id: str, asks: Sequence[Ask]) -> Answer:
+    @property
+    def num_refused(self) -> int:
+        """Choices that were too many, since the start."""
+        return self._admission.num_refused
+
+    def open(self, request_id: str, asks: Sequence[Ask], *, is_probe: bool = False) -> Answer:
         """Accept a client's request: give every choice to a rank.
 
+        Args:
+            is_probe: it asks how the service is, and is taken however many are open.
+
         Raises:
-            ApiError: the service is ending or not ready.
+            ApiError: the service is ending, not ready, or full.
         """
         if self._closed is not None:
             raise self._closed
         if (reason := self._why_not_ready()) is not None:
             raise errors.not_ready(reason)
+        if self._admission.is_bounded and not is_probe:
+            self._check_room(len(asks))
         answer = Answer(request_id, self._close)
         self._on_answer(answer)
         try:
@@ -130,6 +143,12 @@ class Requests:
         self._num_answers += 1
         self._metrics.note_request(len(asks), max(ask.request.params.max_tokens for ask in asks))
         return answer
+
+    def _check_room(self, num_more: int) -> None:
+        num_waiting = sum(generation.first_token_s is None for generation in self._open.values())
+        self._admission.check(
+            num_more, num_open=len(self._open), num_waiting=num_waiting, now_s=time.monotonic()
+        )
 
     def deliver(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
         """Feed what a rank yielded. Requests that ended here first are passed over."""
@@ -247,6 +266,7 @@ class Requests:
         self._metrics.note_tokens(generation.rank, len(output.token_ids), None if is_first else gap_s)
         if is_first:
             generation.first_token_s = now_s
+            self._admission.note_begun(now_s)
             self._metrics.note_first_token(
                 generation.rank,
                 gap_s,

@@ -135,7 +135,8 @@ _STEPS = (
     alias("--mem-fraction-static", "--gpu-memory-utilization"),
     alias("--disable-radix-cache", "--no-enable-prefix-caching", takes="nothing"),
     alias("--disable-cuda-graph", "--enforce-eager", takes="nothing"),
-    *refused("it counts all ranks together; say --max-num-seqs, the requests that one rank runs at once", values="--max-running-requests --max-queued-requests --prefill-max-requests"),
+    *refused("it counts all ranks together; say --max-num-seqs, the requests that one rank runs at once", values="--max-running-requests --prefill-max-requests"),
+    *refused("it counts requests that wait; say --max-num-queued-reqs, which counts those that run too, over all ranks", values="--max-queued-requests"),
     *refused(
         "it counts all ranks together; say --max-num-batched-tokens, the tokens of one rank's step",
         values="--chunked-prefill-size --max-prefill-tokens",

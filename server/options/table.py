@@ -418,6 +418,10 @@ class Options:
         LIMITS, "--max-num-batched-tokens", read=tokens(16), metavar="TOKENS",
         default_text="512 on CPU, 8192 on a GPU", help="tokens a rank runs in one step, such as 8192 or 8K",
     )  # fmt: skip
+    max_num_queued_reqs: int | None = flag(
+        LIMITS, "--max-num-queued-reqs", read=whole(1), metavar="N", default_text="no bound",
+        help="choices of requests that may wait or run, all ranks together; one more is a 429 with Retry-After",
+    )  # fmt: skip
     scheduling_policy: str = flag(
         LIMITS, "--scheduling-policy", read=one_of(FCFS, PRIORITY), metavar="{fcfs,priority}", default=FCFS,
         help="who begins first of those that wait at a rank: fcfs is who came first; priority is who has the lower number in "

@@ -264,10 +264,7 @@ _STEPS = (
     *harmless("steps are always planned ahead", switches="--async-scheduling"),
     *refused("a step's tokens are bounded by --max-num-batched-tokens", values="--max-num-scheduled-tokens"),
     *refused("the requests that a rank runs at once are bounded by --max-num-seqs", values="--max-num-active-seqs"),
-    *refused(
-        "requests wait in line without a bound; --request-timeout ends those that wait too long",
-        values="--max-num-queued-reqs --max-num-queued-tokens",
-    ),
+    *refused("what may wait is bounded by --max-num-queued-reqs, in requests", values="--max-num-queued-tokens"),
     *harmless(
         "prompts share steps with decodes", fits=of(0, 1, 0.0, "0.0"), otherwise="say --target-itl-ms: the time between two tokens "
         "that steps with prompts keep to",
@@ -384,7 +381,7 @@ SAME_AS_VLLM = (
     "--shutdown-timeout --chat-template --tool-call-parser --reasoning-parser --enable-per-request-metrics "
     "--data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "
     "--gpu-memory-utilization --kv-cache-memory-bytes --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
-    "--max-num-batched-tokens --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
+    "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
     "--speculative-config -sc"
 )
@@ -399,4 +396,5 @@ DIFFERS_FROM_VLLM = {  # flags of the same name -> what is not the same
     "--max-model-len": "8k is 8,000 and 8K is 8,192, as in vLLM",
     "--max-num-batched-tokens": "counts one rank's step",
     "--enable-log-requests": "writes prompts whole",
+    "--max-num-queued-reqs": "one more is a 429 with Retry-After (vLLM's is a 503)",
 }

@@ -38,6 +38,7 @@ from server.experts.dashboard.routes import dashboard_routes
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.experts.routes import expert_load_routes, placement_routes
+from server.front.admission import Admission
 from server.front.generations import Ask
 from server.front.journal import Journal
 from server.front.membership import Epochs
@@ -106,6 +107,7 @@ class HttpService:
             journal=journal,
             metrics=metrics,
             timeout_s=options.request_timeout_s,
+            admission=Admission(options.max_num_queued_reqs),
             on_ask=RequestLog(tokenizer).note if options.log.requests else _ignore,
             on_answer=note_answer,
             why_not_ready=lambda: why_not_ready(epochs),

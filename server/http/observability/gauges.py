@@ -23,6 +23,10 @@ class OpenCount(Protocol):
     def num_open(self) -> int:
         """Choices without an outcome."""
 
+    @property
+    def num_refused(self) -> int:
+        """Choices that were too many, since the start."""
+
 
 class Loads(Protocol):
     """What is read of `server.front.router.Router`."""
@@ -46,6 +50,11 @@ class FrontMetrics(Collector):  # type: ignore[misc]
         """Yield the families."""
         yield GaugeMetricFamily(
             "wideep:front_open_choices", "Accepted choices without an outcome.", value=self._requests.num_open
+        )
+        yield CounterMetricFamily(
+            "wideep:refused_choices",
+            "Choices that were answered 429: too many were open.",
+            value=self._requests.num_refused,
         )
         yield GaugeMetricFamily("wideep:front_tasks", "Tasks of the front's event loop.", value=_num_tasks())
         tokens = GaugeMetricFamily(

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from scheduler.policy.request import FinishReason, Request
+from scheduler.policy.request import FinishReason, Request, SamplingParams
 from server.errors import ApiError
-from server.front.generations import Answer, ClientGone
+from server.front.generations import Answer, Ask, ClientGone
 from tests.support.requests.desk import Desk, in_loop
 
 
@@ -25,6 +25,23 @@ async def test_an_answer_ends_when_every_choice_has() -> None:
     answer.close()
     assert desk.reasons() == [FinishReason.LENGTH, FinishReason.STOP]
     assert desk.ranks.aborted == []
+
+
+@in_loop
+async def test_one_more_than_may_be_open_is_refused_until_one_has_ended_but_a_probe_is_not() -> None:
+    desk = Desk(most_open=2)
+    desk.open("a", "b")
+    with pytest.raises(ApiError) as caught:
+        desk.open("c")
+    assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "30")
+    probe = Request(request_id="p", prompt_ids=(65,), params=SamplingParams(max_tokens=1), arrival_s=0.0)
+    desk.requests.open("probe", [Ask(request=probe)], is_probe=True)
+    desk.deliver("a", "x", FinishReason.STOP)
+    desk.deliver("p", "x", FinishReason.LENGTH)
+    desk.open("d")
+    for name in "bd":
+        desk.deliver(name, "x", FinishReason.STOP)
+    assert len(desk.reasons()) == 4 and desk.requests.num_refused == 1
 
 
 @in_loop

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
+from server.front.admission import Admission
 from server.front.generations import Answer, Ask
 from server.front.journal import Journal
 from server.front.requests import Requests
@@ -30,7 +31,7 @@ class StubRanks:
 class Desk:
     """`Requests` with everything around it within reach."""
 
-    def __init__(self, timeout_s: float = 0.0) -> None:
+    def __init__(self, timeout_s: float = 0.0, *, most_open: int | None = None) -> None:
         self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(2)
         self.metrics = Metrics("m", 2)
         self.why_not_ready: str | None = None
@@ -41,6 +42,7 @@ class Desk:
             journal=self.journal,
             metrics=self.metrics,
             timeout_s=timeout_s,
+            admission=Admission(most_open),
             why_not_ready=lambda: self.why_not_ready,
         )
 

@@ -1,0 +1,53 @@
+"""How many may be open, and when one that is refused should come back."""
+
+import pytest
+
+from server.errors import ApiError
+from server.front.admission import MOST_S, WINDOW_S, Admission
+
+
+def refusal_of(
+    admission: Admission, num_more: int = 1, *, num_open: int, num_waiting: int = 0, now_s: float = 0.0
+) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        admission.check(num_more, num_open=num_open, num_waiting=num_waiting, now_s=now_s)
+    return caught.value
+
+
+def test_as_many_as_are_allowed_are_taken_and_one_more_is_told_to_come_back() -> None:
+    admission = Admission(3)
+    for num_open in range(3):
+        admission.check(1, num_open=num_open, num_waiting=num_open, now_s=0.0)
+    refused = refusal_of(admission, num_open=3)
+    assert refused.status == 429 and "3 (--max-num-queued-reqs)" in refused.message
+    admission.check(1, num_open=2, num_waiting=0, now_s=0.0)
+    assert refusal_of(admission, 2, num_open=2).status == 429, "every choice takes a place"
+    assert admission.num_refused == 3
+
+
+def test_a_request_that_would_be_refused_every_time_is_not_told_to_come_back() -> None:
+    refused = refusal_of(Admission(3), 4, num_open=0)
+    assert refused.status == 400 and "Retry-After" not in refused.headers
+
+
+def test_the_time_to_come_back_follows_the_measured_pace() -> None:
+    admission = Admission(1)
+    for number in range(60):  # two a second
+        admission.note_begun(number / 2)
+    refused = refusal_of(admission, num_open=1, num_waiting=13, now_s=WINDOW_S - 0.5)
+    assert refused.headers["Retry-After"] == "7"
+    assert refusal_of(admission, num_open=1, num_waiting=0, now_s=29.5).headers["Retry-After"] == "1"
+    assert refusal_of(admission, num_open=1, num_waiting=9999, now_s=29.5).headers["Retry-After"] == str(
+        MOST_S
+    )
+
+
+def test_where_nothing_begins_any_more_it_is_a_whole_window() -> None:
+    admission = Admission(1)
+    admission.note_begun(0.0)
+    refused = refusal_of(admission, num_open=1, num_waiting=1, now_s=WINDOW_S)
+    assert refused.headers["Retry-After"] == "30"
+
+
+def test_without_a_bound_everything_is_taken() -> None:
+    Admission(None).check(1000, num_open=10**6, num_waiting=10**6, now_s=0.0)
