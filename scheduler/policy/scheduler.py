@@ -316,7 +316,7 @@ class Scheduler:
         if any(sequence.is_prefilling or sequence.matcher is not None for sequence in running):
             return 0
         has_seat = len(running) < self._max_num_seqs
-        if waiting and has_seat and not self._tables.lacks_blocks(waiting[0], len(running)):
+        if waiting and has_seat and not self._tables.lacks_blocks(waiting.head, len(running)):
             return 0
         most = min(sequence.num_left(self._max_model_len) for sequence in running)
         return self._tables.num_plannable_steps(running, most)

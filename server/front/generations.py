@@ -9,10 +9,20 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from server.errors import ApiError
 from server.front.detokenizer import Decoder, Detokenizer, StopScreen
+
+
+class Asker(NamedTuple):
+    """Who asks, as far as it matters for who goes where."""
+
+    session: str = ""  # requests of one go to one rank, where that can take them; "": it is part of none
+
+
+NOBODY = Asker()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +62,7 @@ class Generation:
         self.ask = ask
         self.index = index
         self.rank = rank
+        self.session = ""  # see `Asker`
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens = 0

@@ -18,7 +18,7 @@ from server import errors
 from server.errors import ApiError
 from server.front.admission import Admission
 from server.front.detokenizer import Decoder
-from server.front.generations import Answer, Ask, Generation
+from server.front.generations import NOBODY, Answer, Ask, Asker, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
 from server.front.router import Router
 from server.front.timing import Timing, timing_of
@@ -75,11 +75,12 @@ class Requests:
         on_ask: Callable[[Ask], None] = lambda _ask: None,
         on_answer: Callable[[Answer], None] = lambda _answer: None,
         why_not_ready: Callable[[], str | None] = lambda: None,
+        who_asks: Callable[[], Asker] = lambda: NOBODY,
     ) -> None:
         """Args: timeout_s is each request's deadline, 0 is none; admission bounds the open ones, None is no bound; on_ask
             is told of every choice that is accepted, on_answer of every client's request that is to be answered.
 
-        why_not_ready says why no request can be taken now, None if it can.
+        why_not_ready says why no request can be taken now, None if it can; who_asks says for whom `open` is called.
         """
         self._decoder = decoder
         self._ranks = ranks
@@ -93,6 +94,7 @@ class Requests:
         self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
+        self._who_asks = who_asks
         self._closed: ApiError | None = None
         self._num_answers = 0
         self._is_empty = asyncio.Event()
@@ -120,8 +122,9 @@ class Requests:
             is_probe: it asks how the service is, and is taken however many are open.
 
         Raises:
-            ApiError: the service is ending, not ready, or full.
+            ApiError: the service is ending, not ready, or full; who asks says so in a way that cannot be read.
         """
+        asker = self._who_asks()
         if self._closed is not None:
             raise self._closed
         if (reason := self._why_not_ready()) is not None:
@@ -134,7 +137,7 @@ class Requests:
             for ask in asks:
                 if self._closed is not None:  # the service ended while a rank was given a choice
                     raise self._closed
-                self._start(answer, ask)
+                self._start(answer, ask, asker)
         except BaseException:  # nobody will read the choices before it
             for generation in answer.generations:
                 if generation.ask.request.request_id in self._open:
@@ -202,13 +205,14 @@ class Requests:
         for generation in list(self._open.values()):
             self._abort(generation, FinishReason.ERROR, failure)
 
-    def _start(self, answer: Answer, ask: Ask) -> None:
+    def _start(self, answer: Answer, ask: Ask, asker: Asker) -> None:
         now_s = time.monotonic()
         deadline_s = now_s + self._timeout_s if self._timeout_s else None
         request = replace(ask.request, arrival_s=now_s, deadline_s=deadline_s)
         self._on_ask(ask)
         self._journal.accept(request, _NO_RANK_YET, now_s=now_s)
         generation = answer.add(replace(ask, request=request), _NO_RANK_YET, self._decoder)
+        generation.session = asker.session
         self._open[request.request_id] = generation
         self._is_empty.clear()
         if deadline_s is not None:
@@ -229,11 +233,11 @@ class Requests:
             return
         request = self._journal.request_so_far(request_id)
         token_ids = [*request.prompt_ids, *request.replayed_ids]
-        rank = self._router.pick(token_ids)
+        rank = self._router.pick(token_ids, generation.session)
         self._journal.move(request_id, rank)
         generation.move(rank, now_s)
         num_more = max(0, params.max_tokens - len(request.replayed_ids))
-        self._router.admit(request_id, rank, token_ids, num_more)
+        self._router.admit(request_id, rank, token_ids, num_more, generation.session)
         self._ranks.submit(rank, request, now_s=now_s)
 
     def _feed_alone(self, generation: Generation, output: RequestOutput, now_s: float) -> None:

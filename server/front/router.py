@@ -2,7 +2,8 @@
 
 That work is the rank's outstanding tokens plus the part of the prompt it does not hold already, so with equal load
 the longest known prefix decides, and a long prefix is worth a short queue. A pure value machine: no IO, no clock,
-tested alone. The idea of weighing cached prefix against load in tokens is Mooncake's (arXiv 2407.00079) and
+tested alone. Requests of one session go where its last one went, while that rank serves and has not much more to do than
+the others: then its prefix is there even where a new turn rewrites the old ones. The idea of weighing cached prefix against load in tokens is Mooncake's (arXiv 2407.00079) and
 Preble's (arXiv 2407.00023). Rejected: strict least-loaded with affinity only on ties, which under load never reuses
 a conversation's prefix; consistent hashing, which ignores load.
 """
@@ -15,6 +16,9 @@ import numpy as np
 
 PREFIX_CHUNK_TOKENS = 64  # granularity of the prefix memory; a few blocks
 MAX_PREFIX_CHUNKS = 1 << 16  # remembered over all ranks: 4 Mi tokens, some 20 MB
+MAX_SESSIONS = 1 << 16  # remembered over all ranks, the latest
+# A session leaves its rank where that has to do more than this share of what the least loaded one has, and these tokens.
+SESSION_SHARE, SESSION_ROOM_TOKENS = 1.5, 4096
 EXPECTED_OUTPUT_TOKENS = 256  # most of what max_tokens is charged: its default is the whole context
 
 
@@ -37,6 +41,7 @@ class Router:
         self._is_available = np.ones(num_ranks, dtype=bool)
         self._loads: dict[str, _Load] = {}
         self._holders: OrderedDict[int, set[int]] = OrderedDict()  # chain hash of a prefix -> ranks
+        self._sessions: OrderedDict[str, int] = OrderedDict()  # -> the rank of its last request
 
     @property
     def outstanding_tokens(self) -> tuple[int, ...]:
@@ -59,33 +64,47 @@ class Router:
         for holders in self._holders.values():
             holders.discard(rank)
 
-    def pick(self, prompt_ids: Sequence[int], untold: np.ndarray | None = None) -> int:
-        """Return the rank that would reach this prompt's first token after the fewest tokens; there must be one.
+    def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
+        """Return the session's rank, if it can take more; else the one that would reach this prompt's first token after the
+        fewest tokens. There must be one.
 
         Ties go to the rank that was given the fewest requests so far, then to the lowest number.
 
         Args:
             prompt_ids: of the request.
+            session: that the request belongs to; "": to none.
             untold: [ranks] tokens that ranks have delivered and `progress` was not told of yet; None: there are none.
         """
         left = self._outstanding if untold is None else self._outstanding - untold
+        ranks = np.flatnonzero(self._is_available)
+        own = self._sessions.get(session) if session else None
+        if own is not None and self._is_available[own]:
+            least = left[ranks].min()
+            if left[own] <= SESSION_SHARE * least + SESSION_ROOM_TOKENS:
+                return own
         if held := self._held_tokens(prompt_ids):
             left = left.copy()
             for rank, num_tokens in held.items():
                 left[rank] -= num_tokens
-        ranks = np.flatnonzero(self._is_available)
         left = left[ranks]
         ranks = ranks[left == left.min()]
         return int(ranks[self._num_admitted[ranks].argmin()])
 
-    def admit(self, request_id: str, rank: int, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Charge `rank` with a request."""
+    def admit(
+        self, request_id: str, rank: int, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
+    ) -> None:
+        """Charge `rank` with a request, and let it be its session's."""
         assert request_id not in self._loads, f"request {request_id} is admitted already"
         load = _Load(rank, len(prompt_ids), min(max_tokens, EXPECTED_OUTPUT_TOKENS))
         self._loads[request_id] = load
         self._outstanding[rank] += load.prompt_tokens + load.output_tokens
         self._num_admitted[rank] += 1
         self._remember(prompt_ids, rank)
+        if session:
+            self._sessions[session] = rank
+            self._sessions.move_to_end(session)
+            while len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
 
     def progress(self, request_id: str, num_tokens: int) -> None:
         """Note that a request's rank delivered `num_tokens`: its prompt is done, and so much less is to come."""

@@ -18,11 +18,15 @@ from random import Random
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.front.generations import Answer
+from server.errors import bad_request, shorten
+from server.front.generations import NOBODY, Answer, Asker
 
 CLIENT_GONE = 499  # nginx's number for a client that left before it was sent anything
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
+SESSION_HEADER = "x-session-id"
+_SESSION = re.compile(rb"[\x20-\x7e]{1,256}")
 _PATH_CHARS = 200  # of a path, in logs
+_SHOWN_CHARS = 60  # of a session that is none
 _current: ContextVar["HttpExchange | None"] = ContextVar("exchange", default=None)
 
 
@@ -72,6 +76,25 @@ def note_answer(answer: Answer) -> None:
 def current_exchange() -> HttpExchange | None:
     """Return the exchange that the running task answers, if it answers one."""
     return _current.get()
+
+
+def asker_of_exchange() -> Asker:
+    """Return who sent the request that the running task answers.
+
+    Raises:
+        ApiError: 400, its session cannot be one.
+    """
+    exchange = current_exchange()
+    session = None if exchange is None else exchange.headers.get(SESSION_HEADER.encode())
+    if session is None:
+        return NOBODY
+    if not _SESSION.fullmatch(session):
+        seen = shorten(repr(session.decode("latin-1")), _SHOWN_CHARS)
+        raise bad_request(
+            f"{SESSION_HEADER} is {seen} ({len(session)} bytes); give 1 to 256 printable ASCII characters.",
+            SESSION_HEADER,
+        )
+    return Asker(session=session.decode())
 
 
 def seeds_from(seed: int | None) -> Callable[[], int]:

@@ -49,7 +49,7 @@ from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
 from server.http.docs_page import docs_routes
-from server.http.exchanges import HttpExchange, note_answer, seeds_from
+from server.http.exchanges import HttpExchange, asker_of_exchange, note_answer, seeds_from
 from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import KeptAnswers
@@ -111,6 +111,7 @@ class HttpService:
             on_ask=RequestLog(tokenizer).note if options.log.requests else _ignore,
             on_answer=note_answer,
             why_not_ready=lambda: why_not_ready(epochs),
+            who_asks=asker_of_exchange,
         )
         self.model = _served_model(options, tokenizer, ranks)
         eplb = options.eplb_config

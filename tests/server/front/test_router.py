@@ -1,9 +1,10 @@
 """The router alone: load, prefixes, ties, and that nothing is ever left on a rank."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.front.router import EXPECTED_OUTPUT_TOKENS, PREFIX_CHUNK_TOKENS, Router
+from server.front.router import EXPECTED_OUTPUT_TOKENS, PREFIX_CHUNK_TOKENS, SESSION_ROOM_TOKENS, Router
 
 LONG = list(range(10 * PREFIX_CHUNK_TOKENS))
 
@@ -29,6 +30,31 @@ def test_a_rank_that_left_is_not_picked_and_what_it_held_is_forgotten() -> None:
     router.enter(1)
     router.enter(0)
     assert router.pick(LONG) == 0, "nobody holds the prefix any more"
+
+
+def test_a_session_stays_at_its_rank_until_that_has_much_more_to_do_or_is_lost() -> None:
+    router = Router(2)
+    router.admit("a", 1, [1] * 100, 10, "s")
+    assert (router.pick([2], "s"), router.pick([2], "t"), router.pick([2])) == (1, 0, 0)
+    router.admit("b", 1, [3] * SESSION_ROOM_TOKENS, 10)
+    assert router.pick([2], "s") == 0
+    router.admit("c", 0, [4] * 200, 10)
+    assert router.pick([2], "s") == 1, "the other has as much to do as makes up for it"
+    router.retire("b")
+    router.leave(1)
+    assert router.pick([2], "s") == 0
+    router.admit("d", 0, [2], 10, "s")
+    router.enter(1)
+    assert router.pick([2], "s") == 0, "its last request went there"
+
+
+def test_a_bounded_number_of_sessions_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.front.router.MAX_SESSIONS", 2)
+    router = Router(2)
+    router.admit("load", 0, [1] * 50, 1)
+    for session in "abac":
+        router.admit(session + str(len(router._loads)), 0, [1], 1, session)
+    assert list(router._sessions) == ["a", "c"]
 
 
 def test_equal_load_is_spread_over_the_ranks() -> None:

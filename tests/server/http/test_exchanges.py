@@ -9,7 +9,13 @@ from fastapi import APIRouter
 from starlette.types import Message
 
 from server.http.app import build_app
-from server.http.exchanges import CLIENT_GONE, ExchangeWatch, HttpExchange, current_exchange
+from server.http.exchanges import (
+    CLIENT_GONE,
+    ExchangeWatch,
+    HttpExchange,
+    asker_of_exchange,
+    current_exchange,
+)
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.table import HttpOptions
@@ -24,6 +30,10 @@ def routed() -> APIRouter:
         exchange = current_exchange()
         assert exchange is not None
         return exchange.request_id
+
+    @router.get("/session")
+    async def show_session() -> str:
+        return asker_of_exchange().session
 
     @router.get("/bug")
     async def break_down() -> None:
@@ -58,6 +68,18 @@ def test_an_id_that_could_break_a_log_is_replaced(given: bytes) -> None:
     ((exchange, response),) = exchanges_of({"path": "/items/a", "headers": {b"X-Request-Id": given}})
     assert response.headers["x-request-id"] == exchange.request_id != given.decode("latin-1")
     assert len(exchange.request_id) == 32
+
+
+@pytest.mark.parametrize("given", [b"", b"x" * 257, b"line\tfeed", "\u00e9".encode()])
+def test_a_session_that_cannot_be_one_is_refused_by_its_name(given: bytes) -> None:
+    (_, response), (_, fine), (_, none) = exchanges_of(
+        {"path": "/session", "headers": {b"X-Session-Id": given}},
+        {"path": "/session", "headers": {b"X-Session-Id": b"user 17"}},
+        {"path": "/session"},
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "x-session-id")
+    assert f"({len(given)} bytes)" in response.json()["error"]["message"]
+    assert (fine.json(), none.json()) == ("user 17", "")
 
 
 def test_the_end_is_told_with_route_status_and_time() -> None:
