@@ -99,7 +99,9 @@ def estimate(
     chunk = min(work.input_tokens, max(16, max_batched_tokens - int(decodes)))
     first = times.step(_rows(work, decodes, chunk, busy_ranks, num_ranks), balance)
     busy = prefill / max(1.0, max_batched_tokens - decodes)  # of the room for prompts
-    queue = 1 + busy / (2 * max(1 - busy, 0.02))  # a queue with one server and equal jobs (Pollaczek and Khinchine)
+    queue = 1 + busy / (
+        2 * max(1 - busy, 0.02)
+    )  # a queue with one server and equal jobs (Pollaczek and Khinchine)
     ttft_s = math.ceil(work.input_tokens / chunk) * first.total_s * queue + step.total_s / 2
     share = busy_ranks / num_ranks
     return Estimate(
@@ -114,9 +116,7 @@ def estimate(
     )
 
 
-def _rows(
-    work: Workload, decodes: float, prefill: float, busy_ranks: int, num_ranks: int
-) -> list[RankRows]:
+def _rows(work: Workload, decodes: float, prefill: float, busy_ranks: int, num_ranks: int) -> list[RankRows]:
     context = work.input_tokens + work.output_tokens / 2
     of_prompts = prefill * work.input_tokens / 2
     busy = RankRows(

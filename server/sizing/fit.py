@@ -20,7 +20,6 @@ from server.sizing.devices import Device
 from server.sizing.read_model import ReadModel
 
 
-
 class SizeError(ValueError):
     """What was asked for cannot be had; the message says which bound forbids it."""
 
@@ -105,9 +104,7 @@ def _default_kv_bytes(
     model: ReadModel, device: Device, options: Options, weights: int, spare: int, local_ranks: int
 ) -> int:
     if not device.is_cpu:
-        return gpu_cache_bytes(
-            options, heads_of(model), free_bytes=device.memory_bytes, weight_bytes=weights
-        )
+        return gpu_cache_bytes(options, heads_of(model), free_bytes=device.memory_bytes, weight_bytes=weights)
     return cpu_cache_bytes(
         options, free_bytes=device.memory_bytes, num_local_ranks=local_ranks, spare_bytes=spare
     )

@@ -173,9 +173,7 @@ def compare(figure: Figure, costs: ModelCosts) -> Compared:
             costs.num_experts, figure.num_ranks, figure.slots_per_rank, is_planned=figure.is_planned
         )
     )
-    times = Roofline(
-        costs, DEVICES[figure.device], figure.engine, slots_per_rank=figure.slots_per_rank
-    )
+    times = Roofline(costs, DEVICES[figure.device], figure.engine, slots_per_rank=figure.slots_per_rank)
     if figure.phase == "decode":
         rows = RankRows(0, figure.rows, figure.rows * figure.context)
     else:
