@@ -74,6 +74,7 @@ class Request:
     arrival_s: float  # time.monotonic() on the rank that got it
     deadline_s: float | None = None  # likewise; None is never
     replayed_ids: tuple[int, ...] = ()  # tokens that an earlier attempt already delivered
+    key_id: str = ""  # whose it is: a digest of the API key; places are shared out fairly between them
     priority: int = 0  # lower ones go first; of equal ones, whoever came first
 
 

@@ -1,49 +1,79 @@
 """The roster: the sequences that a rank serves, who of them runs, and in which order the others wait.
 
 Lower priorities begin first, as vLLM's do. Of equal ones, those that were preempted go before those that have never run:
-their clients are in the middle of an answer. Then who came first. The highest priority that runs is preempted first, of equal
-ones the latest arrival. Who waits takes no place from who runs, whatever their priorities: preemption is for want of
-blocks only.
+their clients are in the middle of an answer. Then the key that was served least, and of one key who came first. The highest
+priority that runs is preempted first, of equal ones the latest to begin. Who waits takes no place from who runs, whatever
+their priorities: preemption is for want of blocks only.
 
-Of one priority nobody starves: the head gets the next place, and nobody passes it while its place is not free. Of several,
-the higher ones wait for as long as lower ones come. Knows nothing of blocks, budgets and batches.
+What a key was served is its virtual token counter, of "Fairness in Serving Large Language Models" (Sheng et al., 2024,
+arXiv 2401.00588): tokens of prompts as they begin, but for cached ones, and generated tokens at twice the weight, as there.
+A key that comes back has no credit for the time it was away. So of two keys that both have requests waiting none is ahead by
+more than twice what the requests that run at once take from beginning to end. Rejected: requests per minute, which leave the service idle; counters over all ranks,
+which the ranks would have to exchange.
+
+Of one priority nobody starves: the head gets the next place, and nobody passes it while its place is not free, but for keys
+that were served less. Of several, the higher ones wait for as long as lower ones come. Knows nothing of blocks, budgets and
+batches.
 """
 
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 
 from scheduler.policy.sequence import Sequence, SequenceStatus
 
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of a token in what a key was served
+
 
 class WaitingQueue:
-    """Sequences that wait, in the order in which they are to begin."""
+    """Sequences that wait, and which of them is next."""
 
     def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
+        self.served: defaultdict[str, int] = defaultdict(int)  # weighted tokens, by key
+        self._resumed: list[Sequence] = []  # have run before; by priority, then arrival
+        self._fresh: dict[str, list[Sequence]] = {}  # by key that has any; likewise
+        self._queue_of: dict[Sequence, list[Sequence]] = {}
+        self._last_key = ""  # that had no more waiting
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._queue_of)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        return chain(self._resumed, *self._fresh.values())
 
     @property
     def head(self) -> Sequence:
         """The one that is next; somebody must wait."""
-        return self._sequences[0]
+        heads = [queue[0] for queue in (self._resumed, *self._fresh.values()) if queue]
+        return min(heads, key=self._place)
+
+    def _place(self, sequence: Sequence) -> tuple[int, bool, int, int]:
+        is_fresh = self._queue_of[sequence] is not self._resumed
+        served = self.served[sequence.request.key_id] if is_fresh else 0
+        return sequence.request.priority, is_fresh, served, sequence.number
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait in its place."""
-        insort(self._sequences, sequence, key=_place)
+        queue = self._resumed if sequence.num_admissions else self._queue_for(sequence.request.key_id)
+        self._queue_of[sequence] = queue
+        insort(queue, sequence, key=lambda each: (each.request.priority, each.number))
+
+    def _queue_for(self, key_id: str) -> list[Sequence]:
+        """Return a key's queue; where it had none, it has no credit from before."""
+        if key_id not in self._fresh:
+            others = [self.served[each] for each in self._fresh or (self._last_key,)]
+            self.served[key_id] = max(self.served[key_id], min(others))
+            self._fresh[key_id] = []
+        return self._fresh[key_id]
 
     def remove(self, sequence: Sequence) -> None:
         """Let one wait no more."""
-        self._sequences.remove(sequence)
-
-
-def _place(sequence: Sequence) -> tuple[int, bool, int]:
-    """Smaller ones begin first. It stays the same while a sequence waits."""
-    return sequence.request.priority, sequence.num_admissions == 0, sequence.number
+        self._queue_of.pop(sequence).remove(sequence)
+        key_id = sequence.request.key_id
+        if not self._fresh.get(key_id, True):
+            del self._fresh[key_id]
+            self._last_key = key_id
 
 
 class Roster:
@@ -86,13 +116,16 @@ class Roster:
         sequence.number = self._num_enqueued = self._num_enqueued + 1
         self.waiting.add(sequence)
 
-    def admit(self) -> Sequence:
-        """Let the next one run."""
-        sequence = self.waiting.head
+    def admit(self, sequence: Sequence) -> None:
+        """Let one that waits run."""
         self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
-        return sequence
+
+    def charge(self, sequence: Sequence, *, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
+        """Note what a request's key was served."""
+        tokens = PROMPT_WEIGHT * num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
+        self.waiting.served[sequence.request.key_id] += tokens
 
     def preempt(self) -> Sequence:
         """Let the least urgent of those that run wait again."""

@@ -361,6 +361,7 @@ class Scheduler:
         if item.drafts:
             end = item.start + taken
             sequence.num_planned = end
+        self._roster.charge(sequence, num_output_tokens=taken)
         if self._drafter is not None and taken:
             self._drafter.note(sequence, len(item.drafts), taken - 1)
         self._tables.advance(sequence, item.start, end, num_drafts=len(item.drafts))
@@ -449,9 +450,11 @@ class Scheduler:
                 sequence.is_long = len(sequence.token_ids) > self._rotary_limit
             if sequence.num_in_flight or not self._tables.seat(sequence, len(running)):
                 break
+            self._roster.admit(sequence)
             if sequence.num_admissions == 1:
                 sequence.queued_s = max(0.0, now_s - sequence.request.arrival_s)
-            self._roster.admit()
+                num_to_run = len(sequence.token_ids) - sequence.num_computed
+                self._roster.charge(sequence, num_prompt_tokens=num_to_run)
             items.append(self._plan_chunk(sequence, budget))
             budget -= items[-1].num_tokens
         return items

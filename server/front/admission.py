@@ -2,7 +2,8 @@
 
 Refusing early is kinder than a wait without an end: a client with other services to ask learns it at once, and those that
 wait do so for a bounded time. When to come back is measured, not fixed: the time in which lately as many requests came to
-their first token as wait for theirs now. No clock: times are given.
+their first token as wait for theirs now. A key that has less than its equal part of the places is taken in when there are
+none left, so that a flood of another key's shuts nobody out. No clock: times are given.
 
 vLLM's `--max-num-queued-reqs` counts the same (what waits and what runs, over all ranks) and answers 503.
 """
@@ -35,18 +36,24 @@ class Admission:
         self._begun_s.append(now_s)
         self._forget(now_s)
 
-    def check(self, num_more: int, *, num_open: int, num_waiting: int, now_s: float) -> None:
+    def check(
+        self, num_more: int, *, num_open: int, num_own: int, num_keys: int, num_waiting: int, now_s: float
+    ) -> None:
         """Refuse a request whose choices would be too many.
 
         Args:
             num_more: its choices.
             num_open: those accepted and without an outcome.
+            num_own: of these, those of the request's key.
+            num_keys: keys that have any, this one included.
             num_waiting: of these, those without a token.
 
         Raises:
             ApiError: 429, come back; 400, it would be refused every time.
         """
         if self._most is None or num_open + num_more <= self._most:
+            return
+        if num_keys > 1 and (num_own + num_more) * num_keys <= self._most:
             return
         self.num_refused += num_more
         if num_more > self._most:

@@ -19,6 +19,7 @@ from server.front.detokenizer import Decoder, Detokenizer, StopScreen
 class Asker(NamedTuple):
     """Who asks, as far as it matters for who goes where."""
 
+    key_id: str = ""  # a digest of the API key, equal for all who send it; "": none is needed
     session: str = ""  # requests of one go to one rank, where that can take them; "": it is part of none
 
 
@@ -62,7 +63,7 @@ class Generation:
         self.ask = ask
         self.index = index
         self.rank = rank
-        self.session = ""  # see `Asker`
+        self.asker = NOBODY
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens = 0

@@ -9,6 +9,7 @@ delivered make the rest of the answer what it would have been. With nobody to go
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -130,7 +131,7 @@ class Requests:
         if (reason := self._why_not_ready()) is not None:
             raise errors.not_ready(reason)
         if self._admission.is_bounded and not is_probe:
-            self._check_room(len(asks))
+            self._check_room(len(asks), asker.key_id)
         answer = Answer(request_id, self._close)
         self._on_answer(answer)
         try:
@@ -147,10 +148,16 @@ class Requests:
         self._metrics.note_request(len(asks), max(ask.request.params.max_tokens for ask in asks))
         return answer
 
-    def _check_room(self, num_more: int) -> None:
-        num_waiting = sum(generation.first_token_s is None for generation in self._open.values())
+    def _check_room(self, num_more: int, key_id: str) -> None:
+        opened = self._open.values()
+        by_key = Counter(generation.asker.key_id for generation in opened)
         self._admission.check(
-            num_more, num_open=len(self._open), num_waiting=num_waiting, now_s=time.monotonic()
+            num_more,
+            num_open=len(opened),
+            num_own=by_key[key_id],
+            num_keys=len(by_key.keys() | {key_id}),
+            num_waiting=sum(generation.first_token_s is None for generation in opened),
+            now_s=time.monotonic(),
         )
 
     def deliver(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
@@ -208,11 +215,11 @@ class Requests:
     def _start(self, answer: Answer, ask: Ask, asker: Asker) -> None:
         now_s = time.monotonic()
         deadline_s = now_s + self._timeout_s if self._timeout_s else None
-        request = replace(ask.request, arrival_s=now_s, deadline_s=deadline_s)
+        request = replace(ask.request, arrival_s=now_s, deadline_s=deadline_s, key_id=asker.key_id)
         self._on_ask(ask)
         self._journal.accept(request, _NO_RANK_YET, now_s=now_s)
         generation = answer.add(replace(ask, request=request), _NO_RANK_YET, self._decoder)
-        generation.session = asker.session
+        generation.asker = asker
         self._open[request.request_id] = generation
         self._is_empty.clear()
         if deadline_s is not None:
@@ -233,11 +240,11 @@ class Requests:
             return
         request = self._journal.request_so_far(request_id)
         token_ids = [*request.prompt_ids, *request.replayed_ids]
-        rank = self._router.pick(token_ids, generation.session)
+        rank = self._router.pick(token_ids, generation.asker.session)
         self._journal.move(request_id, rank)
         generation.move(rank, now_s)
         num_more = max(0, params.max_tokens - len(request.replayed_ids))
-        self._router.admit(request_id, rank, token_ids, num_more, generation.session)
+        self._router.admit(request_id, rank, token_ids, num_more, generation.asker.session)
         self._ranks.submit(rank, request, now_s=now_s)
 
     def _feed_alone(self, generation: Generation, output: RequestOutput, now_s: float) -> None:

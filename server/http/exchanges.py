@@ -45,6 +45,7 @@ class HttpExchange:
     status: int = CLIENT_GONE
     duration_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)  # what ranks were asked
+    key_id: str = ""  # of the API key that opened the service to it (`guards`)
     seed: int | None = None  # of a request that brings none but may be made again (`idempotency`)
 
     @property
@@ -85,16 +86,20 @@ def asker_of_exchange() -> Asker:
         ApiError: 400, its session cannot be one.
     """
     exchange = current_exchange()
-    session = None if exchange is None else exchange.headers.get(SESSION_HEADER.encode())
-    if session is None:
+    if exchange is None:
         return NOBODY
+    session = exchange.headers.get(SESSION_HEADER.encode())
+    if session is None:
+        return Asker(exchange.key_id)
     if not _SESSION.fullmatch(session):
         seen = shorten(repr(session.decode("latin-1")), _SHOWN_CHARS)
         raise bad_request(
             f"{SESSION_HEADER} is {seen} ({len(session)} bytes); give 1 to 256 printable ASCII characters.",
             SESSION_HEADER,
         )
-    return Asker(session=session.decode())
+    return Asker(
+        exchange.key_id, f"{exchange.key_id}/{session.decode()}"
+    )  # no key meets another one's sessions
 
 
 def seeds_from(seed: int | None) -> Callable[[], int]:

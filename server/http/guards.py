@@ -10,6 +10,7 @@ pages. Ours are those whose origin is the `Host` that was asked, where that is a
 name of somebody else's may have been pointed here (DNS rebinding). Clients that are no browsers send no origin.
 """
 
+import hashlib
 import hmac
 import logging
 import time
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import ApiError, shorten
 from server.http.errors import ErrorResponse, route_path
+from server.http.exchanges import current_exchange
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 
@@ -31,6 +33,7 @@ _OPEN_READS = (
     "/v1/fault_tolerance/status",
 )  # as /health and /metrics, which say the same; the dashboard has no key
 _MOST_ORIGIN_CHARS = 100
+_KEY_ID_CHARS = 16  # 64 bits of a digest: enough to tell keys apart, and no way back to one
 _LOOK_EVERY_S = 1.0  # at the file
 _LOG = logging.getLogger("wideep")
 
@@ -92,7 +95,14 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
-        if not _is_guarded(scope) or self._keys.opens(key_of(scope)):
+        if not _is_guarded(scope):
+            await self._app(scope, receive, send)
+            return
+        key = key_of(scope)
+        if self._keys.opens(key):
+            exchange = current_exchange()
+            if exchange is not None:
+                exchange.key_id = hashlib.sha256(key).hexdigest()[:_KEY_ID_CHARS]
             await self._app(scope, receive, send)
             return
         failure = ApiError(

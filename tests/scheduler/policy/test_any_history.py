@@ -90,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.booleans(),
         num_prompt_logprobs=st.sampled_from([None, None, 0]),
         priority=st.sampled_from([0, 0, 1, -1]),
+        key_id=st.sampled_from("abc"),
     )
     def add(
         self,
@@ -103,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops: bool,
         num_prompt_logprobs: int | None,
         priority: int,
+        key_id: str,
     ) -> None:
         prompt_ids = tuple([family] * num_shared + tail)
         request = Request(
@@ -117,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_s=self.now_s,
             deadline_s=None if patience_s is None else self.now_s + patience_s,
             priority=priority,
+            key_id=key_id,
         )
         if len(prompt_ids) < self.max_model_len:
             tokens, _ = serve_alone(request, self.max_model_len)

@@ -1,6 +1,10 @@
 """Who begins first, who is preempted first, and that nobody is forgotten."""
 
+import random
+from collections import Counter
+
 from scheduler.policy.request import FinishReason
+from scheduler.policy.roster import OUTPUT_WEIGHT
 from tests.support.engines.policy_cases import rank_of, request_of, step
 from tests.support.models.fake_model import FakeRank
 
@@ -67,3 +71,85 @@ def test_one_that_wants_many_blocks_is_not_passed_by_small_ones_for_ever() -> No
         rank.scheduler.add(request_of(f"s{number}", 2, max_tokens=2))
     begun = [name for name in begun_in(rank) if name not in "abc"]
     assert begun[0] == "L" and len(begun) == 31, "small ones that came later wait for it"
+
+
+def test_a_key_s_flood_leaves_another_key_the_next_place() -> None:
+    rank = rank_of(seqs=2)
+    for number in range(40):
+        rank.scheduler.add(request_of(f"f{number}", 4, key_id="flood"))
+    step(rank)
+    rank.scheduler.add(request_of("b", 4, key_id="other"))
+    begun = begun_in(rank)
+    assert begun.index("b") <= 2, "who runs already is not stopped for it"
+
+
+def test_a_key_that_was_away_has_no_credit_for_it() -> None:
+    rank = rank_of(seqs=1, caching=False)
+    for number in range(10):
+        rank.scheduler.add(request_of(f"a{number}", 4, key_id="a"))
+    rank.drain()
+    for number in range(10, 20):
+        rank.scheduler.add(request_of(f"a{number}", 4, key_id="a"))
+        rank.scheduler.add(request_of(f"b{number}", 4, key_id="b"))
+    keys = [name[0] for name in begun_in(rank)]
+    assert all(abs(keys[:end].count("a") - keys[:end].count("b")) <= 1 for end in range(len(keys)))
+
+
+def test_lower_priorities_go_before_keys_that_were_served_less() -> None:
+    rank = rank_of(seqs=1)
+    for name, key_id, priority in (("a", "x", 0), ("b", "x", -1), ("c", "y", 0), ("d", "x", -1)):
+        rank.scheduler.add(request_of(name, 4, key_id=key_id, priority=priority))
+    assert begun_in(rank) == ["b", "d", "c", "a"]
+
+
+def test_of_two_keys_that_wait_none_is_ahead_by_more_than_twice_what_a_batch_takes() -> None:
+    """The paper's bound, with what requests that run at once take in all: preempted ones go on beside the counters."""
+    widest = 0
+    for seed in range(6):
+        rng = random.Random(seed)
+        seqs, longest, most_output = 4, 30, 12
+        rank = rank_of(24, seqs=seqs, batched=16, length=48, caching=False)
+        most = seqs * (longest + OUTPUT_WEIGHT * most_output)
+        sizes = {key: (rng.randint(1, longest), rng.randint(1, most_output)) for key in "pq"}
+        prompts, served, added = dict[str, int](), Counter[str](), Counter[str]()
+        for _ in range(200):
+            for key, (prompt, output) in sizes.items():
+                while sum(name[0] == key for name in prompts) <= seqs:  # both always have some waiting
+                    name = f"{key}{added[key]}"
+                    prompts[name] = rng.randint(1, prompt)
+                    rank.scheduler.add(
+                        request_of(name, prompts[name], max_tokens=rng.randint(1, output), key_id=key)
+                    )
+                    added[key] += 1
+            for name, start, _, samples in step(rank):
+                begins = start == 0  # for the first time: what runs anew after a preemption is not charged
+                served[name[0]] += (prompts.pop(name, 0) if begins else 0) + OUTPUT_WEIGHT * samples
+            widest = max(widest, abs(served["p"] - served["q"]))
+            assert abs(served["p"] - served["q"]) <= 2 * most
+    assert widest > 20, "the schedules are even by themselves"
+
+
+def test_nobody_starves_whatever_comes_later() -> None:
+    for seed in range(4):
+        rng = random.Random(seed)
+        rank = rank_of(16, seqs=3, batched=16, length=40, caching=False)
+        added_at: dict[str, int] = {}
+        begun_at: dict[str, int] = {}
+        for time in range(300):
+            for key in "abc":
+                if rng.random() < (1.0 if key == "a" else 0.05) and time < 250:
+                    name = f"{key}{len(added_at)}"
+                    rank.scheduler.add(
+                        request_of(name, rng.randint(1, 36), max_tokens=rng.randint(1, 4), key_id=key)
+                    )
+                    added_at[name] = time
+            for name, *_ in step(rank):
+                begun_at.setdefault(name, time)
+        waits = {
+            key: [begun_at[n] - at for n, at in added_at.items() if n[0] == key and n in begun_at]
+            for key in "abc"
+        }
+        assert max(waits["a"]) > 100, "one key asks for more than there is"
+        assert max(waits["b"] + waits["c"]) < 60, "the others wait their turn only"
+        rank.drain()
+        assert all(rank.end_of(name) is FinishReason.LENGTH for name in added_at)

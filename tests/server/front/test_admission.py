@@ -1,26 +1,51 @@
 """How many may be open, and when one that is refused should come back."""
 
+from typing import Any
+
 import pytest
 
 from server.errors import ApiError
 from server.front.admission import MOST_S, WINDOW_S, Admission
 
 
-def refusal_of(
-    admission: Admission, num_more: int = 1, *, num_open: int, num_waiting: int = 0, now_s: float = 0.0
-) -> ApiError:
+def check(
+    admission: Admission,
+    num_more: int = 1,
+    *,
+    num_open: int,
+    num_own: int | None = None,
+    num_keys: int = 1,
+    num_waiting: int = 0,
+    now_s: float = 0.0,
+) -> None:
+    own = num_open if num_own is None else num_own
+    admission.check(
+        num_more, num_open=num_open, num_own=own, num_keys=num_keys, num_waiting=num_waiting, now_s=now_s
+    )
+
+
+def refusal_of(admission: Admission, num_more: int = 1, **how: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        admission.check(num_more, num_open=num_open, num_waiting=num_waiting, now_s=now_s)
+        check(admission, num_more, **how)
     return caught.value
+
+
+def test_a_key_with_less_than_its_part_is_taken_when_another_one_has_filled_the_places() -> None:
+    admission = Admission(6)
+    check(admission, num_open=6, num_own=0, num_keys=2)
+    check(admission, num_open=8, num_own=2, num_keys=2)
+    assert refusal_of(admission, num_open=9, num_own=3, num_keys=2).status == 429
+    assert refusal_of(admission, num_open=9, num_own=6, num_keys=2).status == 429, "the flood's own"
+    check(admission, num_open=9, num_own=1, num_keys=3)
 
 
 def test_as_many_as_are_allowed_are_taken_and_one_more_is_told_to_come_back() -> None:
     admission = Admission(3)
     for num_open in range(3):
-        admission.check(1, num_open=num_open, num_waiting=num_open, now_s=0.0)
+        check(admission, num_open=num_open)
     refused = refusal_of(admission, num_open=3)
     assert refused.status == 429 and "3 (--max-num-queued-reqs)" in refused.message
-    admission.check(1, num_open=2, num_waiting=0, now_s=0.0)
+    check(admission, num_open=2)
     assert refusal_of(admission, 2, num_open=2).status == 429, "every choice takes a place"
     assert admission.num_refused == 3
 
@@ -50,4 +75,4 @@ def test_where_nothing_begins_any_more_it_is_a_whole_window() -> None:
 
 
 def test_without_a_bound_everything_is_taken() -> None:
-    Admission(None).check(1000, num_open=10**6, num_waiting=10**6, now_s=0.0)
+    check(Admission(None), 1000, num_open=10**6)

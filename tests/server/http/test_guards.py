@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from server.front.generations import Asker
 from server.http.app import build_app
+from server.http.exchanges import asker_of_exchange
 from server.http.guards import ApiKeys
 from server.http.routes import new_router
 from server.options.checks import read_keys
@@ -55,6 +57,29 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path) ->
     file.unlink()
     clock.now_s = 2.0
     assert keys.opens(b"new"), "a file that is gone for a moment locks nobody out"
+
+
+def test_a_request_carries_a_digest_of_its_key_and_no_key() -> None:
+    askers: list[Asker] = []
+    router = new_router()
+
+    @router.post("/v1/ask")
+    async def note() -> str:
+        askers.append(asker_of_exchange())
+        return ""
+
+    app = build_app([router], version="0", keys=ApiKeys(["one", "two"]))
+    for headers in (
+        {"authorization": "Bearer one"},
+        {"x-api-key": "one", "x-session-id": "s"},
+        {"x-api-key": "two", "x-session-id": "s"},
+    ):
+        assert ask(app, "POST", "/v1/ask", headers=headers).status_code == 200
+    first, same, other = askers
+    assert first.key_id == same.key_id != other.key_id and "one" not in first.key_id
+    assert same.session != other.session, "a session of another key's"
+    ask(build_app([router], version="0", keys=ApiKeys()), "POST", "/v1/ask", headers={"x-api-key": "one"})
+    assert askers[-1].key_id == "", "where no key is needed all are alike"
 
 
 def test_a_file_without_keys_opens_to_nobody(tmp_path: Path) -> None:

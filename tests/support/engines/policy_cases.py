@@ -18,6 +18,7 @@ def request_of(
     stop_token_ids: tuple[int, ...] = (),
     min_tokens: int = 0,
     priority: int = 0,
+    key_id: str = "",
 ) -> Request:
     """A request; an int is a prompt of that many tokens, different for each id."""
     if isinstance(prompt, int):
@@ -31,6 +32,7 @@ def request_of(
         deadline_s=deadline_s,
         replayed_ids=replayed_ids,
         priority=priority,
+        key_id=key_id,
     )
 
 
