@@ -48,6 +48,11 @@ class WaitingQueue:
         heads = [queue[0] for queue in (self._resumed, *self._fresh.values()) if queue]
         return min(heads, key=self._place)
 
+    @property
+    def is_order_fixed(self) -> bool:
+        """Whether the head stays next whatever keys are served: not where several keys wait."""
+        return len(self._fresh) <= 1
+
     def _place(self, sequence: Sequence) -> tuple[int, bool, int, int]:
         is_fresh = self._queue_of[sequence] is not self._resumed
         served = self.served[sequence.request.key_id] if is_fresh else 0

@@ -315,9 +315,10 @@ class Scheduler:
             return 0
         if any(sequence.is_prefilling or sequence.matcher is not None for sequence in running):
             return 0
-        has_seat = len(running) < self._max_num_seqs
-        if waiting and has_seat and not self._tables.lacks_blocks(waiting.head, len(running)):
-            return 0
+        if waiting and len(running) < self._max_num_seqs:
+            is_head_stuck = waiting.is_order_fixed and self._tables.lacks_blocks(waiting.head, len(running))
+            if not is_head_stuck:
+                return 0
         most = min(sequence.num_left(self._max_model_len) for sequence in running)
         return self._tables.num_plannable_steps(running, most)
 
@@ -339,6 +340,7 @@ class Scheduler:
         for sequence in running:
             sequence.num_in_flight -= 1
             self._tables.advance(sequence, sequence.num_computed, sequence.num_planned)
+            self._roster.charge(sequence, num_output_tokens=num_steps)
             reason = sequence.finish_reason(self._max_model_len)
             if reason is not None:
                 gained: list[tuple[int, Logprobs | None]] = [

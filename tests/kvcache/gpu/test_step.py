@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache.gpu.step import ROWS, DeviceStep, agreed_sizes, decode_sizes
-from kvcache.states import StatePiece
+from kvcache.states import NO_STATE, StatePiece
 from kvcache.step import Span
 
 MAX_SEQUENCES, MAX_BLOCKS, BLOCK = 20, 4, 16
@@ -243,6 +243,24 @@ def test_other_counts_of_drafts_leave_every_row_its_own_table(step: DeviceStep) 
                 row += 1
 
 
-def test_recurrent_rows_are_not_cut(step: DeviceStep) -> None:
-    with pytest.raises(AssertionError, match="a state is read before"):
-        step.fill([Span(3, 2, [0], (StatePiece(0, 1, 1), StatePiece(1, 2, 1)))], 2)
+def test_recurrences_get_the_rows_of_whole_sequences(step: DeviceStep) -> None:
+    """A decode and its draft are walked together; a prompt beside them goes in chunks, unless bits may not depend on cuts."""
+    step.has_states = True
+    drafted = [
+        Span(3, 2, [0], (StatePiece(0, 1, 1), StatePiece(1, 2, 1))),
+        Span(9, 1, [1], (StatePiece(4, 5, 1),)),
+    ]
+    step.fill(drafted, 3)
+    step.inputs(range(3), range(3))
+    on = step.on_device
+    assert step.num_padded == 4 and on.query_start_S.tolist() == [0, 1, 2, 3, 3]
+    assert on.walk_start_W.tolist() == [0, 2, 3, 3, 3] and on.chunk_start_C.tolist() == [0]
+    assert on.state_before_P.tolist() == [0, 0, 4, NO_STATE]
+    assert on.state_after_P.tolist() == [1, 2, 5, NO_STATE]
+    assert on.row_before_P.tolist()[:3] == [0, 1, 0]
+    for is_invariant, walked, in_chunks in ((False, [0, 2, 3], [3, 7]), (True, [0, 2, 3, 7], [7])):
+        step._is_invariant = is_invariant
+        step.fill([*drafted, Span(0, 4, [2], (StatePiece(NO_STATE, 7, 4),))], 3)
+        step.inputs(range(7), range(4))
+        assert step.on_device.walk_start_W.tolist() == walked
+        assert step.on_device.chunk_start_C.tolist() == in_chunks
