@@ -17,8 +17,8 @@ from pathlib import Path
 from server.clients.batch.bulk_client import BulkClient, ServiceLostError, for_each
 from server.clients.batch.input_lines import BadLine, BatchFileError, BatchLine, read_batch
 from server.clients.batch.output_lines import BatchOutput, answer_entry, refusal_entry
-from server.clients.batch.progress import BatchProgress
 from server.clients.connection import api_key_of
+from server.clients.progress import RequestProgress
 from server.options.reading import said_in
 from server.options.table import Options
 from server.process.private_service import PrivateService, ServiceEndedError
@@ -92,12 +92,12 @@ def _answer(
 
 
 def _run(input_file: Path, output: BatchOutput, client: BulkClient, num_open: int) -> None:
-    with BatchProgress(num_open, "wideep run-batch", lines=True) as progress:
+    with RequestProgress(num_open, "wideep run-batch", lines=True) as progress:
         asyncio.run(_answer_all(input_file, output, client, progress))
 
 
 async def _answer_all(
-    input_file: Path, output: BatchOutput, client: BulkClient, progress: BatchProgress
+    input_file: Path, output: BatchOutput, client: BulkClient, progress: RequestProgress
 ) -> None:
     # SIGTERM becomes Ctrl-C, which asyncio turns into an end in order: open requests hang up and free their places.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)

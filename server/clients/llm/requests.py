@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from server.clients.batch.bulk_client import BulkClient, for_each
-from server.clients.batch.progress import BatchProgress
 from server.clients.llm.results import RequestOutput, SamplingParams, output_from
+from server.clients.progress import RequestProgress
 
 
 class LLMError(ValueError):
@@ -47,7 +47,7 @@ async def complete_all(
 
     async with client:
         max_model_len = (await client.get("/v1/models")).body["data"][0]["max_model_len"]
-        with BatchProgress(len(questions), "wideep") if shows_bar else contextlib.nullcontext() as progress:
+        with RequestProgress(len(questions), "wideep") if shows_bar else contextlib.nullcontext() as progress:
             await for_each(questions, complete, concurrency=client.concurrency)
     return [results[place] for place in range(len(questions))]
 

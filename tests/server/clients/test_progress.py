@@ -2,7 +2,7 @@
 
 import io
 
-from server.clients.batch.progress import LINE_EVERY_S, BatchProgress
+from server.clients.progress import LINE_EVERY_S, RequestProgress
 
 
 class _Terminal(io.StringIO):
@@ -21,7 +21,7 @@ class _Clock:
 
 def test_a_terminal_gets_a_bar_with_the_failures() -> None:
     stream = _Terminal()
-    with BatchProgress(3, "batch", stream=stream) as progress:
+    with RequestProgress(3, "batch", stream=stream) as progress:
         for failed in (False, True, False):
             progress.step(failed=failed)
     assert "batch: 100%" in stream.getvalue()
@@ -30,7 +30,7 @@ def test_a_terminal_gets_a_bar_with_the_failures() -> None:
 
 def test_a_file_gets_a_line_now_and_then() -> None:
     stream, clock = io.StringIO(), _Clock()
-    with BatchProgress(5, "batch", lines=True, stream=stream, now_s=clock) as progress:
+    with RequestProgress(5, "batch", lines=True, stream=stream, now_s=clock) as progress:
         progress.step()
         clock.now_s += LINE_EVERY_S
         progress.step(failed=True)
@@ -44,7 +44,7 @@ def test_a_file_gets_a_line_now_and_then() -> None:
 
 def test_nothing_is_written_where_nobody_asked() -> None:
     stream, clock = io.StringIO(), _Clock()
-    with BatchProgress(1, "batch", stream=stream, now_s=clock) as progress:
+    with RequestProgress(1, "batch", stream=stream, now_s=clock) as progress:
         clock.now_s += 10 * LINE_EVERY_S
         progress.step()
     assert stream.getvalue() == ""

@@ -1,4 +1,4 @@
-"""How far a batch is: a bar on a terminal, a line now and then elsewhere, nothing where nobody asked."""
+"""How far many requests are: a bar on a terminal, a line now and then elsewhere, nothing where nobody asked."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from tqdm import tqdm
 LINE_EVERY_S = 10.0
 
 
-class BatchProgress:
+class RequestProgress:
     """Counts requests that ended. A context manager: leaving ends the bar."""
 
     def __init__(
