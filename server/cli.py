@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from server.clients.batch.flags import add_batch_parser, check_batch_arguments
+from server.clients.bench.flags import add_bench_parser
 from server.clients.experts.cli import add_experts_parser
 from server.lines import say, write_lines_as
 from server.options.completion import SHELLS, completion_script
@@ -24,7 +25,16 @@ from server.options.table import Options
 from server.options.words import spelled, why_unknown
 from server.roots import RootError, check_roots
 
-_COMMANDS = ("serve", "worker", "chat", "models", "run-batch", "experts", "completion")  # that --help shows
+_COMMANDS = (
+    "serve",
+    "worker",
+    "chat",
+    "models",
+    "run-batch",
+    "bench",
+    "experts",
+    "completion",
+)  # that --help shows
 _SERVICES = ("serve", "worker", "run-batch")  # whose flags are those of a service
 _MOST_TEMPERATURE = 2.0  # of answers: OpenAI's, and the service's
 _DESCRIPTION = """\
@@ -37,6 +47,7 @@ examples:
   wideep chat                          talk to it in the terminal
   wideep models qwen3_next gemma4      whether models of these types run, and why not
   wideep run-batch -i in.jsonl -o out.jsonl  answer a file of requests (OpenAI's batch format)
+  wideep bench --concurrency 1,4,16    put a load on it: throughput and latency
   wideep experts load                  what its experts are asked to do, live
   wideep experts simulate LOADFILE ...  what if: policies and redundancy on a recorded load
 
@@ -105,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if args.command == "run-batch":
             return _run_batch(args)
+        if args.command == "bench":
+            return _run_bench(args)
         options = options_from(args)
         write_lines_as(options.log.format)
         _say_notes(args)
@@ -201,6 +214,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
         "types", nargs="*", metavar="TYPE", help="model types (default: all, some two minutes)"
     )
     add_batch_parser(commands)
+    add_bench_parser(commands)
     add_experts_parser(commands)
     completion = commands.add_parser(
         "completion",
@@ -273,6 +287,12 @@ def _run_batch(args: argparse.Namespace) -> int:
     check_batch_arguments(args)
     _say_notes(args)
     return run_batch(args, None if args.url else options_from(args, defaults=PRIVATE_DEFAULTS))
+
+
+def _run_bench(args: argparse.Namespace) -> int:
+    from server.clients.bench.run import run_bench
+
+    return run_bench(args)
 
 
 def _run_experts(args: argparse.Namespace) -> int:

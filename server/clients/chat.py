@@ -91,14 +91,7 @@ class ChatClient:
         Raises:
             ServiceError: no service there, it refuses, or it serves no such model.
         """
-        try:
-            served = [card["id"] for card in self._service.get_json("/v1/models")["data"]]
-            first = served[0]
-        except (LookupError, TypeError) as error:
-            raise ServiceError(f"{self.url} is not an OpenAI-compatible service") from error
-        if self.model and self.model not in served:
-            raise ServiceError(f"--model is {self.model!r}; {self.url} serves {', '.join(served)}")
-        self.model = self.model or first
+        self.model = self._service.served_model(self.model)
 
     def close(self) -> None:
         """Disconnect."""

@@ -1,4 +1,7 @@
-"""A connection from the command line to a service over HTTP; what goes wrong is said in words. Knows no endpoint."""
+"""A connection from the command line to a service over HTTP; what goes wrong is said in words.
+
+Knows no endpoint but the list of models.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,6 +64,21 @@ class Connection:
         if not isinstance(answer, dict):
             raise ServiceError(f"{self.url}{path} did not answer with an object; is this a WideEP service?")
         return answer
+
+    def served_model(self, wanted: str | None = None) -> str:
+        """Return the wanted model's name, or the first one's that is served.
+
+        Raises:
+            ServiceError: no service there, it refuses, or it serves no such model.
+        """
+        try:
+            served = [str(card["id"]) for card in self.get_json("/v1/models")["data"]]
+            first = served[0]
+        except (LookupError, TypeError) as error:
+            raise ServiceError(f"{self.url} is not an OpenAI-compatible service") from error
+        if wanted and wanted not in served:
+            raise ServiceError(f"--model is {wanted!r}; {self.url} serves {', '.join(served)}")
+        return wanted or first
 
     def get_bytes(self, path: str) -> bytes:
         """GET a file. Raises as `get_json`."""

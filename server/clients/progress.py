@@ -15,7 +15,7 @@ class RequestProgress:
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         title: str,
         *,
         lines: bool = False,
@@ -25,6 +25,7 @@ class RequestProgress:
         """Begin at none of `total`.
 
         Args:
+            total: None: nobody knows.
             title: what stands before the figures.
             lines: whether to write lines where the stream is no terminal.
             stream: stderr, unless told otherwise.
@@ -58,7 +59,8 @@ class RequestProgress:
         """Say how far it is, in words."""
         seconds = max(self._now_s() - self._begun_s, 1e-9)
         failed = f" ({self.num_failed} failed)" if self.num_failed else ""
-        return f"{self.num_done} of {self._total} done{failed}, {self.num_done / seconds:.1f} requests/s"
+        of_total = "" if self._total is None else f" of {self._total}"
+        return f"{self.num_done}{of_total} done{failed}, {self.num_done / seconds:.1f} requests/s"
 
     def __enter__(self) -> Self:
         return self

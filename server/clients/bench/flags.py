@@ -1,0 +1,323 @@
+"""The flags of `wideep bench`, and what they come to; `run_bench` runs it. Nothing heavy is imported: `wideep --help` needs it."""
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from server.options.flag import OptionsError
+
+OBJECTIVES = ("ttft", "tpot", "e2e")  # that --slo may name, in milliseconds
+STDOUT = "-"
+DEFAULT_LEVELS = "1,4,16"
+DEFAULT_TOKENS = {"prompt": 128, "output": 64}
+OPEN_DURATION_S = 60.0  # at a rate, where nothing else ends it
+REQUESTS_PER_CLIENT, LEAST_REQUESTS = 4, 10  # of a closed loop, likewise
+_MOST_CLIENTS = 1 << 14
+_EXAMPLES = """\
+examples:
+  wideep bench http://127.0.0.1:8000                            1, 4 and 16 clients
+  wideep bench http://127.0.0.1:8000 --rate 1,2,4 --duration 60 --slo ttft:2000,tpot:50 --plot rates.png
+  wideep bench http://127.0.0.1:8000 --trace conversations.csv --num-requests 200 --trace-scale 0.5,1,2 --ignore-eos
+
+Figures are defined in docs/bench.md. Ctrl-C ends with what was measured so far.
+"""
+
+
+class Load(StrEnum):
+    """What a level's number is; the values are the flags' names."""
+
+    CONCURRENCY = "concurrency"  # clients
+    RATE = "rate"  # requests per second
+    TRACE = "trace-scale"  # times a trace's own rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What to measure, checked."""
+
+    url: str
+    api_keys: tuple[str, ...]
+    model: str | None
+    is_chat: bool
+    load: Load
+    levels: tuple[float, ...]
+    trace: Path | None
+    token_scale: float
+    num_requests: int | None
+    duration_s: float | None
+    num_warmup: int
+    prompts: Path | None
+    prompt_tokens: int | None  # None: a trace's, or whole prompts
+    output_tokens: int  # a trace has its own
+    tokenizer: str | None
+    ignore_eos: bool
+    extra_body: dict[str, Any]
+    counts_chunks: bool
+    seed: int
+    objectives: dict[str, float]  # milliseconds by name
+    json_to: str | None  # a file, or STDOUT
+    plot_to: Path | None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether prompts are cut to a number of tokens."""
+        return self.trace is not None or self.prompt_tokens is not None
+
+
+def add_bench_parser(commands: Any) -> None:
+    """Add `bench` to the command line's parser."""
+    bench = commands.add_parser(
+        "bench",
+        help="put a load on a service and measure it",
+        description="Put a load on a service with OpenAI's endpoints, and measure throughput and latency.",
+        epilog=_EXAMPLES,
+    )
+    bench.usage = "wideep bench [URL] [FLAGS]"
+    bench.add_argument(
+        "url",
+        nargs="?",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the service (default: %(default)s)",
+    )
+    add = bench.add_argument
+    add("--model", metavar="NAME", help="which served model (default: the first)")
+    add("--api-key", metavar="KEY", help="sent to the service (default: WIDEEP_API_KEY, else OPENAI_API_KEY)")
+    add(
+        "--endpoint",
+        choices=("chat", "completions"),
+        default="chat",
+        help="which endpoint streams (default: %(default)s)",
+    )
+    _add_load_flags(bench.add_argument_group("the load"))
+    _add_request_flags(bench.add_argument_group("the requests"))
+    _add_result_flags(bench.add_argument_group("the results"))
+
+
+def _add_load_flags(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--concurrency",
+        metavar="N,N",
+        help=f"clients, each of which asks again when it was answered (default: {DEFAULT_LEVELS})",
+    )
+    add("--rate", metavar="R,R", help="requests per second at random times (Poisson), whatever is unanswered")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="lengths, shared prefixes and arrival times from a trace (Azure's CSV, Mooncake's JSON lines)",
+    )
+    add(
+        "--trace-scale",
+        metavar="X,X",
+        help="times a trace's own rate: 2 is twice as many requests per second (default: 1)",
+    )
+    add("--num-requests", type=_whole, metavar="N", help="requests of each level")
+    add("--duration", type=_positive, metavar="S", help="seconds of each level in which requests are sent")
+    add(
+        "--warmup",
+        type=_whole_or_none,
+        default=0,
+        metavar="N",
+        help="requests before each level that do not count (default: 0)",
+    )
+
+
+def _add_request_flags(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines or a text (default: Python's documentation); sent whole, unless a length is given",
+    )
+    add(
+        "--prompt-tokens", type=_whole, metavar="N", help="length of prompts (default: 128 without --prompts)"
+    )
+    add("--output-tokens", type=_whole, metavar="N", help="most tokens of an answer (default: 64)")
+    add(
+        "--token-scale",
+        type=_positive,
+        metavar="X",
+        help="times the lengths of a trace, for a small machine (default: 1)",
+    )
+    add(
+        "--tokenizer",
+        metavar="DIRECTORY",
+        help="the checkpoint's tokenizer, to cut prompts with (default: the service's /tokenize)",
+    )
+    add("--ignore-eos", action="store_true", help="answers go on to their most tokens")
+    add(
+        "--extra-body",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="fields of every request, such as '{\"temperature\": 0}'",
+    )
+    add("--seed", type=_whole_or_none, default=0, metavar="N", help="of arrivals and prompts (default: 0)")
+
+
+def _add_result_flags(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--slo",
+        type=_objectives,
+        default={},
+        metavar="NAME:MS,...",
+        help="count requests within these milliseconds: ttft, tpot, e2e, such as ttft:2000,tpot:50",
+    )
+    add(
+        "--count-chunks",
+        action="store_true",
+        help="ask how many tokens each chunk has (continuous_usage_stats), for exact ITL with drafts",
+    )
+    add(
+        "--json", nargs="?", const=STDOUT, metavar="FILE", help="all figures as JSON; without FILE: to stdout"
+    )
+    add("--plot", type=Path, metavar="FILE", help="latency over throughput as a picture: .png, .svg or .pdf")
+
+
+def bench_options_from(args: argparse.Namespace) -> BenchOptions:
+    """Check the flags together.
+
+    Raises:
+        OptionsError: naming the flag.
+    """
+    load, levels = _levels(args)
+    _check_lengths(args)
+    for flag, path in (("--trace", args.trace), ("--prompts", args.prompts)):
+        if path is not None and not path.is_file():
+            raise OptionsError(f"{flag} {path} is no file")
+    if args.json is not None and "://" in args.json:
+        raise OptionsError(
+            f"--json {args.json} would be a file; the URL comes first: wideep bench URL --json"
+        )
+    duration_s = args.duration
+    if load is Load.RATE and duration_s is None and args.num_requests is None:
+        duration_s = OPEN_DURATION_S
+    prompt_tokens = args.prompt_tokens
+    if prompt_tokens is None and args.prompts is None and args.trace is None:
+        prompt_tokens = DEFAULT_TOKENS["prompt"]
+    return BenchOptions(
+        url=args.url,
+        api_keys=(args.api_key,) if args.api_key else (),
+        model=args.model,
+        is_chat=args.endpoint == "chat",
+        load=load,
+        levels=levels,
+        trace=args.trace,
+        token_scale=args.token_scale or 1.0,
+        num_requests=args.num_requests,
+        duration_s=duration_s,
+        num_warmup=args.warmup,
+        prompts=args.prompts,
+        prompt_tokens=prompt_tokens,
+        output_tokens=args.output_tokens or DEFAULT_TOKENS["output"],
+        tokenizer=args.tokenizer,
+        ignore_eos=args.ignore_eos,
+        extra_body=args.extra_body,
+        counts_chunks=args.count_chunks,
+        seed=args.seed,
+        objectives=args.slo,
+        json_to=args.json,
+        plot_to=args.plot,
+    )
+
+
+def _levels(args: argparse.Namespace) -> tuple[Load, tuple[float, ...]]:
+    """Return which load it is, and its levels."""
+    if args.concurrency is not None and args.rate is not None:
+        raise OptionsError("--concurrency and --rate are two loads; give one of them")
+    if args.trace_scale is not None and (args.trace is None or args.concurrency or args.rate):
+        raise OptionsError(
+            "--trace-scale is for a trace's own arrival times: --trace FILE without another load"
+        )
+    if args.rate is not None:
+        return Load.RATE, _numbers("--rate", args.rate)
+    if args.trace is not None and args.concurrency is None:
+        return Load.TRACE, _numbers("--trace-scale", args.trace_scale or "1")
+    clients = _numbers("--concurrency", args.concurrency or DEFAULT_LEVELS)
+    for each in clients:
+        if each != int(each) or each > _MOST_CLIENTS:
+            raise OptionsError(f"--concurrency has {each:g}; clients are whole numbers, 1 to {_MOST_CLIENTS}")
+    return Load.CONCURRENCY, clients
+
+
+def _numbers(flag: str, text: str) -> tuple[float, ...]:
+    """Read numbers above 0."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 < each < math.inf for each in values):
+        raise OptionsError(f"{flag} is {text!r}; give numbers above 0, separated by commas")
+    return values
+
+
+def _check_lengths(args: argparse.Namespace) -> None:
+    """Refuse lengths that would be ignored."""
+    if args.trace is not None:
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(args, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise OptionsError(
+                    f"{flag} is for a load without a trace; --token-scale scales a trace's lengths"
+                )
+    elif args.token_scale is not None:
+        raise OptionsError("--token-scale is for the lengths of a --trace")
+
+
+def _objectives(text: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, colon, most = part.partition(":")
+        if name not in OBJECTIVES:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no objective; there are {', '.join(OBJECTIVES)}, such as ttft:2000"
+            )
+        try:
+            found[name] = float(most)
+        except ValueError:
+            found[name] = math.nan
+        if not (colon and 0 < found[name] < math.inf):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} must be a name and milliseconds above 0, such as {name}:2000"
+            )
+    return found
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} must be an object, such as {{"temperature": 0}}')
+    return value
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+    return int(text)
+
+
+def _whole_or_none(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return value

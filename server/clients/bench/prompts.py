@@ -1,0 +1,262 @@
+"""Prompts of real text: whole ones from a file, or passages that are cut to a number of tokens.
+
+Random tokens are routed to experts unlike text, so a load on a Mixture-of-Experts model wants text. Without a file it is Python's
+own documentation, which the standard library carries. Every passage begins at a token where no other does, so that none is a prefix
+hit by accident; what a trace says is shared (its hash ids) is shared. The tokens are the model's: the service's /tokenize
+(WideEP, vLLM) or the checkpoint's tokenizer count them.
+"""
+
+import json
+import math
+import pydoc_data.topics
+import random
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from server.clients.connection import Connection, ServiceError
+from server.options.flag import OptionsError
+
+MOST_CHARS = 8 << 20  # of a file, that passages are cut from
+_PIECE_CHARS = 1 << 17  # that /tokenize is given at once
+_GOLDEN = 0.6180339887498949  # so large a stride keeps passages apart for as long as there is room (Weyl's sequence)
+_JSON_KEYS = ("prompt", "text", "question", "turns", "messages", "conversations")
+
+
+class Tokens(Protocol):
+    """The model's tokenizer, wherever it is."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return a text's tokens, without those that begin a prompt."""
+        ...
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens."""
+        ...
+
+    @property
+    def num_chat_tokens(self) -> int:
+        """What the chat template adds to a message."""
+        ...
+
+
+class Wanted(NamedTuple):
+    """What one request is to be."""
+
+    output_tokens: int
+    prompt_tokens: int | None = None  # None: a whole prompt of the file's
+    hash_ids: tuple[
+        int, ...
+    ] = ()  # one per PREFIX_TOKENS (scaled) of the prompt: the same id is the same text
+    block_tokens: int = 0
+
+
+class Passages:
+    """Passages of a text, each of which begins elsewhere, until every token was a beginning."""
+
+    def __init__(self, token_ids: Sequence[int], *, seed: int = 0) -> None:
+        """Args: seed says where the first one begins."""
+        self._ids = token_ids
+        self._at = random.Random(seed).randrange(len(token_ids)) if seed else 0
+        stride = max(1, int(len(token_ids) * _GOLDEN))
+        self._stride = next(each for each in range(stride, 0, -1) if math.gcd(each, len(token_ids)) == 1)
+
+    def take(self, num_tokens: int) -> list[int]:
+        """Return the next passage; one that comes to the text's end goes on at its beginning."""
+        begin, self._at = self._at, (self._at + self._stride) % len(self._ids)
+        passage: list[int] = []
+        while len(passage) < num_tokens:
+            passage += self._ids[begin : begin + num_tokens - len(passage)]
+            begin = 0
+        return passage
+
+
+class Prompts:
+    """The prompts of a whole run; its levels share nothing, or a level would find its prompts in the cache."""
+
+    def __init__(
+        self, source: Passages | Sequence[str], tokens: Tokens | None = None, *, is_chat: bool = True
+    ) -> None:
+        """Take passages, or whole prompts, which come again when all were taken.
+
+        Args:
+            tokens: what cuts passages.
+            is_chat: whether passages are to be texts.
+        """
+        self._passages = source if isinstance(source, Passages) else None
+        self._whole = cycle(() if isinstance(source, Passages) else source)
+        self._tokens, self._is_chat = tokens, is_chat
+        self._shared: dict[int, list[int]] = {}
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether to make one asks the service."""
+        return self._is_chat and isinstance(self._tokens, ServiceTokens)
+
+    def begin_level(self) -> None:
+        """Forget what the hash ids stood for."""
+        self._shared.clear()
+
+    def take(self, wanted: Wanted) -> str | list[int]:
+        """Return the next prompt: a text, or a completion's token ids.
+
+        Raises:
+            ServiceError: the service cannot say what text it is.
+        """
+        if self._passages is None:
+            return next(self._whole)
+        assert self._tokens is not None and wanted.prompt_tokens is not None, "passages are cut by tokens"
+        if not self._is_chat:
+            return self._cut(wanted, wanted.prompt_tokens)
+        num_tokens = max(1, wanted.prompt_tokens - self._tokens.num_chat_tokens)
+        return self._tokens.decode(self._cut(wanted, num_tokens))
+
+    def _cut(self, wanted: Wanted, num_tokens: int) -> list[int]:
+        assert self._passages is not None
+        if not wanted.hash_ids:
+            return self._passages.take(num_tokens)
+        passage: list[int] = []
+        for hash_id in wanted.hash_ids:
+            if hash_id not in self._shared:
+                self._shared[hash_id] = self._passages.take(wanted.block_tokens)
+            passage += self._shared[hash_id]
+        return passage[:num_tokens]
+
+
+def passages_of(path: Path | None, tokens: Tokens, *, seed: int) -> Passages:
+    """Tokenize a file's text, or Python's documentation, to cut passages from it.
+
+    Raises:
+        OptionsError: the file has no prompts.
+        ServiceError: the service does not tokenize.
+    """
+    text = "\n".join(pydoc_data.topics.topics.values()) if path is None else "\n\n".join(read_prompts(path))
+    pieces = [
+        text[begin : begin + _PIECE_CHARS] for begin in range(0, min(len(text), MOST_CHARS), _PIECE_CHARS)
+    ]
+    return Passages([token_id for piece in pieces for token_id in tokens.encode(piece)], seed=seed)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file: a JSON object or string a line, or a text's paragraphs.
+
+    Raises:
+        OptionsError: it cannot be read or has none; the message names the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionsError(f"--prompts {path} cannot be read: {error}") from error
+    if path.suffix in (".jsonl", ".json"):
+        prompts = list(_json_prompts(path, text))
+    else:
+        prompts = [each.strip() for each in text.replace("\r\n", "\n").split("\n\n") if each.strip()]
+    if not prompts:
+        raise OptionsError(f"--prompts {path} has no prompts")
+    return prompts
+
+
+def _json_prompts(path: Path, text: str) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = _prompt_of(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise OptionsError(f"--prompts {path}, line {number}: it is not JSON ({error.msg})") from error
+        if not prompt:
+            raise OptionsError(
+                f"--prompts {path}, line {number}: it has no text; a line is a string or an object with one of "
+                f"{', '.join(_JSON_KEYS)}"
+            )
+        yield prompt
+
+
+def _prompt_of(value: Any) -> str:
+    """Return the first text of what a line holds; empty where there is none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):  # turns, or messages: the first that is no system's
+        return next((text for each in value if (text := _prompt_of(each))), "")
+    if isinstance(value, dict) and value.get("role", value.get("from")) != "system":
+        keys = (*_JSON_KEYS, "content", "value")
+        return next((text for key in keys if (text := _prompt_of(value.get(key)))), "")
+    return ""
+
+
+class ServiceTokens:
+    """The tokenizer behind a service's /tokenize and /detokenize."""
+
+    def __init__(self, service: Connection, model: str) -> None:
+        self._service, self._model = service, model
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokens`.
+
+        Raises:
+            ServiceError: the service does not tokenize; says what to do.
+        """
+        body = {"prompt": text, "add_special_tokens": False}
+        token_ids: list[int] = self._ask("/tokenize", body, "tokens", list)
+        return token_ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """See `Tokens`. Raises as `encode`."""
+        return str(self._ask("/detokenize", {"tokens": token_ids}, "prompt", str))
+
+    @cached_property
+    def num_chat_tokens(self) -> int:
+        """See `Tokens`. Raises as `encode`."""
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        return len(self._ask("/tokenize", chat, "tokens", list)) - len(self.encode("x"))
+
+    def _ask(self, path: str, body: dict[str, Any], name: str, kind: type) -> Any:
+        remedy = "name its tokenizer with --tokenizer DIRECTORY, or send whole prompts: --prompts FILE"
+        try:
+            answer = self._service.post(path, {"model": self._model, **body}).json()
+            value = answer[name]
+        except ServiceError as error:
+            raise ServiceError(f"cannot count tokens with {path} ({error}); {remedy}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ServiceError(
+                f"{self._service.url}{path} does not answer as vLLM's does; {remedy}"
+            ) from error
+        if not isinstance(value, kind):
+            raise ServiceError(f"{self._service.url}{path} does not answer as vLLM's does; {remedy}")
+        return value
+
+
+class CheckpointTokens:
+    """A checkpoint's tokenizer, in this process."""
+
+    def __init__(self, directory: str) -> None:
+        """Load it.
+
+        Raises:
+            OptionsError: there is none.
+        """
+        # transformers takes seconds to load, and only this wants it.
+        from server.front.tokenizer import Tokenizer, TokenizerError  # noqa: PLC0415
+
+        try:
+            self._tokenizer = Tokenizer(directory)
+        except TokenizerError as error:
+            raise OptionsError(f"--tokenizer: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokens`."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: list[int]) -> str:
+        """See `Tokens`."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    @cached_property
+    def num_chat_tokens(self) -> int:
+        """See `Tokens`; 0 where the checkpoint has no template: the service has one of its own."""
+        if not self._tokenizer.has_chat_template:
+            return 0
+        chat = self._tokenizer.render_chat([{"role": "user", "content": "x"}])
+        return len(self.encode(chat)) - len(self.encode("x"))

@@ -1,0 +1,300 @@
+"""Ask a service for streams, and note when their bytes came: the client beneath `wideep bench`.
+
+It speaks HTTP/1.1 itself, with httptools' parser on asyncio's sockets, because it runs on the cores that it measures: a token
+that comes alone costs some 30 us of CPU here, and several times as much through a client library (measured with
+httpx). The time of a chunk is taken when its bytes arrive, before they are parsed. Connections are kept and used again.
+
+A request that fails is an answer that says why: a load generator goes on. Knows nothing of loads or figures. Times are those of
+the clock that it is given, in seconds.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httptools
+import httpx
+
+_KEPT_BYTES = 2000  # of a body that is no stream, to quote its error
+_QUOTED_CHARS = 300
+_CONNECT_TIMEOUT_S = 30.0  # a loaded service is slow to accept
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """One request and what came of it. It grows while it is read."""
+
+    start_s: float  # when it was sent, or when a connection for it was asked for
+    end_s: float = 0.0  # of the last chunk with text or with the reason of the end
+    arrivals_s: list[float] = field(default_factory=list)  # of chunks with text, reasoning or calls
+    counts: list[int] = field(default_factory=list)  # of tokens up to each of them, where the service says so
+    prompt_tokens: int = 0
+    output_tokens: int = 0  # by usage; without one, the number of chunks with text
+    cached_tokens: int = 0  # of the prompt, by usage
+    has_usage: bool = False
+    failure: str = ""  # empty: it ended well
+    late_s: float = 0.0  # after the time at which it was to be sent
+
+    @property
+    def first_s(self) -> float:
+        """When its first text came; an answer all of whose tokens are hidden has only its end."""
+        return self.arrivals_s[0] if self.arrivals_s else self.end_s
+
+
+class StreamClient:
+    """Connections to one service, as many as are asked for at once."""
+
+    def __init__(
+        self, url: str, api_key: str | None = None, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Connect when first asked.
+
+        Args:
+            url: the service's root, such as http://127.0.0.1:8000; `Connection.url` is one.
+        """
+        self._clock = clock
+        parsed = httpx.URL(url)
+        self._host, self._path = parsed.host, parsed.raw_path.decode("ascii").rstrip("/")
+        self._ssl = httpx.create_ssl_context() if parsed.scheme == "https" else None
+        self._port = parsed.port or (443 if self._ssl else 80)
+        authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._head = (
+            f"Host: {parsed.netloc.decode('ascii')}\r\nContent-Type: application/json\r\n"
+            f"Accept: text/event-stream\r\n{authorization}"
+        )
+        self._idle: list[_Connection] = []
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
+        """Post a body and read the stream that answers it; what goes wrong is in the answer."""
+        content = json.dumps(body).encode()
+        head = f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(content)}\r\n\r\n"
+        request = head.encode() + content
+        answer = Answer(start_s=self._clock())
+        try:
+            while True:
+                connection, is_new = await self._connection()
+                if await connection.read(request, answer) or is_new:
+                    break
+                answer.failure, answer.end_s = "", 0.0  # the service had closed it while it waited
+        except (OSError, TimeoutError) as error:
+            answer.failure = f"no connection: {error or type(error).__name__}"
+            answer.end_s = self._clock()
+            return answer
+        if connection.is_open:
+            self._idle.append(connection)
+        return answer
+
+    async def _connection(self) -> tuple["_Connection", bool]:
+        """Return a connection that waits, or a new one, and whether it is new."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection, False
+        return await self._connect(), True
+
+    async def _connect(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        connecting = loop.create_connection(
+            lambda: _Connection(self._clock), self._host, self._port, ssl=self._ssl
+        )
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            _, connection = await connecting
+        return connection
+
+    def close(self) -> None:
+        """Hang up."""
+        for connection in self._idle:
+            connection.hang_up()
+        self._idle.clear()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, which reads one answer at a time. The `on_` methods are httptools' names."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.is_open = False
+        self._clock = clock
+        self._parser = httptools.HttpResponseParser(self)
+        self._reading: _Reading | None = None
+        self._ended: asyncio.Future[bool] | None = None  # its result: whether anything came
+        self._now_s = 0.0
+        self._has_begun, self._status = False, 0
+
+    async def read(self, request: bytes, answer: Answer) -> bool:
+        """Send a request and read its answer; return False where the service had closed the connection before."""
+        self._reading, self._has_begun, self._status = _Reading(answer), False, 0
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            return await self._ended
+        finally:
+            if not self._ended.done() or self._ended.cancelled():
+                self.hang_up()
+            self._reading = self._ended = None
+
+    def hang_up(self) -> None:
+        """Close at once: the service hears that nobody reads."""
+        self.is_open = False
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the socket."""
+        assert isinstance(transport, asyncio.Transport), "TCP gives one"
+        self._transport, self.is_open = transport, True
+
+    def data_received(self, data: bytes) -> None:
+        """Note the time, then parse."""
+        self._now_s = self._clock()
+        self._has_begun = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.hang_up()
+            self._end(f"it does not speak HTTP: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End what is read."""
+        self.is_open = False
+        self._now_s = self._clock()
+        is_whole = self._reading is not None and self._reading.has_end
+        if is_whole or self._status not in (0, 200):
+            self._end()  # an answer without a length ends so
+        else:
+            self._end(f"the connection was lost: {error or 'the service closed it'}")
+
+    def on_headers_complete(self) -> None:
+        """Note the status."""
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the answer."""
+        if self._reading is not None:
+            self._reading.take(body, self._now_s)
+
+    def on_message_complete(self) -> None:
+        """The answer is here."""
+        if self._status < 200:
+            return  # 100 Continue
+        if not self._parser.should_keep_alive():
+            self.is_open = False
+            self._transport.close()
+        self._end()
+
+    def _end(self, failure: str = "") -> None:
+        if self._reading is None or self._ended is None or self._ended.done():
+            return
+        self._reading.finish(self._status or 200, failure, self._now_s)
+        self._ended.set_result(self._has_begun)
+
+
+class _Reading:
+    """The events of one answer, as their bytes come."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.has_end = False
+        self._answer = answer
+        self._rest = b""
+        self._kept = b""  # of what is no event
+        self._usage: Mapping[str, Any] | None = None
+
+    def take(self, body: bytes, now_s: float) -> None:
+        """Read whole lines; the last one may be of several pieces."""
+        *lines, self._rest = (self._rest + body).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take_event(line[5:].strip(), now_s)
+            elif line and len(self._kept) < _KEPT_BYTES and not line.startswith((b"event:", b"id:", b":")):
+                self._kept += line
+
+    def _take_event(self, text: bytes, now_s: float) -> None:
+        if text == b"[DONE]":
+            self.has_end = True
+            return
+        answer = self._answer
+        try:
+            event, _ = _DECODER.raw_decode(text.decode())  # half of what json.loads takes
+            if "error" in event:
+                answer.failure = _words_of(event)
+            usage = event.get("usage")
+            choices = event.get("choices") or ()
+            for choice in choices:
+                if _has_text(choice):
+                    answer.arrivals_s.append(now_s)
+                    if usage:
+                        answer.counts.append(usage["completion_tokens"])
+                    answer.end_s = now_s
+                elif choice.get("finish_reason"):
+                    answer.end_s = now_s
+        except (ValueError, LookupError, TypeError, AttributeError):
+            answer.failure = (
+                f"an event that is no chunk of an answer: {text[:_QUOTED_CHARS].decode(errors='replace')}"
+            )
+            return
+        self._usage = usage or self._usage
+
+    def finish(self, status: int, failure: str, now_s: float) -> None:
+        """Say what came of it.
+
+        Args:
+            status: of the answer.
+            failure: of the connection; empty: none.
+        """
+        answer = self._answer
+        answer.end_s = answer.end_s or now_s
+        if status != 200:
+            body = (self._kept + self._rest)[:_KEPT_BYTES]
+            answer.failure = f"the service refused ({status}): {_quoted(body)}"
+        elif failure:
+            answer.failure = answer.failure or failure
+        elif not answer.failure and not answer.arrivals_s and self._usage is None:
+            body = (self._kept + self._rest)[:_KEPT_BYTES]
+            answer.failure = f"the answer is no stream with tokens: {_quoted(body) or 'it is empty'}"
+        answer.output_tokens = len(answer.arrivals_s)
+        if self._usage is not None:
+            self._count(self._usage)
+
+    def _count(self, usage: Mapping[str, Any]) -> None:
+        answer = self._answer
+        try:
+            answer.prompt_tokens = int(usage["prompt_tokens"])
+            answer.output_tokens = int(usage["completion_tokens"])
+            details = usage.get("prompt_tokens_details") or {}
+            answer.cached_tokens = int(details.get("cached_tokens") or 0)
+            answer.has_usage = True
+        except (LookupError, TypeError, ValueError):
+            answer.failure = answer.failure or f"its usage is not OpenAI's: {usage!r}"[:_QUOTED_CHARS]
+
+
+def _has_text(choice: Mapping[str, Any]) -> bool:
+    """Tell whether a chunk's choice brings something that was generated."""
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta")
+    return bool(
+        delta
+        and (
+            delta.get("content")
+            or delta.get("reasoning_content")
+            or delta.get("reasoning")
+            or delta.get("tool_calls")
+        )
+    )
+
+
+def _words_of(body: Any) -> str:
+    """Return a service's own words for what went wrong."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)[:_QUOTED_CHARS]
+
+
+def _quoted(body: bytes) -> str:
+    text = body.decode(errors="replace").strip()
+    try:
+        return _words_of(json.loads(text))
+    except ValueError:
+        return text[:_QUOTED_CHARS]

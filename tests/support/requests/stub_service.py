@@ -1,0 +1,114 @@
+"""A service of an asyncio server whose answers are scripted byte by byte, and a clock that it moves between them."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
+
+OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """Frame a part of a body."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def event(content: object) -> bytes:
+    """Return an event of a stream."""
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def said(text: str, **more: Any) -> bytes:
+    """Return a chat's event with some text."""
+    return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}], **more})
+
+
+def usage(prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
+    """Return OpenAI's usage."""
+    details = {"cached_tokens": cached}
+    return {"prompt_tokens": prompt, "completion_tokens": output, "prompt_tokens_details": details}
+
+
+class SteppedClock:
+    """A clock that stands still, and tells when it was read: the client reads it when bytes have come."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self._was_read = asyncio.Event()
+
+    def __call__(self) -> float:
+        self._was_read.set()
+        return self.now_s
+
+    async def wait_read(self) -> None:
+        """Wait until somebody reads it after now."""
+        self._was_read.clear()
+        await self._was_read.wait()
+
+
+class Piece(NamedTuple):
+    """Bytes that the service sends after some time."""
+
+    after_s: float
+    data: bytes
+
+
+class StubService:
+    """What came to the service, and where it is."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.bodies: list[dict[str, Any]] = []
+        self.heads: list[bytes] = []
+        self.num_connections = 0
+
+    @property
+    def url(self) -> str:
+        """The endpoint's root."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextlib.asynccontextmanager
+async def stub_service(
+    answers: Sequence[Sequence[Piece] | bytes],
+    *,
+    clock: SteppedClock | None = None,
+    closes_after: Callable[[int], bool] = lambda _number: False,
+) -> AsyncIterator[StubService]:
+    """Serve the answers one after the other; the last one again and again.
+
+    Args:
+        clock: is moved before each piece, and must be read before the next.
+        closes_after: whether the connection ends after an answer, by its number from 0.
+    """
+    service = StubService()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        service.num_connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                number = len(service.bodies)
+                service.heads.append(head)
+                service.bodies.append(json.loads(await reader.readexactly(length)))
+                answer = answers[min(number, len(answers) - 1)]
+                for piece in [Piece(0.0, answer)] if isinstance(answer, bytes) else answer:
+                    if clock is not None:
+                        clock.now_s += piece.after_s
+                    writer.write(piece.data)
+                    if clock is not None:
+                        await clock.wait_read()
+                if closes_after(number):
+                    break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    service.port = server.sockets[0].getsockname()[1]
+    try:
+        yield service
+    finally:
+        server.close()
