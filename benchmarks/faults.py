@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.serving.closed_loop import percentile
 from benchmarks.serving.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
 from benchmarks.serving.processes import command_of, pss_bytes, tree
 from benchmarks.serving.prompts import Prompts
 from benchmarks.serving.service import HOST, BenchServiceError, Service
 from moe.demo_model import ensure_demo_model
+from server.clients.bench.figures import percentile
 from server.front.tokenizer import Tokenizer
 
 RECOVERY_TIMEOUT_S = 240.0  # of engines that load on a busy machine

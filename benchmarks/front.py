@@ -18,7 +18,6 @@ Run: `python -m benchmarks.front [--parts cost,ttft,loss] [--streams 500] [--tok
 import argparse
 import asyncio
 import functools
-import json
 import signal
 import statistics
 import sys
@@ -32,13 +31,15 @@ from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.random_model import ensure_random_model
-from benchmarks.serving.closed_loop import closed_loop, percentile, summarise
+from benchmarks.serving.closed_loop import closed_loop, summarise
 from benchmarks.serving.engine_alone import EngineAlone
 from benchmarks.serving.front_alone import FrontAlone
 from benchmarks.serving.prompts import Prompts
-from benchmarks.serving.service import BenchServiceError, Service, post, stream_completion
+from benchmarks.serving.service import HOST, BenchServiceError, Service, stream_completion
 from moe.demo_model import ensure_demo_model
 from scheduler.policy.config import EngineConfig
+from server.clients.bench.figures import percentile
+from server.clients.bench.stream import STREAMED, StreamClient
 from server.front.tokenizer import Tokenizer
 
 PARTS = ("cost", "ttft", "loss")
@@ -142,13 +143,15 @@ def measure_ttft(directory: Path, options: FrontOptions) -> dict[str, Any]:
 
 
 async def _first_event_s(port: int, text: str) -> float:
-    fields = {"max_tokens": 1, "temperature": 0, "stream": True}
-    begun_s = time.perf_counter()
-    body = json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode()
-    status, lines = await post(port, body, "/v1/chat/completions")
-    if status != 200:
-        raise BenchServiceError(f"POST /v1/chat/completions answered {status}: {lines[0][1].decode()[:300]}")
-    return next(at_s for at_s, line in lines if line.startswith(b"data: ")) - begun_s
+    client = StreamClient(f"http://{HOST}:{port}")
+    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1, "temperature": 0}
+    try:
+        answer = await client.ask("/v1/chat/completions", {**chat, **STREAMED})
+    finally:
+        client.close()
+    if answer.failure:
+        raise BenchServiceError(answer.failure)
+    return answer.first_s - answer.start_s
 
 
 def measure_loss(directory: Path, options: FrontOptions) -> dict[str, Any]:

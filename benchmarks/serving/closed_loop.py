@@ -5,12 +5,13 @@ same code runs in the client of our service and inside the process of a peer, so
 loop was preferred to a fixed arrival rate because it has no rate to tune per peer.
 """
 
-import asyncio
-import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
+
+from server.clients.batch.bulk_client import for_each
+from server.clients.bench.figures import percentile
 
 
 class RequestTiming(NamedTuple):
@@ -28,15 +29,12 @@ async def closed_loop(
     complete: Complete, prompts: Sequence[list[int]], concurrency: int
 ) -> list[RequestTiming]:
     """Complete all prompts with at most `concurrency` at once; timings are in the order of the ends."""
-    waiting = iter(prompts)
     timings: list[RequestTiming] = []
 
-    async def client() -> None:
-        for prompt in waiting:
-            timings.append(await complete(prompt))
+    async def take(prompt: list[int]) -> None:
+        timings.append(await complete(prompt))
 
-    # Not a TaskGroup: the first failure is to be raised as it is, not in a group of everybody's.
-    await asyncio.gather(*(client() for _ in range(min(concurrency, len(prompts)))))
+    await for_each(prompts, take, concurrency=concurrency)
     return timings
 
 
@@ -69,10 +67,3 @@ def summarise(timings: Sequence[RequestTiming]) -> Latency:
         itl_p50_ms=round(percentile(gaps_s, 50) * 1e3, 1),
         itl_p99_ms=round(percentile(gaps_s, 99) * 1e3, 1),
     )
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile (1 to 99), interpolated between neighbours; of one value, that value."""
-    if len(values) == 1:
-        return values[0]
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

@@ -1,12 +1,10 @@
 """A server as a benchmark sees it: processes of its own, and a client that streams from it; ours is `wideep serve`.
 
-The client speaks just enough HTTP/1.1 to time a stream. It runs on the cores that it measures, and a full client
-library takes several times the CPU per token.
+The client is that of `wideep bench`.
 """
 
 import asyncio
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +16,8 @@ from typing import IO, Any, Self
 
 from benchmarks.serving.closed_loop import RequestTiming, closed_loop
 from dispatch.ports import free_port
+from server.clients.bench.stream import STREAMED, StreamClient
+from server.clients.connection import Connection, ServiceError
 from server.parent_death import die_with_parent
 from server.process.serve import is_healthy
 
@@ -143,10 +143,12 @@ def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
         BenchServiceError: any status but 200.
     """
     body = _body(prompt, num_tokens, logprobs=0, return_tokens_as_token_ids=True)
-    status, lines = asyncio.run(post(port, body))
-    if status != 200:
-        raise BenchServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
-    spelled = json.loads(lines[0][1])["choices"][0]["logprobs"]["tokens"]
+    try:
+        with Connection(f"http://{HOST}:{port}") as service:
+            answer = service.post("/v1/completions", body).json()
+    except ServiceError as error:
+        raise BenchServiceError(str(error)) from error
+    spelled = answer["choices"][0]["logprobs"]["tokens"]
     return [int(token.removeprefix("token_id:")) for token in spelled]
 
 
@@ -156,49 +158,18 @@ async def stream_completion(port: int, prompt: list[int], *, num_tokens: int, **
     Raises:
         BenchServiceError: any status but 200, or another number of tokens than was asked for.
     """
-    start_s = time.perf_counter()
-    body = _body(prompt, num_tokens, stream=True, stream_options={"include_usage": True}, **fields)
-    status, lines = await post(port, body)
-    if status != 200:
-        raise BenchServiceError(f"POST /v1/completions answered {status}: {lines[0][1].decode()[:300]}")
-    events = [(at_s, json.loads(line[5:])) for at_s, line in lines if line.startswith(b"data: {")]
-    failure = next((event["error"] for _, event in events if "error" in event), None)
-    usage = events[-1][1].get("usage") if events else None
-    if failure or usage is None or usage["completion_tokens"] != num_tokens:
-        raise BenchServiceError(f"a stream of {num_tokens} tokens ended with {failure or usage}")
-    arrivals_s = [at_s for at_s, event in events if event["choices"]]
-    return RequestTiming(start_s, arrivals_s, num_tokens)
+    client = StreamClient(f"http://{HOST}:{port}")
+    try:
+        answer = await client.ask("/v1/completions", _body(prompt, num_tokens, **STREAMED, **fields))
+    finally:
+        client.close()
+    if answer.failure or answer.output_tokens != num_tokens:
+        told = answer.failure or f"{answer.output_tokens} tokens"
+        raise BenchServiceError(f"a stream of {num_tokens} tokens ended with {told}")
+    return RequestTiming(answer.start_s, answer.arrivals_s, num_tokens)
 
 
-def _body(prompt: list[int], num_tokens: int, **fields: Any) -> bytes:
+def _body(prompt: list[int], num_tokens: int, **fields: Any) -> dict[str, Any]:
     greedy = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     plain = {"repetition_penalty": 1}  # whatever the checkpoint's generation_config.json says
-    return json.dumps({**greedy, **plain, **fields}).encode()
-
-
-async def post(
-    port: int, body: bytes, path: str = "/v1/completions"
-) -> tuple[int, list[tuple[float, bytes]]]:
-    """Post to an endpoint; return the status and the body's lines with the times they came.
-
-    The lines that frame chunks are among those of a stream; what is read there starts with "data: ".
-    """
-    reader, writer = await asyncio.open_connection(HOST, port, limit=2**20)
-    try:
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
-        head_words = (await reader.readline()).split()
-        if not head_words:
-            raise ConnectionResetError("no answer before the connection's end")
-        status = int(head_words[1])
-        while (await reader.readline()).strip():
-            pass  # headers
-        lines = []
-        while line := await reader.readline():
-            lines.append((time.perf_counter(), line.rstrip(b"\r\n")))
-        return status, lines or [(time.perf_counter(), b"")]
-    finally:
-        writer.close()
+    return {**greedy, **plain, **fields}

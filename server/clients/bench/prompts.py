@@ -132,11 +132,16 @@ def passages_of(path: Path | None, tokens: Tokens, *, seed: int) -> Passages:
         OptionsError: the file has no prompts.
         ServiceError: the service does not tokenize.
     """
-    text = "\n".join(pydoc_data.topics.topics.values()) if path is None else "\n\n".join(read_prompts(path))
+    text = documentation() if path is None else "\n\n".join(read_prompts(path))
     pieces = [
         text[begin : begin + _PIECE_CHARS] for begin in range(0, min(len(text), MOST_CHARS), _PIECE_CHARS)
     ]
     return Passages([token_id for piece in pieces for token_id in tokens.encode(piece)], seed=seed)
+
+
+def documentation() -> str:
+    """Return the text that is there where nobody has one: Python's own, in English."""
+    return "\n".join(pydoc_data.topics.topics.values())
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -46,7 +46,7 @@ from server.clients.bench.report import (
     summary_lines,
     write_plot,
 )
-from server.clients.bench.stream import Answer, StreamClient
+from server.clients.bench.stream import STREAMED, Answer, StreamClient
 from server.clients.connection import Connection, ServiceError, api_key_of
 from server.clients.progress import RequestProgress
 from server.options.flag import OptionsError
@@ -102,13 +102,13 @@ class _Bench:
         """Make a request's body, with a prompt that no other has."""
         options, prompt = self.options, self.prompts.take(wanted)
         asked = {"messages": [{"role": "user", "content": prompt}]} if options.is_chat else {"prompt": prompt}
-        counting = {"continuous_usage_stats": True} if options.counts_chunks else {}
+        counting = {"include_usage": True, "continuous_usage_stats": True}
         return {
             "model": self.model,
             **asked,
             "max_tokens": wanted.output_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True, **counting},
+            **STREAMED,
+            **({"stream_options": counting} if options.counts_chunks else {}),
             **({"ignore_eos": True} if options.ignore_eos else {}),
             **options.extra_body,
         }

@@ -18,6 +18,7 @@ from typing import Any
 import httptools
 import httpx
 
+STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}  # of a body
 _KEPT_BYTES = 2000  # of a body that is no stream, to quote its error
 _QUOTED_CHARS = 300
 _CONNECT_TIMEOUT_S = 30.0  # a loaded service is slow to accept

@@ -315,7 +315,7 @@ def test_the_table_says_what_was_late_stopped_and_drafted() -> None:
 def test_a_whole_service_is_measured_closed_open_and_by_a_trace(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     out = tmp_path / "out.json"
-    with RealService.serve(model, tmp_path / "log", "-dp", "2", "--enable-prompt-tokens-details") as service:
+    with RealService.serve(model, tmp_path / "log", "-dp", "2") as service:
         service.wait_ready()
         words = ["--ignore-eos", "--output-tokens", "8", "--prompt-tokens", "24", "--json", str(out)]
         assert bench(service.url, *words, "--concurrency", "1,4", "--num-requests", "8", "--warmup", "1") == 0
