@@ -13,6 +13,7 @@ from moe.mtp.names import why_no_mtp
 from scheduler.policy.config import why_no_compiler
 from server.options.table import Options
 from server.process.preflight.memory import (
+    ExpertMemory,
     WeightBytes,
     available_bytes,
     check_memory,
@@ -58,9 +59,30 @@ def check_start(
         PreflightError: naming the first thing that is wrong.
         OptionsError: of --uds.
     """
+    check_choices(options, num_ranks)
+    weights = check_files(options, num_ranks)
+    check_room(options, weights, num_ranks=num_ranks, num_local_ranks=num_local_ranks, gpu_bytes=gpu_bytes)
+    if has_front:
+        check_listener(options)
+
+
+def check_choices(options: Options, num_ranks: int) -> None:
+    """Check what was asked for against the machine and the number of ranks; reads nothing of the model.
+
+    Raises:
+        PreflightError: naming the first thing that is wrong.
+    """
     check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
     check_nodes(options.dispatch_node_size, num_ranks)
     check_compiler(options)
+
+
+def check_files(options: Options, num_ranks: int) -> WeightBytes:
+    """Check the model's files, and return what they take in memory.
+
+    Raises:
+        PreflightError: naming the first thing that is wrong.
+    """
     directory = Path(options.model)
     config = read_config(directory)
     check_is_moe(config, directory)
@@ -69,18 +91,39 @@ def check_start(
     check_mtp(config, directory, options)
     weights = weight_bytes(directory, config, float_bytes(options), has_mtp=reads_mtp(options))
     check_placement(options.expert_placement, weights, config, num_ranks)
+    return weights
+
+
+def check_room(
+    options: Options, weights: WeightBytes, *, num_ranks: int, num_local_ranks: int, gpu_bytes: int | None
+) -> ExpertMemory:
+    """Check that this node's ranks fit into its memory, and return what a rank's experts take.
+
+    Raises:
+        PreflightError: they do not.
+    """
+    experts = rank_experts(weights, read_config(Path(options.model)), options, num_ranks)
     check_memory(
         weights,
-        rank_experts(weights, config, options, num_ranks),
+        experts,
         options,
         num_local_ranks=num_local_ranks if gpu_bytes is None else 1,
         free_bytes=available_bytes() if gpu_bytes is None else gpu_bytes,
     )
-    if has_front:
-        if options.uds is None:
-            check_port(options.host, options.port)
-        else:
-            check_path(options.uds)
+    return experts
+
+
+def check_listener(options: Options) -> None:
+    """Check that HTTP can listen where it is to.
+
+    Raises:
+        PreflightError: the port is taken, or the host is not ours.
+        OptionsError: of --uds.
+    """
+    if options.uds is None:
+        check_port(options.host, options.port)
+    else:
+        check_path(options.uds)
 
 
 def note_on_redundancy(options: Options, num_ranks: int) -> str | None:
