@@ -48,6 +48,8 @@ class GpuFacts:
     built_for: str = ""  # CUDA version of the torch build
     driver: str = ""  # newest CUDA version that the driver supports
     triton: str = ""
+    nccl: str = ""
+    apart: tuple[tuple[int, int], ...] = ()  # pairs of devices that do not read each other's memory
 
 
 NO_FACTS = GpuFacts()
@@ -97,7 +99,8 @@ def look(*, has_device: Callable[[], bool] = has_cuda_device) -> tuple[GpuFacts,
 def facts_from(values: dict[str, Any]) -> GpuFacts:
     """Read what a child printed."""
     devices = tuple(Gpu(**{**each, "capability": tuple(each["capability"])}) for each in values["devices"])
-    return GpuFacts(**{**values, "devices": devices})
+    apart = tuple((one, other) for one, other in values["apart"])
+    return GpuFacts(**{**values, "devices": devices, "apart": apart})
 
 
 def collect(torch: Any, triton_version: str) -> GpuFacts:
@@ -118,7 +121,21 @@ def collect(torch: Any, triton_version: str) -> GpuFacts:
         built_for=built_for,
         driver=f"{newest // 1000}.{newest % 1000 // 10}" if newest else "",
         triton=triton_version,
+        nccl=_nccl_version(torch),
+        apart=_apart(torch.cuda, len(devices)),
     )
+
+
+def _nccl_version(torch: Any) -> str:
+    """The version of NCCL that torch was built with; "" where it has none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _apart(cuda: Any, num_devices: int) -> tuple[tuple[int, int], ...]:
+    pairs = ((one, other) for one in range(num_devices) for other in range(one + 1, num_devices))
+    return tuple(pair for pair in pairs if not cuda.can_device_access_peer(*pair))
 
 
 def _device(cuda: Any, index: int) -> Gpu:

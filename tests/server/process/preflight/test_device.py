@@ -70,11 +70,14 @@ def fake_torch(*, cuda: str | None, driver: int, gpus: int) -> Any:
         mem_get_info=lambda index: (index + 1, 10),
         get_device_name=lambda index: f"gpu {index}",
         get_device_capability=lambda _index: (9, 0),
+        can_device_access_peer=lambda one, other: {one, other} != {0, 1},
+        nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
     )
     return SimpleNamespace(
         __version__="2.11.0",
         version=SimpleNamespace(cuda=cuda),
         cuda=device,
+        distributed=SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True),
         _C=SimpleNamespace(_cuda_getDriverVersion=lambda: driver),
     )
 
@@ -82,8 +85,10 @@ def fake_torch(*, cuda: str | None, driver: int, gpus: int) -> Any:
 def test_torch_is_asked_and_the_answer_survives_json() -> None:
     facts = collect(fake_torch(cuda="13.0", driver=13010, gpus=2), "3.6.0")
     assert facts.driver == "13.1" and [gpu.free_bytes for gpu in facts.devices] == [1, 2]
+    assert (facts.nccl, facts.apart) == ("2.28.9", ((0, 1),))
     values = asdict(facts)
     values["devices"] = [{**each, "capability": list(each["capability"])} for each in values["devices"]]
+    values["apart"] = [list(pair) for pair in values["apart"]]
     assert facts_from(values) == facts
     assert why_not(facts, has_device=True) == ""
 
